@@ -1,0 +1,119 @@
+"""Group set-up on one rank of a big world: a manager's own groups against torch's device mesh.
+
+The world is torch's "fake" backend, so that one process can be any rank of it: what is measured
+is the work in the process, without the network. A mesh has four groups a rank, the manager seven;
+the third line gives the mesh the joined axes as well.
+
+    python benchmarks/process_groups.py --ranks 1024 16384 --repeats 7
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as torch_dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import init_device_mesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from scaletorch.parallel.pg_manager import Grid, ProcessGroupManager
+
+AXES = ("dp", "pp", "cp", "tp")
+
+
+def manager(grid: Grid) -> None:
+    """Make the seven groups of the manager."""
+    ProcessGroupManager(grid.tp, grid.cp, grid.pp, grid.dp)
+
+
+def mesh(grid: Grid) -> Any:
+    """Make the four groups of a mesh."""
+    shape = tuple(getattr(grid, axis) for axis in AXES)
+    return init_device_mesh("cpu", shape, mesh_dim_names=AXES)
+
+
+def mesh_and_joined_axes(grid: Grid) -> None:
+    """Make the four groups of a mesh, and the groups of dp with cp and of dp with pp."""
+    whole = mesh(grid)
+    whole["dp", "cp"]._flatten()
+    whole["dp", "pp"]._flatten()
+
+
+WAYS: dict[str, Callable[[Grid], Any]] = {
+    "ProcessGroupManager": manager,
+    "init_device_mesh": mesh,
+    "init_device_mesh, joined axes too": mesh_and_joined_axes,
+}
+
+
+def layout(ranks: int) -> Grid:
+    """The documented 8 x 4 x 16, with as much data parallelism as fills the world."""
+    if ranks % 512:
+        raise SystemExit(f"--ranks must be multiples of 8 * 4 * 16 = 512, got {ranks}")
+    return Grid(tp=8, cp=4, pp=16, dp=ranks // 512)
+
+
+def measure(way: Callable[[Grid], Any], grid: Grid, rank: int) -> tuple[float, int]:
+    """Milliseconds and new_group calls of one set-up in a new world, as torchrun leaves it."""
+    place = {"RANK": rank, "WORLD_SIZE": grid.world_size, "LOCAL_RANK": rank % 8}
+    os.environ.update(
+        {name: str(value) for name, value in place.items()} | {"LOCAL_WORLD_SIZE": "8"}
+    )
+    torch_dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=grid.world_size)
+    real, calls = c10d._new_group_with_tag, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        return real(*args, **kwargs)
+
+    c10d._new_group_with_tag = counted  # every way to a new group leads through it
+    try:
+        begin = time.perf_counter()
+        way(grid)
+        elapsed = time.perf_counter() - begin
+    finally:
+        c10d._new_group_with_tag = real
+        torch_dist.destroy_process_group()
+    return elapsed * 1e3, calls
+
+
+def compare(grid: Grid, repeats: int) -> None:
+    """Measure every way in turn, ``repeats`` times, and print the medians."""
+    times: dict[str, list[float]] = {name: [] for name in WAYS}
+    calls: dict[str, int] = {}
+    for way in WAYS.values():
+        measure(way, layout(512), 0)  # the first use of each imports and compiles
+    for repeat in range(repeats):
+        rank = grid.world_size * repeat // repeats
+        for name, way in WAYS.items():
+            elapsed, calls[name] = measure(way, grid, rank)
+            times[name].append(elapsed)
+    print(f"\n{grid.world_size} ranks, {grid}, median of {repeats}")
+    print(f"{'':36}{'ms':>9}{'least':>9}{'most':>9}{'ratio':>8}{'new_group calls':>17}")
+    ours = statistics.median(times["ProcessGroupManager"])
+    for name, values in times.items():
+        median = statistics.median(values)
+        row = f"{median:9.2f}{min(values):9.2f}{max(values):9.2f}{median / ours:8.1f}"
+        print(f"{name:36}{row}{calls[name]:17}")
+
+
+def main() -> None:
+    """Compare at each size."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 16384], metavar="N")
+    parser.add_argument("--repeats", type=int, default=7, metavar="N")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", message=".*flatten.*")
+    for ranks in args.ranks:
+        compare(layout(ranks), args.repeats)
+
+
+if __name__ == "__main__":
+    main()

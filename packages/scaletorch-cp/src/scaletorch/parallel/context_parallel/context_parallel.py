@@ -1,0 +1,196 @@
+"""Context parallelism: each rank holds one shard of every sequence, and attention is exact.
+
+`ring_attention` is attention over the whole sequence from the ranks' shards, and
+`apply_context_parallel` puts it into a model that calls `F.scaled_dot_product_attention`.
+Rank r of N holds positions r·L/N up to (r + 1)·L/N, as `shard_batch` cuts them.
+"""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import describe_rank
+from .agreement import DTYPES, require_agreement, signature
+from .blocks import update_out_and_lse
+from .cp_comms import ring_of
+from .override import install, mark
+from .ring import RingAttention
+from .sharding import shard_bounds
+
+__all__ = [
+    "apply_context_parallel",
+    "ring_attention",
+    "update_out_and_lse",
+    "update_rope_for_context_parallel",
+]
+
+M = TypeVar("M", bound=nn.Module)
+
+
+def ring_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sm_scale: float | None = None,
+    is_causal: bool = False,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Attend this rank's queries to the keys and values of the whole sequence.
+
+    As `F.scaled_dot_product_attention` of the joined shards, forward and backward, and exactly
+    that function on one rank. K and V travel un-expanded; sums over keys and over ranks are kept
+    and sent in float32 at least. Under autocast the inputs are cast as that function casts them.
+    Every rank of the group must call it, and run its backward, in the same order.
+
+    Args:
+        q: This rank's queries [B, H, L, D] in float16, bfloat16, float32 or float64.
+        k: Its keys [B, K, L, D]; K divides H, and each key head serves H / K query heads.
+        v: Its values [B, K, L, D].
+        sm_scale: Factor of the scores; 1 / sqrt(D) by default.
+        is_causal: Each position of the whole sequence sees itself and those before it.
+        group: The ranks in order of their shards; by default the manager's cp axis.
+
+    Returns:
+        The output [B, H, L, D] for this rank's queries, in their dtype.
+
+    Raises:
+        InvalidArgumentError: Shapes, dtypes or devices that do not fit together.
+        MismatchError: The ranks' shapes, dtypes or options differ; raised on every rank.
+        NotInGroupError: This rank is outside `group`.
+        StateError: Several ranks, and neither a group nor a process group manager.
+    """
+    ring = ring_of(group)
+    q, k, v = (_autocast(x) for x in (q, k, v))
+    _check_inputs(q, k, v)
+    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
+    if ring.size == 1:
+        grouped = q.shape[1] != k.shape[1]
+        return F.scaled_dot_product_attention(
+            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped
+        )
+    require_agreement(signature(q, k, v, scale, is_causal), q.device, ring)
+    out: Tensor = RingAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, scale, is_causal, ring
+    )
+    return out
+
+
+def apply_context_parallel(model: M, group: ProcessGroup | None = None) -> M:
+    """Make every `F.scaled_dot_product_attention` inside `model` attend to the whole sequence.
+
+    In place: the model and its submodules get a wrapped `forward`; their class, parameters,
+    names and `state_dict` stay. `is_causal`, `scale` and `enable_gqa` keep their meaning, over
+    the whole sequence. Recomputation of modules (`torch.utils.checkpoint`, both forms) is
+    covered. With one rank nothing changes. Apply it after tensor parallelism, before pipeline
+    and data parallelism.
+
+    The model is then called with its shard of the batch and must take positions from its
+    arguments (`position_ids`), not count them itself: see `shard_batch`.
+
+    Refused when they are met: `attn_mask`, dropout, keys of another length than the queries
+    (decoding, cross attention), nn.MultiheadAttention, a checkpointed function that holds the
+    attention without a module around it, and a forward in which no attention was seen.
+
+    Args:
+        model: Any module; plain `nn.Module` code that knows nothing of this.
+        group: The ranks in order of their shards; by default the manager's cp axis.
+
+    Returns:
+        The same model.
+
+    Raises:
+        StateError: The model or a part of it is context parallel already; or several ranks, and
+            neither a group nor a process group manager.
+        NotInGroupError: This rank is outside `group`.
+    """
+    ring = ring_of(group)
+    mark(model)
+
+    def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
+        return ring_attention(q, k, v, scale, causal, ring.group)
+
+    if ring.size > 1:
+        install(model, attention)
+    return model
+
+
+def update_rope_for_context_parallel(
+    cos: Tensor, sin: Tensor, group: ProcessGroup | None = None, *, length: int | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return the rows of rotary tables for this rank's positions.
+
+    For models that keep tables and rotate position i by row i. Models that take `position_ids`
+    need it not.
+
+    Args:
+        cos: Table [L, D] or [B, L, D] over global positions.
+        sin: Table of the same shape.
+        group: The ranks; by default the manager's cp axis.
+        length: Length of the whole sequence, if the tables are longer than that; a longer table
+            cut into N would give wrong positions.
+
+    Returns:
+        Views [L / N, D] or [B, L / N, D].
+
+    Raises:
+        InvalidArgumentError: Other shapes, or a length that the tables or the ranks do not fit.
+    """
+    if cos.shape != sin.shape or cos.ndim not in (2, 3):
+        message = (
+            f"{describe_rank()}: cos and sin must both be [L, D] or [B, L, D], "
+            f"and are {list(cos.shape)} and {list(sin.shape)}"
+        )
+        raise InvalidArgumentError(message)
+    rows = cos.shape[-2]
+    length = rows if length is None else length
+    if not 0 < length <= rows:
+        message = f"{describe_rank()}: length must be 1 to {rows}, the tables' rows; it is {length}"
+        raise InvalidArgumentError(message)
+    start, stop = shard_bounds(length, group)
+    return cos[..., start:stop, :], sin[..., start:stop, :]
+
+
+def _autocast(x: Tensor) -> Tensor:
+    """Cast as autocast casts an input of scaled_dot_product_attention."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x
+
+
+def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse what does not fit together on this rank."""
+    if any(x.ndim != 4 or not x.numel() for x in (q, k, v)):
+        raise _misfit("q, k and v must be [B, heads, L, D], none of them 0", q, k, v)
+    rules = {
+        f"dtypes must be equal, one of {', '.join(map(str, DTYPES))}": (
+            q.dtype == k.dtype == v.dtype and q.dtype in DTYPES
+        ),
+        "devices must be equal": q.device == k.device == v.device,
+        "k and v must have one shape": k.shape == v.shape,
+        "batch size and head dim must be those of q": (
+            (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+        ),
+        "as many positions in k as in q, both one shard of the same sequence (neither decoding "
+        "with a cache nor cross attention)": q.shape[2] == k.shape[2],
+        "the number of key heads must divide the number of query heads": (
+            q.shape[1] % k.shape[1] == 0
+        ),
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise _misfit(rule, q, k, v)
+
+
+def _misfit(rule: str, *qkv: Tensor) -> InvalidArgumentError:
+    came = ", ".join(
+        f"{name} {list(x.shape)} {x.dtype} on {x.device}"
+        for name, x in zip("qkv", qkv, strict=True)
+    )
+    return InvalidArgumentError(f"ring attention on {describe_rank()}: {rule}; got {came}")

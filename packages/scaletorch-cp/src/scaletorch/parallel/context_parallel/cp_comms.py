@@ -1,0 +1,162 @@
+"""The ring of a context-parallel group, and the engine that passes tensors around it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...dist import get_rank, group_ranks
+from ...dist.errors import InvalidArgumentError, StateError
+from ...dist.p2p import exchange
+from ..pg_manager import axis_group, describe_rank
+
+if TYPE_CHECKING:
+    from ...dist.work import Work
+
+
+@dataclass(frozen=True, slots=True)
+class Ring:
+    """This rank's place in its context-parallel group.
+
+    Attributes:
+        group: The process group; None is one process.
+        ranks: Global ranks of the group in ring order.
+        index: This rank's place in it, and so the index of its shard of the sequence.
+    """
+
+    group: ProcessGroup | None
+    ranks: tuple[int, ...]
+    index: int
+
+    @property
+    def size(self) -> int:
+        """Number of ranks, and so of shards of the sequence."""
+        return len(self.ranks)
+
+    @property
+    def next_rank(self) -> int:
+        """Global rank that this one sends to."""
+        return self.ranks[(self.index + 1) % self.size]
+
+    @property
+    def prev_rank(self) -> int:
+        """Global rank that this one receives from."""
+        return self.ranks[self.index - 1]
+
+
+def ring_of(group: ProcessGroup | None = None) -> Ring:
+    """Return the ring over `group`, by default the manager's cp axis.
+
+    Raises:
+        NotInGroupError: This rank is outside `group`.
+        StateError: Several ranks, and neither a group nor a process group manager.
+    """
+    group = axis_group("cp", group)
+    if group is None:
+        return Ring(None, (get_rank(),), 0)
+    ranks = group_ranks(group)
+    return Ring(group, ranks, ranks.index(get_rank()))
+
+
+class ContextCommunicate:
+    """Pass tensors one place on around the ring: queue them, launch one batch, wait for it.
+
+    Every rank of the group makes the same calls with tensors of the same shapes and dtypes;
+    what is queued first arrives first, so it is matched by order. In a ring of one rank what is
+    received is a copy of what was sent. Use it again for the next step.
+
+    Example:
+        >>> ring = ContextCommunicate("keys and values")
+        >>> next_k, next_v = ring.send_recv(k), ring.send_recv(v)
+        >>> ring.commit()     # under way: compute with k and v meanwhile, and do not change them
+        >>> ring.wait()       # next_k and next_v hold the previous rank's k and v
+    """
+
+    def __init__(self, msg: str = "", group: ProcessGroup | None = None) -> None:
+        """Find the ring.
+
+        Args:
+            msg: What is passed, for error messages.
+            group: The ranks of the ring; by default the manager's cp axis.
+
+        Raises:
+            NotInGroupError: This rank is outside `group`.
+            StateError: Several ranks, and neither a group nor a process group manager.
+        """
+        self.msg = msg
+        self.ring = ring_of(group)
+        self._queue: list[tuple[Tensor, Tensor]] = []
+        self._work: Work[None] | None = None
+
+    def send_recv(self, tensor: Tensor, recv: Tensor | None = None) -> Tensor:
+        """Queue `tensor` for the next rank and return where the previous rank's will arrive.
+
+        Args:
+            tensor: What to send; leave it unchanged until `wait()`.
+            recv: Where to receive, of the same shape, dtype and device; by default a new tensor.
+
+        Returns:
+            The tensor that holds what arrived after `commit()` and `wait()`.
+
+        Raises:
+            StateError: The batch before is still under way.
+            InvalidArgumentError: `recv` differs from `tensor` in shape, dtype or device, or
+                shares its memory.
+        """
+        if self._work is not None:
+            raise self._misuse("send_recv() while a batch is under way: call wait() first")
+        tensor = tensor.detach()
+        if recv is None:
+            recv = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        else:
+            self._check_recv(tensor, recv)
+        self._queue.append((tensor, recv))
+        return recv
+
+    def commit(self) -> None:
+        """Launch everything that is queued as one batch, and return at once.
+
+        Raises:
+            StateError: Nothing is queued, or the batch before is still under way.
+        """
+        if self._work is not None:
+            raise self._misuse("commit() while a batch is under way: call wait() first")
+        if not self._queue:
+            raise self._misuse("commit() with nothing queued: call send_recv() first")
+        self._work = exchange(
+            sends=[(tensor, self.ring.next_rank) for tensor, _ in self._queue],
+            recvs=[(recv, self.ring.prev_rank) for _, recv in self._queue],
+            group=self.ring.group,
+            async_op=True,
+        )
+
+    def wait(self) -> None:
+        """Wait until the batch has arrived and what was sent may be changed.
+
+        Raises:
+            StateError: No batch is under way.
+        """
+        if self._work is None:
+            raise self._misuse("wait() with no batch under way: call commit() first")
+        self._work.wait()
+        self._work = None
+        self._queue.clear()
+
+    def _check_recv(self, tensor: Tensor, recv: Tensor) -> None:
+        sides = [f"{list(x.shape)} {x.dtype} on {x.device}" for x in (tensor, recv)]
+        if sides[0] != sides[1]:
+            message = f"{self._name()}: recv must be like the tensor sent, {sides[0]}: {sides[1]}"
+            raise InvalidArgumentError(message)
+        if recv.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr():
+            message = f"{self._name()}: recv must not share the memory of the tensor sent"
+            raise InvalidArgumentError(message)
+
+    def _misuse(self, what: str) -> StateError:
+        return StateError(f"{self._name()}: {what}")
+
+    def _name(self) -> str:
+        return f"ContextCommunicate({self.msg!r}) on {describe_rank()}"

@@ -1,0 +1,305 @@
+"""A plain model under apply_context_parallel: gradients, recomputation, what is refused."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import threading
+from functools import partial
+
+import pytest
+import torch
+import torch.distributed as c10d
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
+
+from scaletorch.dist.errors import InvalidArgumentError, StateError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.context_parallel import apply_context_parallel, shard_batch
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+VOCAB, WIDTH, HEADS, KV_HEADS = 17, 16, 4, 2
+RECOMPUTE = {
+    "none": lambda block, *args: block(*args),
+    "plain": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+    "closure": lambda block, *args: checkpoint(lambda *a: block(*a), *args, use_reentrant=False),
+    "nested": lambda block, *args: checkpoint(
+        lambda *a: checkpoint(block, *a, use_reentrant=False), *args, use_reentrant=True
+    ),
+}
+
+
+def _rope(x, position_ids):
+    half = x.shape[-1] // 2
+    frequencies = 100.0 ** -(torch.arange(half, dtype=x.dtype) / half)
+    angles = position_ids[:, None, :, None] * frequencies
+    left, right = x[..., :half], x[..., half:]
+    cos, sin = angles.cos(), angles.sin()
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        head = WIDTH // HEADS
+        self.q = nn.Linear(WIDTH, HEADS * head)
+        self.k = nn.Linear(WIDTH, KV_HEADS * head)
+        self.v = nn.Linear(WIDTH, KV_HEADS * head)
+        self.o = nn.Linear(HEADS * head, WIDTH)
+
+    def forward(self, x, position_ids):
+        q, k, v = (
+            part(x).unflatten(-1, (-1, WIDTH // HEADS)).transpose(1, 2)
+            for part in (self.q, self.k, self.v)
+        )
+        q, k = _rope(q, position_ids), _rope(k, position_ids)
+        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.4, enable_gqa=True)
+        return self.o(out.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.attention = Attention()
+        self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
+
+    def forward(self, x, position_ids):
+        x = x + self.attention(self.norm(x), position_ids)
+        return x + self.mlp(x)
+
+
+class Model(nn.Module):
+    """A decoder that knows nothing of parallelism."""
+
+    def __init__(self, recompute="none"):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCAB)
+        self.recompute = recompute
+
+    def forward(self, input_ids, position_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = RECOMPUTE[self.recompute](layer, x, position_ids)
+        return self.head(x)
+
+
+def _model(recompute="none"):
+    torch.manual_seed(1)
+    return Model(recompute).double()
+
+
+def _loss(model, batch, count):
+    logits = model(batch["input_ids"], position_ids=batch["position_ids"])
+    return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / count
+
+
+def _step(recompute, in_thread=False):
+    """Return the largest relative difference of loss and gradients to one process."""
+    random = torch.Generator().manual_seed(3)
+    tokens = torch.randint(VOCAB, (2, 13), generator=random)
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    reference = _model()
+    expected = _loss(reference, shard_whole(batch), 24)
+    expected.backward()
+
+    model = apply_context_parallel(_model(recompute), c10d.group.WORLD)
+    loss = _loss(model, shard_batch(batch, c10d.group.WORLD), 24)
+    if in_thread:
+        thread = threading.Thread(target=loss.backward)
+        thread.start()
+        thread.join()
+    else:
+        loss.backward()
+    pairs = [(loss.detach(), expected.detach())]
+    pairs += [
+        (mine.grad, theirs.grad)
+        for mine, theirs in zip(model.parameters(), reference.parameters(), strict=True)
+    ]
+    worst = 0.0
+    for mine, theirs in pairs:
+        c10d.all_reduce(mine)
+        worst = max(worst, ((mine - theirs).abs().max() / theirs.abs().max()).item())
+    return worst
+
+
+def shard_whole(batch):
+    ids = batch["input_ids"]
+    return {**batch, "position_ids": torch.arange(ids.shape[1]).expand_as(ids)}
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_gradients_equal_one_process(recompute):
+    assert max(run_ranks(_step, 2, recompute)) < 1e-12
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_gradients_equal_one_process_on_more_ranks(size):
+    assert max(run_ranks(_step, size, "plain")) < 1e-12
+
+
+def test_recomputation_in_another_thread():
+    assert max(run_ranks(_step, 2, "reentrant", True)) < 1e-12
+
+
+def _with_manager():
+    setup_process_group_manager(cp_size=2, dp_size=2)
+    try:
+        random = torch.Generator().manual_seed(c10d.get_rank() // 2)
+        tokens = torch.randint(VOCAB, (2, 9), generator=random)
+        batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+        expected = _loss(_model(), shard_whole(batch), 16)
+        loss = _loss(apply_context_parallel(_model()), shard_batch(batch), 16)
+        both = [torch.zeros_like(loss) for _ in range(4)]
+        c10d.all_gather(both, loss.detach())
+        first = c10d.get_rank() // 2 * 2
+        return abs((both[first] + both[first + 1] - expected).item())
+    finally:
+        destroy_process_group_manager()
+
+
+def test_the_managers_axis_is_the_default_group():
+    assert max(run_ranks(_with_manager, 4)) < 1e-12
+
+
+def _same_face():
+    plain, model = _model(), _model()
+    assert apply_context_parallel(model, c10d.group.WORLD) is model
+    assert type(model) is Model
+    assert list(model.state_dict()) == list(plain.state_dict())
+    assert [n for n, _ in model.named_modules()] == [n for n, _ in plain.named_modules()]
+    assert inspect.signature(model.forward) == inspect.signature(plain.forward)
+    messages = []
+    for again in (model, model.layers[0], nn.ModuleList([model])):
+        with pytest.raises(StateError) as error:
+            apply_context_parallel(again, c10d.group.WORLD)
+        messages.append(str(error.value))
+    return messages
+
+
+def test_names_stay_and_a_second_time_is_an_error():
+    for rank, messages in enumerate(run_ranks(_same_face, 2)):
+        assert f"on rank {rank}: the model is context parallel already" in messages[0]
+        assert "the model is context parallel already" in messages[1]
+        assert "its submodule 0 is context parallel already" in messages[2]
+
+
+def _others_untouched():
+    model, other = apply_context_parallel(_model(), c10d.group.WORLD), _model()
+    batch = shard_batch(
+        {"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]}, c10d.group.WORLD
+    )
+    q = torch.ones(1, 2, 3, 4)
+    before = other(batch["input_ids"], batch["position_ids"])
+    inside = model(batch["input_ids"], batch["position_ids"])
+    with pytest.raises(IndexError):
+        model(batch["input_ids"] + VOCAB, batch["position_ids"])
+    after = other(batch["input_ids"], batch["position_ids"])
+    local = F.scaled_dot_product_attention(q, q, q, torch.ones(3, 3, dtype=torch.bool))
+    return torch.equal(before, after), torch.equal(inside, before), local.shape == q.shape
+
+
+def test_other_models_are_not_touched():
+    results = run_ranks(_others_untouched, 2)
+    assert [(same, plain) for same, _, plain in results] == [(True, True)] * 2
+    # Rank 0 of a causal sequence sees only itself; rank 1 sees more than a plain model would.
+    assert [inside for _, inside, _ in results][1] is False
+
+
+def _deep_copy():
+    model = apply_context_parallel(_model(), c10d.group.WORLD)
+    batch = shard_batch({"input_ids": torch.arange(8)[None]}, c10d.group.WORLD)
+    args = (batch["input_ids"], batch["position_ids"])
+    twin = copy.deepcopy(model)
+    same = torch.equal(model(*args), twin(*args))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    return same, twin(*args).abs().sum().item() > 0, model(*args).abs().sum().item() == 0
+
+
+def test_a_deep_copy_runs_its_own_weights():
+    assert run_ranks(_deep_copy, 2) == [(True, True, True)] * 2
+
+
+class Calls(nn.Module):
+    """A model whose forward is whatever a test says."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+        self.mha = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, q):
+        return self.call(self, q)
+
+
+def _sdpa(q, k=None, **options):
+    k = q if k is None else k
+    return F.scaled_dot_product_attention(q, k, k, **options)
+
+
+REFUSED = {
+    "mask": (lambda _, q: _sdpa(q, attn_mask=torch.ones(3, 3)), "attn_mask must be None"),
+    "dropout": (lambda _, q: _sdpa(q, dropout_p=0.1), "dropout_p must be 0, and is 0.1"),
+    "heads": (lambda _, q: _sdpa(q, q[:, :1]), "2 query heads and 1 key heads need enable_gqa"),
+    "cache": (lambda _, q: _sdpa(q[:, :, :1], q), "neither decoding with a cache nor cross"),
+    "three dims": (lambda _, q: _sdpa(q[0]), "must be [B, heads, L, D]"),
+    "torch": (lambda self, q: self.mha(q[0], q[0], q[0]), "nn.MultiheadAttention computes"),
+    "function": (
+        lambda _, q: checkpoint(_sdpa, q, use_reentrant=False),
+        "checkpoint the module around it",
+    ),
+    "reentrant function": (
+        lambda _, q: checkpoint(_sdpa, q.requires_grad_(), use_reentrant=True),
+        "checkpoint the module around it",
+    ),
+    "nothing": (lambda _, q: q * 2, "Calls.forward never called F.scaled_dot_product_attention"),
+}
+
+
+def _refuse(name):
+    model = apply_context_parallel(Calls(REFUSED[name][0]), c10d.group.WORLD)
+    with pytest.raises((InvalidArgumentError, StateError)) as error:
+        model(torch.ones(1, 2, 3, 4))
+    return str(error.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_exact_is_refused_by_name(name):
+    for rank, message in enumerate(run_ranks(_refuse, 2, name)):
+        assert f"on rank {rank}" in message
+        assert REFUSED[name][1] in message
+
+
+def _own_forward():
+    """A module whose instance already has a forward of its own."""
+    plain = Calls(lambda _, q: _sdpa(q, is_causal=True))
+    inner = plain.forward
+    plain.forward = lambda q: inner(q) + 1
+    model = apply_context_parallel(plain, c10d.group.WORLD)
+    q = torch.full((1, 1, 2, 4), float(c10d.get_rank()))
+    return model(q).unique().tolist()
+
+
+def test_a_forward_set_on_the_instance_is_kept():
+    first, second = run_ranks(_own_forward, 2)
+    assert first == [1.0]
+    assert 1.0 < second[0] < 2.0
+
+
+def test_one_process_is_left_as_it_is():
+    model = Calls(lambda _, q: _sdpa(q, attn_mask=torch.ones(3, 3, dtype=torch.bool)))
+    assert apply_context_parallel(model) is model
+    assert "forward" not in model.__dict__
+    assert model(torch.ones(1, 2, 3, 4)).shape == (1, 2, 3, 4)
+    with pytest.raises(StateError, match="context parallel already"):
+        apply_context_parallel(model)

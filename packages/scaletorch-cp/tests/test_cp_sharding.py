@@ -1,0 +1,169 @@
+"""Who holds which positions: sequences, batches, positions and rotary tables."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.context_parallel import (
+    positions,
+    shard_batch,
+    shard_sequence,
+    unshard_sequence,
+    update_rope_for_context_parallel,
+)
+
+
+def _round_trip():
+    world = c10d.group.WORLD
+    x = torch.arange(2 * 12 * 3).reshape(2, 12, 3)
+    shard = shard_sequence(x, group=world)
+    last = shard_sequence(x.mT, -1, world)
+    assert torch.equal(last, shard.mT)
+    assert torch.equal(unshard_sequence(shard, group=world), x)
+    assert torch.equal(unshard_sequence(last, -1, world), x.mT)
+    return shard, positions(12, world)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_shards_are_contiguous_in_rank_order(size):
+    whole = torch.arange(2 * 12 * 3).reshape(2, 12, 3)
+    results = run_ranks(_round_trip, size)
+    assert torch.equal(torch.cat([shard for shard, _ in results], 1), whole)
+    assert torch.equal(torch.cat([ids for _, ids in results]), torch.arange(12))
+
+
+def _gradients():
+    world = c10d.group.WORLD
+    x = torch.arange(8.0, requires_grad=True)
+    (shard_sequence(x, 0, world) ** 2).sum().backward()
+    shard = torch.ones(4, requires_grad=True)
+    (unshard_sequence(shard, 0, world) * torch.arange(8.0)).sum().backward()
+    return x.grad, shard.grad
+
+
+def test_gradients_of_whole_and_shard():
+    for rank, (whole, shard) in enumerate(run_ranks(_gradients, 2)):
+        assert torch.equal(whole, 2 * torch.arange(8.0))
+        assert torch.equal(shard, torch.arange(4.0) + 4 * rank)
+
+
+def _batch(batch):
+    kept = {name: value.clone() for name, value in batch.items() if torch.is_tensor(value)}
+    shard = shard_batch(batch, c10d.group.WORLD)
+    assert all(torch.equal(batch[name], value) for name, value in kept.items())
+    assert all(value.is_contiguous() for value in shard.values() if torch.is_tensor(value))
+    return shard
+
+
+def test_batch_is_cut_and_gets_positions():
+    ids = torch.randint(99, (3, 8))
+    batch = {
+        "input_ids": ids,
+        "labels": ids + 1,
+        "weights": torch.rand(3, 8),
+        "document": torch.arange(3),
+        "name": "text",
+    }
+    shards = run_ranks(_batch, 4, batch)
+    for name in ("input_ids", "labels", "weights"):
+        assert torch.equal(torch.cat([shard[name] for shard in shards], 1), batch[name])
+    ids = torch.cat([shard["position_ids"] for shard in shards], 1)
+    assert torch.equal(ids, torch.arange(8).repeat(3, 1))
+    assert all(torch.equal(shard["document"], torch.arange(3)) for shard in shards)
+    assert all(shard["name"] == "text" for shard in shards)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_given_positions_are_cut(rows):
+    ids = torch.zeros(3, 8, dtype=torch.int64)
+    given = torch.arange(8).flip(0).repeat(rows, 1)
+    shards = run_ranks(_batch, 2, {"input_ids": ids, "position_ids": given})
+    assert torch.equal(torch.cat([shard["position_ids"] for shard in shards], 1), given)
+
+
+def test_one_process_gets_the_whole_with_positions():
+    shard = shard_batch({"input_ids": torch.ones(2, 5, dtype=torch.int64), "labels": None})
+    assert shard["input_ids"].shape == (2, 5)
+    assert shard["labels"] is None
+    assert torch.equal(shard["position_ids"], torch.arange(5).repeat(2, 1))
+    x = torch.arange(5)
+    assert torch.equal(shard_sequence(x, 0), x)
+    assert torch.equal(unshard_sequence(x, 0), x)
+    assert torch.equal(positions(5), x)
+
+
+def _uneven():
+    world, messages = c10d.group.WORLD, []
+    calls = [
+        lambda: shard_sequence(torch.ones(1, 10), group=world),
+        lambda: shard_batch({"input_ids": torch.ones(1, 2, dtype=torch.int64)}, world),
+        lambda: positions(11, world),
+        lambda: update_rope_for_context_parallel(torch.ones(13, 2), torch.ones(13, 2), world),
+    ]
+    for call in calls:
+        with pytest.raises(InvalidArgumentError) as error:
+            call()
+        messages.append(str(error.value))
+    return messages
+
+
+def test_a_length_that_does_not_divide_names_those_near_it_that_do():
+    for rank, messages in enumerate(run_ranks(_uneven, 3)):
+        for message, near in zip(messages, ("9 and 12", "3", "9 and 12", "12 and 15"), strict=True):
+            assert message.startswith(f"rank {rank}: a sequence of")
+            assert message.endswith(f"lengths near it that do: {near}")
+
+
+@pytest.mark.parametrize(
+    ("batch", "match"),
+    [
+        ({"labels": torch.ones(1, 2)}, "needs input_ids .*NoneType"),
+        ({"input_ids": [1, 2]}, "needs input_ids .*list"),
+        ({"input_ids": torch.ones(4)}, r"needs input_ids \[B, L\]; it has \[4\]"),
+        (
+            {"input_ids": torch.ones(1, 4), "labels": torch.ones(1, 5)},
+            r"labels .*\[1, 4\].*\[1, 5\]",
+        ),
+        (
+            {"input_ids": torch.ones(2, 4), "position_ids": torch.ones(4)},
+            r"position_ids .*is \[4\]",
+        ),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_refused(batch, match):
+    with pytest.raises(InvalidArgumentError, match=match):
+        shard_batch(batch)
+
+
+def test_no_such_dim_is_refused():
+    with pytest.raises(InvalidArgumentError, match=r"no sequence dim 2 in a tensor of \[3, 4\]"):
+        shard_sequence(torch.ones(3, 4), 2)
+    with pytest.raises(InvalidArgumentError, match="no sequence dim -3"):
+        unshard_sequence(torch.ones(3, 4), -3)
+
+
+def _tables(shape, length):
+    cos = torch.arange(24.0).reshape(shape)
+    return update_rope_for_context_parallel(cos, -cos, c10d.group.WORLD, length=length)
+
+
+@pytest.mark.parametrize(("shape", "length"), [((12, 2), None), ((2, 6, 2), None), ((12, 2), 8)])
+def test_rope_tables_are_cut_by_position(shape, length):
+    whole = torch.arange(24.0).reshape(shape)[..., :length, :]
+    parts = run_ranks(_tables, 2, shape, length)
+    assert torch.equal(torch.cat([cos for cos, _ in parts], -2), whole)
+    assert torch.equal(torch.cat([sin for _, sin in parts], -2), -whole)
+
+
+def test_rope_tables_that_do_not_fit_are_refused():
+    table = torch.ones(6, 2)
+    with pytest.raises(InvalidArgumentError, match=r"\[6, 2\] and \[4, 2\]"):
+        update_rope_for_context_parallel(table, table[:4])
+    with pytest.raises(InvalidArgumentError, match=r"\[2\] and \[2\]"):
+        update_rope_for_context_parallel(table[0], table[0])
+    with pytest.raises(InvalidArgumentError, match=r"length must be 1 to 6, .*it is 7"):
+        update_rope_for_context_parallel(table, table, length=7)

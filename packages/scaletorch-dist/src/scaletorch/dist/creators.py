@@ -1,0 +1,99 @@
+"""Who creates the default group, and with which backend."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import warnings
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as c10d
+
+from . import devices
+from .errors import StateError
+from .launchers import Placement
+from .rendezvous import Meeting, is_loopback, open_store
+
+Creator = Callable[[Placement, Meeting | str, dict[str, Any]], None]
+
+
+def choose_backend(backend: str) -> str:
+    """What to initialise for an asked backend, falling back to the machine's own with a warning.
+
+    Args:
+        backend: a name, or `device:backend` pairs with commas between.
+
+    Returns:
+        A configuration as `init_process_group` takes it, such as 'cpu:gloo,cuda:nccl'.
+
+    Raises:
+        InvalidArgumentError: nobody knows this backend.
+        StateError: its plugin is missing beside its hardware.
+    """
+    problem = None
+    for part in backend.split(","):
+        name = part.rpartition(":")[2]
+        entry = devices.entry_of_backend(name)
+        if entry is not None:
+            devices.require_plugin(entry)
+        problem = problem or devices.backend_problem(name)
+    if problem is None:
+        return devices.backend_config(backend)
+    own = devices.default_backend()
+    warnings.warn(
+        f"backend {backend!r} cannot be used: {problem}. Using {own!r} instead",
+        RuntimeWarning,
+        stacklevel=3,
+    )
+    return devices.backend_config(own)
+
+
+def _create_with_torch(
+    placement: Placement, meeting: Meeting | str, options: dict[str, Any]
+) -> None:
+    if options["backend"] == "mpi":  # takes rank and size from MPI itself
+        c10d.init_process_group("mpi", timeout=options["timeout"])
+        return
+    options = {**options, "rank": placement.rank, "world_size": placement.world_size}
+    if isinstance(meeting, str):
+        options["init_method"] = meeting
+    elif meeting.listener is not None or is_loopback(meeting.address):
+        options["store"] = open_store(placement, meeting, options["timeout"])
+    c10d.init_process_group(**options)
+
+
+def _create_with_deepspeed(
+    placement: Placement, meeting: Meeting | str, options: dict[str, Any]
+) -> None:
+    """DeepSpeed takes over a group that exists, so that all the rest is as with torch."""
+    deepspeed = _import_library("deepspeed")
+    _create_with_torch(placement, meeting, options)
+    deepspeed.init_distributed(dist_backend=options["backend"], auto_mpi_discovery=False)
+
+
+def _create_with_colossalai(
+    placement: Placement, meeting: Meeting | str, options: dict[str, Any]
+) -> None:
+    """ColossalAI insists on creating the group, from torchrun's variables."""
+    colossalai = _import_library("colossalai")
+    options = {name: value for name, value in options.items() if value is not None}
+    options.pop("timeout", None)
+    if "config" in inspect.signature(colossalai.launch_from_torch).parameters:
+        options.setdefault("config", {})  # releases before 0.4
+    colossalai.launch_from_torch(**options)
+
+
+def _import_library(name: str) -> ModuleType:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise StateError(f"init_backend={name!r} needs {name}: pip install {name}") from error
+
+
+CREATORS: dict[str, Creator] = {
+    "torch": _create_with_torch,
+    "deepspeed": _create_with_deepspeed,
+    "colossalai": _create_with_colossalai,
+}

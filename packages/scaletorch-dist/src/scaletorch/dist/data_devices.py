@@ -1,0 +1,104 @@
+"""Tensors inside containers: on which device they are, and moving them all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import InvalidArgumentError
+
+
+def get_data_device(data: Any) -> torch.device:
+    """Find the one device that all tensors of `data` are on.
+
+    Args:
+        data: a tensor, or lists, tuples and mappings of tensors, nested as deep as you like.
+
+    Raises:
+        InvalidArgumentError: no tensor, something else than a tensor, or several devices.
+    """
+    devices = {tensor.device for tensor in _tensors(data)}
+    if len(devices) != 1:
+        found = " and ".join(sorted(map(str, devices))) or "no tensor at all"
+        raise InvalidArgumentError(f"the tensors must all be on one device; found {found}")
+    return devices.pop()
+
+
+def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> Any:
+    """Move every tensor of `data` to a device.
+
+    Args:
+        data: a tensor, or lists, tuples and mappings of tensors, nested as deep as you like.
+        device: where to.
+        out: a structure like `data`, whose tensors are filled in place with the same values.
+
+    Returns:
+        The moved tensors, in containers of the same types.
+
+    Raises:
+        InvalidArgumentError: something else than a tensor, or an `out` of another structure.
+    """
+    if out is not None:
+        _check_same_structure(data, out, "out")
+    moved = _cast(data, torch.device(device))
+    if out is not None:
+        for target, source in zip(_tensors(out), _tensors(moved), strict=True):
+            target.copy_(source)
+    return moved
+
+
+def _items(data: Any) -> list[tuple[Any, Any]] | None:
+    """(key, value) pairs of a container in a fixed order, None for a tensor."""
+    if isinstance(data, Tensor):
+        return None
+    if isinstance(data, Mapping):
+        return list(data.items())
+    if isinstance(data, Sequence) and not isinstance(data, str | bytes):
+        return list(enumerate(data))
+    raise InvalidArgumentError(
+        f"expected a tensor, or a list, tuple or mapping of tensors, not a {type(data).__name__}"
+    )
+
+
+def _tensors(data: Any) -> Iterator[Tensor]:
+    items = _items(data)
+    if items is None:
+        yield data
+        return
+    for _, value in items:
+        yield from _tensors(value)
+
+
+def _cast(data: Any, device: torch.device) -> Any:
+    items = _items(data)
+    if items is None:
+        return data.to(device)
+    moved = [(key, _cast(value, device)) for key, value in items]
+    if isinstance(data, Mapping):
+        return type(data)(moved)  # type: ignore[call-arg]
+    values = [value for _, value in moved]
+    return type(data)(*values) if hasattr(data, "_fields") else type(data)(values)
+
+
+def _check_same_structure(data: Any, out: Any, where: str) -> None:
+    items, slots = _items(data), _items(out)
+    if items is None or slots is None:
+        if items is not slots or data.shape != out.shape:
+            raise InvalidArgumentError(f"{where} is {_say(out)}, the data there {_say(data)}")
+        return
+    if [key for key, _ in items] != [key for key, _ in slots]:
+        raise InvalidArgumentError(
+            f"{where} has entries {[key for key, _ in slots]}, "
+            f"but the data there has {[key for key, _ in items]}"
+        )
+    for (key, value), (_, slot) in zip(items, slots, strict=True):
+        _check_same_structure(value, slot, f"{where}[{key!r}]")
+
+
+def _say(data: Any) -> str:
+    if isinstance(data, Tensor):
+        return f"a tensor of shape {tuple(data.shape)}"
+    return f"a {type(data).__name__}"

@@ -1,0 +1,41 @@
+"""The core of `scaletorch.dist`: every collective, on one process or many, on every backend.
+
+Tensors are reduced by `reductions`, collected by `gathers`, moved by `moves`, `swaps` and `p2p`;
+objects go by `objects` and `collect`, whole models by `params`. All take `group=None`, the default
+group; `src`, `dst` and peers are global ranks. With one process nothing is sent, and the result is
+what N ranks would get.
+"""
+
+from .collect import collect_results
+from .gathers import all_gather, gather
+from .moves import broadcast, scatter
+from .objects import all_gather_object, broadcast_object_list, gather_object
+from .p2p import exchange, irecv, isend, recv, send
+from .params import all_reduce_dict, all_reduce_params, sync_random_seed
+from .reductions import all_reduce, reduce, reduce_scatter
+from .swaps import all_to_all
+from .work import Work
+
+__all__ = [
+    "Work",
+    "all_gather",
+    "all_gather_object",
+    "all_reduce",
+    "all_reduce_dict",
+    "all_reduce_params",
+    "all_to_all",
+    "broadcast",
+    "broadcast_object_list",
+    "collect_results",
+    "exchange",
+    "gather",
+    "gather_object",
+    "irecv",
+    "isend",
+    "recv",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+    "sync_random_seed",
+]

@@ -1,0 +1,49 @@
+"""The errors of every scaletorch package: one root, and one class for each kind of mistake."""
+
+from __future__ import annotations
+
+
+class ScaletorchError(Exception):
+    """Root of all errors that scaletorch raises on purpose."""
+
+
+class InvalidArgumentError(ScaletorchError, ValueError):
+    """A bad argument, found on this rank before any communication."""
+
+
+class NotInGroupError(InvalidArgumentError):
+    """A rank that is not a member of the process group; the message names the members."""
+
+
+class StateError(ScaletorchError, RuntimeError):
+    """A call at the wrong time, or an environment that is not as a launcher leaves it."""
+
+
+class MismatchError(ScaletorchError, RuntimeError):
+    """Ranks disagree about something they must agree on; the message shows both sides."""
+
+
+class RankFailedError(ScaletorchError, RuntimeError):
+    """One or more launched ranks failed, hung or died; the message holds every traceback.
+
+    Attributes:
+        failures: rank → traceback text, in the order in which the ranks failed.
+        exceptions: rank → the exception itself, where it could be sent over.
+        finished: ranks that returned.
+        hung: ranks that had neither returned nor failed when they were stopped.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        failures: dict[int, str] | None = None,
+        exceptions: dict[int, BaseException] | None = None,
+        finished: tuple[int, ...] = (),
+        hung: tuple[int, ...] = (),
+    ) -> None:
+        super().__init__(message)
+        self.failures = failures or {}
+        self.exceptions = exceptions or {}
+        self.finished = finished
+        self.hung = hung

@@ -1,0 +1,166 @@
+"""The fork-server: a single-threaded process that has torch loaded and forks ranks from it.
+
+It runs apart from the caller (`serve`), imports what is to be shared once, and forks one child a
+request. Unlike multiprocessing's own, it never runs the caller's `__main__`, takes over its
+`sys.path`, disturbs no setting of the caller's, and ends with all its ranks when the caller does.
+
+A message is a 4-byte length and JSON; a spawn request carries the descriptors of `RANK_FDS`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import struct
+import tempfile
+import traceback
+from collections.abc import Callable, Iterable
+from typing import Any
+
+PRELOAD = ("torch", "torch.distributed")
+RANK_FDS = ("connection", "status", "stdout", "stderr")
+EXIT_STATUS = struct.Struct("<i")  # what a status pipe brings: the exit code, or minus the signal
+_LENGTH = struct.Struct("<I")
+
+RankMain = Callable[[int, dict[str, Any]], None]
+
+
+def send_message(sock: socket.socket, message: dict[str, Any], fds: Iterable[int] = ()) -> None:
+    """Send one JSON message, with file descriptors where it has some."""
+    body = json.dumps(message).encode()
+    socket.send_fds(sock, [_LENGTH.pack(len(body))], list(fds))
+    sock.sendall(body)
+
+
+def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Receive one JSON message and its descriptors.
+
+    Raises:
+        EOFError: the other side is gone.
+    """
+    header, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, len(RANK_FDS))
+    header += _receive_exactly(sock, _LENGTH.size - len(header))
+    message: dict[str, Any] = json.loads(_receive_exactly(sock, _LENGTH.unpack(header)[0]))
+    return message, fds
+
+
+def _receive_exactly(sock: socket.socket, count: int) -> bytes:
+    parts = []
+    while count:
+        part = sock.recv(count)
+        if not part:
+            raise EOFError("the other side is gone")
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
+
+
+class _Server:
+    """Sockets and children of the running server."""
+
+    def __init__(self, control_fd: int) -> None:
+        self.control = socket.socket(fileno=control_fd)
+        self.status_fds: dict[int, int] = {}  # pid → write end of its status pipe
+        self.wake_read, self.wake_write = os.pipe()
+        os.set_blocking(self.wake_write, False)
+        signal.set_wakeup_fd(self.wake_write)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # the wake-up byte needs a handler
+
+    def run(self, rank_main: RankMain) -> None:
+        while True:
+            ready, _, _ = select.select([self.control.fileno(), self.wake_read], [], [])
+            if self.wake_read in ready:
+                os.read(self.wake_read, 4096)
+                self.reap()
+            if self.control.fileno() in ready:
+                try:
+                    request, fds = receive_message(self.control)
+                except (EOFError, ConnectionError):
+                    return
+                self.answer(request, fds, rank_main)
+
+    def answer(self, request: dict[str, Any], fds: list[int], rank_main: RankMain) -> None:
+        try:
+            _preload(request["preload"])
+        except Exception:
+            send_message(self.control, {"error": traceback.format_exc()})
+            return
+        pid = 0
+        if fds:
+            pid = self.fork(dict(zip(RANK_FDS, fds, strict=True)), request, rank_main)
+        send_message(self.control, {"pid": pid})
+
+    def fork(self, fds: dict[str, int], request: dict[str, Any], rank_main: RankMain) -> int:
+        pid = os.fork()
+        if pid == 0:
+            self._become_rank(fds, request, rank_main)
+        self.status_fds[pid] = fds.pop("status")
+        for fd in fds.values():
+            os.close(fd)
+        return pid
+
+    def _become_rank(self, fds: dict[str, int], request: dict[str, Any], main: RankMain) -> None:
+        """Run the rank in the forked child; never return into the server's loop."""
+        try:
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            self.control.close()
+            for fd in (self.wake_read, self.wake_write, fds["status"], *self.status_fds.values()):
+                os.close(fd)
+            for number, name in ((1, "stdout"), (2, "stderr")):
+                os.dup2(fds[name], number)
+                os.close(fds[name])
+            main(fds["connection"], request)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+
+    def reap(self) -> None:
+        """Tell the caller how each ended child ended."""
+        while self.status_fds:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                return
+            fd = self.status_fds.pop(pid)
+            with contextlib.suppress(BrokenPipeError):
+                os.write(fd, EXIT_STATUS.pack(os.waitstatus_to_exitcode(status)))
+            os.close(fd)
+
+    def kill_all(self) -> None:
+        for pid in self.status_fds:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _preload(modules: Iterable[str]) -> None:
+    for module in modules:
+        importlib.import_module(module)
+
+
+def serve(control_fd: int, package: str) -> None:
+    """Serve requests until the caller goes away, then kill what ranks are left.
+
+    Args:
+        control_fd: this end of a Unix stream socket to the caller.
+        package: importable name of this package, whose `rank_child.main` a rank runs.
+    """
+    server = _Server(control_fd)
+    directory = tempfile.mkdtemp(prefix="scaletorch-ranks-")
+    try:
+        _preload(PRELOAD)
+        rank_main: RankMain = importlib.import_module(f"{package}.rank_child").main
+        gc.collect()
+        gc.freeze()  # shared pages stay shared: the collector does not write to them
+        send_message(server.control, {"directory": directory})
+        server.run(rank_main)
+    finally:
+        server.kill_all()
+        shutil.rmtree(directory, ignore_errors=True)

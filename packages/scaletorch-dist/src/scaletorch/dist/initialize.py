@@ -1,0 +1,180 @@
+"""Starting and ending torch.distributed under any launcher."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as c10d
+from torch.distributed import ProcessGroup
+
+from . import devices
+from .creators import CREATORS, choose_backend
+from .errors import InvalidArgumentError, StateError
+from .info import expect_one_process
+from .launchers import LAUNCHERS, Placement, infer_launcher, read_placement
+from .local import forget_local_group, get_local_rank
+from .rendezvous import Meeting, find_meeting, is_loopback
+
+_LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}
+
+_group: weakref.ref[ProcessGroup] | None = None  # the default group that init_dist made or found
+_ours = False  # whether init_dist made it
+_replaced: dict[str, str | None] = {}  # variables that init_dist set, and their values before
+
+
+def init_dist(
+    launcher: str | None = None,
+    backend: str = "nccl",
+    *,
+    port: int | None = None,
+    timeout: timedelta | float | None = None,
+    init_method: str | None = None,
+    init_backend: str = "torch",
+    **kwargs: Any,
+) -> None:
+    """Join the other ranks: find this rank's place, choose its device, create the default group.
+
+    A backend that this machine cannot use is replaced by that of the machine's own device, with
+    one warning; CPU tensors always keep gloo. Where no launcher started this process and none is
+    named, it is one process and nothing is initialised. A default group that someone else (Ray,
+    another framework, torch itself) has made is taken as it is.
+
+    Args:
+        launcher: 'pytorch' (torchrun, or its variables set by hand), 'slurm' (srun), 'mpi'
+            (mpirun of Open MPI or MPICH); None infers it from the environment.
+        backend: 'nccl', 'gloo', 'hccl', 'cncl', 'mccl', 'mpi', or 'cpu:gloo,cuda:nccl' and alike.
+        port: port of rank 0's store instead of `MASTER_PORT`; torchrun's own stays as it is.
+        timeout: of the group's collectives, and so of every group made later; seconds or timedelta.
+        init_method: a URL as for `init_process_group`, instead of the environment's address.
+        init_backend: who creates the group: 'torch', 'deepspeed' or 'colossalai'.
+        kwargs: passed on to `init_process_group` (or its like).
+
+    Raises:
+        InvalidArgumentError: unknown launcher, backend or init_backend.
+        StateError: a variable is missing, this was called before, or a vendor's plugin is missing
+            beside the vendor's hardware.
+
+    Example:
+        >>> init_dist("pytorch", backend="nccl", timeout=600)
+    """
+    _check_choice("launcher", launcher, (*LAUNCHERS, None))
+    _check_choice("init_backend", init_backend, tuple(CREATORS))
+    options = {"timeout": _timedelta(timeout), **kwargs}
+    if c10d.is_initialized():
+        _adopt_group()
+        return
+    launcher = infer_launcher() if launcher is None else launcher
+    if launcher == "none":
+        return
+    placement = read_placement(launcher)
+    meeting = _find_meeting(placement, port, init_method)
+    options["backend"] = choose_backend(backend)
+    _export(placement, meeting)
+    try:
+        if placement.local_rank is not None:
+            devices.set_device(placement.local_rank)
+        CREATORS[init_backend](placement, meeting or init_method or "env://", options)
+    except BaseException:
+        _restore_environment()
+        raise
+    _remember(ours=True)
+    if placement.local_rank is None:
+        devices.set_device(get_local_rank())
+
+
+def cleanup_dist() -> None:
+    """Destroy the default group that `init_dist` made, and forget all that it set.
+
+    Safe to call twice, and where nothing was initialised. A group that `init_dist` found already
+    there stays. Let go of DistributedDataParallel modules before: destroying the group below a
+    live one can hang.
+    """
+    global _group, _ours
+    ours = _ours and _group is not None and _group() is c10d.group.WORLD
+    forget_local_group()
+    if ours and c10d.is_initialized():
+        c10d.destroy_process_group()
+    if _group is not None:
+        expect_one_process()
+    _group, _ours = None, False
+    _restore_environment()
+
+
+def _check_choice(name: str, value: str | None, valid: tuple[str | None, ...]) -> None:
+    if value not in valid:
+        choices = ", ".join(map(repr, valid))
+        raise InvalidArgumentError(f"unknown {name} {value!r}: the valid ones are {choices}")
+
+
+def _timedelta(timeout: timedelta | float | None) -> timedelta | None:
+    if timeout is None or isinstance(timeout, timedelta):
+        return timeout
+    if not isinstance(timeout, int | float) or timeout <= 0:
+        raise InvalidArgumentError(
+            f"timeout must be a positive number of seconds or a timedelta, not {timeout!r}"
+        )
+    return timedelta(seconds=timeout)
+
+
+def _adopt_group() -> None:
+    if _group is not None and _group() is c10d.group.WORLD:
+        raise StateError(
+            "init_dist() was called before in this process: call it once, or cleanup_dist() first"
+        )
+    _remember(ours=False)
+
+
+def _remember(ours: bool) -> None:
+    global _group, _ours
+    world = c10d.group.WORLD
+    _group = None if world is None else weakref.ref(world)
+    _ours = ours
+
+
+def _find_meeting(
+    placement: Placement, port: int | None, init_method: str | None
+) -> Meeting | None:
+    """Where to meet; None leaves it to torch, by `init_method` or by torchrun's own store."""
+    agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if init_method not in (None, "env://"):
+        if agent_has_store and init_method.startswith("tcp://"):
+            raise InvalidArgumentError(
+                f"init_method {init_method!r} hangs under torchrun, whose agent holds the store so "
+                "that no rank opens one: leave init_method out"
+            )
+        return None
+    return None if agent_has_store else find_meeting(placement, port)
+
+
+def _export(placement: Placement, meeting: Meeting | None) -> None:
+    """Set the variables that torchrun would, for all that looks for them later."""
+    values: dict[str, object] = {
+        "RANK": placement.rank,
+        "WORLD_SIZE": placement.world_size,
+        "LOCAL_RANK": placement.local_rank,
+        "LOCAL_WORLD_SIZE": placement.local_size,
+    }
+    address = os.environ.get("MASTER_ADDR", "")
+    if meeting is not None:
+        address = meeting.address
+        values |= {"MASTER_ADDR": meeting.address, "MASTER_PORT": meeting.port}
+    if is_loopback(address) and "GLOO_SOCKET_IFNAME" not in os.environ:
+        # All ranks are on this machine: gloo need not listen to others, nor resolve its name.
+        values["GLOO_SOCKET_IFNAME"] = _LOOPBACK_INTERFACE.get(sys.platform)
+    for name, value in values.items():
+        if value is not None and os.environ.get(name) != str(value):
+            _replaced[name] = os.environ.get(name)
+            os.environ[name] = str(value)
+
+
+def _restore_environment() -> None:
+    for name, value in _replaced.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _replaced.clear()

@@ -1,0 +1,192 @@
+"""Launcher environments as data: which variables tell a process its place."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from .errors import StateError
+
+LAUNCHERS = ("pytorch", "slurm", "mpi")
+
+
+@dataclass(frozen=True, slots=True)
+class LauncherEnvironment:
+    """The variables that one program sets for each process it starts.
+
+    Attributes:
+        program: what the user started.
+        launcher: the `init_dist` launcher it belongs to.
+        rank: variable of the rank.
+        world_size: variable of the number of ranks.
+        local_rank: variable of the rank among those of this node.
+        local_size: variable of the number of ranks on this node.
+    """
+
+    program: str
+    launcher: str
+    rank: str
+    world_size: str
+    local_rank: str
+    local_size: str
+
+
+# In the order in which they are tried: torchrun may run inside mpirun or srun, mpirun inside an
+# allocation of Slurm, whose variables then describe the wrong processes.
+ENVIRONMENTS = (
+    LauncherEnvironment(
+        "torchrun", "pytorch", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    ),
+    LauncherEnvironment(
+        "mpirun of Open MPI",
+        "mpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    LauncherEnvironment(
+        "mpirun of MPICH (Hydra)",
+        "mpi",
+        "PMI_RANK",
+        "PMI_SIZE",
+        "MPI_LOCALRANKID",
+        "MPI_LOCALNRANKS",
+    ),
+    LauncherEnvironment(
+        "srun",
+        "slurm",
+        "SLURM_PROCID",
+        "SLURM_STEP_NUM_TASKS",
+        "SLURM_LOCALID",
+        "SLURM_STEP_TASKS_PER_NODE",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where a launcher says this process is; None where it does not say."""
+
+    program: str
+    launcher: str
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_size: int | None
+
+
+def find_environment(env: Mapping[str, str] | None = None) -> LauncherEnvironment | None:
+    """The environment of the launcher that started this process, or None."""
+    env = os.environ if env is None else env
+    for environment in ENVIRONMENTS:
+        if environment.rank in env and environment.world_size in env:
+            if environment.rank == "PMI_RANK" and _is_srun_pmi(env):
+                continue
+            return environment
+    return None
+
+
+def _is_srun_pmi(env: Mapping[str, str]) -> bool:
+    """Whether srun itself speaks PMI (`--mpi=pmi2`), so that both sets of variables agree."""
+    return (
+        env["PMI_SIZE"] == env.get("SLURM_STEP_NUM_TASKS")
+        and env["PMI_RANK"] == env.get("SLURM_PROCID")
+        and "MPI_LOCALRANKID" not in env
+    )
+
+
+def infer_launcher() -> str:
+    """The launcher that started this process: 'pytorch', 'slurm', 'mpi', or 'none'."""
+    environment = find_environment()
+    return "none" if environment is None else environment.launcher
+
+
+def launched_world_size() -> int:
+    """How many processes a launcher started together with this one; 1 without a launcher."""
+    environment = find_environment()
+    size = "1" if environment is None else os.environ[environment.world_size]
+    return int(size) if size.isdecimal() else 1
+
+
+def read_placement(launcher: str) -> Placement:
+    """Read this process's place from the variables of a launcher.
+
+    Raises:
+        StateError: a variable is missing or no number.
+    """
+    env = os.environ
+    environment = find_environment()
+    if environment is None or environment.launcher != launcher:
+        candidates = [e for e in ENVIRONMENTS if e.launcher == launcher]
+        set_in_part = [e for e in candidates if e.rank in env or e.world_size in env]
+        environment = (set_in_part or candidates)[0]
+    return Placement(
+        environment.program,
+        launcher,
+        rank=_number(environment.rank, environment),
+        world_size=_number(environment.world_size, environment),
+        local_rank=_optional_number(environment.local_rank),
+        local_size=_local_size(environment),
+    )
+
+
+def _number(name: str, environment: LauncherEnvironment) -> int:
+    value = os.environ.get(name)
+    if value is None and environment.launcher == "slurm" and "SLURM_PROCID" in os.environ:
+        raise StateError(
+            f"launcher 'slurm' needs {name}, which srun sets: this program runs in a job of Slurm, "
+            "but once, straight from the batch script. Start it with srun"
+        )
+    if value is None:
+        raise StateError(
+            f"launcher {environment.launcher!r} needs the variable {name}, which "
+            f"{environment.program} sets and which is missing here: start this program with "
+            f"{environment.program}, or call init_dist with the launcher you used "
+            f"({', '.join(map(repr, LAUNCHERS))})"
+        )
+    if not value.isdecimal():
+        raise StateError(f"the variable {name} must be a number, but is {value!r}")
+    return int(value)
+
+
+def _optional_number(name: str) -> int | None:
+    value = os.environ.get(name, "")
+    return int(value) if value.isdecimal() else None
+
+
+def _local_size(environment: LauncherEnvironment) -> int | None:
+    value = os.environ.get(environment.local_size, "")
+    if environment.launcher != "slurm":
+        return int(value) if value.isdecimal() else None
+    sizes = expand_tasks_per_node(value)
+    node = _optional_number("SLURM_NODEID") or 0
+    return sizes[node] if node < len(sizes) else None
+
+
+def expand_tasks_per_node(text: str) -> list[int]:
+    """Tasks of each node from Slurm's short form.
+
+    Example:
+        >>> expand_tasks_per_node("2(x3),1")
+        [2, 2, 2, 1]
+    """
+    sizes: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        sizes += [int(count)] * int(times or 1)
+    return sizes
+
+
+def first_host(nodelist: str) -> str:
+    """The first host of a Slurm node list.
+
+    Example:
+        >>> first_host("gpu[003-007,12],login1")
+        'gpu003'
+    """
+    head = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", nodelist.strip())
+    if head is None or not head.group():
+        raise StateError(f"cannot read the first host of the node list {nodelist!r}")
+    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", head.group())

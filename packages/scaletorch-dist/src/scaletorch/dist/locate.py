@@ -1,0 +1,175 @@
+"""How one process names a function so that another finds the same one."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from .errors import InvalidArgumentError
+
+MAIN_ALIAS = "__mp_main__"  # multiprocessing's own alias of `__main__`, known to both sides
+PYTEST_REWRITING = "_pytest.assertion.rewrite"
+BODY_ATTRIBUTE = "__rank_body__"  # where a decorator keeps the function that ranks are to run
+
+
+_loading: list[str] = []  # files that this process is loading at the moment
+
+
+@dataclass(frozen=True, slots=True)
+class Locator:
+    """A function by module name, file and qualified name.
+
+    Attributes:
+        module: name of its module.
+        path: the module's file; None for a builtin one.
+        qualname: its name in the module.
+        is_main: the module is the program that was started.
+        explains: the module's asserts were rewritten by pytest to show values; so will a rank's.
+    """
+
+    module: str
+    path: str | None
+    qualname: str
+    is_main: bool
+    explains: bool
+
+
+def locate(fn: Callable[..., Any]) -> Locator:
+    """Name a module-level function.
+
+    Raises:
+        InvalidArgumentError: no other process could find this function.
+    """
+    if _loading:
+        raise InvalidArgumentError(
+            f"{_loading[-1]} starts ranks while a rank imports it to find a function: put that "
+            'call below `if __name__ == "__main__":`'
+        )
+    module = getattr(fn, "__module__", None)
+    qualname = getattr(fn, "__qualname__", None)
+    if module is None or qualname is None or _is_bound(fn):
+        raise InvalidArgumentError(
+            f"ranks can run a module-level function, not {fn!r}: write a function that makes "
+            "the object on the rank"
+        )
+    if "<" in qualname:
+        raise InvalidArgumentError(
+            f"ranks cannot find {qualname!r} of {module}: lambdas and functions defined inside "
+            "functions exist in this process alone; move it to module level"
+        )
+    is_main = module in ("__main__", MAIN_ALIAS)
+    source = sys.modules.get("__main__" if is_main else module)
+    spec = getattr(source, "__spec__", None)
+    path = getattr(source, "__file__", None)
+    if is_main and spec is not None:
+        module = spec.name  # `python -m package.module`: importable under its real name
+    elif is_main and (path is None or not os.path.isfile(path)):
+        raise InvalidArgumentError(
+            f"ranks cannot find {qualname!r}: it was typed into an interpreter, a notebook or "
+            "standard input; put it in a file and import it"
+        )
+    explains = type(getattr(source, "__loader__", None)).__module__ == PYTEST_REWRITING
+    return Locator(module, path and os.path.abspath(path), qualname, is_main, explains)
+
+
+def _is_bound(fn: Callable[..., Any]) -> bool:
+    """Whether it is a method of an object; a builtin function is bound to its module alone."""
+    return not isinstance(getattr(fn, "__self__", fn), ModuleType | type(fn))
+
+
+def find(locator: Locator) -> Callable[..., Any]:
+    """The function that a locator names, in the process that calls this."""
+    target: Any = _find_module(locator)
+    for name in locator.qualname.split("."):
+        target = getattr(target, name)
+    return rank_body(target)
+
+
+def rank_body(fn: Any) -> Callable[..., Any]:
+    """The function that ranks run, below whatever decorators wrapped it."""
+    candidate = fn
+    while candidate is not None:
+        body: Callable[..., Any] | None = getattr(candidate, BODY_ATTRIBUTE, None)
+        if body is not None:
+            return body
+        hypothesis = getattr(candidate, "hypothesis", None)
+        candidate = getattr(hypothesis, "inner_test", getattr(candidate, "__wrapped__", None))
+    found: Callable[..., Any] = fn
+    return found
+
+
+def _find_module(locator: Locator) -> ModuleType:
+    by_name = not locator.explains and _is_importable(locator.module, locator.path)
+    if locator.path is None or by_name:
+        module = importlib.import_module(locator.module)
+    else:
+        name = MAIN_ALIAS if locator.is_main else locator.module
+        mtime = os.stat(locator.path).st_mtime_ns
+        module = _load_file(name, locator.path, mtime, locator.explains)
+    if locator.is_main:
+        sys.modules["__main__"] = sys.modules[MAIN_ALIAS] = module  # what pickles will name
+    return module
+
+
+def _is_importable(module: str, path: str | None) -> bool:
+    """Whether `import module` would bring this very file."""
+    if path is None:
+        return False
+    loaded = sys.modules.get(module)
+    if loaded is not None and getattr(loaded, "__spec__", None) is None:
+        return False
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError, AttributeError):
+        return False
+    if spec is None or spec.origin is None or spec.loader_state == _LOADED_BY_PATH:
+        return False
+    return os.path.isfile(spec.origin) and os.path.samefile(spec.origin, path)
+
+
+_LOADED_BY_PATH = "loaded by path for a rank"
+
+
+@functools.lru_cache(maxsize=256)
+def _load_file(name: str, path: str, mtime_ns: int, explains: bool) -> ModuleType:
+    """Run a file as module `name`, once for each version of the file."""
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise InvalidArgumentError(f"{path} is not a Python file, so that ranks cannot load it")
+    spec.loader_state = _LOADED_BY_PATH
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    _loading.append(path)
+    try:
+        code = _explaining_code(path) if explains else None
+        if code is None:
+            spec.loader.exec_module(module)
+        else:
+            exec(code, vars(module))
+    except BaseException:
+        del sys.modules[name]
+        raise
+    finally:
+        _loading.pop()
+    return module
+
+
+def _explaining_code(path: str) -> CodeType | None:
+    """A test file compiled as pytest would, so that a failed assert shows its values."""
+    try:
+        rewrite = importlib.import_module(PYTEST_REWRITING).rewrite_asserts
+        source = Path(path).read_bytes()
+        tree = ast.parse(source, path)
+        rewrite(tree, source, path)
+    except Exception:  # a private function of pytest's: without it, asserts just say less
+        return None
+    return compile(tree, path, "exec", dont_inherit=True)

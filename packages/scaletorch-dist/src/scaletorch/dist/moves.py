@@ -1,0 +1,136 @@
+"""Collectives that one rank feeds: broadcast and scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, overload
+
+import torch.distributed as c10d
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .arguments import check_list, check_member, check_target
+from .checks import checking, compare
+from .errors import InvalidArgumentError
+from .raw import (
+    broadcast_ints,
+    movable,
+    on_wire,
+    process_group,
+)
+from .work import Work, nothing, settled
+
+Group = ProcessGroup | None
+
+
+@overload
+def broadcast(
+    data: Tensor, src: int = ..., group: Group = ..., async_op: Literal[False] = ...
+) -> None: ...
+@overload
+def broadcast(
+    data: Tensor, src: int = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work[None]: ...
+def broadcast(
+    data: Tensor, src: int = 0, group: Group = None, async_op: bool = False
+) -> Work[None] | None:
+    """Copy `data` of rank `src` into that of every rank.
+
+    Args:
+        data: filled in place; the same shape and dtype on every rank.
+        src: global rank to copy from.
+        group: the default group by default.
+        async_op: return a Work at once; `data` is right after its `wait()`.
+
+    Raises:
+        NotInGroupError: `src` or this rank is outside the group.
+    """
+    check_target(data, "broadcast")
+    members = process_group(group)
+    mine = check_member(src, "src", group)
+    if members is not None and checking():
+        compare(members, "broadcast", data, f"src={src}")
+    if members is None or members.size() == 1 or data.numel() == 0:
+        return settled((), nothing, async_op)
+    buffer = on_wire(data, members)
+    handle = c10d.broadcast(movable(buffer), src, members, async_op)
+    return settled((handle,), partial(_home, data.detach(), buffer, not mine), async_op)
+
+
+@overload
+def scatter(
+    data: Tensor,
+    scatter_list: Sequence[Tensor] | None = ...,
+    src: int = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> None: ...
+@overload
+def scatter(
+    data: Tensor,
+    scatter_list: Sequence[Tensor] | None = ...,
+    src: int = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Work[None]: ...
+def scatter(
+    data: Tensor,
+    scatter_list: Sequence[Tensor] | None = None,
+    src: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work[None] | None:
+    """Copy entry i of the list on rank `src` into `data` of the group's rank i.
+
+    The list is known on `src` alone, so whether it fits is sent first: a bad one is an error on
+    every rank.
+
+    Args:
+        data: filled in place; the same shape and dtype on every rank.
+        scatter_list: on `src`, one tensor a rank like `data`; elsewhere ignored.
+        src: global rank that has the list.
+        group: the default group by default.
+        async_op: return a Work at once; `data` is right after its `wait()`.
+
+    Raises:
+        InvalidArgumentError: the list does not fit; on every rank.
+        NotInGroupError: `src` or this rank is outside the group.
+    """
+    check_target(data, "scatter")
+    members = process_group(group)
+    mine = check_member(src, "src", group)
+    size = 1 if members is None else members.size()
+    if members is not None and checking():
+        compare(members, "scatter", data, f"src={src}")
+    error = _list_error(scatter_list, size, data) if mine else None
+    if members is not None and size > 1:
+        (bad,) = broadcast_ints([int(error is not None)], src, members)
+        if bad and error is None:
+            error = InvalidArgumentError(
+                f"scatter: the list of rank {src} does not fit; its error says how"
+            )
+    if error is not None:
+        raise error
+    if members is None or size == 1 or data.numel() == 0:
+        source = scatter_list[0] if scatter_list else data
+        return settled((), partial(_home, data.detach(), source.detach(), True), async_op)
+    parts = [on_wire(part, members) for part in scatter_list or ()] if mine else None
+    buffer = on_wire(data, members)
+    raw_parts = None if parts is None else [movable(part) for part in parts]
+    handle = c10d.scatter(movable(buffer), raw_parts, src, members, async_op)
+    return settled((handle,), partial(_home, data.detach(), buffer, True, parts), async_op)
+
+
+def _list_error(tensors: Any, size: int, data: Tensor) -> InvalidArgumentError | None:
+    try:
+        check_list(tensors, size, "scatter", "scatter_list", like=data)
+    except InvalidArgumentError as error:
+        return error
+    return None
+
+
+def _home(data: Tensor, buffer: Tensor, fill: bool, keep: Any = None) -> None:
+    if fill and buffer.data_ptr() != data.data_ptr():
+        data.copy_(buffer)

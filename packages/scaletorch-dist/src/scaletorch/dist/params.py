@@ -1,0 +1,174 @@
+"""Collectives over whole models: dicts of tensors, lists of parameters, the random seed."""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+from collections.abc import Iterable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .arguments import check_target
+from .checks import checking, compare, describe, who_says_what
+from .errors import InvalidArgumentError, MismatchError
+from .info import group_ranks
+from .objects import all_gather_object
+from .ops import Op, op_name
+from .raw import broadcast_ints, gather_ints, process_group
+from .recipes import recipe_for
+from .reductions import all_reduce
+from .work import Work
+
+Group = ProcessGroup | None
+
+SMALL = 1 << 20  # bytes; copying a larger tensor into a bucket costs more than its message
+
+
+def all_reduce_dict(data: Mapping[str, Tensor], op: Op = "sum", group: Group = None) -> None:
+    """Reduce every tensor of a dict over the ranks, in place.
+
+    Args:
+        data: the same keys with the same shapes and dtypes on every rank, in any order.
+        op: as in `all_reduce`; each tensor keeps its dtype.
+        group: the default group by default.
+
+    Raises:
+        InvalidArgumentError: a key that is no string, a value that is no tensor, or a bad op.
+        MismatchError: on every rank, with the keys, shapes or dtypes that differ.
+    """
+    if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+        message = f"all_reduce_dict needs a dict with strings for keys, got {_kind(data)}"
+        raise InvalidArgumentError(message)
+    ordered = {key: data[key] for key in sorted(data)}
+    for key, value in ordered.items():
+        check_target(value, "all_reduce_dict", f"data[{key!r}]")
+        recipe_for(op, value.dtype)
+    members = process_group(group)
+    if members is None or members.size() == 1:
+        return
+    if checking():
+        compare(members, "all_reduce_dict", op_name(op))
+    _compare_entries({key: describe("", value)[1:-1] for key, value in ordered.items()}, members)
+    _reduce_all(list(ordered.values()), op, members, coalesce=True, limit=None)
+
+
+def all_reduce_params(
+    params: Iterable[Tensor],
+    coalesce: bool = True,
+    bucket_size_mb: float = -1,
+    op: Op = "sum",
+    group: Group = None,
+) -> None:
+    """Reduce many tensors over the ranks, in place: gradients, buffers or parameters.
+
+    Args:
+        params: tensors of any dtypes, in one order on every rank; also a generator, also leaves
+            that require grad. One that comes twice is reduced once.
+        coalesce: send small tensors (under 1 MiB) together; larger ones always go by themselves.
+        bucket_size_mb: how many MiB to send together at most; -1 for no limit.
+        op: as in `all_reduce`.
+        group: the default group by default.
+
+    Raises:
+        InvalidArgumentError: something that is no tensor, a bad op or bucket size.
+    """
+    if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
+        message = f"all_reduce_params needs an iterable of tensors, got {type(params).__name__}"
+        raise InvalidArgumentError(message)
+    if bucket_size_mb != -1 and not bucket_size_mb > 0:
+        message = f"bucket_size_mb must be positive, or -1 for no limit, got {bucket_size_mb!r}"
+        raise InvalidArgumentError(message)
+    tensors = list(params)
+    for position, tensor in enumerate(tensors):
+        check_target(tensor, "all_reduce_params", f"params[{position}]")
+        recipe_for(op, tensor.dtype)
+    members = process_group(group)
+    if members is None or members.size() == 1:
+        return
+    limit = None if bucket_size_mb == -1 else int(bucket_size_mb * 2**20)
+    _reduce_all(tensors, op, members, coalesce, limit)
+
+
+def sync_random_seed(group: Group = None) -> int:
+    """Return a fresh random seed below 2**31, the same one on every rank.
+
+    The first rank of the group draws it from the operating system; no generator is touched.
+    """
+    seed = secrets.randbelow(2**31)
+    members = process_group(group)
+    if members is None or members.size() == 1:
+        return seed
+    if checking():
+        compare(members, "sync_random_seed")
+    return broadcast_ints([seed], group_ranks(members)[0], members)[0]
+
+
+def _reduce_all(
+    tensors: Iterable[Tensor], op: Op, members: ProcessGroup, coalesce: bool, limit: int | None
+) -> None:
+    """Reduce each tensor once, small ones in buckets; all are under way before one is awaited."""
+    distinct = {id(tensor): tensor.detach() for tensor in tensors}.values()
+    works: list[Work[None]] = []
+    small: dict[tuple[torch.dtype, str], list[Tensor]] = {}
+    for tensor in distinct:
+        if coalesce and tensor.nbytes < SMALL:
+            small.setdefault((tensor.dtype, tensor.device.type), []).append(tensor)
+        else:
+            works.append(all_reduce(tensor, op, members, async_op=True))
+    for alike in small.values():
+        works += [_reduce_bucket(bucket, op, members) for bucket in _buckets(alike, limit)]
+    for work in works:
+        work.wait()
+
+
+def _buckets(tensors: list[Tensor], limit: int | None) -> list[list[Tensor]]:
+    """Cut a list into runs of at most `limit` bytes, or of one tensor."""
+    buckets: list[list[Tensor]] = []
+    filled = 0
+    for tensor in tensors:
+        if not buckets or (limit is not None and filled + tensor.nbytes > limit):
+            buckets.append([])
+            filled = 0
+        buckets[-1].append(tensor)
+        filled += tensor.nbytes
+    return buckets
+
+
+def _reduce_bucket(tensors: list[Tensor], op: Op, members: ProcessGroup) -> Work[None]:
+    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    work = all_reduce(flat, op, members, async_op=True)
+    return Work((work,), partial(_take_back, tensors, flat))
+
+
+def _take_back(tensors: list[Tensor], flat: Tensor) -> None:
+    pieces = flat.split([tensor.numel() for tensor in tensors])
+    for tensor, piece in zip(tensors, pieces, strict=True):
+        tensor.copy_(piece.view(tensor.shape))
+
+
+def _compare_entries(entries: dict[str, str], members: ProcessGroup) -> None:
+    """Compare what the ranks have under each key: 16 bytes a rank where all agree."""
+    digest = hashlib.sha256(repr(entries).encode()).digest()
+    halves = [int.from_bytes(digest[i : i + 8], "big", signed=True) for i in (0, 8)]
+    rows = gather_ints(halves, members)
+    if rows.count(rows[0]) == len(rows):
+        return
+    everyone = all_gather_object(entries, members)
+    keys = sorted({key for one in everyone for key in one})
+    differing = [key for key in keys if len({one.get(key) for one in everyone}) > 1]
+    lines = [
+        f"{key!r} ({who_says_what([one.get(key, 'missing') for one in everyone], members)})"
+        for key in differing
+    ]
+    raise MismatchError(f"all_reduce_dict: the ranks' dicts differ in {', '.join(lines)}")
+
+
+def _kind(data: Any) -> str:
+    if not isinstance(data, Mapping):
+        return type(data).__name__
+    wrong = next(key for key in data if not isinstance(key, str))
+    return f"the key {wrong!r}"

@@ -1,0 +1,233 @@
+"""What the differentiable collectives compute: joins, pieces and sums of tensors along a dim.
+
+Nothing here records a graph or changes its input; with one rank nothing is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .checks import checking, compare
+from .errors import InvalidArgumentError
+from .raw import (
+    all_gather_single,
+    all_to_all_single,
+    exchange_parts,
+    movable,
+    on_wire,
+    process_group,
+    reduce_scatter_single,
+    route,
+)
+from .recipes import recipe_for, reduce_blocks
+
+Group = ProcessGroup | None
+
+
+def total(x: Tensor, group: Group) -> Tensor:
+    """Return the sum of every rank's `x`."""
+    members = process_group(group)
+    if members is None or members.size() == 1:
+        return x
+    recipe = recipe_for("sum", x.dtype)
+    _compare("all_reduce", x, members)
+    buffer = recipe.pack(on_wire(x, members))
+    if buffer.data_ptr() == x.data_ptr():
+        buffer = buffer.clone()  # on_wire may also have copied it, from other strides or devices
+    if buffer.numel():
+        c10d.all_reduce(buffer, recipe.raw, members)
+    return buffer.to(x.device, x.dtype)
+
+
+def joined(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
+    """Return every rank's `x` joined along `dim`, in rank order."""
+    dim = check_dim(x, dim)
+    members = process_group(group)
+    lengths = check_sizes(sizes, members, "all_gather")
+    if lengths is not None:
+        check_length(x, dim, lengths[_rank(members)], "this rank's entry of sizes")
+    if members is None or members.size() == 1:
+        return x
+    _compare("all_gather", x, members, dim, lengths)
+    if lengths is None or min(lengths) == max(lengths):
+        return _stacked(x, members, dim)
+    padded = x.new_empty((*x.shape[:dim], max(lengths), *x.shape[dim + 1 :]))
+    padded.narrow(dim, 0, x.size(dim)).copy_(x.detach())
+    blocks = _blocks(padded, members).unbind(0)
+    pieces = [block.narrow(dim, 0, length) for block, length in zip(blocks, lengths, strict=True)]
+    return torch.cat(pieces, dim).to(x.device)
+
+
+def own_piece(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
+    """Return this rank's piece of `x` along `dim`, in memory of its own."""
+    dim = check_dim(x, dim)
+    members = process_group(group)
+    lengths = piece_lengths(x, dim, members, sizes, "split")
+    if len(lengths) == 1:
+        return x
+    rank = _rank(members)
+    piece = x.detach().narrow(dim, sum(lengths[:rank]), lengths[rank])
+    return piece.clone(memory_format=torch.contiguous_format)
+
+
+def summed_piece(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
+    """Return this rank's piece along `dim` of the sum of every rank's `x`."""
+    dim = check_dim(x, dim)
+    members = process_group(group)
+    lengths = piece_lengths(x, dim, members, sizes, "reduce_scatter")
+    if members is None or len(lengths) == 1:
+        return x
+    _compare("reduce_scatter", x, members, dim, lengths)
+    length = lengths[members.rank()]
+    shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
+    data = on_wire(x, members)
+    even = min(lengths) == max(lengths)
+    if data.numel() == 0:
+        return x.new_empty(shape)
+    recipe = recipe_for("sum", x.dtype)
+    parts = _piece_major(data, dim, lengths)
+    own = parts.numel() // x.size(dim) * length
+    way = route(data, members)
+    if even and way.backend != "gloo" and "reduce_scatter" not in way.lacks:
+        packed = recipe.pack(parts)
+        output = packed.new_empty(own)
+        reduce_scatter_single(output, packed, recipe.raw, members)
+    else:
+        # Direct exchange, then a sum in rank order: on TCP quicker than a ring.
+        row = parts.numel() // x.size(dim)
+        counts = [count * row for count in lengths]
+        received, _ = exchange_parts(parts, counts, [own] * len(lengths), members)
+        output = reduce_blocks(recipe.pack(received).view(len(lengths), own), recipe.run)
+    return output.view(shape).to(x.device, x.dtype)
+
+
+def swapped(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
+    """Return piece i (along `split_dim`) sent to rank i, the received ones joined."""
+    split_dim, concat_dim = check_dim(x, split_dim), check_dim(x, concat_dim)
+    members = process_group(group)
+    lengths = piece_lengths(x, split_dim, members, None, "all_to_all")
+    if members is None or len(lengths) == 1:
+        return x
+    _compare("all_to_all", x, members, split_dim, concat_dim)
+    data = on_wire(x, members)
+    sent = torch.stack(data.split(lengths, split_dim))
+    received = torch.empty_like(sent)
+    if sent.numel():
+        all_to_all_single(movable(received), movable(sent), group=members)
+    return torch.cat(received.unbind(0), concat_dim).to(x.device)
+
+
+def check_dim(x: Tensor, dim: int) -> int:
+    """Return `dim` counted from the front.
+
+    Raises:
+        InvalidArgumentError: `x` has no such dim.
+    """
+    if not -x.dim() <= dim < x.dim():
+        message = f"dim {dim} does not exist in a tensor of shape {tuple(x.shape)}"
+        raise InvalidArgumentError(message)
+    return dim % x.dim()
+
+
+def check_sizes(sizes: Sequence[int] | None, members: Group, call: str) -> list[int] | None:
+    """Return `sizes` as a list after comparing its length with the group's.
+
+    Raises:
+        InvalidArgumentError: another number of sizes than ranks, or a negative one.
+    """
+    if sizes is None:
+        return None
+    lengths = [int(size) for size in sizes]
+    count = 1 if members is None else members.size()
+    if len(lengths) != count or min(lengths) < 0:
+        message = (
+            f"{call} needs one length of 0 or more for each of the group's {count} ranks "
+            f"in sizes, got {lengths}"
+        )
+        raise InvalidArgumentError(message)
+    return lengths
+
+
+def check_length(x: Tensor, dim: int, expected: int, what: str) -> None:
+    """Compare the length of `x` along `dim` with what was expected.
+
+    Raises:
+        InvalidArgumentError: they differ.
+    """
+    if x.size(dim) != expected:
+        message = (
+            f"{what} is {expected}, but dim {dim} of the tensor of shape "
+            f"{tuple(x.shape)} is {x.size(dim)}"
+        )
+        raise InvalidArgumentError(message)
+
+
+def piece_lengths(
+    x: Tensor, dim: int, members: Group, sizes: Sequence[int] | None, call: str
+) -> list[int]:
+    """Return the length along `dim` of each rank's piece of `x`.
+
+    Raises:
+        InvalidArgumentError: `sizes` do not add up to `x`, or without them the dim does not divide.
+    """
+    lengths = check_sizes(sizes, members, call)
+    if lengths is not None:
+        check_length(x, dim, sum(lengths), "the sum of sizes")
+        return lengths
+    count = 1 if members is None else members.size()
+    length, rest = divmod(x.size(dim), count)
+    if rest:
+        way_out = "pad it" if call == "all_to_all" else "pad it or pass sizes"
+        message = (
+            f"{call} cuts dim {dim} into {count} equal pieces, one a rank, but its size "
+            f"{x.size(dim)} (shape {tuple(x.shape)}) is no multiple of {count}: {way_out}"
+        )
+        raise InvalidArgumentError(message)
+    return [length] * count
+
+
+def _compare(call: str, x: Tensor, members: ProcessGroup, dim: int = 0, more: Any = None) -> None:
+    """Compare the call over the ranks, where that is asked for."""
+    if checking():
+        lengths = isinstance(more, list)
+        shape = [*x.shape[:dim], *x.shape[dim + 1 :]] if lengths else list(x.shape)
+        compare(members, f"functional.{call}", x.dtype, shape, f"dim={dim}", more)
+
+
+def _rank(members: Group) -> int:
+    return 0 if members is None else members.rank()
+
+
+def _blocks(data: Tensor, members: ProcessGroup) -> Tensor:
+    """Return every rank's `data`, all of one shape, stacked along a new dim 0."""
+    data = on_wire(data, members)
+    output = data.new_empty((members.size(), *data.shape))
+    if data.numel():
+        all_gather_single(movable(output).view(-1), movable(data).view(-1), group=members)
+    return output
+
+
+def _stacked(x: Tensor, members: ProcessGroup, dim: int) -> Tensor:
+    blocks = _blocks(x, members)
+    if _leads(x, dim):
+        joint = (*x.shape[:dim], members.size() * x.size(dim), *x.shape[dim + 1 :])
+        return blocks.view(joint).to(x.device)
+    return torch.cat(blocks.unbind(0), dim).to(x.device)
+
+
+def _leads(x: Tensor, dim: int) -> bool:
+    """Tell whether pieces along `dim` lie one after another in contiguous memory."""
+    return all(size == 1 for size in x.shape[:dim])
+
+
+def _piece_major(data: Tensor, dim: int, lengths: list[int]) -> Tensor:
+    """Return contiguous `data` flat, with the piece of the first rank first."""
+    if _leads(data, dim):
+        return data.view(-1)
+    return torch.cat([piece.reshape(-1) for piece in data.split(lengths, dim)])

@@ -1,0 +1,140 @@
+"""What a forked rank does: take over the caller's settings, join the group, run functions."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import itertools
+import os
+import pickle
+import random
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import ForkingPickler
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import FileStore  # type: ignore[attr-defined]
+
+from . import rank_state
+from .devices import set_device
+from .locate import Locator, find
+
+
+def main(connection_fd: int, request: dict[str, Any]) -> None:
+    """Serve one rank until the caller closes it; never returns.
+
+    Args:
+        connection_fd: the connection to the caller.
+        request: see `ranks.RankPool`, which makes it.
+    """
+    connection: Connection[Any, Any] = Connection(connection_fd)
+    try:
+        _adopt(request)
+        _join_group(request)
+        before = rank_state.capture()
+    except BaseException as error:
+        connection.send_bytes(_pickle_failure(error))
+        _leave(1)
+    connection.send_bytes(pickle.dumps(("ready", None, None)))
+    with contextlib.suppress(EOFError, ConnectionError):
+        for run in itertools.count():
+            task = connection.recv()
+            if task is None:
+                break
+            rank_state.separate_store(run)
+            connection.send_bytes(_run(task, request["seed"], before))
+    _leave(0)
+
+
+def _leave(code: int) -> None:
+    """End without interpreter shutdown, which deadlocks now and then beside live groups."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _adopt(request: dict[str, Any]) -> None:
+    """Take over the caller's environment, folder, module path and this rank's threads."""
+    stacks = open(request["stack_file"], "w")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
+    os.environ.clear()
+    os.environ.update({k: v for k, v in request["environment"].items() if v is not None})
+    os.chdir(request["folder"])
+    sys.path[:] = request["path"]
+    torch.set_num_threads(request["threads"])
+    random.seed()
+
+
+def _join_group(request: dict[str, Any]) -> None:
+    if request["store"] is None:
+        return
+    if request["backend"] != "gloo":
+        set_device(request["rank"])
+    seconds = request["group_timeout"]
+    dist.init_process_group(
+        request["backend"],
+        store=FileStore(request["store"], request["world_size"]),
+        rank=request["rank"],
+        world_size=request["world_size"],
+        timeout=None if seconds is None else timedelta(seconds=seconds),
+    )
+
+
+def _run(task: tuple[Locator, bytes], seed: int | None, before: dict[str, Any]) -> bytes:
+    """Run one function; the answer, pickled: ("returned", result, state) or a failure."""
+    locator, arguments = task
+    if seed is not None:
+        _seed(seed)
+    try:
+        fn = find(locator)
+        args, kwargs = ForkingPickler.loads(arguments)
+        result = fn(*args, **kwargs)
+    except BaseException as error:
+        return _pickle_failure(error)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    left = rank_state.changes(before, rank_state.capture())
+    try:
+        payload = pickle.dumps(result)
+    except Exception as error:
+        name = type(result).__name__
+        error.add_note(f"{locator.qualname} returned a {name} that does not pickle")
+        return _pickle_failure(error)
+    return pickle.dumps(("returned", payload, left))
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed)
+
+
+def _pickle_failure(error: BaseException) -> bytes:
+    """("failed", traceback text, exception or None): the text survives what cannot be pickled."""
+    text = "".join(traceback.format_exception(type(error), error, _below_here(error.__traceback__)))
+    try:
+        payload = pickle.dumps(error)
+        ForkingPickler.loads(payload)  # some exceptions pickle, and fail only on the other side
+    except Exception:
+        payload = None
+    return pickle.dumps(("failed", text, payload))
+
+
+def _below_here(trace: TracebackType | None) -> TracebackType | None:
+    """The traceback without this file's own frames at its top."""
+    here = _run.__code__.co_filename
+    rest = trace
+    while rest is not None and rest.tb_frame.f_code.co_filename == here:
+        rest = rest.tb_next
+    return rest or trace

@@ -1,0 +1,172 @@
+"""The caller's side of the fork-server: start it once, and start ranks from it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterable
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any
+
+from . import fork_server
+from .errors import StateError
+
+START_TIMEOUT = 300.0  # s; a cold disk and a busy machine take long to import torch
+_BOOT = (
+    "import sys, json, importlib\n"
+    "package, fd, sys.path[:] = json.loads(sys.argv[1])\n"
+    "importlib.import_module(package + '.fork_server').serve(fd, package)\n"
+)
+
+
+class RankProcess:
+    """One forked rank: a connection for its messages and a pipe that tells how it ended."""
+
+    def __init__(
+        self, pid: int, connection: Connection[Any, Any], status_fd: int, stack_file: str
+    ) -> None:
+        self.pid = pid
+        self.connection = connection
+        self.status_fd = status_fd
+        self.stack_file = stack_file
+        self.exit_code: int | None = None
+        self.ended = False
+
+    def send(self, message: bytes) -> None:
+        """Send a pickled message; a dead process takes none, and its status says how it died."""
+        with contextlib.suppress(OSError):
+            self.connection.send_bytes(message)
+
+    def read_status(self) -> None:
+        """Take the exit code from a readable status pipe."""
+        if self.ended:
+            return
+        data = os.read(self.status_fd, fork_server.EXIT_STATUS.size)
+        if data:  # none when the server itself is gone
+            (self.exit_code,) = fork_server.EXIT_STATUS.unpack(data)
+        self.ended = True
+
+    def signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if not self.ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def release(self) -> None:
+        """Close this side's descriptors."""
+        self.connection.close()
+        if self.status_fd >= 0:
+            os.close(self.status_fd)
+            self.status_fd = -1
+        self.ended = True
+
+
+class ForkServer:
+    """The running server process of this process."""
+
+    def __init__(self) -> None:
+        self.owner = os.getpid()
+        self._lock = threading.Lock()
+        ours, theirs = socket.socketpair()
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        argument = json.dumps([__package__, theirs.fileno(), sys.path])
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _BOOT, argument],
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C reaches the caller alone, which ends the ranks
+            )
+        self._socket = ours
+        weakref.finalize(self, _end_server, self.owner, ours, self._process)
+        self.directory: str = self._receive()["directory"]
+
+    @property
+    def usable(self) -> bool:
+        """Whether it runs and belongs to this very process (and not to one that forked us)."""
+        return self.owner == os.getpid() and self._process.poll() is None
+
+    def _receive(self) -> dict[str, Any]:
+        self._socket.settimeout(START_TIMEOUT)
+        try:
+            message, _ = fork_server.receive_message(self._socket)
+        except (OSError, EOFError) as error:
+            raise StateError(
+                f"the fork-server for ranks did not start or died ({error!r}); "
+                "its own error is on stderr"
+            ) from error
+        if "error" in message:
+            raise StateError(f"the fork-server could not import a module:\n{message['error']}")
+        return message
+
+    def preload(self, modules: Iterable[str]) -> None:
+        """Import modules in the server, so that ranks started later have them."""
+        with self._lock:
+            fork_server.send_message(self._socket, {"preload": list(modules)})
+            self._receive()
+
+    def spawn(self, request: dict[str, Any]) -> RankProcess:
+        """Fork a rank that runs `rank_child.main` with this request."""
+        ours, theirs = Pipe()
+        status_read, status_write = os.pipe()
+        try:
+            fds = (theirs.fileno(), status_write, 1, 2)
+            with self._lock:
+                fork_server.send_message(self._socket, {"preload": [], **request}, fds)
+                pid = self._receive()["pid"]
+        except BaseException:
+            ours.close()
+            os.close(status_read)
+            raise
+        finally:
+            theirs.close()
+            os.close(status_write)
+        return RankProcess(pid, ours, status_read, request["stack_file"])
+
+
+def _end_server(owner: int, control: socket.socket, process: subprocess.Popen[bytes]) -> None:
+    """Hang up, at which the server ends its ranks, removes its files and leaves."""
+    if owner == os.getpid():
+        control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+
+
+_server: ForkServer | None = None
+_server_lock = threading.Lock()
+
+
+def get_server() -> ForkServer:
+    """The fork-server of this process, started on the first call (some seconds)."""
+    global _server
+    with _server_lock:
+        if _server is None or not _server.usable:
+            _server = ForkServer()
+        return _server
+
+
+def stop(processes: Iterable[RankProcess], grace: float) -> None:
+    """Wait `grace` seconds for processes to end by themselves, then kill them."""
+    processes = list(processes)
+    deadline = time.monotonic() + grace
+    for signal_number, until in ((None, deadline), (signal.SIGKILL, deadline + 10)):
+        for process in processes:
+            if signal_number is not None:
+                process.signal(signal_number)
+        while alive := {p.status_fd: p for p in processes if not p.ended}:
+            ready = wait(list(alive), max(0.0, until - time.monotonic()))
+            for fd in ready:
+                alive[fd].read_status()  # type: ignore[index]
+            if not ready:
+                break
+    for process in processes:
+        process.release()

@@ -1,0 +1,77 @@
+"""What a function may leave behind in a process that runs another function next."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+STATE_HOOK = "__rank_state__"
+_VOLATILE = {"PYTEST_CURRENT_TEST"}
+
+
+def environment() -> dict[str, str]:
+    """The environment, without what test runners change with every test."""
+    return {name: value for name, value in os.environ.items() if name not in _VOLATILE}
+
+
+def _groups() -> object:
+    if not dist.is_available() or not dist.is_initialized():
+        return None
+    world = dist.distributed_c10d._world
+    return id(dist.group.WORLD), sorted(id(group) for group in world.pg_map)
+
+
+def _declared() -> object:
+    """What modules say of themselves: any module may define `__rank_state__() -> object`."""
+    modules = [m for m in list(sys.modules.values()) if isinstance(m, type(sys))]
+    hooks = [vars(module).get(STATE_HOOK) for module in modules]
+    return [hook() for hook in hooks if hook is not None]
+
+
+_PROBES: dict[str, Callable[[], object]] = {
+    "process groups": _groups,
+    "state that modules declare": _declared,
+    "default dtype": torch.get_default_dtype,
+    "default device": torch.get_default_device,
+    "grad mode": torch.is_grad_enabled,
+    "anomaly mode": torch.is_anomaly_enabled,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "number of threads": torch.get_num_threads,
+    "float32 matmul precision": torch.get_float32_matmul_precision,
+    "environment": environment,
+    "current folder": os.getcwd,
+    "sys.path": lambda: list(sys.path),
+    "Python threads": threading.active_count,
+}
+
+
+def capture() -> dict[str, object]:
+    """The state of this process as far as it matters to the next function."""
+    return {name: probe() for name, probe in _PROBES.items()}
+
+
+def changes(before: dict[str, Any], after: dict[str, Any]) -> list[str]:
+    """Names of what differs."""
+    return [name for name in before if before[name] != after[name]]
+
+
+def separate_store(run: int) -> None:
+    """Give the groups of this run their own part of the default group's store.
+
+    Torch names groups after their ranks, so that a run would otherwise find, and wait for, the
+    addresses that an equal group of an earlier run left there.
+    """
+    groups = dist.distributed_c10d._world.pg_map
+    world = dist.group.WORLD
+    if world is not None:
+        backend, store = groups[world]
+        if run:
+            store = store.underlying_store
+        groups[world] = backend, PrefixStore(f"run {run}", store)

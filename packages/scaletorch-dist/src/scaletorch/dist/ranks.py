@@ -1,0 +1,261 @@
+"""Ranks on this machine: a pool of processes that run functions, and `launch`, a pool used once."""
+
+from __future__ import annotations
+
+import functools
+import os
+import pickle
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import weakref
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+from .errors import InvalidArgumentError, StateError
+from .locate import locate, rank_body
+from .rank_collect import collect
+from .rank_process import START_TIMEOUT, RankProcess, get_server, stop
+from .rank_report import RankReport
+
+CLOSE_GRACE = 2.0  # s that ranks get to leave by themselves
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # so that gloo listens on this machine alone
+# Variables of an outer launch that would mislead a rank started here.
+_OUTER_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")
+
+
+class RankPool:
+    """Ranks that stay alive, hold a default process group and run one function after another.
+
+    Args:
+        world_size: number of ranks.
+        backend: backend of the default group.
+        timeout: seconds that one `run` may take; None for no limit.
+        group_timeout: timeout of the group's collectives; None for torch's own.
+        threads: threads that torch uses in each rank.
+        init: False leaves the default group out and sets the environment as torchrun would
+            (`MASTER_ADDR`, a free `MASTER_PORT`), for functions that call `init_dist` themselves.
+        env: variables to set in each rank beside the caller's own; None as a value removes one.
+        seed: seeds torch's, Python's and numpy's generators before every function; None does not.
+
+    Attributes:
+        reusable: the last function succeeded on all ranks and left no state behind.
+
+    Raises:
+        InvalidArgumentError: a world size below 1.
+        RankFailedError: a rank did not start.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        *,
+        backend: str = "gloo",
+        timeout: float | None = 60.0,
+        group_timeout: timedelta | None = None,
+        threads: int = 1,
+        init: bool = True,
+        env: Mapping[str, str | None] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        _check_world_size(world_size)
+        self.world_size = world_size
+        self.timeout = timeout
+        self.reusable = False
+        folder = tempfile.mkdtemp(dir=get_server().directory)
+        self._processes: list[RankProcess] = []
+        self._close = weakref.finalize(self, _close, os.getpid(), self._processes, folder)
+        request = {
+            "world_size": world_size,
+            "backend": backend,
+            "store": os.path.join(folder, "store") if init else None,
+            "group_timeout": None if group_timeout is None else group_timeout.total_seconds(),
+            "threads": threads,
+            "folder": os.getcwd(),
+            "path": list(sys.path),
+            "environment": _environment(world_size, init, env or {}),
+            "seed": seed,
+        }
+        try:
+            for rank in range(world_size):
+                self._processes.append(_spawn(rank, request, folder))
+            collect(self._processes, RankReport("starting", world_size), START_TIMEOUT)
+        except BaseException:
+            self.kill()
+            raise
+        self.reusable = True
+
+    def run(
+        self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Run `fn(*args, **kwargs)` on every rank.
+
+        Args:
+            fn: a module-level function; ranks find it by its module's name or its file.
+            args: what it is given; must pickle.
+            timeout: seconds for this run, instead of the pool's.
+            kwargs: what it is given by name; must pickle.
+
+        Returns:
+            What each rank returned, by rank.
+
+        Raises:
+            InvalidArgumentError: ranks could not find `fn`, or its arguments do not pickle.
+            RankFailedError: a rank failed, died or did not finish; the pool is closed then.
+            StateError: the pool is closed.
+        """
+        if not self._close.alive:
+            raise StateError("this pool of ranks is closed: make another RankPool")
+        name, task = _pickle_task(fn, args, kwargs)
+        report = RankReport(name, self.world_size)
+        self.reusable = False
+        try:
+            for process in self._processes:
+                process.send(task)
+            answers = collect(self._processes, report, self.timeout if timeout is None else timeout)
+        except BaseException:
+            self.kill()
+            raise
+        self.reusable = not any(left for _, _, left in answers.values())
+        return [report.results[rank] for rank in range(self.world_size)]
+
+    def kill(self) -> None:
+        """End the ranks at once, whatever they are doing."""
+        for process in self._processes:
+            process.signal(signal.SIGKILL)
+        self.close()
+
+    def close(self) -> None:
+        """End the ranks; those that do not leave in time are killed. Safe to call twice."""
+        self.reusable = False
+        self._close()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def launch(
+    fn: Callable[..., Any],
+    nproc: int,
+    *args: Any,
+    backend: str = "gloo",
+    timeout: float | None = None,
+    group_timeout: timedelta | None = None,
+    init: bool = True,
+    env: Mapping[str, str | None] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run `fn(*args, **kwargs)` on `nproc` new ranks of this machine.
+
+    Ranks share the cores, write to this process's stdout, and hold a default process group
+    before `fn` starts. A rank that fails ends all of them; so does Ctrl-C.
+
+    Args:
+        fn: a module-level function.
+        nproc: number of ranks.
+        args: what `fn` is given; must pickle.
+        backend: backend of the default group.
+        timeout: seconds for the whole run; None for no limit.
+        group_timeout: timeout of the group's collectives; None for torch's own.
+        init: False leaves the group to `fn`, with the environment that torchrun would set.
+        env: variables to set in each rank; None as a value removes one.
+        kwargs: what `fn` is given by name; must pickle.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        InvalidArgumentError: ranks could not find `fn`, or its arguments do not pickle.
+        RankFailedError: a rank failed, died or did not finish in time.
+
+    Example:
+        >>> def total(x):
+        ...     data = torch.tensor(x * (dist.get_rank() + 1))
+        ...     dist.all_reduce(data)
+        ...     return data.item()
+        >>> dist.launch(total, 2, 10)
+        [30, 30]
+    """
+    _check_world_size(nproc)
+    _pickle_task(fn, args, kwargs)  # mistakes show before anything starts
+    pool = RankPool(
+        nproc,
+        backend=backend,
+        timeout=timeout,
+        group_timeout=group_timeout,
+        threads=max(1, (os.cpu_count() or 1) // nproc),
+        init=init,
+        env=env,
+    )
+    with pool:
+        return pool.run(fn, *args, **kwargs)
+
+
+def _check_world_size(world_size: int) -> None:
+    if not isinstance(world_size, int) or world_size < 1:
+        raise InvalidArgumentError(
+            f"the number of ranks must be an integer of at least 1, not {world_size!r}"
+        )
+
+
+def _spawn(rank: int, request: dict[str, Any], folder: str) -> RankProcess:
+    environment = {**request["environment"], "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    stack_file = os.path.join(folder, f"stack-{rank}")
+    own = {"rank": rank, "environment": environment, "stack_file": stack_file}
+    return get_server().spawn({**request, **own})
+
+
+def _environment(
+    world_size: int, init: bool, changes: Mapping[str, str | None]
+) -> dict[str, str | None]:
+    """Variables of all ranks: the caller's, those of a launcher, and the asked changes."""
+    inherited = {k: v for k, v in os.environ.items() if not k.startswith(_OUTER_LAUNCH)}
+    launcher = {"WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": str(world_size)}
+    if sys.platform in LOOPBACK:
+        launcher["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
+    if not init:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+    return {**inherited, "OMP_NUM_THREADS": "1", **launcher, **changes}
+
+
+def _pickle_task(
+    fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, bytes]:
+    """A function's name, and what a rank needs to call it.
+
+    The arguments are pickled apart: a rank loads the function's module before it reads them.
+    """
+    if isinstance(fn, functools.partial):
+        args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
+    locator = locate(rank_body(fn))
+    try:
+        arguments = pickle.dumps((args, kwargs))
+    except Exception as error:
+        raise InvalidArgumentError(
+            f"the arguments of {locator.qualname} do not pickle, so that they cannot be sent to "
+            f"ranks: {error}"
+        ) from error
+    return locator.qualname, pickle.dumps((locator, arguments))
+
+
+def _close(owner: int, processes: list[RankProcess], folder: str) -> None:
+    if owner != os.getpid():  # a fork of the owner ends: the ranks are not its own
+        return
+    for process in processes:
+        process.send(pickle.dumps(None))
+    stop(processes, CLOSE_GRACE)
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,140 @@
+"""Test ranks: run a function, or the body of a test, on real ranks of this machine."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+from .errors import RankFailedError
+from .locate import BODY_ATTRIBUTE, PYTEST_REWRITING
+from .rank_process import get_server
+from .rank_state import environment
+from .ranks import RankPool
+
+SEED = 0  # every function starts with the generators of every rank at this seed
+GROUP_TIMEOUT = timedelta(seconds=300)  # of test groups; the timeout of a run comes first
+MAX_POOLS = 3  # idle pools kept for the next test
+
+_pools: dict[str, RankPool] = {}  # least recently used first
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+
+def run_ranks(
+    fn: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout: float = 60.0,
+    init: bool = True,
+    env: Mapping[str, str | None] | None = None,
+    **kwargs: Any,
+) -> list[Any]:
+    """Run `fn(*args, **kwargs)` on `world_size` ranks that share a gloo group.
+
+    Ranks are reused by the next call where the function succeeded and left nothing behind
+    (process groups, default dtype, environment …). Generators are seeded anew for every call.
+
+    Args:
+        fn: a module-level function, of a test file or of an importable module.
+        world_size: number of ranks.
+        args: what `fn` is given; must pickle.
+        timeout: seconds; ranks that hang are killed and their stacks shown.
+        init: False for ranks without a group, in the environment that torchrun would give them.
+        env: variables to set in each rank; None as a value removes one.
+        kwargs: what `fn` is given by name; must pickle.
+
+    Returns:
+        What each rank returned, by rank.
+
+    Raises:
+        InvalidArgumentError: ranks could not find `fn`, or its arguments do not pickle.
+        RankFailedError: with the traceback of every rank that failed, the first failure first.
+    """
+    if not init or env:
+        with _new_pool(world_size, init=init, env=env) as fresh:
+            return fresh.run(fn, *args, timeout=timeout, **kwargs)
+    key = json.dumps([world_size, os.getpid(), os.getcwd(), sys.path, environment()])
+    pool = _pools.pop(key, None) or _new_pool(world_size)
+    try:
+        return pool.run(fn, *args, timeout=timeout, **kwargs)
+    finally:
+        if pool.reusable:
+            _keep(key, pool)
+        else:
+            pool.close()
+
+
+def _new_pool(world_size: int, **options: Any) -> RankPool:
+    if PYTEST_REWRITING in sys.modules:
+        get_server().preload([PYTEST_REWRITING])
+    return RankPool(world_size, group_timeout=GROUP_TIMEOUT, seed=SEED, **options)
+
+
+def _keep(key: str, pool: RankPool) -> None:
+    _pools[key] = pool
+    while len(_pools) > MAX_POOLS:
+        _pools.pop(next(iter(_pools))).close()
+
+
+def distributed_test(
+    world_size: int = 2,
+    timeout: float = 60.0,
+    *,
+    init: bool = True,
+    env: Mapping[str, str | None] | None = None,
+) -> Callable[[Test], Test]:
+    """Make the body of a test run on every rank.
+
+    The test keeps its signature: fixtures and parameters are sent to the ranks, so they must
+    pickle. It is skipped if every rank skips.
+
+    Args:
+        world_size: number of ranks.
+        timeout: seconds.
+        init: as in `run_ranks`.
+        env: as in `run_ranks`.
+
+    Example:
+        >>> @distributed_test(world_size=4)
+        ... def test_sum():
+        ...     data = torch.ones(1)
+        ...     torch.distributed.all_reduce(data)
+        ...     assert data.item() == 4
+    """
+
+    def decorate(body: Test) -> Test:
+        @functools.wraps(body)
+        def test(*args: Any, **kwargs: Any) -> None:
+            try:
+                task = functools.partial(body, *args, **kwargs)
+                run_ranks(task, world_size, timeout=timeout, init=init, env=env)
+            except RankFailedError as error:
+                _skip_if_all_skipped(error, world_size)
+                raise
+
+        setattr(test, BODY_ATTRIBUTE, body)
+        return test  # type: ignore[return-value]
+
+    return decorate
+
+
+def _skip_if_all_skipped(error: RankFailedError, world_size: int) -> None:
+    """Skip where every rank did; pytest's own exception does not pickle, its last line tells."""
+    ends = [text.rstrip().rpartition("\n")[2] for text in error.failures.values()]
+    if len(ends) == world_size and all(end.startswith("Skipped") for end in ends):
+        importlib.import_module("pytest").skip(ends[0].removeprefix("Skipped").lstrip(": "))
+
+
+def preload(*modules: str) -> None:
+    """Import modules once in the fork-server, so that ranks started from now on have them.
+
+    Useful for what a test's ranks would import each by itself, such as `torch._dynamo`, which
+    DistributedDataParallel needs (1.6 s a rank).
+    """
+    get_server().preload(modules)

@@ -1,0 +1,412 @@
+"""Ranks: what they return, how they fail, what they leave behind."""
+
+import functools
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+from scaletorch.dist import (
+    InvalidArgumentError,
+    RankFailedError,
+    RankPool,
+    StateError,
+    get_timeout,
+    launch,
+)
+from scaletorch.dist.rank_process import get_server
+
+
+@dataclass
+class Point:
+    x: int
+    y: torch.Tensor
+
+
+def total(start, *, factor=1):
+    data = torch.tensor([float(start + factor * c10d.get_rank())])
+    c10d.all_reduce(data)
+    return data.item()
+
+
+def move(point):
+    return Point(point.x + c10d.get_rank(), point.y * 2)
+
+
+def pid():
+    return os.getpid()
+
+
+def fail_on_one():
+    if c10d.get_rank() == 1:
+        raise ValueError("the 7th value is wrong")
+    c10d.barrier()
+
+
+def fail_alone_after(seconds):
+    if c10d.get_rank() == 0:
+        raise ValueError("first")
+    time.sleep(seconds)
+    raise KeyError("second")
+
+
+def hang_on_one():
+    if c10d.get_rank() == 1:
+        time.sleep(600)
+    c10d.barrier()
+
+
+def die_on_one(number):
+    if c10d.get_rank() == 1:
+        os.kill(os.getpid(), number)
+    c10d.barrier()
+
+
+def exit_on_one(code):
+    if c10d.get_rank() == 1:
+        os._exit(code)
+
+
+class StubbornError(Exception):
+    """Pickles, and cannot be unpickled."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+def raise_stubborn():
+    raise StubbornError("salt", "pepper")
+
+
+def return_lock():
+    return threading.Lock()
+
+
+def draw():
+    return random.random(), torch.rand(1).item()
+
+
+def environment(*names):
+    return {name: os.environ.get(name) for name in names}
+
+
+def say(text):
+    print(f"{text} from {c10d.get_rank()}")
+
+
+def threads():
+    return torch.get_num_threads()
+
+
+def nothing():
+    return None
+
+
+def timeout_seconds():
+    return get_timeout().total_seconds()
+
+
+def leave_group():
+    c10d.new_group([0, 1])
+
+
+def leave_dtype():
+    torch.set_default_dtype(torch.float64)
+
+
+def leave_variable():
+    os.environ["LEFT_BEHIND"] = "1"
+
+
+def leave_grad_mode():
+    torch.set_grad_enabled(False)
+
+
+def test_pool_runs_functions_and_keeps_its_processes():
+    with RankPool(2) as pool:
+        assert pool.run(total, 1) == [3.0, 3.0]
+        assert pool.run(total, 1, factor=10) == [12.0, 12.0]
+        first = pool.run(pid)
+        assert pool.run(pid) == first
+        assert len({os.getpid(), *first}) == 3
+
+
+def test_values_of_the_test_files_own_classes_travel():
+    with RankPool(2) as pool:
+        points = pool.run(move, Point(5, torch.ones(2, dtype=torch.float64)))
+    assert [point.x for point in points] == [5, 6]
+    assert points[1].y.tolist() == [2.0, 2.0]
+    assert points[1].y.dtype == torch.float64
+
+
+def test_a_partial_runs_with_its_arguments():
+    assert launch(functools.partial(total, 1, factor=2), 2) == [4.0, 4.0]
+
+
+def test_a_library_function_runs():
+    assert launch(c10d.get_world_size, 2) == [2, 2]
+
+
+def test_one_failure_names_the_rank_and_shows_where_the_others_waited():
+    with pytest.raises(RankFailedError, match="the 7th value is wrong") as caught:
+        launch(fail_on_one, 2)
+    message = str(caught.value)
+    assert message.startswith("fail_on_one on 2 ranks: rank 1 failed; rank 0 was left waiting")
+    assert 'raise ValueError("the 7th value is wrong")' in message
+    assert "in fail_on_one" in message.partition("rank 0 was still at")[2]
+    assert caught.value.hung == (0,)
+    assert isinstance(caught.value.exceptions[1], ValueError)
+
+
+def test_failures_come_in_the_order_in_which_they_happened():
+    with pytest.raises(RankFailedError) as caught:
+        launch(fail_alone_after, 2, 0.3)
+    assert list(caught.value.failures) == [0, 1]
+    assert str(caught.value).index("first") < str(caught.value).index("second")
+
+
+def test_a_hang_ends_at_the_deadline_with_every_stack():
+    start = time.monotonic()
+    with pytest.raises(RankFailedError) as caught:
+        launch(hang_on_one, 2, timeout=1.5)
+    assert time.monotonic() - start < 8
+    assert caught.value.hung == (0, 1)
+    message = str(caught.value)
+    assert "ranks 0, 1 had not finished after 1.5 s" in message
+    assert "in barrier" in message
+    assert "rank_child" not in message
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_rank_is_named_with_its_signal(number):
+    with pytest.raises(RankFailedError, match=f"rank 1 was killed by {number.name}"):
+        launch(die_on_one, 2, int(number))
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_rank_that_exits_is_named_with_its_code(code):
+    with pytest.raises(RankFailedError, match=f"rank 1 exited with code {code} before it returned"):
+        launch(exit_on_one, 2, code)
+
+
+def test_an_exception_that_cannot_travel_keeps_its_text():
+    with pytest.raises(RankFailedError, match="salt and pepper") as caught:
+        launch(raise_stubborn, 2)
+    assert caught.value.exceptions == {}
+
+
+def test_a_result_that_cannot_travel_is_named():
+    with pytest.raises(RankFailedError, match="return_lock returned a lock that does not pickle"):
+        launch(return_lock, 2)
+
+
+def test_arguments_that_cannot_travel_are_refused_before_anything_starts():
+    with pytest.raises(InvalidArgumentError, match="arguments of total do not pickle"):
+        launch(total, 2, threading.Lock())
+
+
+def test_functions_that_ranks_cannot_find_are_refused():
+    def inner():
+        return None
+
+    for fn in (inner, lambda: None):
+        with pytest.raises(InvalidArgumentError, match="move it to module level"):
+            launch(fn, 2)
+    for fn in ([].append, Point(1, torch.ones(1)).__eq__):
+        with pytest.raises(InvalidArgumentError, match="module-level function"):
+            launch(fn, 2)
+
+
+@pytest.mark.parametrize("world_size", [0, -1, 1.5, "2"])
+def test_bad_world_sizes_are_refused(world_size):
+    with pytest.raises(InvalidArgumentError, match="integer of at least 1"):
+        launch(nothing, world_size)
+    with pytest.raises(InvalidArgumentError, match="integer of at least 1"):
+        RankPool(world_size)
+
+
+def test_a_closed_pool_says_so():
+    pool = RankPool(1)
+    pool.close()
+    pool.close()
+    with pytest.raises(StateError, match="closed"):
+        pool.run(nothing)
+
+
+def test_a_failure_closes_the_pool_and_ends_its_processes():
+    pool = RankPool(2)
+    pids = pool.run(pid)
+    with pytest.raises(RankFailedError):
+        pool.run(fail_on_one)
+    with pytest.raises(StateError, match="closed"):
+        pool.run(pid)
+    for each in pids:
+        with pytest.raises(ProcessLookupError):
+            os.kill(each, 0)
+
+
+def test_an_unknown_backend_fails_at_the_start():
+    with pytest.raises(RankFailedError, match="starting on 2 ranks"):
+        RankPool(2, backend="carrier-pigeon")
+
+
+@pytest.mark.parametrize(
+    ("function", "reusable"),
+    [
+        (nothing, True),
+        (pid, True),
+        (leave_group, False),
+        (leave_dtype, False),
+        (leave_variable, False),
+        (leave_grad_mode, False),
+    ],
+)
+def test_a_pool_knows_whether_a_function_left_something_behind(function, reusable):
+    with RankPool(2) as pool:
+        pool.run(function)
+        assert pool.reusable is reusable
+
+
+def test_generators_start_alike_with_a_seed():
+    with RankPool(2, seed=3) as pool:
+        first = pool.run(draw)
+        assert first[0] == first[1]
+        assert pool.run(draw) == first
+
+
+def test_launched_programs_draw_other_python_numbers_each_time():
+    assert launch(draw, 1)[0][0] != launch(draw, 1)[0][0]
+
+
+def test_ranks_get_the_variables_of_a_launcher(monkeypatch):
+    monkeypatch.setenv("SEEN", "yes")
+    monkeypatch.setenv("HIDDEN", "yes")
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "outer")
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "SEEN", "HIDDEN")
+    got = launch(environment, 2, *names, "TORCHELASTIC_RUN_ID", env={"HIDDEN": None})
+    assert list(got[1].values()) == ["1", "1", "2", "2", "yes", None, None]
+
+
+def test_ranks_without_a_group_get_an_address():
+    names = ("MASTER_ADDR", "MASTER_PORT", "WORLD_SIZE")
+    first, second = launch(environment, 2, *names, init=False)
+    assert first == second
+    assert first["MASTER_ADDR"] == "127.0.0.1"
+    assert int(first["MASTER_PORT"]) > 1023
+
+
+def test_ranks_of_a_launch_share_the_cores():
+    assert launch(threads, 2) == [max(1, (os.cpu_count() or 1) // 2)] * 2
+    with RankPool(2) as pool:
+        assert pool.run(threads) == [1, 1]
+
+
+def test_the_group_has_the_timeout_that_was_asked_for():
+    assert launch(timeout_seconds, 2, group_timeout=timedelta(seconds=77)) == [77.0, 77.0]
+
+
+def test_ranks_print_where_this_process_prints(capfd):
+    launch(say, 2, "hello")
+    assert sorted(capfd.readouterr().out.splitlines()) == ["hello from 0", "hello from 1"]
+
+
+def test_the_server_stays_single_threaded_and_pools_leave_no_files():
+    with RankPool(2) as pool:
+        assert pool.run(total, 0) == [1.0, 1.0]
+        server = get_server()
+        assert len(os.listdir(f"/proc/{server._process.pid}/task")) == 1
+        assert any(name.startswith("tmp") for name in os.listdir(server.directory))
+        folder = pool._processes[0].stack_file
+    assert not Path(folder).parent.exists()
+
+
+def test_the_fork_of_a_pools_owner_does_not_end_the_pool():
+    with RankPool(1) as pool:
+        child = os.fork()
+        if child == 0:
+            pool.close()
+            os._exit(0)
+        os.waitpid(child, 0)
+        assert len(pool.run(pid)) == 1
+
+
+def write_program(folder, text):
+    path = folder / "program.py"
+    path.write_text(textwrap.dedent(text))
+    return str(path)
+
+
+PROGRAM = """
+    import os, sys, time
+    import torch.distributed as c10d
+    from scaletorch.dist import launch
+
+    class Answer:
+        def __init__(self):
+            self.rank = c10d.get_rank()
+
+    def work():
+        return Answer()
+
+    def sleep():
+        print("pid", os.getpid(), flush=True)
+        time.sleep(600)
+
+    if __name__ == "__main__":
+        if sys.argv[1:] == ["sleep"]:
+            launch(sleep, 2)
+        print([answer.rank for answer in launch(work, 2)])
+"""
+
+
+def test_a_program_launches_functions_of_its_own(tmp_path):
+    path = write_program(tmp_path, PROGRAM)
+    for command in ([path], ["-m", "program"]):
+        done = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, capture_output=True, text=True, timeout=60
+        )
+        assert done.stdout == "[0, 1]\n", done.stderr
+
+
+def test_what_is_typed_into_an_interpreter_is_refused(tmp_path):
+    program = "from scaletorch.dist import launch\ndef f(): pass\nlaunch(f, 2)\n"
+    done = subprocess.run(
+        [sys.executable, "-"], input=program, capture_output=True, text=True, timeout=60
+    )
+    assert "put it in a file and import it" in done.stderr
+
+
+def test_a_program_without_a_main_guard_is_told_so(tmp_path):
+    path = write_program(tmp_path, PROGRAM.partition("if __name__")[0] + "launch(work, 2)")
+    done = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=60)
+    assert "starts ranks while a rank imports it" in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_ranks_end_with_the_program_that_launched_them(tmp_path, number):
+    path = write_program(tmp_path, PROGRAM)
+    program = subprocess.Popen(
+        [sys.executable, path, "sleep"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    with program:
+        pids = [int(program.stdout.readline().split()[1]) for _ in range(2)]
+        program.send_signal(number)
+        program.wait(20)
+        deadline = time.monotonic() + 10
+        while any(Path(f"/proc/{each}").exists() for each in pids):
+            assert time.monotonic() < deadline, "a rank outlived its program"
+            time.sleep(0.05)

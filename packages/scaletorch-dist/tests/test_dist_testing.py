@@ -1,0 +1,114 @@
+"""Test ranks: the decorator, reuse between calls, and what a failed assert shows."""
+
+import os
+
+import pytest
+import torch
+import torch.distributed as c10d
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaletorch.dist import RankFailedError
+from scaletorch.dist.testing import distributed_test, run_ranks
+
+
+def pid():
+    return os.getpid()
+
+
+def leave_group():
+    c10d.new_group([0, 1])
+    return os.getpid()
+
+
+def add(x):
+    data = torch.tensor(x)
+    c10d.all_reduce(data)
+    return data.item()
+
+
+def compare(left):
+    right = c10d.get_rank()
+    assert left == right
+
+
+def variable():
+    return os.environ.get("MASTER_PORT"), os.environ.get("COLOUR")
+
+
+@pytest.fixture
+def number():
+    return 4
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+@distributed_test(world_size=2)
+def test_the_decorator_keeps_parameters_and_fixtures(factor, number):
+    data = torch.tensor([factor * number])
+    c10d.all_reduce(data)
+    assert data.item() == 2 * factor * number
+
+
+@distributed_test(world_size=3, timeout=30)
+def test_the_decorator_takes_a_world_size():
+    assert c10d.get_world_size() == 3
+
+
+@distributed_test(world_size=2)
+def test_ranks_that_all_skip_skip_the_test():
+    pytest.skip("as planned")
+
+
+@distributed_test(world_size=2, init=False, env={"COLOUR": "blue"})
+def test_the_decorator_passes_options_on():
+    assert not c10d.is_initialized()
+    assert os.environ["COLOUR"] == "blue"
+
+
+class TestInAClass:
+    @distributed_test(world_size=2)
+    def test_methods_run_too(self):
+        assert c10d.get_world_size() == 2
+
+
+@settings(max_examples=20, deadline=None)
+@given(x=st.integers(-1000, 1000))
+def test_ranks_take_many_examples_quickly(x):
+    assert run_ranks(add, 2, x) == [2 * x, 2 * x]
+
+
+@settings(max_examples=5, deadline=None)
+@given(x=st.integers(-1000, 1000))
+@distributed_test(world_size=2)
+def test_a_property_of_a_distributed_body(x):
+    assert add(x) == 2 * x
+
+
+def test_ranks_are_reused_while_that_is_safe():
+    first = run_ranks(pid, 2)
+    assert run_ranks(pid, 2) == first
+    used = run_ranks(leave_group, 2)
+    assert used == first
+    assert not set(run_ranks(pid, 2)) & set(first)
+
+
+def test_failed_ranks_are_not_reused():
+    first = run_ranks(pid, 2)
+    with pytest.raises(RankFailedError):
+        run_ranks(compare, 2, 0)
+    assert not set(run_ranks(pid, 2)) & set(first)
+
+
+def test_a_failed_assert_shows_its_values():
+    with pytest.raises(RankFailedError, match="rank 1 failed; rank 0 finished") as caught:
+        run_ranks(compare, 2, 0)
+    assert "assert 0 == 1" in str(caught.value)
+
+
+def test_ranks_see_the_environment_of_the_moment(monkeypatch):
+    assert run_ranks(variable, 2)[0] == (None, None)
+    monkeypatch.setenv("COLOUR", "red")
+    assert run_ranks(variable, 2)[0] == (None, "red")
+    port, colour = run_ranks(variable, 2, init=False, env={"COLOUR": None})[0]
+    assert port is not None
+    assert colour is None

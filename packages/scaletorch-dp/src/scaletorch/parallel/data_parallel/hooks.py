@@ -1,0 +1,236 @@
+"""Gradient hooks: they see gradients arrive in backward, and finish the reduction at its end."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.distributed import ProcessGroup
+from torch.utils.hooks import RemovableHandle
+
+from ...dist.errors import StateError
+from ..pg_manager import describe_rank
+from .bucket import BucketManager
+
+_OUTSIDE = -1  # torch's number for "no backward is running on this thread"
+_serial = itertools.count()
+_alive: weakref.WeakSet[GradientSync] = weakref.WeakSet()
+
+
+class GradientSync:
+    """Synchronises the gradients of one wrapped module at the end of backward calls.
+
+    The hooks hold it by weak references only, so it dies with its wrapper and takes them along.
+
+    A reentrant checkpoint runs a backward inside the backward. The first hook of all, on the
+    module's output, runs in the outermost one and queues the end there.
+
+    Args:
+        manager: The buckets; its slots' parameters get the hooks.
+        group: The group they are reduced over.
+        overlap: Whether buckets leave during backward, or all at its end.
+    """
+
+    def __init__(self, manager: BucketManager, group: ProcessGroup | None, overlap: bool) -> None:
+        self.enabled = True
+        self.completed = 0  # synchronisations so far
+        self.manager = manager
+        self.group = group
+        self._overlap = overlap
+        self._touched = False
+        self._root: int | None = None
+        self._tasks: set[int] = set()
+        self._crowded = False
+        self._attached = False
+        self._serial = next(_serial)
+
+    def attach(self) -> None:
+        """Put the hooks in place; without them nothing is ever communicated.
+
+        Raises:
+            StateError: A parameter belongs to another wrapper that is still alive.
+        """
+        self._refuse_shared_parameters()
+        weakref.finalize(self, _remove_hooks, self._register_hooks()).atexit = False
+        self._attached = True
+        _alive.add(self)
+
+    def begin_forward(self) -> None:
+        """Recover from a backward that raised, if there was one since the last forward."""
+        if self._root is None or torch._C._current_graph_task_id() != _OUTSIDE:
+            return
+        if self._touched:
+            self.reset()
+        else:
+            self._close()
+
+    def watch(self, output: Any) -> None:
+        """Hook the tensors of a forward's output."""
+        if not self._attached:
+            return
+        this = weakref.ref(self)
+        for tensor in _tensors(output):
+            if False:
+                tensor.register_hook(partial(_output_hook, this))
+
+    def finish_if_due(self) -> None:
+        """Synchronise now, whatever gradients this rank has, unless that is switched off."""
+        if self._attached and self.enabled:
+            self._open()
+            self._finish()
+
+    def reset(self) -> None:
+        """Forget all gradients and everything under way."""
+        self._forget_backward()
+        self.manager.reset()
+        for slot in self.manager.slots:
+            slot.clear()
+
+    def output_arrived(self) -> None:
+        """Handle the gradient of an output: a backward has begun."""
+        self._enter()
+
+    def gradient_coming(self, index: int) -> None:
+        """Handle a parameter's gradient just before autograd adds it."""
+        self._enter()
+        self.manager.slots[index].before_accumulation()
+
+    def gradient_added(self, index: int) -> None:
+        """Handle a parameter's gradient just after autograd added it."""
+        slot = self.manager.slots[index]
+        if not slot.after_accumulation():
+            return
+        self._touched = True
+        if not self.enabled:
+            return
+        if slot.parameter.grad is not None and slot.parameter.grad.requires_grad:
+            message = (
+                f"{describe_rank()}: the gradient of {slot.name} has a graph of its own "
+                "(create_graph=True), which no synchronisation can keep: use torch.autograd.grad "
+                "for such gradients, or run this backward in no_sync()"
+            )
+            raise StateError(message)
+        self.manager.mark_ready(index, launch=self._overlap and not self._crowded)
+
+    def _enter(self) -> None:
+        """Queue the end of the running backward, once."""
+        task = torch._C._current_graph_task_id()
+        if task in self._tasks:
+            return
+        if self._root is None:
+            self._root = task
+            # Another wrapper's calls on the same group could fall between ours in another order
+            # on another rank: then all calls are made at the end, wrapper by wrapper.
+            self._crowded = any(other is not self and other.group is self.group for other in _alive)
+            self._open()
+        self._tasks.add(task)
+        queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
+        queue(partial(self._leave, task))
+
+    def _leave(self, task: int) -> None:
+        """Finish when the backward that began first is over, all wrappers in one order."""
+        if task not in self._tasks:
+            return
+        if task != self._root:
+            if torch._C._current_autograd_node() is not None:
+                return  # a node is running: this backward was nested, the outer one goes on
+            self.reset()
+            message = (
+                f"{describe_rank()}: an earlier backward raised and left gradients half made; "
+                "they are None now: start this step again (after an error, call reset())"
+            )
+            raise StateError(message)
+        ending = [each for each in _alive if each._root == task]
+        for each in sorted(ending, key=lambda each: each._serial):
+            each._end()
+
+    def _end(self) -> None:
+        if self._touched and self.enabled:
+            self._finish()
+        else:
+            self._close()
+
+    def _finish(self) -> None:
+        self._forget_backward()
+        self.manager.finish()
+        self.completed += 1
+
+    def _open(self) -> None:
+        for slot in self.manager.slots:
+            slot.open()
+
+    def _close(self) -> None:
+        self._forget_backward()
+        for slot in self.manager.slots:
+            slot.close()
+
+    def _forget_backward(self) -> None:
+        self._touched = False
+        self._root = None
+        self._tasks.clear()
+
+    def _register_hooks(self) -> list[RemovableHandle]:
+        this = weakref.ref(self)
+        handles = []
+        for slot in self.manager.slots:
+            parameter = slot.parameter
+            before, after = partial(_before, this, slot.index), partial(_after, this, slot.index)
+            handles.append(parameter.register_hook(before))
+            handles.append(parameter.register_post_accumulate_grad_hook(after))
+        return handles
+
+    def _refuse_shared_parameters(self) -> None:
+        taken = {id(slot.parameter) for other in _alive for slot in other.manager.slots}
+        names = [slot.name for slot in self.manager.slots if id(slot.parameter) in taken]
+        if names:
+            message = (
+                f"{describe_rank()}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''} "
+                "would be synchronised twice: a data-parallel wrapper that is alive has it; "
+                "use that one, or drop it first"
+            )
+            raise StateError(message)
+
+
+def _output_hook(this: weakref.ref[GradientSync], _grad: Tensor) -> None:
+    sync = this()
+    if sync is not None:
+        sync.output_arrived()
+
+
+def _before(this: weakref.ref[GradientSync], index: int, _grad: Tensor) -> None:
+    sync = this()
+    if sync is not None:
+        sync.gradient_coming(index)
+
+
+def _after(this: weakref.ref[GradientSync], index: int, _parameter: Tensor) -> None:
+    sync = this()
+    if sync is not None:
+        sync.gradient_added(index)
+
+
+def _remove_hooks(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists, mappings and dataclasses."""
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
+    elif not isinstance(value, list | tuple):
+        return
+    for each in value:
+        yield from _tensors(each)

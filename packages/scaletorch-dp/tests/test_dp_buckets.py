@@ -1,0 +1,152 @@
+"""How parameters are put into buckets, and in which order buckets are reduced."""
+
+from __future__ import annotations
+
+import itertools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as c10d
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from scaletorch.dist import all_gather_object
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive, bucket
+from scaletorch.parallel.data_parallel.slot import Slot
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+
+
+def make_slots(parts):
+    return [
+        Slot(f"p{at}", at, nn.Parameter(torch.zeros(elements, dtype=dtype)))
+        for at, (elements, dtype) in enumerate(parts)
+    ]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 9), st.sampled_from(DTYPES)), max_size=25),
+    st.integers(1, 30),
+    st.sampled_from([None, torch.float32]),
+)
+def test_buckets_hold_every_slot_once(parts, bucket_size, grad_type):
+    slots = make_slots(parts)
+    buckets = bucket.fill_buckets(slots, bucket_size, grad_type)
+    places = [[slot.index for slot in each.slots] for each in buckets]
+    assert sorted(at for each in places for at in each) == list(range(len(slots)))
+    assert all(each == sorted(each) for each in places)  # the order given, within a bucket
+    assert [each[-1] for each in places] == sorted(each[-1] for each in places)  # and between
+    for each in buckets:
+        assert len(each.slots) == 1 or each.elements <= bucket_size
+        for slot in each.slots:
+            real = slot.parameter.dtype.is_floating_point
+            assert each.dtype == (grad_type if grad_type and real else slot.parameter.dtype)
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=25), st.integers(1, 30))
+def test_buckets_are_full(sizes, bucket_size):
+    buckets = bucket.fill_buckets(
+        make_slots([(n, torch.float32) for n in sizes]), bucket_size, None
+    )
+    for each, after in itertools.pairwise(buckets):
+        assert each.elements + after.slots[0].parameter.numel() > bucket_size
+
+
+def test_bucket_info_is_plain_data():
+    model = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)).to(torch.bfloat16)
+    model[0].bias.requires_grad_(False)
+    wrapped = DataParallelBucket(model, torch.float32, bucket_size=5)
+    assert wrapped.get_bucket_info() == [
+        {"parameters": ["1.bias", "1.weight"], "elements": 4, "dtype": "torch.float32"},
+        {"parameters": ["0.weight"], "elements": 6, "dtype": "torch.float32"},
+    ]
+    assert DataParallelNaive(model).get_bucket_info() == [
+        {"parameters": [name], "elements": elements, "dtype": "torch.bfloat16"}
+        for name, elements in (("0.weight", 6), ("1.weight", 3), ("1.bias", 1))
+    ]
+
+
+@pytest.mark.parametrize("size", [0, -1, 2.0, True, None])
+def test_bucket_size_must_be_a_count(size):
+    with pytest.raises(InvalidArgumentError, match="bucket_size must be a number of elements"):
+        DataParallelBucket(nn.Linear(1, 1), bucket_size=size)
+
+
+@pytest.mark.parametrize("grad_type", [torch.int64, "float32", float])
+def test_grad_type_must_be_a_floating_dtype(grad_type):
+    with pytest.raises(InvalidArgumentError, match="grad_type must be a floating-point dtype"):
+        DataParallelBucket(nn.Linear(1, 1), grad_type)
+
+
+@pytest.mark.parametrize("wrapper", [DataParallelBucket, DataParallelNaive])
+def test_bad_arguments(wrapper):
+    with pytest.raises(InvalidArgumentError, match=r"op must be one of 'sum', 'mean', got 'avg'"):
+        wrapper(nn.Linear(1, 1), op="avg")
+    with pytest.raises(InvalidArgumentError, match=r"must be a torch.nn.Module, got dict"):
+        wrapper({})
+
+
+class Fork(nn.Module):
+    """Four layers, of which a call may leave out some."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(2, 2, bias=False) for _ in range(4)])
+
+    def forward(self, x, use):
+        for at in use:
+            x = self.layers[at](x)
+        return x
+
+
+def record(log, of):
+    """Replace a module's all_reduce by one that notes the sizes."""
+    original = of.all_reduce
+
+    def noting(data, op, **kwargs):
+        log.append((op, data.numel()))
+        return original(data, op, **kwargs)
+
+    return mock.patch.object(of, "all_reduce", noting)
+
+
+def check_launch_order():
+    """The ranks use other layers, and issue the same calls in the same order."""
+    torch.manual_seed(0)
+    model = DataParallelBucket(Fork(), bucket_size=4, group=c10d.group.WORLD)
+    log = []
+    model.module.layers[0].weight.register_hook(lambda grad: log.append("first layer"))
+    with record(log, bucket):
+        for use in ([0, 1, 2, 3], [0, 3] if c10d.get_rank() else [0, 2]):
+            log.clear()
+            model.zero_grad()
+            model(torch.ones(1, 2), use).sum().backward()
+            calls = [each for each in log if each != "first layer"]
+            assert calls == [("sum", 4)] * 4 + [("max", 4)]
+            if len(use) == 4:  # three buckets left before backward came to the first layer
+                assert log.index("first layer") == 3
+    assert all_gather_object(calls) == [calls, calls]
+    assert model.module.layers[1].weight.grad is None
+
+
+def test_buckets_leave_during_backward_in_one_order():
+    run_ranks(check_launch_order, 2)
+
+
+def check_naive_order():
+    model = DataParallelNaive(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), c10d.group.WORLD)
+    log = []
+    model.module[0].weight.register_post_accumulate_grad_hook(lambda _: log.append("last gradient"))
+    with record(log, bucket):
+        model(torch.ones(1, 2)).sum().backward()
+    sizes = [each[1] for each in log if each != "last gradient"]
+    assert log.index("last gradient") == 0
+    assert sizes == [6, 3, 3, 1, 4]
+
+
+def test_naive_reduces_one_by_one_at_the_end():
+    run_ranks(check_naive_order, 2)

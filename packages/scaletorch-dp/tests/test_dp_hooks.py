@@ -1,0 +1,487 @@
+"""What backward calls of every kind do to the gradients: nested, repeated, failed, partial."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as c10d
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scaletorch.dist.errors import StateError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive
+
+KINDS = [
+    pytest.param(DataParallelNaive, {}, id="naive"),
+    pytest.param(DataParallelBucket, {"bucket_size": 1}, id="bucket-1"),
+    pytest.param(DataParallelBucket, {}, id="bucket"),
+]
+
+
+def wrap(module, kind=DataParallelBucket, options=None):
+    return kind(module, group=c10d.group.WORLD, **(options or {}))
+
+
+def inputs(rank, rows=3):
+    generator = torch.Generator().manual_seed(rank)
+    return torch.randn(rows, 4, dtype=torch.float64, generator=generator)
+
+
+def both(build, run, kind=DataParallelBucket, options=None):
+    """Return a wrapped module after `run` on this rank, and a plain one after it on all."""
+    torch.manual_seed(5)
+    plain = build().double()
+    model = wrap(copy.deepcopy(plain), kind, options)
+    for rank in range(c10d.get_world_size()):
+        run(plain, rank)
+    run(model, c10d.get_rank())
+    return model, plain
+
+
+def assert_same_gradients(model, plain):
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        if expected.grad is None:
+            assert found.grad is None, name
+        else:
+            torch.testing.assert_close(found.grad, expected.grad, rtol=1e-12, atol=1e-12, msg=name)
+
+
+class Net(nn.Module):
+    """A block used twice in checkpoints and once outside, and blocks that only some ranks use."""
+
+    def __init__(self, reentrant=None):
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.shared = nn.Linear(4, 4)
+        self.last = nn.Linear(4, 4)
+        self.sides = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.reentrant = reentrant
+
+    def forward(self, x, side=None):
+        x = self.first(x)
+        for _ in range(2):
+            x = self.block(x)
+        x = self.last(self.shared(x))
+        return x if side is None else self.sides[side](x)
+
+    def block(self, x):
+        if self.reentrant is None:
+            return torch.tanh(self.shared(x))
+        return checkpoint(lambda t: torch.tanh(self.shared(t)), x, use_reentrant=self.reentrant)
+
+
+def check_unused(kind, options):
+    model, plain = both(
+        Net, lambda m, rank: m(inputs(rank), side=min(rank, 1)).sum().backward(), kind, options
+    )
+    assert_same_gradients(model, plain)
+    assert plain.sides[0].weight.grad is not None
+    assert plain.sides[2].weight.grad is None
+    # A second one without zero_grad: side 1 keeps the gradient that is there.
+    for rank in range(c10d.get_world_size()):
+        plain(inputs(rank + 9), side=2).sum().backward()
+    model(inputs(c10d.get_rank() + 9), side=2).sum().backward()
+    assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_parameters_that_some_ranks_use(world_size, kind, options):
+    run_ranks(check_unused, world_size, kind, options)
+
+
+def check_checkpoint(reentrant, kind, options):
+    def run(module, rank):
+        module(inputs(rank).requires_grad_()).square().sum().backward()
+
+    model, plain = both(lambda: Net(reentrant), run, kind, options)
+    assert_same_gradients(model, plain)
+    assert model._sync.completed == 1
+    with model.no_sync():
+        run(model, c10d.get_rank())
+    run(model, c10d.get_rank())
+    for rank in [*range(c10d.get_world_size())] * 2:
+        run(plain, rank)
+    assert_same_gradients(model, plain)
+    assert model._sync.completed == 2
+
+
+@pytest.mark.parametrize(("kind", "options"), KINDS)
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoints_synchronise_once(reentrant, kind, options):
+    run_ranks(check_checkpoint, 2, reentrant, kind, options)
+
+
+def check_wrapper_in_checkpoint():
+    """The whole wrapper runs in nested backwards, twice in one outer backward."""
+
+    def run(module, rank):
+        x = inputs(rank).requires_grad_()
+        for _ in range(2):
+            x = checkpoint(module, x, use_reentrant=True)
+        x.square().sum().backward()
+
+    model, plain = both(lambda: nn.Linear(4, 4), run)
+    assert_same_gradients(model, plain)
+
+
+def test_wrapper_inside_a_reentrant_checkpoint():
+    run_ranks(check_wrapper_in_checkpoint, 2)
+
+
+class Structured(nn.Module):
+    """Returns tensors in a dict of tuples."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net(reentrant=True)
+
+    def forward(self, x):
+        return {"out": (self.net(x), [None, 3])}
+
+
+def check_structured():
+    def run(module, rank):
+        module(inputs(rank).requires_grad_())["out"][0].sum().backward()
+
+    model, plain = both(Structured, run, options={"bucket_size": 1})
+    assert_same_gradients(model, plain)
+    assert model._sync.completed == 1
+
+
+def test_outputs_in_containers():
+    run_ranks(check_structured, 2)
+
+
+def check_retain_graph():
+    def run(module, rank):
+        loss = module(inputs(rank)).square().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+
+    model, plain = both(Net, run)
+    assert_same_gradients(model, plain)
+    assert model._sync.completed == 2
+
+
+def test_the_same_graph_twice():
+    run_ranks(check_retain_graph, 2)
+
+
+def check_many_forwards():
+    """Several forwards, then one backward, and forwards between backwards as a pipeline has."""
+
+    def run(module, rank):
+        outs = [module(inputs(rank + 10 * at)).square().sum() for at in range(3)]
+        (outs[0] + outs[1]).backward()
+        later = module(inputs(rank + 50)).sum()
+        outs[2].backward()
+        later.backward()
+
+    assert_same_gradients(*both(Net, run))
+
+
+def test_forwards_and_backwards_in_any_order():
+    run_ranks(check_many_forwards, 2)
+
+
+class Explode(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, armed):
+        ctx.armed = armed
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.armed:
+            raise ArithmeticError("boom")
+        return grad, None
+
+
+class Bomb(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, armed=False):
+        return self.last(Explode.apply(self.first(x), armed))
+
+
+def check_failure(recover):
+    model, plain = both(
+        Bomb, lambda m, rank: m(inputs(rank)).sum().backward(), options={"bucket_size": 1}
+    )
+    model.zero_grad()
+    again = model(inputs(c10d.get_rank())).sum() if recover == "no forward" else None
+    with pytest.raises(ArithmeticError, match="boom"):
+        model(inputs(c10d.get_rank()), armed=True).sum().backward()
+    if recover == "reset":
+        model.reset()
+        assert all(p.grad is None for p in model.parameters())
+    if recover == "zero_grad":
+        model.zero_grad()
+    if again is not None:
+        with pytest.raises(StateError, match="an earlier backward raised"):
+            again.backward()
+    for _ in range(2):
+        model.zero_grad()
+        model(inputs(c10d.get_rank())).sum().backward()
+        assert_same_gradients(model, plain)
+
+
+@pytest.mark.parametrize("recover", ["reset", "zero_grad", "forward alone", "no forward"])
+def test_a_backward_that_raised_spoils_nothing_later(recover):
+    run_ranks(check_failure, 2, recover)
+
+
+def check_autograd_grad():
+    """torch.autograd.grad leaves gradients as they are, and need not run on all ranks."""
+    model, plain = both(Net, lambda m, rank: m(inputs(rank)).square().sum().backward())
+    before = {name: p.grad for name, p in model.named_parameters()}
+    x = inputs(c10d.get_rank()).requires_grad_()
+    if c10d.get_rank() == 0:
+        parameters = [model.first.weight, model.last.bias]
+        torch.autograd.grad(model(x).sum(), [x, *parameters], create_graph=True)
+        with model.no_sync():
+            torch.autograd.grad(model(x).sum(), parameters)
+    assert all(p.grad is before[name] for name, p in model.named_parameters())
+    assert_same_gradients(model, plain)
+
+
+def test_autograd_grad_is_left_alone():
+    run_ranks(check_autograd_grad, 2)
+
+
+def check_create_graph():
+    model, plain = both(
+        Net, lambda m, rank: m(inputs(rank)).square().sum().backward(inputs=[*m.parameters()][:2])
+    )
+    assert_same_gradients(model, plain)
+    model.zero_grad()
+    with pytest.raises(StateError, match=r"create_graph=True"):
+        torch.autograd.backward(model(inputs(0)).square().sum(), create_graph=True)
+    model.reset()
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_gradients_with_a_graph_are_refused():
+    run_ranks(check_create_graph, 2)
+
+
+def check_sparse():
+    model = wrap(nn.Embedding(5, 4, sparse=True))
+    with pytest.raises(StateError, match=r"gradient of weight has layout torch.sparse_coo"):
+        model(torch.tensor([1])).sum().backward()
+
+
+def test_sparse_gradients_are_refused():
+    run_ranks(check_sparse, 2)
+
+
+def check_frozen():
+    model, plain = both(Net, lambda m, rank: None)
+    for module in (model, plain):
+        module.shared.requires_grad_(False)
+    for rank in range(2):
+        plain(inputs(rank)).sum().backward()
+    model(inputs(c10d.get_rank())).sum().backward()
+    assert_same_gradients(model, plain)
+    for module in (model, plain):
+        module.shared.requires_grad_(True)
+    for rank in range(2):
+        plain(inputs(rank)).sum().backward()
+    model(inputs(c10d.get_rank())).sum().backward()
+    assert_same_gradients(model, plain)
+
+
+def test_freezing_after_wrapping():
+    run_ranks(check_frozen, 2)
+
+
+def check_unfrozen():
+    net = Net().double()
+    net.first.requires_grad_(False)
+    model = wrap(net)
+    net.first.requires_grad_(True)
+    with pytest.raises(StateError, match=r"first.weight, first.bias required no grad when"):
+        model(inputs(0))
+
+
+def test_unfreezing_after_wrapping_is_refused():
+    run_ranks(check_unfrozen, 2)
+
+
+def check_two_wrappers(same_backward):
+    """Two wrapped models whose gradients come mixed, each with a side that one rank uses."""
+    rank = c10d.get_rank()
+    torch.manual_seed(1)
+    plain = [Net().double(), Net().double()]
+    models = [wrap(copy.deepcopy(each), options={"bucket_size": 8}) for each in plain]
+    for _ in range(2):
+        for each in range(2):
+            a, b = plain
+            (
+                b(a(inputs(each), side=each)).sum() + a(b(inputs(each), side=1 - each)).sum()
+            ).backward()
+        a, b = models
+        first = b(a(inputs(rank), side=rank)).sum()
+        second = a(b(inputs(rank), side=1 - rank)).sum()
+        if same_backward:
+            (first + second).backward()
+        else:
+            first.backward()
+            second.backward()
+    for model, reference in zip(models, plain, strict=True):
+        assert_same_gradients(model, reference)
+
+
+@pytest.mark.parametrize("same_backward", [True, False])
+def test_two_wrapped_models(same_backward):
+    run_ranks(check_two_wrappers, 2, same_backward)
+
+
+def check_double_wrap():
+    net = Net()
+    model = wrap(net)
+    with pytest.raises(StateError, match=r"rank .: 0.weight, 0.bias would be synchronised twice"):
+        wrap(nn.Sequential(net.first))
+    del model
+    wrap(net)
+
+
+def test_a_parameter_has_one_wrapper():
+    run_ranks(check_double_wrap, 2)
+
+
+def check_memory():
+    net = Net().double()
+    model = wrap(net)
+    model(inputs(0)).sum().backward()
+    assert net.first.weight._backward_hooks
+    gc.disable()  # no cycle may be needed to get rid of them
+    try:
+        sync, wrapper = weakref.ref(model._sync), weakref.ref(model)
+        del model
+        assert sync() is None
+        assert wrapper() is None
+        assert not net.first.weight._backward_hooks
+        assert not net.first.weight._post_accumulate_grad_hooks
+        net(inputs(0)).sum().backward()  # on one rank or all: nothing is synchronised
+        module, parameter = weakref.ref(net), weakref.ref(net.first.weight)
+        model = wrap(net)
+        del model, net
+        assert module() is None
+        assert parameter() is None
+    finally:
+        gc.enable()
+
+
+def test_hooks_keep_nothing_alive():
+    run_ranks(check_memory, 2)
+
+
+def check_late_output():
+    """A graph that outlives its wrapper is a plain one."""
+    net = Net().double()
+    out = wrap(net)(inputs(0))
+    out.sum().backward()
+    assert net.first.weight.grad is not None
+
+
+def test_a_graph_may_outlive_the_wrapper():
+    run_ranks(check_late_output, 2)
+
+
+class Stage(nn.Module):
+    """What a pipeline stage offers; a rank may find nothing to do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = Net()
+
+    def forward(self, x):
+        return self.net(x)
+
+    def backward(self, input_tensor, output_tensor, output_tensor_grad):
+        if output_tensor_grad is None:
+            return None
+        torch.autograd.backward(output_tensor, output_tensor_grad)
+        return input_tensor.grad
+
+
+def check_stage_backward():
+    rank = c10d.get_rank()
+    torch.manual_seed(5)
+    plain, model = Stage().double(), None
+    model = wrap(copy.deepcopy(plain))
+    grad = torch.ones(3, 4, dtype=torch.float64)
+    plain(inputs(0)).backward(grad)
+    x = inputs(rank).requires_grad_()
+    result = model.backward(x, model(x), grad if rank == 0 else None)
+    assert (result is x.grad) if rank == 0 else (result is None)
+    assert_same_gradients(model, plain)
+    with model.no_sync():
+        assert model.backward(x, model(x), None) is None
+    assert model._sync.completed == 1
+
+
+def test_stage_backward_takes_part_without_a_gradient():
+    run_ranks(check_stage_backward, 2)
+
+
+def test_backward_needs_a_stage():
+    with pytest.raises(StateError, match=r"Linear has no backward\(input_tensor"):
+        DataParallelBucket(nn.Linear(1, 1)).backward(None, None, None)
+
+
+def check_reset():
+    model, _ = both(Net, lambda m, rank: m(inputs(rank)).sum().backward())
+    with model.no_sync():
+        model(inputs(3)).sum().backward()
+    model.reset()
+    assert all(p.grad is None for p in model.parameters())
+    model(inputs(0)).sum().backward()
+    assert model.last.bias.grad.tolist() == [3.0 * c10d.get_world_size()] * 4
+
+
+def test_reset_forgets_everything():
+    run_ranks(check_reset, 2)
+    alone = DataParallelBucket(nn.Linear(1, 1))
+    alone(torch.ones(1, 1)).sum().backward()
+    alone.reset()
+    assert alone.weight.grad is None
+
+
+def test_no_sync_restores_what_was():
+    model = DataParallelBucket(nn.Linear(1, 1))
+    seen = []
+    with contextlib.suppress(KeyError), model.no_sync():
+        seen.append(model.require_backward_grad_sync)
+        raise KeyError
+    assert seen == [False]
+    assert model.require_backward_grad_sync
+    model.require_backward_grad_sync = False
+    with model.no_sync():
+        pass
+    assert not model.require_backward_grad_sync
+
+
+@pytest.mark.parametrize("kind", [DataParallelBucket, DataParallelNaive])
+def test_copies_are_refused(kind):
+    model = kind(nn.Linear(1, 1))
+    with pytest.raises(StateError, match=r"copy or save its .module"):
+        copy.deepcopy(model)
+    assert copy.deepcopy(model.module).weight is not model.module.weight
+
+
+def test_names_are_the_modules_own():
+    net = Net()
+    model = DataParallelBucket(net)
+    assert list(model.state_dict()) == list(net.state_dict())
+    assert [n for n, _ in model.named_parameters()] == [n for n, _ in net.named_parameters()]

@@ -1,0 +1,30 @@
+"""The 4D grid [DP, PP, CP, TP] and its process groups."""
+
+from ._version import __version__
+from .axis import axis_group, describe_rank
+from .grid import Coordinates, Grid, PipelineNeighbours, RingNeighbours
+from .layouts import legal_layouts, nearest_layouts
+from .manager import (
+    ProcessGroupManager,
+    destroy_process_group_manager,
+    get_process_group_manager,
+    setup_process_group_manager,
+)
+from .wrapper import ModuleWrapper
+
+__all__ = [
+    "Coordinates",
+    "Grid",
+    "ModuleWrapper",
+    "PipelineNeighbours",
+    "ProcessGroupManager",
+    "RingNeighbours",
+    "__version__",
+    "axis_group",
+    "describe_rank",
+    "destroy_process_group_manager",
+    "get_process_group_manager",
+    "legal_layouts",
+    "nearest_layouts",
+    "setup_process_group_manager",
+]

@@ -1,0 +1,103 @@
+"""The flat names under which programs read a manager, declared for editors and type checkers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from torch.distributed import ProcessGroup
+
+from .grid import Grid
+
+
+class AxisAttributes:
+    """For each axis: group, size, rank in the group, and the group's global ranks.
+
+    ``{axis}_size`` and ``{axis}_world_size`` are the same number, ``{axis}_rank`` counts from 0
+    in the group, while ``{axis}_first_rank``, ``{axis}_last_rank`` and ``{axis}_group_ids`` are
+    global ranks. Groups are None in a process without torch.distributed.
+    """
+
+    tp_group: ProcessGroup | None
+    tp_size: int
+    tp_world_size: int
+    tp_rank: int
+    tp_first_rank: int
+    tp_last_rank: int
+    tp_group_ids: list[int]
+
+    cp_group: ProcessGroup | None
+    cp_size: int
+    cp_world_size: int
+    cp_rank: int
+    cp_first_rank: int
+    cp_last_rank: int
+    cp_group_ids: list[int]
+
+    pp_group: ProcessGroup | None
+    pp_size: int
+    pp_world_size: int
+    pp_rank: int
+    pp_first_rank: int
+    pp_last_rank: int
+    pp_group_ids: list[int]
+
+    dp_group: ProcessGroup | None
+    dp_size: int
+    dp_world_size: int
+    dp_rank: int
+    dp_first_rank: int
+    dp_last_rank: int
+    dp_group_ids: list[int]
+
+    cp_dp_group: ProcessGroup | None
+    cp_dp_size: int
+    cp_dp_world_size: int
+    cp_dp_rank: int
+    cp_dp_first_rank: int
+    cp_dp_last_rank: int
+    cp_dp_group_ids: list[int]
+
+    pp_dp_group: ProcessGroup | None
+    pp_dp_size: int
+    pp_dp_world_size: int
+    pp_dp_rank: int
+    pp_dp_first_rank: int
+    pp_dp_last_rank: int
+    pp_dp_group_ids: list[int]
+
+    world_group: ProcessGroup | None
+    world_size: int
+    world_world_size: int
+    world_rank: int
+    world_first_rank: int
+    world_last_rank: int
+    world_group_ids: list[int]
+
+    def _set_axis(self, axis: str, grid: Grid, rank: int, group: ProcessGroup | None) -> None:
+        """Fill the attributes of one axis for a global rank."""
+        members = list(grid.group(axis, rank))
+        values = {
+            "group": group,
+            "size": len(members),
+            "world_size": len(members),
+            "rank": grid.group_rank(axis, rank),
+            "first_rank": members[0],
+            "last_rank": members[-1],
+            "group_ids": members,
+        }
+        for name, value in values.items():
+            setattr(self, f"{axis}_{name}", value)
+
+    def _drop_groups(self, axes: Iterable[str]) -> None:
+        """Forget the groups: a dead group still moves data while something holds it."""
+        for axis in axes:
+            delattr(self, f"{axis}_group")
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> Any:
+            message = f"{type(self).__name__} has no attribute {name!r}"
+            if name.endswith("_group"):
+                message += " (a manager's groups are gone once it is destroyed)"
+            raise AttributeError(message, name=name, obj=self)

@@ -1,0 +1,51 @@
+"""The strategies' rule for `group=None`, and the rank's name in error messages."""
+
+from __future__ import annotations
+
+from torch.distributed import ProcessGroup
+
+from ...dist import get_rank, get_world_size, require_member
+from ...dist.errors import StateError
+from .groups import grouped_axis
+from .manager import get_process_group_manager
+
+
+def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | None:
+    """Return the group a strategy communicates over.
+
+    An explicit ``group`` is returned as given. Otherwise it is the ``axis`` of the current
+    `ProcessGroupManager`, and without a manager it is None where there is one process.
+
+    Args:
+        axis: ``"tp"``, ``"cp"``, ``"pp"``, ``"dp"``, ``"cp_dp"``, ``"pp_dp"`` or ``"world"``.
+        group: A process group that holds this rank.
+
+    Raises:
+        NotInGroupError: This rank is not in ``group``.
+        InvalidArgumentError: Not an axis, or one that has no process group.
+        StateError: Several ranks, no group and no manager: WORLD is never meant silently.
+    """
+    name = grouped_axis(axis)
+    if group is not None:
+        require_member(group)
+        return group
+    manager = get_process_group_manager()
+    if manager is not None:
+        return manager.group(name)
+    world_size = get_world_size()
+    if world_size == 1:
+        return None
+    message = (
+        f"{describe_rank()}: no process group for the {name} axis: this program runs "
+        f"{world_size} ranks and has no process group manager; pass group=..., "
+        "or call setup_process_group_manager(tp_size, cp_size, pp_size, dp_size) first"
+    )
+    raise StateError(message)
+
+
+def describe_rank() -> str:
+    """Name this rank for messages: ``rank 5 (dp0 pp1 cp0 tp1)``, or ``rank 5`` with no manager."""
+    manager = get_process_group_manager()
+    if manager is None:
+        return f"rank {get_rank()}"
+    return f"rank {manager.global_rank} ({manager.grid.coordinates(manager.global_rank)})"

@@ -1,0 +1,219 @@
+"""The 4D grid [DP, PP, CP, TP] as plain arithmetic: ranks, coordinates, groups, neighbours.
+
+Only the standard library is used, so that planners and tools can load this file without torch.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+# Slowest axis first: neighbouring ranks differ in tp.
+ORDER = ("dp", "pp", "cp", "tp")
+# Other names for all four axes joined.
+WHOLE = ("world", "all")
+
+
+class Coordinates(NamedTuple):
+    """Where a rank stands in the grid, slowest axis first."""
+
+    dp: int
+    pp: int
+    cp: int
+    tp: int
+
+    def __str__(self) -> str:
+        """Short form for messages, such as ``dp0 pp1 cp0 tp1``."""
+        return " ".join(f"{axis}{index}" for axis, index in zip(ORDER, self, strict=True))
+
+
+class RingNeighbours(NamedTuple):
+    """Global ranks that a rank sends to and receives from when data goes round its group."""
+
+    send: int
+    recv: int
+
+
+class PipelineNeighbours(NamedTuple):
+    """Global ranks of the stages before and after a rank's; None at the ends."""
+
+    prev: int | None
+    next: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Grid:
+    """The layout of ``tp * cp * pp * dp`` ranks, TP fastest.
+
+    Every method that takes an ``axis`` accepts ``"tp"``, ``"cp"``, ``"pp"``, ``"dp"``, any of
+    them joined in any order (``"cp_dp"``, ``"dp_cp"``, ``"pp_cp_tp"``), and ``"world"`` or
+    ``"all"``. The ranks of a group ascend, whatever order the axes were spelled in.
+
+    Args:
+        tp: Tensor parallel size.
+        cp: Context parallel size.
+        pp: Pipeline parallel size (number of stages).
+        dp: Data parallel size.
+
+    Raises:
+        InvalidArgumentError: A size that is not a positive int.
+
+    Example:
+        >>> grid = Grid(tp=2, pp=2)
+        >>> grid.coordinates(3)
+        Coordinates(dp=0, pp=1, cp=0, tp=1)
+        >>> grid.groups("pp")
+        [(0, 2), (1, 3)]
+    """
+
+    tp: int = 1
+    cp: int = 1
+    pp: int = 1
+    dp: int = 1
+
+    def __post_init__(self) -> None:
+        for axis in reversed(ORDER):
+            size = getattr(self, axis)
+            if type(size) is not int or size < 1:
+                raise _invalid(f"{axis} size must be a positive int, got {size!r}")
+
+    def __str__(self) -> str:
+        """Short form, such as ``TP(2)-CP(1)-PP(2)-DP(1)``."""
+        return f"TP({self.tp})-CP({self.cp})-PP({self.pp})-DP({self.dp})"
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks, ``tp * cp * pp * dp``."""
+        return self.tp * self.cp * self.pp * self.dp
+
+    def size(self, axis: str) -> int:
+        """Number of ranks in each group of ``axis``."""
+        product = 1
+        for _, size in self._steps(axis_names(axis)):
+            product *= size
+        return product
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """Coordinates of a global rank.
+
+        Raises:
+            InvalidArgumentError: ``rank`` outside ``0 .. world_size - 1``.
+        """
+        self._check_rank(rank)
+        rest, tp = divmod(rank, self.tp)
+        rest, cp = divmod(rest, self.cp)
+        dp, pp = divmod(rest, self.pp)
+        return Coordinates(dp, pp, cp, tp)
+
+    def rank(self, *, dp: int = 0, pp: int = 0, cp: int = 0, tp: int = 0) -> int:
+        """Global rank at the coordinates; those left out are 0.
+
+        Raises:
+            InvalidArgumentError: A coordinate outside its axis.
+        """
+        total = 0
+        for axis, index in zip(ORDER, (dp, pp, cp, tp), strict=True):
+            size = getattr(self, axis)
+            if type(index) is not int or not 0 <= index < size:
+                message = f"{axis} coordinate must be an int from 0 to {size - 1}, got {index!r}"
+                raise _invalid(f"{message} (layout {self})")
+            total = total * size + index
+        return total
+
+    def group(self, axis: str, rank: int) -> tuple[int, ...]:
+        """Global ranks of the ``axis`` group that holds ``rank``, ascending.
+
+        Time and memory grow with the group, not with the world.
+
+        Raises:
+            InvalidArgumentError: Unknown ``axis``, or ``rank`` outside the grid.
+        """
+        names = axis_names(axis)
+        self._check_rank(rank)
+        steps = self._steps(names)
+        first = rank - sum(rank // stride % size * stride for stride, size in steps)
+        return tuple(_walk(first, steps))
+
+    def groups(self, axis: str) -> list[tuple[int, ...]]:
+        """All groups of ``axis``, by first rank; together they hold every rank once."""
+        names = axis_names(axis)
+        firsts = _walk(0, self._steps(frozenset(ORDER) - names))
+        offsets = _walk(0, self._steps(names))
+        return [tuple(first + offset for offset in offsets) for first in firsts]
+
+    def group_rank(self, axis: str, rank: int) -> int:
+        """Position of ``rank`` in its ``axis`` group, from 0."""
+        names = axis_names(axis)
+        self._check_rank(rank)
+        position = 0
+        for stride, size in self._steps(names):
+            position = position * size + rank // stride % size
+        return position
+
+    def ring_neighbours(self, axis: str, rank: int) -> RingNeighbours:
+        """Next and previous rank round the ``axis`` group; ``rank`` itself in a group of one."""
+        members = self.group(axis, rank)
+        position = self.group_rank(axis, rank)
+        return RingNeighbours(members[(position + 1) % len(members)], members[position - 1])
+
+    def pipeline_neighbours(self, rank: int) -> PipelineNeighbours:
+        """Ranks of the previous and next stage, None before the first and after the last."""
+        stage = self.coordinates(rank).pp
+        stride = self.tp * self.cp
+        return PipelineNeighbours(
+            rank - stride if stage > 0 else None,
+            rank + stride if stage < self.pp - 1 else None,
+        )
+
+    def _steps(self, names: Iterable[str]) -> list[tuple[int, int]]:
+        """(stride, size) of the named axes, slowest first, axes of one rank left out."""
+        strides = {
+            "dp": self.pp * self.cp * self.tp,
+            "pp": self.cp * self.tp,
+            "cp": self.tp,
+            "tp": 1,
+        }
+        wanted = frozenset(names)
+        return [
+            (strides[axis], size)
+            for axis in ORDER
+            if axis in wanted and (size := getattr(self, axis)) > 1
+        ]
+
+    def _check_rank(self, rank: int) -> None:
+        if type(rank) is not int or not 0 <= rank < self.world_size:
+            message = f"rank must be an int from 0 to {self.world_size - 1}, got {rank!r}"
+            raise _invalid(f"{message} (layout {self})")
+
+
+def axis_names(axis: str) -> frozenset[str]:
+    """The single axes that a spelling names: ``"dp_cp"`` is ``{"cp", "dp"}``.
+
+    Raises:
+        InvalidArgumentError: A spelling that is not a join of distinct axes.
+    """
+    if axis in WHOLE:
+        return frozenset(ORDER)
+    parts = axis.split("_") if isinstance(axis, str) else []
+    names = frozenset(parts)
+    if not names or len(names) < len(parts) or not names <= frozenset(ORDER):
+        legal = ", ".join(reversed(ORDER))
+        message = f"unknown axis {axis!r}: expected one of {legal}, several of them joined by '_'"
+        raise _invalid(f"{message} (such as 'cp_dp'), or 'world'")
+    return names
+
+
+def _walk(first: int, steps: list[tuple[int, int]]) -> list[int]:
+    """Ranks reached from ``first`` by every combination of steps, ascending."""
+    ranks = [first]
+    for stride, size in steps:
+        ranks = [rank + index * stride for rank in ranks for index in range(size)]
+    return ranks
+
+
+def _invalid(message: str) -> ValueError:
+    """The library's error for a bad argument, imported late: its package imports torch."""
+    if not __package__:  # this file alone, loaded by its path
+        return ValueError(message)
+    from ...dist.errors import InvalidArgumentError
+
+    return InvalidArgumentError(message)

@@ -1,0 +1,85 @@
+"""The process groups of one rank: which ones it is in, and how they are made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as torch_dist
+from torch.distributed import ProcessGroup
+
+from ...dist import get_backend, get_default_group, get_timeout, group_ranks
+from ...dist.errors import InvalidArgumentError
+from .grid import Grid, axis_names
+from .names import numbered_from
+
+# The axes a manager has groups for, in the order in which every rank makes them.
+AXES = ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "world")
+
+_AXIS_OF = {axis_names(axis): axis for axis in AXES}
+
+
+def grouped_axis(axis: str) -> str:
+    """The name in `AXES` that ``axis`` means, such as ``"cp_dp"`` for ``"dp_cp"``.
+
+    Raises:
+        InvalidArgumentError: Not an axis, or one that has no process group.
+    """
+    name = _AXIS_OF.get(axis_names(axis))
+    if name is None:
+        message = f"axis {axis!r} has no process group: expected one of {', '.join(AXES)}"
+        raise InvalidArgumentError(message)
+    return name
+
+
+class GroupSet:
+    """One rank's process group for every axis; equal sets of ranks share one group.
+
+    Args:
+        grid: The layout of the world.
+        rank: This process' global rank.
+        first_number: From where torch's group names count, agreed by all ranks.
+    """
+
+    def __init__(self, grid: Grid, rank: int, first_number: int) -> None:
+        self._by_axis: dict[str, ProcessGroup] = {}
+        self._created: list[ProcessGroup] = []
+        try:
+            with numbered_from(first_number):
+                self._create_all(grid, rank)
+        except BaseException:
+            self.destroy()
+            raise
+
+    def __getitem__(self, axis: str) -> ProcessGroup:
+        return self._by_axis[axis]
+
+    def destroy(self) -> None:
+        """Destroy the groups made here, newest first; WORLD stays."""
+        self._by_axis.clear()
+        while self._created:
+            torch_dist.destroy_process_group(self._created.pop())
+
+    def _create_all(self, grid: Grid, rank: int) -> None:
+        # All groups of an axis have one size, so ranks share or make a group alike, and the
+        # order below is everyone's order, as local synchronisation needs it.
+        made = {group_ranks(): get_default_group()}
+        for axis in AXES:
+            members = grid.group(axis, rank)
+            group = made.get(members)
+            if group is None:
+                group = made[members] = _new_group(grid, axis, members)
+                self._created.append(group)
+            self._by_axis[axis] = group
+
+
+def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:
+    options: dict[str, Any] = {"timeout": get_timeout(), "group_desc": f"scaletorch_{axis}"}
+    group: ProcessGroup
+    if get_backend() != "mpi":
+        group = torch_dist.new_group(list(members), use_local_synchronization=True, **options)
+        return group
+    for ranks in grid.groups(axis):  # MPI needs all ranks to make a group of some
+        made = torch_dist.new_group(list(ranks), **options)
+        if ranks == members:
+            group = made
+    return group

@@ -1,0 +1,201 @@
+"""The process group manager: one rank's place in the grid, with a group for every axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...dist import get_default_group, get_local_rank, get_rank, get_world_size
+from ...dist.errors import InvalidArgumentError, StateError
+from .agreement import agree
+from .attributes import AxisAttributes
+from .grid import ORDER, Grid
+from .groups import AXES, GroupSet, grouped_axis
+from .layouts import wrong_product
+from .mesh import make_device_mesh
+from .names import first_unused_number
+
+_current: ProcessGroupManager | None = None
+
+
+class ProcessGroupManager(AxisAttributes):
+    """This rank's coordinates, process groups and neighbours in a `Grid`.
+
+    Every rank of the default group must make one, with the same sizes. Only the groups this rank
+    is in are made, each set of ranks once, with the timeout of the default group. In one process
+    without torch.distributed all groups are None. The attributes of the axes are listed at
+    `AxisAttributes`.
+
+    Args:
+        tp_size: Tensor parallel size.
+        cp_size: Context parallel size.
+        pp_size: Pipeline parallel size.
+        dp_size: Data parallel size; the product of the four is the world size.
+
+    Attributes:
+        grid: The layout.
+        global_rank: This process' rank in the world.
+        local_rank: This process' rank on its machine.
+        cp_send_rank: Global rank that is next round the cp ring.
+        cp_recv_rank: Global rank that is before this one round the cp ring.
+        pp_is_first_stage: Whether this rank holds the first pipeline stage.
+        pp_is_last_stage: Whether this rank holds the last pipeline stage.
+        pp_prev_rank: Global rank of the previous stage, None at the first.
+        pp_next_rank: Global rank of the next stage, None at the last.
+
+    Raises:
+        InvalidArgumentError: Sizes that are no layout, or whose product is not the world size.
+        MismatchError: On every rank, where ranks were given different sizes.
+    """
+
+    def __init__(
+        self, tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1
+    ) -> None:
+        self.grid, first_number = _agreed_grid(tp_size, cp_size, pp_size, dp_size)
+        self.global_rank = get_rank()
+        self.local_rank = get_local_rank()
+        self._world = get_default_group()
+        self._groups: GroupSet | None = None
+        if self._world is not None:
+            self._groups = GroupSet(self.grid, self.global_rank, first_number)
+        self._mesh: DeviceMesh | None = None
+        self._destroyed = False
+        for axis in AXES:
+            group = self._groups[axis] if self._groups is not None else None
+            self._set_axis(axis, self.grid, self.global_rank, group)
+        ring = self.grid.ring_neighbours("cp", self.global_rank)
+        self.cp_send_rank, self.cp_recv_rank = ring
+        self.pp_prev_rank, self.pp_next_rank = self.grid.pipeline_neighbours(self.global_rank)
+        self.pp_is_first_stage = self.pp_prev_rank is None
+        self.pp_is_last_stage = self.pp_next_rank is None
+
+    def __str__(self) -> str:
+        """Short form, such as ``TP(2)-CP(1)-PP(2)-DP(1)-Rank(0)``."""
+        return f"{self.grid}-Rank({self.global_rank})"
+
+    def __repr__(self) -> str:
+        return f"ProcessGroupManager({self})"
+
+    def group(self, axis: str) -> ProcessGroup | None:
+        """Process group of ``axis``; None without torch.distributed.
+
+        Args:
+            axis: ``"tp"``, ``"cp"``, ``"pp"``, ``"dp"``, ``"cp_dp"``, ``"pp_dp"`` or ``"world"``.
+
+        Raises:
+            InvalidArgumentError: Not an axis, or one that has no process group.
+            StateError: The manager was destroyed.
+        """
+        if self._destroyed:
+            raise StateError(f"the manager {self} was destroyed: it has no groups any more")
+        group: ProcessGroup | None = getattr(self, f"{grouped_axis(axis)}_group")
+        return group
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """A DeviceMesh ``("dp", "pp", "cp", "tp")`` over the same groups, made when first asked.
+
+        Slice it for FSDP2, DTensor and torch.distributed.checkpoint: ``device_mesh["dp"]``.
+
+        Raises:
+            StateError: Without torch.distributed there are no groups to describe.
+        """
+        if self._groups is None:
+            message = (
+                "device_mesh needs process groups: make the manager after init_dist "
+                "and use the mesh before the manager is destroyed"
+            )
+            raise StateError(message)
+        if self._mesh is None:
+            self._mesh = make_device_mesh(self.grid, [self._groups[axis] for axis in ORDER])
+        return self._mesh
+
+    def get_info(self) -> dict[str, Any]:
+        """Layout, place and groups as plain data (ints, strings, lists, dicts)."""
+        place = self.grid.coordinates(self.global_rank)
+        return {
+            "layout": str(self.grid),
+            "world_size": self.world_size,
+            "global_rank": self.global_rank,
+            "local_rank": self.local_rank,
+            "coordinates": place._asdict(),
+            "groups": {axis: getattr(self, f"{axis}_group_ids") for axis in AXES},
+            "cp_send_rank": self.cp_send_rank,
+            "cp_recv_rank": self.cp_recv_rank,
+            "pp_prev_rank": self.pp_prev_rank,
+            "pp_next_rank": self.pp_next_rank,
+        }
+
+    def destroy(self) -> None:
+        """Destroy the groups made here; WORLD stays, and a second call does nothing.
+
+        The group attributes go too (rather than become None, which would mean WORLD).
+        """
+        if self._groups is not None:
+            if self.is_alive():
+                self._groups.destroy()
+            self._drop_groups(AXES)
+        self._mesh = None
+        self._groups = None
+        self._destroyed = True
+
+    def is_alive(self) -> bool:
+        """Whether the groups exist: not destroyed, and neither is the default group."""
+        return not self._destroyed and get_default_group() is self._world
+
+
+def setup_process_group_manager(
+    tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1
+) -> ProcessGroupManager:
+    """Make the current manager; all ranks call this, once.
+
+    Raises:
+        StateError: There is one already.
+        InvalidArgumentError: Sizes that are no layout, or whose product is not the world size.
+        MismatchError: On every rank, where ranks were given different sizes.
+    """
+    global _current
+    old = get_process_group_manager()
+    if old is not None:
+        message = (
+            f"a process group manager is set up already ({old}); "
+            "call destroy_process_group_manager() before another setup_process_group_manager()"
+        )
+        raise StateError(message)
+    _current = ProcessGroupManager(tp_size, cp_size, pp_size, dp_size)
+    return _current
+
+
+def get_process_group_manager() -> ProcessGroupManager | None:
+    """Return the current manager, or None.
+
+    A manager ends with the default group it was made in: after `cleanup_dist` there is none.
+    """
+    return _current if _current is not None and _current.is_alive() else None
+
+
+def destroy_process_group_manager() -> None:
+    """Destroy the current manager and the groups it made; does nothing where there is none.
+
+    All ranks call this; the default group stays.
+    """
+    global _current
+    old, _current = _current, None
+    if old is not None:
+        old.destroy()
+
+
+def _agreed_grid(tp_size: int, cp_size: int, pp_size: int, dp_size: int) -> tuple[Grid, int]:
+    """Check the sizes across ranks and here; also returns where group names may start."""
+    try:
+        grid = Grid(tp=tp_size, cp=cp_size, pp=pp_size, dp=dp_size)
+    except InvalidArgumentError:
+        agree(None, first_unused_number())  # else the other ranks would wait for this one
+        raise
+    first_number = agree(grid, first_unused_number())
+    world_size = get_world_size()
+    if grid.world_size != world_size:
+        raise InvalidArgumentError(wrong_product(grid, world_size))
+    return grid, first_number

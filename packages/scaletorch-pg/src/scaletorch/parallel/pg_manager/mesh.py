@@ -1,0 +1,26 @@
+"""The grid described to the rest of PyTorch: a DeviceMesh over groups that exist already."""
+
+from __future__ import annotations
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from ...dist import get_comm_device
+from .grid import ORDER, Grid
+
+
+def make_device_mesh(grid: Grid, groups: list[ProcessGroup]) -> DeviceMesh:
+    """Make a mesh of shape [DP, PP, CP, TP] without creating any group.
+
+    Args:
+        grid: The layout.
+        groups: This rank's dp, pp, cp and tp groups, in that order.
+    """
+    shape = [getattr(grid, axis) for axis in ORDER]
+    return DeviceMesh.from_group(
+        groups,
+        get_comm_device().type,
+        mesh=torch.arange(grid.world_size, dtype=torch.int).view(shape),
+        mesh_dim_names=ORDER,
+    )

@@ -1,0 +1,214 @@
+"""Which groups are made: how many, with what timeout, under which names, in which worlds."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.pg_manager import (
+    Grid,
+    ProcessGroupManager,
+    destroy_process_group_manager,
+    groups,
+    setup_process_group_manager,
+)
+
+
+class CountedGroups:
+    """Records the ranks of every new_group call, in a block."""
+
+    def __init__(self):
+        self.calls = []
+        self.real = torch_dist.new_group
+
+    def __enter__(self):
+        torch_dist.new_group = self
+        return self.calls
+
+    def __exit__(self, *error):
+        torch_dist.new_group = self.real
+
+    def __call__(self, ranks, *args, **kwargs):
+        self.calls.append(tuple(ranks))
+        return self.real(ranks, *args, **kwargs)
+
+
+def calls_of_ranks(sizes, ranks):
+    """new_group calls that each rank of a fake world makes; no other rank exists."""
+    grid = Grid(**sizes)
+    made = {}
+    for rank in ranks:
+        torch_dist.init_process_group(
+            "fake", store=FakeStore(), rank=rank, world_size=grid.world_size
+        )
+        with CountedGroups() as calls:
+            manager = ProcessGroupManager(*(sizes.get(a, 1) for a in ("tp", "cp", "pp", "dp")))
+        made[rank] = list(calls)
+        assert manager.global_rank == rank
+        assert manager.cp_dp_group_ids == list(grid.group("cp_dp", rank))
+        manager.destroy()
+        torch_dist.destroy_process_group()
+    return made
+
+
+sizes_of_64 = st.sampled_from(
+    [Grid(tp=tp, cp=cp, pp=pp, dp=64 // tp // cp // pp)
+     for tp in (1, 2, 4, 8, 64) for cp in (1, 2) for pp in (1, 2, 4) if tp * cp * pp <= 64]
+)  # fmt: skip
+
+
+@settings(max_examples=30, deadline=None)
+@given(sizes_of_64, st.integers(0, 63))
+def check_calls(grid, rank):
+    sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp}
+    calls = calls_of_ranks(sizes, [rank])[rank]
+    wanted = {grid.group(axis, rank) for axis in groups.AXES} - {tuple(range(64))}
+    assert len(calls) == len(set(calls)) == len(wanted)
+    assert set(calls) == wanted
+    assert len(calls) <= 6
+
+
+def check_many_calls():
+    check_calls()
+
+
+def test_each_distinct_set_of_ranks_is_made_once_and_world_never():
+    run_ranks(check_many_calls, 1, init=False)
+
+
+def all_ranks_of_64():
+    sizes = {"tp": 4, "cp": 2, "pp": 4, "dp": 2}
+    grid = Grid(**sizes)
+    for rank, calls in calls_of_ranks(sizes, range(64)).items():
+        assert calls == [grid.group(axis, rank) for axis in groups.AXES[:-1]]
+
+
+def test_all_ranks_of_a_world_of_64_make_their_six_in_one_order():
+    run_ranks(all_ranks_of_64, 1, init=False)
+
+
+def calls_and_timeouts(sizes, folder):
+    rank, world_size = torch_dist.get_rank(), torch_dist.get_world_size()
+    torch_dist.destroy_process_group()
+    timeout = timedelta(seconds=77)
+    torch_dist.init_process_group(
+        "gloo", f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timeout
+    )
+    with CountedGroups() as calls:
+        manager = setup_process_group_manager(**sizes)
+    assert len(calls) == len(set(calls))
+    device = torch.device("cpu")
+    timeouts = {manager.group(axis)._get_backend(device).options._timeout for axis in groups.AXES}
+    shared = len({id(manager.group(axis)) for axis in groups.AXES})
+    destroy_process_group_manager()
+    return calls, timeouts, shared
+
+
+@pytest.mark.parametrize(
+    ("world_size", "sizes", "expected"),
+    [
+        (2, {"tp_size": 2}, [[(0,)], [(1,)]]),
+        (4, {"tp_size": 2, "dp_size": 2}, [[(0, 1), (0,), (0, 2)], [(0, 1), (1,), (1, 3)],
+                                           [(2, 3), (2,), (0, 2)], [(2, 3), (3,), (1, 3)]]),
+    ],
+)  # fmt: skip
+def test_real_ranks_make_only_their_own_groups(world_size, sizes, expected, tmp_path):
+    results = run_ranks(calls_and_timeouts, world_size, sizes, str(tmp_path))
+    assert [calls for calls, _, _ in results] == expected
+    for calls, timeouts, shared in results:
+        assert timeouts == {timedelta(seconds=77)}
+        assert shared == len(calls) + 1
+
+
+def set_up_after_groups_of_some_ranks():
+    rank = torch_dist.get_rank()
+    pair = torch_dist.new_group([0, 1])
+    if rank == 0:
+        torch_dist.new_group([0], use_local_synchronization=True)
+    manager = setup_process_group_manager(tp_size=2, dp_size=2)
+    total = torch.tensor([float(rank)])
+    torch_dist.all_reduce(total, group=manager.dp_group)
+    destroy_process_group_manager()
+    if rank < 2:
+        torch_dist.barrier(pair)
+    return total.item()
+
+
+def test_groups_that_some_ranks_made_before_do_not_matter():
+    assert run_ranks(set_up_after_groups_of_some_ranks, 4, timeout=30) == [2, 4, 2, 4]
+
+
+def set_up_many_times(sizes):
+    """A late rank must not meet the addresses that the last set-up left in the store."""
+    totals = []
+    for _ in range(4):
+        manager = setup_process_group_manager(**sizes)
+        assert all(  # what stood in torch's list meanwhile is gone
+            isinstance(group, torch_dist.ProcessGroup)
+            for group in torch_dist.distributed_c10d._world.pg_names
+        )
+        for group in (manager.tp_group, manager.dp_group):
+            total = torch.ones(1)
+            torch_dist.all_reduce(total, group=group)
+            totals.append(total.item())
+        destroy_process_group_manager()
+        torch_dist.barrier()
+        time.sleep(0.1 * torch_dist.get_rank())
+    return totals
+
+
+@pytest.mark.parametrize("sizes", [{"dp_size": 4}, {"tp_size": 2, "dp_size": 2}])
+def test_set_up_again_and_again_never_reuses_a_name(sizes):
+    expected = [sizes.get("tp_size", 1), sizes["dp_size"]] * 4
+    assert run_ranks(set_up_many_times, 4, sizes, timeout=30) == [expected] * 4
+
+
+def failing_set_up():
+    real, count = torch_dist.new_group, len(torch_dist.distributed_c10d._world.pg_names)
+
+    def fail_at_pp(ranks, **options):
+        if options["group_desc"] == "scaletorch_pp":
+            raise RuntimeError("no more sockets")
+        return real(ranks, **options)
+
+    torch_dist.new_group = fail_at_pp
+    try:
+        with pytest.raises(RuntimeError, match="no more sockets"):
+            setup_process_group_manager(tp_size=2, pp_size=2)
+    finally:
+        torch_dist.new_group = real
+    assert len(torch_dist.distributed_c10d._world.pg_names) == count
+    manager = setup_process_group_manager(tp_size=2, pp_size=2)
+    members = manager.pp_group_ids
+    destroy_process_group_manager()
+    return members
+
+
+def test_a_set_up_that_fails_leaves_nothing_behind():
+    assert run_ranks(failing_set_up, 4) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+
+
+def like_mpi():
+    """MPI cannot make a group among its members alone: all ranks then make all groups."""
+    groups.get_backend = lambda: "mpi"
+    with CountedGroups() as calls:
+        manager = setup_process_group_manager(tp_size=2, dp_size=2)
+    total = torch.tensor([float(torch_dist.get_rank())])
+    torch_dist.all_reduce(total, group=manager.tp_group)
+    destroy_process_group_manager()
+    groups.get_backend = torch_dist.get_backend
+    return calls[:2], total.item()
+
+
+def test_mpi_makes_groups_together():
+    results = run_ranks(like_mpi, 4)
+    assert [total for _, total in results] == [1, 1, 5, 5]
+    assert all(calls == [(0, 1), (2, 3)] for calls, _ in results)

@@ -1,0 +1,76 @@
+"""Layouts near a wrong one, and ranks in short form."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from scaletorch.parallel.pg_manager import Grid, layouts, legal_layouts, nearest_layouts
+
+sizes = st.integers(1, 12)
+grids = st.builds(Grid, tp=sizes, cp=sizes, pp=sizes, dp=sizes)
+
+
+@pytest.mark.parametrize(("world_size", "count"), [(1, 1), (2, 4), (7, 4), (12, 40), (16, 35)])
+def test_legal_layouts_are_all_there_are(world_size, count):
+    found = list(legal_layouts(world_size))
+    assert len(found) == len(set(found)) == count
+    assert {grid.world_size for grid in found} == {world_size}
+
+
+@given(grids, st.integers(1, 200))
+def test_nearest_layouts_fit_the_world(asked, world_size):
+    near = nearest_layouts(asked, world_size)
+    assert 1 <= len(near) <= 3
+    assert {grid.world_size for grid in near} == {world_size}
+
+
+@given(grids)
+def test_a_layout_that_fits_is_its_own_nearest(asked):
+    assert nearest_layouts(asked, asked.world_size, count=1) == [asked]
+
+
+@pytest.mark.parametrize(
+    ("asked", "world_size", "nearest"),
+    [
+        (Grid(4, 2, 2, 2), 16, Grid(4, 2, 2, 1)),
+        (Grid(8, 1, 1, 1), 64, Grid(8, 1, 1, 8)),
+        (Grid(3, 1, 1, 1), 4, Grid(4, 1, 1, 1)),
+        (Grid(2, 2, 2, 2), 7, Grid(1, 1, 1, 7)),
+        (Grid(4, 1, 1, 1), 1, Grid()),
+    ],
+)
+def test_data_parallelism_gives_way_first(asked, world_size, nearest):
+    assert nearest_layouts(asked, world_size)[0] == nearest
+
+
+def test_big_worlds_are_quick():
+    begin = time.perf_counter()
+    nearest_layouts(Grid(8, 4, 16, 2), 100_000)
+    assert time.perf_counter() - begin < 2
+
+
+def test_the_message_has_the_real_numbers():
+    assert layouts.wrong_product(Grid(4, 2, 2, 2), 16) == (
+        "the layout needs tp * cp * pp * dp = 4 * 2 * 2 * 2 = 32 ranks, but the world has "
+        "16 ranks; nearest layouts that fit: (tp=4, cp=2, pp=2, dp=1), (tp=4, cp=2, pp=1, dp=2), "
+        "(tp=4, cp=1, pp=2, dp=2)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([3], "3"),
+        (range(8), "0-7"),
+        ([0, 8, 16, 24], "0, 8, 16, 24"),
+        (range(0, 512, 8), "0, 8, 16, ..., 504"),
+        ([0, 1, 4, 5], "0-1, 4-5"),
+        ([], ""),
+    ],
+)
+def test_ranks_in_short_form(ranks, text):
+    assert layouts.short_ranks(ranks) == text

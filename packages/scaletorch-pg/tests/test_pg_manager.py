@@ -1,0 +1,287 @@
+"""The manager on real ranks: attributes, groups, life cycle, and layouts that do not fit."""
+
+from __future__ import annotations
+
+import json
+import warnings
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+
+from scaletorch.dist import InvalidArgumentError, MismatchError, ScaletorchError, StateError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.pg_manager import (
+    Grid,
+    ProcessGroupManager,
+    attributes,
+    destroy_process_group_manager,
+    get_process_group_manager,
+    groups,
+    setup_process_group_manager,
+)
+
+LAYOUTS = [
+    (2, {"tp_size": 2}),
+    (2, {"pp_size": 2}),
+    (4, {"tp_size": 2, "pp_size": 2}),
+    (4, {"cp_size": 2, "dp_size": 2}),
+    (4, {"dp_size": 4}),
+    (8, {"tp_size": 2, "cp_size": 2, "dp_size": 2}),
+    (8, {"cp_size": 2, "pp_size": 2, "dp_size": 2}),
+]
+
+
+def grid_of(sizes):
+    return Grid(**{name.removesuffix("_size"): size for name, size in sizes.items()})
+
+
+def members_by_communication(group):
+    """Global ranks of a group, learnt through the group itself."""
+    found = [torch.zeros(1, dtype=torch.long) for _ in range(torch_dist.get_world_size(group))]
+    torch_dist.all_gather(found, torch.tensor([torch_dist.get_rank()]), group=group)
+    return [int(rank) for rank in found]
+
+
+def attributes_of_a_rank(sizes):
+    manager = setup_process_group_manager(**sizes)
+    found = {}
+    for axis in groups.AXES:
+        group = getattr(manager, f"{axis}_group")
+        assert manager.group(axis) is group
+        assert group.rank() == getattr(manager, f"{axis}_rank")
+        assert members_by_communication(group) == getattr(manager, f"{axis}_group_ids")
+        assert getattr(manager, f"{axis}_size") == torch_dist.get_world_size(group)
+        assert getattr(manager, f"{axis}_world_size") == torch_dist.get_world_size(group)
+        found[axis] = getattr(manager, f"{axis}_group_ids")
+        ends = (getattr(manager, f"{axis}_first_rank"), getattr(manager, f"{axis}_last_rank"))
+        assert ends == (found[axis][0], found[axis][-1])
+    assert manager.world_group is torch_dist.group.WORLD
+    rank = torch_dist.get_rank()
+    place = manager.grid.coordinates(rank)
+    assert place == (manager.dp_rank, manager.pp_rank, manager.cp_rank, manager.tp_rank)
+    assert (manager.global_rank, manager.local_rank) == (rank, rank)
+    assert manager.world_size == torch_dist.get_world_size()
+    assert (manager.cp_send_rank, manager.cp_recv_rank) == manager.grid.ring_neighbours("cp", rank)
+    assert (manager.pp_prev_rank, manager.pp_next_rank) == manager.grid.pipeline_neighbours(rank)
+    assert manager.pp_is_first_stage == (place.pp == 0)
+    assert manager.pp_is_last_stage == (place.pp == manager.pp_size - 1)
+    assert manager.grid == grid_of(sizes)
+    destroy_process_group_manager()
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "sizes"), LAYOUTS)
+def test_attributes_and_groups_are_those_of_the_grid(world_size, sizes):
+    grid = grid_of(sizes)
+    for rank, found in enumerate(run_ranks(attributes_of_a_rank, world_size, sizes)):
+        assert found == {axis: list(grid.group(axis, rank)) for axis in groups.AXES}
+
+
+def test_every_declared_attribute_exists_and_no_other():
+    declared = set(attributes.AxisAttributes.__annotations__)
+    suffixes = ["group", "size", "world_size", "rank", "first_rank", "last_rank", "group_ids"]
+    assert declared == {f"{axis}_{suffix}" for axis in groups.AXES for suffix in suffixes}
+    assert declared <= set(vars(ProcessGroupManager()))
+
+
+def test_one_plain_process():
+    manager = ProcessGroupManager()
+    assert manager.grid == Grid()
+    assert str(manager) == "TP(1)-CP(1)-PP(1)-DP(1)-Rank(0)"
+    assert repr(manager) == "ProcessGroupManager(TP(1)-CP(1)-PP(1)-DP(1)-Rank(0))"
+    for axis in groups.AXES:
+        assert manager.group(axis) is None
+        assert getattr(manager, f"{axis}_group_ids") == [0]
+        assert getattr(manager, f"{axis}_size") == 1
+    assert (manager.cp_send_rank, manager.cp_recv_rank) == (0, 0)
+    assert (manager.pp_prev_rank, manager.pp_next_rank) == (None, None)
+    assert manager.pp_is_first_stage
+    assert manager.pp_is_last_stage
+    manager.destroy()
+    manager.destroy()
+
+
+def info_of_a_rank():
+    manager = setup_process_group_manager(tp_size=2, pp_size=2)
+    info = manager.get_info()
+    text = str(manager)
+    destroy_process_group_manager()
+    return info, text
+
+
+def test_info_is_plain_data_and_str_is_short():
+    info, text = run_ranks(info_of_a_rank, 4)[3]
+    assert text == "TP(2)-CP(1)-PP(2)-DP(1)-Rank(3)"
+    assert json.loads(json.dumps(info)) == info
+    assert info["layout"] == "TP(2)-CP(1)-PP(2)-DP(1)"
+    assert info["coordinates"] == {"dp": 0, "pp": 1, "cp": 0, "tp": 1}
+    assert info["groups"]["pp"] == [1, 3]
+    assert (info["pp_prev_rank"], info["pp_next_rank"]) == (1, None)
+
+
+def one_rank_with_a_group():
+    manager = setup_process_group_manager()
+    same = [manager.group(axis) is torch_dist.group.WORLD for axis in groups.AXES]
+    destroy_process_group_manager()
+    return all(same), torch_dist.is_initialized()
+
+
+def test_a_world_of_one_rank_uses_world_for_everything():
+    assert run_ranks(one_rank_with_a_group, 1) == [(True, True)]
+
+
+def life_cycle():
+    world = torch_dist.group.WORLD
+    count = len(torch_dist.distributed_c10d._world.pg_names)
+    destroy_process_group_manager()  # there is none
+    assert get_process_group_manager() is None
+    manager = setup_process_group_manager(tp_size=2, dp_size=2)
+    assert get_process_group_manager() is manager
+    with pytest.raises(StateError) as caught:
+        setup_process_group_manager(tp_size=2, dp_size=2)
+    assert get_process_group_manager() is manager
+    destroy_process_group_manager()
+    destroy_process_group_manager()
+    assert get_process_group_manager() is None
+    assert len(torch_dist.distributed_c10d._world.pg_names) == count
+    assert torch_dist.group.WORLD is world
+    with pytest.raises(StateError, match="was destroyed: it has no groups any more"):
+        manager.group("tp")
+    with pytest.raises(AttributeError, match=r"'tp_group'.*groups are gone once it is destroyed"):
+        manager.tp_group  # noqa: B018
+    assert manager.tp_group_ids
+    again = setup_process_group_manager(cp_size=2, pp_size=2)
+    total = torch.ones(1)
+    torch_dist.all_reduce(total, group=again.cp_group)
+    destroy_process_group_manager()
+    return str(caught.value), total.item()
+
+
+def test_setup_get_destroy_and_setup_again_with_another_layout():
+    for rank, (message, total) in enumerate(run_ranks(life_cycle, 4)):
+        assert message == (
+            "a process group manager is set up already "
+            f"(TP(2)-CP(1)-PP(1)-DP(2)-Rank({rank})); call destroy_process_group_manager() "
+            "before another setup_process_group_manager()"
+        )
+        assert total == 2
+
+
+def manager_outlives_its_world(folder):
+    manager = setup_process_group_manager(dp_size=2)
+    rank = torch_dist.get_rank()
+    torch_dist.destroy_process_group()
+    gone = get_process_group_manager()
+    torch_dist.init_process_group("gloo", f"file://{folder}/store", rank=rank, world_size=2)
+    after = setup_process_group_manager(tp_size=2)
+    manager.destroy()  # its groups went with the old world: nothing to do
+    assert get_process_group_manager() is after
+    destroy_process_group_manager()
+    return gone
+
+
+def test_a_manager_ends_with_the_default_group(tmp_path):
+    assert run_ranks(manager_outlives_its_world, 2, str(tmp_path)) == [None, None]
+
+
+def wrong_product(sizes):
+    with pytest.raises(InvalidArgumentError) as caught:
+        setup_process_group_manager(**sizes)
+    assert get_process_group_manager() is None
+    return str(caught.value), len(torch_dist.distributed_c10d._world.pg_names)
+
+
+def test_wrong_product_shows_real_numbers_and_the_nearest_layouts():
+    sizes = {"tp_size": 2, "cp_size": 1, "pp_size": 3, "dp_size": 2}
+    for message, count in run_ranks(wrong_product, 4, sizes):
+        assert message == (
+            "the layout needs tp * cp * pp * dp = 2 * 1 * 3 * 2 = 12 ranks, but the world has "
+            "4 ranks; nearest layouts that fit: (tp=2, cp=1, pp=1, dp=2), "
+            "(tp=2, cp=1, pp=2, dp=1), (tp=1, cp=1, pp=2, dp=2)"
+        )
+        assert count == 1  # WORLD alone
+
+
+def test_wrong_product_in_one_process():
+    with pytest.raises(ValueError, match=r"4 \* 2 \* 2 \* 2 = 32 ranks, but the world has 1 rank;"):
+        ProcessGroupManager(tp_size=4, cp_size=2, pp_size=2, dp_size=2)
+
+
+def own_layout(layouts):
+    rank = torch_dist.get_rank()
+    with pytest.raises(ScaletorchError) as caught:
+        setup_process_group_manager(**layouts.get(rank, layouts["others"]))
+    made = len(torch_dist.distributed_c10d._world.pg_names) - 1
+    return type(caught.value), str(caught.value), made
+
+
+@pytest.mark.parametrize(
+    ("layouts", "said"),
+    [
+        (
+            {"others": {"tp_size": 2, "dp_size": 2}, 2: {"tp_size": 2, "pp_size": 2}},
+            "ranks 0-1, 3 TP(2)-CP(1)-PP(1)-DP(2), but rank 2 TP(2)-CP(1)-PP(2)-DP(1)",
+        ),
+        (  # one rank asks for what no world of four can hold
+            {"others": {"dp_size": 4}, 0: {"dp_size": 8}},
+            "ranks 1-3 TP(1)-CP(1)-PP(1)-DP(4), but rank 0 TP(1)-CP(1)-PP(1)-DP(8)",
+        ),
+        (  # one rank passes sizes that are no layout
+            {"others": {"dp_size": 4}, 3: {"dp_size": "4"}},
+            "ranks 0-2 TP(1)-CP(1)-PP(1)-DP(4), but rank 3 sizes that are no layout",
+        ),
+        (
+            {"others": {"dp_size": 4}, 1: {"tp_size": 4}, 2: {"cp_size": 4}},
+            "ranks 0, 3 TP(1)-CP(1)-PP(1)-DP(4), but rank 1 TP(4)-CP(1)-PP(1)-DP(1); "
+            "rank 2 TP(1)-CP(4)-PP(1)-DP(1)",
+        ),
+    ],
+)
+def test_every_rank_names_the_odd_one_out_before_any_group(layouts, said):
+    for rank, (kind, message, made) in enumerate(run_ranks(own_layout, 4, layouts, timeout=30)):
+        assert kind is MismatchError
+        assert message == (
+            f"ranks were given different layouts: {said} (this is rank {rank}); "
+            "call it with the same four sizes on every rank"
+        )
+        assert made == 0
+
+
+def bad_sizes():
+    with pytest.raises(InvalidArgumentError) as caught:
+        setup_process_group_manager(tp_size=0)
+    return str(caught.value)
+
+
+def test_sizes_that_are_wrong_everywhere():
+    assert run_ranks(bad_sizes, 2) == ["tp size must be a positive int, got 0"] * 2
+
+
+def unknown_axis():
+    manager = ProcessGroupManager()
+    assert manager.group("dp_cp") is manager.cp_dp_group
+    assert manager.group("all") is manager.world_group
+    manager.group("tp_cp")
+
+
+def test_axis_without_a_group():
+    with pytest.raises(InvalidArgumentError) as caught:
+        unknown_axis()
+    assert str(caught.value) == (
+        "axis 'tp_cp' has no process group: expected one of tp, cp, pp, dp, cp_dp, pp_dp, world"
+    )
+
+
+def launched_and_never_initialised():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with pytest.raises(InvalidArgumentError, match="the world has 1 rank"):
+            setup_process_group_manager(dp_size=2)
+    return [str(warning.message) for warning in caught]
+
+
+def test_launched_as_many_and_never_initialised():
+    for said in run_ranks(launched_and_never_initialised, 2, init=False):
+        assert len(said) == 1
+        assert "call init_dist() first" in said[0]

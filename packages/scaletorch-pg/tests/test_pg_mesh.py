@@ -1,0 +1,166 @@
+"""device_mesh is one that DTensor, fully_shard and torch.distributed.checkpoint accept."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as torch_dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+
+from scaletorch.dist import StateError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.pg_manager import (
+    ProcessGroupManager,
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(8, 16, dtype=torch.float64)
+        self.down = nn.Linear(16, 8, dtype=torch.float64)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+
+def make_model():
+    torch.manual_seed(7)
+    return Mlp()
+
+
+def make_batch():
+    return torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def one_step(model, batch, scale):
+    loss = model(batch).square().sum() * scale
+    loss.backward()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    return model
+
+
+def whole(state):
+    return {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in state.items()
+    }
+
+
+def mesh_shape(sizes):
+    manager = setup_process_group_manager(**sizes)
+    mesh = manager.device_mesh
+    found = (
+        mesh.mesh_dim_names,
+        tuple(mesh.shape),
+        [mesh[axis].get_group() is getattr(manager, f"{axis}_group") for axis in ("dp", "tp")],
+        tuple(mesh.get_coordinate()) == tuple(manager.grid.coordinates(manager.global_rank)),
+        mesh is manager.device_mesh,
+    )
+    destroy_process_group_manager()
+    return found
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tp_size": 2, "dp_size": 2}, {"cp_size": 2, "pp_size": 2}, {"tp_size": 4}]
+)
+def test_mesh_has_the_grid_shape_and_the_same_groups(sizes):
+    shape = tuple(sizes.get(f"{axis}_size", 1) for axis in ("dp", "pp", "cp", "tp"))
+    expected = (("dp", "pp", "cp", "tp"), shape, [True, True], True, True)
+    assert run_ranks(mesh_shape, 4, sizes) == [expected] * 4
+
+
+def mesh_makes_no_group():
+    setup = setup_process_group_manager(tp_size=2, dp_size=2)
+    before = len(torch_dist.distributed_c10d._world.pg_names)
+    mesh = setup.device_mesh
+    assert mesh["dp"].size() == mesh["tp"].size() == 2
+    after = len(torch_dist.distributed_c10d._world.pg_names)
+    destroy_process_group_manager()
+    return after - before
+
+
+def test_mesh_makes_no_group():
+    assert run_ranks(mesh_makes_no_group, 4) == [0] * 4
+
+
+def dtensor_on_tp():
+    manager = setup_process_group_manager(tp_size=2, dp_size=2)
+    mesh = manager.device_mesh["tp"]
+    full = torch.arange(12.0, dtype=torch.float64).reshape(4, 3)
+    sharded = distribute_tensor(full, mesh, [Shard(0)])
+    ok = torch.equal(sharded.to_local(), full.chunk(2)[manager.tp_rank])
+    doubled = (sharded * 2).full_tensor()
+    destroy_process_group_manager()
+    return ok and torch.equal(doubled, 2 * full)
+
+
+def test_dtensor_on_the_tp_axis():
+    assert run_ranks(dtensor_on_tp, 4) == [True] * 4
+
+
+def parallel_step(folder):
+    manager = setup_process_group_manager(tp_size=2, dp_size=2)
+    mesh = manager.device_mesh
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    model = parallelize_module(make_model(), mesh["tp"], plan)
+    fully_shard(model, mesh=mesh["dp"])
+    part = make_batch().chunk(2)[manager.dp_rank]
+    one_step(model, part, 2.0)  # fully_shard averages over dp
+    state = get_model_state_dict(model)
+    placements = sorted({str(value.device_mesh.mesh_dim_names) for value in state.values()})
+    dcp.save({"model": state}, checkpoint_id=folder)
+    full = whole(state)
+    destroy_process_group_manager()
+    return full, placements
+
+
+def load_elsewhere(folder):
+    manager = setup_process_group_manager(dp_size=4)
+    model = make_model()
+    fully_shard(model, mesh=manager.device_mesh["dp"])
+    state = get_model_state_dict(model)
+    dcp.load({"model": state}, checkpoint_id=folder)
+    set_model_state_dict(model, state)
+    full = whole(get_model_state_dict(model))
+    destroy_process_group_manager()
+    return full
+
+
+@pytest.mark.timeout(120)
+def test_fully_shard_with_tensor_parallel_steps_and_its_checkpoint_reshards(tmp_path):
+    expected = one_step(make_model(), make_batch(), 1.0).state_dict()
+    for full, meshes in run_ranks(parallel_step, 4, str(tmp_path)):
+        assert meshes == ["('dp', 'tp')"]
+        for name, value in expected.items():
+            torch.testing.assert_close(full[name], value, rtol=1e-12, atol=1e-12)
+    for full in run_ranks(load_elsewhere, 4, str(tmp_path)):
+        for name, value in expected.items():
+            torch.testing.assert_close(full[name], value, rtol=1e-12, atol=1e-12)
+
+
+def test_mesh_without_process_groups_says_what_to_do():
+    with pytest.raises(StateError, match="make the manager after init_dist"):
+        ProcessGroupManager().device_mesh  # noqa: B018
+
+
+def mesh_after_destroy():
+    manager = ProcessGroupManager(dp_size=2)
+    manager.destroy()
+    with pytest.raises(StateError, match="before the manager is destroyed"):
+        manager.device_mesh  # noqa: B018
+
+
+def test_mesh_after_destroy_is_refused():
+    run_ranks(mesh_after_destroy, 2)

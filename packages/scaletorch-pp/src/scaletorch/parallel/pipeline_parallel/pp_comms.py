@@ -1,0 +1,138 @@
+"""Messages between neighbouring stages by the name of the operation."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...dist import get_rank, group_ranks
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import axis_group, describe_rank
+from .wire import Wire, checked_dtype, checked_shape
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """Where a message goes and where another comes from, as steps along the pipeline."""
+
+    to: int | None = None
+    source: int | None = None
+    receives_hidden: bool = False
+
+
+ONE_WAY = {
+    "recv_forward": Operation(source=-1, receives_hidden=True),
+    "send_forward": Operation(to=1),
+    "recv_backward": Operation(source=1),
+    "send_backward": Operation(to=-1),
+}
+BOTH_WAYS = {
+    "send_fwd_recv_bwd": Operation(to=1, source=1),
+    "send_bwd_recv_fwd": Operation(to=-1, source=-1, receives_hidden=True),
+}
+
+
+def pipeline_communicate(
+    operation: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    tensor: Tensor | None = None,
+    shapes: Sequence[int] | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor | None:
+    """Send to or receive from a neighbouring stage; at the ends of the pipeline do nothing.
+
+    Args:
+        operation: ``recv_forward``, ``send_forward``, ``recv_backward`` or ``send_backward``.
+        device: where a received tensor is put.
+        dtype: dtype of the tensor that travels.
+        tensor: what to send.
+        shapes: shape of what is received, ``[B, L, H]``.
+        group: the stages in order; None is the manager's pp axis.
+
+    Returns:
+        The received tensor, or None when sending and where there is no neighbour. Hidden states
+        (``recv_forward``) are a leaf that requires grad while grad is enabled.
+
+    Raises:
+        InvalidArgumentError: unknown operation, or nothing to send or receive into.
+    """
+    return _communicate(operation, ONE_WAY, tensor, shapes, torch.device(device), dtype, group)
+
+
+def bidirectional_pipeline_communicate(
+    operation: str,
+    send_tensor: Tensor | None,
+    recv_shapes: Sequence[int] | None,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    group: ProcessGroup | None = None,
+) -> Tensor | None:
+    """Send to a neighbouring stage and receive from it in one exchange, which cannot deadlock.
+
+    Args:
+        operation: ``send_fwd_recv_bwd`` (next stage) or ``send_bwd_recv_fwd`` (previous stage).
+        send_tensor: what to send.
+        recv_shapes: shape of what is received, ``[B, L, H]``.
+        device: where the received tensor is put.
+        dtype: dtype of both tensors.
+        group: the stages in order; None is the manager's pp axis.
+
+    Returns:
+        The received tensor, or None where there is no such neighbour. Hidden states
+        (``send_bwd_recv_fwd``) are a leaf that requires grad while grad is enabled.
+
+    Raises:
+        InvalidArgumentError: unknown operation, or nothing to send or receive into.
+    """
+    return _communicate(
+        operation, BOTH_WAYS, send_tensor, recv_shapes, torch.device(device), dtype, group
+    )
+
+
+def _communicate(
+    name: str,
+    operations: Mapping[str, Operation],
+    tensor: Tensor | None,
+    shape: Sequence[int] | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    group: ProcessGroup | None,
+) -> Tensor | None:
+    operation = operations.get(name)
+    if operation is None:
+        message = f"unknown operation {name!r}: expected one of {', '.join(operations)}"
+        raise InvalidArgumentError(message)
+    group = axis_group("pp", group)
+    ranks = group_ranks(group)
+    stage = ranks.index(get_rank())
+    to = _neighbour(stage, operation.to, len(ranks))
+    source = _neighbour(stage, operation.source, len(ranks))
+    if to is not None:
+        _check_tensor(name, tensor, dtype)
+    received_shape = () if source is None else checked_shape(shape if shape is not None else ())
+    wire = Wire(received_shape, checked_dtype(dtype), device, ranks, group)
+    received = wire.swap(tensor, to, source)
+    if received is not None and operation.receives_hidden:
+        received.requires_grad_(torch.is_grad_enabled())
+    return received
+
+
+def _neighbour(stage: int, steps: int | None, num_stages: int) -> int | None:
+    if steps is None or not 0 <= stage + steps < num_stages:
+        return None
+    return stage + steps
+
+
+def _check_tensor(name: str, tensor: Tensor | None, dtype: torch.dtype) -> None:
+    if tensor is None:
+        raise InvalidArgumentError(f"{describe_rank()}: {name} needs a tensor to send, got None")
+    if tensor.dtype != dtype:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {name} was given a {tensor.dtype} tensor to send as {dtype}; "
+            "cast it first: the receiver reads its bits as that dtype"
+        )

@@ -1,0 +1,52 @@
+"""The runtime: executes one stage's schedule, whatever the schedule and the model are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import Tensor
+
+from .schedules import Backward, Forward
+from .transfers import Step
+from .wire import Wire
+
+
+class StageWork(Protocol):
+    """What the actions of a schedule do on this stage."""
+
+    def forward(self, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        """Return the stage's output, or the loss on the last stage; no ``hidden`` on the first."""
+
+    def backward(
+        self, micro_batch: int, hidden: Tensor | None, output: Tensor, gradient: Tensor | None
+    ) -> Tensor | None:
+        """Backpropagate and return the gradient of ``hidden``; no ``gradient`` on the last."""
+
+
+def execute(steps: Iterable[Step], work: StageWork, wire: Wire) -> None:
+    """Run a stage's steps in order; an activation is dropped as soon as its backward has run.
+
+    Args:
+        steps: what `transfers.derive` made of the stage's schedule.
+        work: what a forward and a backward do.
+        wire: how tensors travel to the neighbours.
+    """
+    live: dict[int, tuple[Tensor | None, Tensor]] = {}
+    product: Tensor | None = None
+    for step in steps:
+        arrived = wire.swap(
+            product,
+            step.send.peer if step.send else None,
+            step.receive.peer if step.receive else None,
+        )
+        product = None
+        match step.action:
+            case Forward(m):
+                hidden = arrived if arrived is None else arrived.requires_grad_()
+                product = work.forward(m, hidden)
+                live[m] = hidden, product
+            case Backward(m):
+                hidden, output = live.pop(m)
+                product = work.backward(m, hidden, output, arrived)
+        del arrived

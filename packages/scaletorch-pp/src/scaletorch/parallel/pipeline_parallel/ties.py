@@ -1,0 +1,148 @@
+"""Parameters that several stages hold: one value at the start, one summed gradient at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ...dist.dist import exchange
+from .split import Placement
+
+Message = tuple[Tensor, int]
+
+
+@dataclass(frozen=True, slots=True)
+class Tie:
+    """One parameter that several stages hold.
+
+    Attributes:
+        names: all its names in the whole model.
+        owners: the stages that hold it, ascending.
+        parameter: the parameter itself; None on other stages.
+    """
+
+    names: tuple[str, ...]
+    owners: tuple[int, ...]
+    parameter: nn.Parameter | None
+
+
+def find_ties(model: nn.Module, placement: Placement, stage: int) -> list[Tie]:
+    """Find the parameters of a whole model that a split leaves on several stages.
+
+    The list has the same order on every stage.
+    """
+    names: dict[nn.Parameter, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(parameter, []).append(name)
+    ties = []
+    for parameter, aliases in names.items():
+        owners = sorted({owner for name in aliases for owner in placement.stages_of(name)})
+        if len(owners) > 1:
+            kept = parameter if stage in owners else None
+            ties.append(Tie(tuple(aliases), tuple(owners), kept))
+    return ties
+
+
+class TiedGradients:
+    """Keeps the parameters that several stages hold one and the same.
+
+    Args:
+        ties: all ties of the pipeline, in the same order on every stage.
+        ranks: global ranks of the stages, in stage order.
+        stage: this stage.
+        group: the pipeline's process group.
+    """
+
+    def __init__(
+        self, ties: Iterable[Tie], ranks: Sequence[int], stage: int, group: ProcessGroup | None
+    ) -> None:
+        self.ties = tuple(ties)
+        self._ranks, self._stage, self._group = ranks, stage, group
+        self._earlier: dict[nn.Parameter, Tensor] = {}
+        self._pending = False
+
+    def share_values(self) -> None:
+        """Give every owner the first owner's values, as one process would have."""
+        sends: list[Message] = []
+        recvs: list[Message] = []
+        for parameter, owners in self._own():
+            if not parameter.is_meta:
+                data = parameter.detach()
+                if self._stage == owners[0]:
+                    sends += [(data.contiguous(), self._ranks[owner]) for owner in owners[1:]]
+                else:
+                    recvs.append((data, self._ranks[owners[0]]))
+        self._exchange(sends, recvs)
+
+    def begin(self) -> None:
+        """Set gradients of earlier, already summed backwards aside, so that none is summed twice.
+
+        Called before the first backward of an accumulation; ``sync`` adds them back.
+        """
+        if self._pending:  # the last accumulation goes on: its gradients have not been summed
+            return
+        self._earlier = {}
+        for parameter, _ in self._own():
+            if parameter.grad is not None:
+                self._earlier[parameter] = parameter.grad.detach().clone()
+                parameter.grad = None
+
+    def postpone(self) -> None:
+        """Leave this step's gradients to the next ``sync``."""
+        self._pending = True
+
+    def sync(self) -> None:
+        """Sum gradients over the owners, in stage order: the same bits on each of them.
+
+        An owner without a gradient counts as zeros; where no owner has one it stays None.
+        """
+        self._pending = False
+        trained = [(p, owners) for p, owners in self._own() if p.requires_grad]
+        parts = [[self._part(p, owner) for owner in owners] for p, owners in trained]
+        sends: list[Message] = []
+        recvs: list[Message] = []
+        for (_, owners), tensors in zip(trained, parts, strict=True):
+            own = tensors[owners.index(self._stage)]
+            for owner, theirs in zip(owners, tensors, strict=True):
+                if owner != self._stage:
+                    sends += [(tensor, self._ranks[owner]) for tensor in own]
+                    recvs += [(tensor, self._ranks[owner]) for tensor in theirs]
+        self._exchange(sends, recvs)
+        for (parameter, _), tensors in zip(trained, parts, strict=True):
+            parameter.grad = _total(tensors, self._earlier.pop(parameter, None))
+
+    def _own(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
+        return [(tie.parameter, tie.owners) for tie in self.ties if tie.parameter is not None]
+
+    def _part(self, parameter: nn.Parameter, owner: int) -> tuple[Tensor, Tensor]:
+        """Return an owner's gradient and whether it has one; empty ones to receive another's."""
+        flag = torch.zeros(1, dtype=torch.uint8, device=parameter.device)
+        if owner != self._stage:
+            return torch.empty_like(parameter, memory_format=torch.contiguous_format), flag
+        if parameter.grad is None:
+            return torch.zeros_like(parameter, memory_format=torch.contiguous_format), flag
+        gradient = parameter.grad.detach()
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        return gradient.contiguous(), flag.fill_(1)
+
+    def _exchange(self, sends: list[Message], recvs: list[Message]) -> None:
+        if sends or recvs:
+            exchange(sends, recvs, group=self._group)
+
+
+def _total(parts: Sequence[tuple[Tensor, Tensor]], earlier: Tensor | None) -> Tensor | None:
+    """Add in the given order, in float32 at least, and round once."""
+    if not any(flag.item() for _, flag in parts):
+        return earlier
+    dtype = parts[0][0].dtype
+    wide = torch.promote_types(dtype, torch.float32)
+    total = parts[0][0].to(wide, copy=True)
+    for gradient, _ in parts[1:]:
+        total += gradient
+    if earlier is not None:
+        total += earlier
+    return total.to(dtype)

@@ -1,0 +1,245 @@
+"""Mistakes and disagreements are errors on every rank, with both sides, and never a hang."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from scaletorch.dist import InvalidArgumentError, MismatchError, StateError
+from scaletorch.dist.testing import distributed_test
+from scaletorch.parallel.pipeline_parallel import (
+    PassThrough,
+    PipelineParallel,
+    Split,
+    train_step_pipeline_1f1b,
+    train_step_pipeline_afab,
+)
+
+SHAPE = (2, 3, 4)
+
+
+class Net(nn.Module):
+    """``before`` and ``after`` stand for code of the model's own around its layers."""
+
+    def __init__(self, num_layers=4, before=None, after=None):
+        super().__init__()
+        self.embed = nn.Embedding(4, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_layers))
+        self.head = nn.Linear(4, 4)
+        self.before, self.after = before, after
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        x = x if self.before is None else self.before(x)
+        for layer in self.layers:
+            x = layer(x)
+        x = x if self.after is None else self.after(x)
+        return self.head(x)
+
+
+def world():
+    return torch.distributed.group.WORLD
+
+
+def rank():
+    return torch.distributed.get_rank()
+
+
+def make_batches(count=2):
+    ids = torch.zeros(SHAPE[:2], dtype=torch.int64)
+    return [{"input_ids": ids, "labels": ids} for _ in range(count)]
+
+
+def step(model, batches=None, shape=SHAPE, dtype=torch.float32, schedule=None, **options):
+    call = schedule or train_step_pipeline_1f1b
+    return call(model, make_batches() if batches is None else batches, shape, "cpu", dtype,
+                **options)  # fmt: skip
+
+
+@distributed_test(world_size=2)
+def test_different_models():
+    model = Net()
+    if rank() == 1:
+        model.layers[2] = nn.Linear(4, 4, bias=False)
+    text = (
+        "disagree on the model .* rank 0 has parameter layers.2.bias of shape .* "
+        "rank 1 has parameter layers.3.weight"
+    )
+    with pytest.raises(MismatchError, match=text):
+        PipelineParallel(model, group=world())
+
+
+@distributed_test(world_size=3)
+def test_different_splits():
+    last = ("head",) if rank() < 2 else ()
+    first = ("embed",) if rank() < 2 else ("embed", "head")
+    with pytest.raises(MismatchError, match=r"rank 0 has Split\(first=\('embed',\), .* rank 2 has"):
+        PipelineParallel(Net(), Split(first, "layers", last), world())
+
+
+@distributed_test(world_size=2)
+def test_a_split_that_fits_on_one_rank_only():
+    names = ("embed", "embedding")[rank()]
+    kinds = (MismatchError, InvalidArgumentError)
+    with pytest.raises(kinds[rank()], match="Split names 'embedding', which the model"):
+        PipelineParallel(Net(), Split((names,), "layers", ("head",)), world())
+
+
+@distributed_test(world_size=3)
+def test_more_stages_than_layers():
+    with pytest.raises(InvalidArgumentError, match=r"2 layers .* 3 stages: .* from 1 to 2"):
+        PipelineParallel(Net(num_layers=2), group=world())
+
+
+@distributed_test(world_size=2)
+def test_several_ranks_need_a_group():
+    with pytest.raises(StateError, match="pass group="):
+        PipelineParallel(Net())
+
+
+@distributed_test(world_size=2)
+def test_stages_that_disagree_about_a_step():
+    stage = PipelineParallel(Net(), group=world())
+    cases = [
+        ({"batches": make_batches(2 + rank())}, "rank 0 has 2 micro-batches, rank 1 has 3 micro"),
+        ({"shape": (2, 3, 4 + rank())}, r"has hidden states \(2, 3, 4\) .* states \(2, 3, 5\) of"),
+        ({"dtype": (torch.float32, torch.float64)[rank()]}, r"of torch\.float32, .*torch\.float64"),
+        (
+            {"schedule": (train_step_pipeline_1f1b, train_step_pipeline_afab)[rank()]},
+            "1f1b, .*afab",
+        ),
+    ]
+    for options, text in cases:
+        with pytest.raises(MismatchError, match=text):
+            step(stage, **options)
+    step(stage)  # nothing is left over from the failed ones
+
+
+def failing_loader():
+    yield make_batches(1)[0]
+    if rank() == 1:
+        raise OSError("disk on fire")
+    yield make_batches(1)[0]
+
+
+@distributed_test(world_size=2)
+def test_a_stage_that_cannot_begin_is_known_on_all():
+    stage = PipelineParallel(Net(), group=world())
+    with pytest.raises((MismatchError, OSError)[rank()], match="disk on fire"):
+        step(stage, failing_loader())
+    unlabelled = [{"input_ids": batch["input_ids"]} for batch in make_batches()]
+    with pytest.raises((MismatchError, InvalidArgumentError)[rank()], match="has no labels, only"):
+        step(stage, unlabelled)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"batches": []}, "has no micro-batches"),
+        ({"batches": [torch.zeros(2)]}, "must be a mapping, got Tensor"),
+        ({"batches": [{"labels": 1}]}, r"has no input_ids, only \['labels'\]"),
+        ({"shape": "abc"}, "got 'abc'"),
+        ({"shape": (2, -3, 4)}, r"got \(2, -3, 4\)"),
+        ({"dtype": torch.int32}, r"got torch\.int32"),
+        ({"loss_fn": lambda output, batch: output}, r"got a tensor of shape \(2, 3, 4\) with"),
+        ({"loss_fn": lambda output, batch: output.sum().detach()}, "requires_grad=False"),
+        ({"loss_fn": lambda output, batch: 1.0}, "got a float"),
+        ({"batches": [{"input_ids": torch.zeros(2, 3).long(), "labels": torch.zeros(2).long()}]},
+         r"labels of shape \(2,\) do not fit an output of shape \(2, 3, 4\)"),
+    ],
+)  # fmt: skip
+def test_bad_arguments(options, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        step(PipelineParallel(Net()), **options)
+
+
+def test_models_that_are_no_pipeline():
+    with pytest.raises(InvalidArgumentError, match=r"a PipelineParallel, or wrappers .* got Net"):
+        step(Net())
+    with torch.no_grad(), pytest.raises(StateError, match="needs gradients"):
+        step(PipelineParallel(Net()))
+
+
+@distributed_test(world_size=2)
+def test_a_group_of_other_stages():
+    stage = PipelineParallel(Net(), group=world())
+    alone = [torch.distributed.new_group([r]) for r in range(2)][rank()]
+    with pytest.raises(InvalidArgumentError, match=r"are ranks \(0, 1\) and .* has ranks \(\d,\)"):
+        step(stage, group=alone)
+
+
+@distributed_test(world_size=2)
+def test_outputs_that_the_next_stage_does_not_expect():
+    stage = PipelineParallel(Net(), group=world())
+    for options in ({"shape": (2, 3, 5)}, {"dtype": torch.float64}):
+        if rank() == 0:
+            with pytest.raises(
+                InvalidArgumentError, match=r"next stage expects .* has shape \(2, 3"
+            ):
+                step(stage, **options)
+            break
+    if rank() == 1:  # what it takes part in is the agreement alone; nothing is ever sent to it
+        from scaletorch.parallel.pipeline_parallel.agreement import agree
+
+        agree("", ["2 micro-batches", "hidden states (2, 3, 5) of torch.float32", "1f1b"], None,
+              world())  # fmt: skip
+
+
+@distributed_test(world_size=3)
+def test_code_around_the_layers_would_run_on_every_stage():
+    hidden = torch.randn(SHAPE, requires_grad=True)
+    ids = torch.zeros(SHAPE[:2], dtype=torch.int64)
+
+    def double(x):
+        return x * 2
+
+    stage = PipelineParallel(Net(num_layers=3, before=double), group=world())
+    if rank() == 0:
+        stage(ids)
+    else:
+        with pytest.raises(InvalidArgumentError, match=r"before the first layer .*Split\(first="):
+            stage(hidden)
+    stage = PipelineParallel(Net(num_layers=3, after=double), group=world())
+    if rank() == 2:
+        stage(hidden)
+    else:
+        with pytest.raises(InvalidArgumentError, match=r"after the last layer .*Split\(last="):
+            stage(ids if rank() == 0 else hidden)
+
+
+@distributed_test(world_size=3)
+def test_casts_views_and_torchs_own_layers_are_no_change():
+    hidden = torch.randn(SHAPE, requires_grad=True)
+    ids = torch.zeros(SHAPE[:2], dtype=torch.int64)
+    for before, after in [
+        (nn.Dropout(0.5), nn.LayerNorm(4, elementwise_affine=False)),
+        (lambda x: x.double().float(), lambda x: x[:, slice(None), :]),
+    ]:
+        model = Net(num_layers=3)
+        if isinstance(before, nn.Module):
+            children = dict(model.named_children())
+            del model.embed, model.layers, model.head, model.before, model.after
+            model.embed, model.before = children["embed"], before
+            model.layers, model.after, model.head = children["layers"], after, children["head"]
+        else:
+            model.before, model.after = before, after
+        stage = PipelineParallel(model, group=world())
+        stage(ids if rank() == 0 else hidden)
+
+
+@distributed_test(world_size=2)
+def test_other_stages_are_freed():
+    model = Net()
+    watched = {name: weakref.ref(p) for name, p in model.named_parameters()}
+    stage = PipelineParallel(model, group=world())
+    gc.collect()
+    assert stage.module is model
+    kept = {name for name, reference in watched.items() if reference() is not None}
+    first = {f"layers.{i}.{kind}" for i in (0, 1) for kind in ("weight", "bias")} | {"embed.weight"}
+    assert kept == (first if rank() == 0 else watched.keys() - first)
+    assert set(stage.state_dict()) == kept
+    assert isinstance(model.head, PassThrough) == (rank() == 0)
+    with pytest.raises(AttributeError, match=r"is on stage \d of the pipeline"):
+        _ = (model.head if rank() == 0 else model.embed).weight

@@ -1,0 +1,158 @@
+"""What the sharded layers have in common: where they come from and how they are cut."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, MutableMapping
+from typing import Any, ClassVar, Self
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ...dist import get_rank, get_world_size
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import axis_group, describe_rank
+from .sharding import require_divisible, shard_sizes, take_shard
+
+# A whole parameter -> the dim it was cut along and this rank's shard: tied ones stay tied.
+Memo = MutableMapping[Tensor, tuple[int, nn.Parameter]]
+
+
+class TensorParallelLayer(nn.Module):
+    """A layer of which every rank of `group` holds one shard.
+
+    Attributes:
+        group: Ranks of the tensor-parallel axis; None in one process.
+        tp_size: Number of these ranks; with 1 the layer is a plain one.
+        tp_rank: This rank's place among them.
+        shard_sizes: Length of each rank's share of the divided size.
+    """
+
+    plain_class: ClassVar[type[nn.Module]]  # what it is a shard of
+    sharded_size: ClassVar[str]  # the attribute of it that is divided over the ranks
+    shard_dims: ClassVar[Mapping[str, int]]  # parameter -> dim; others are whole on every rank
+    options: ClassVar[Mapping[str, Any]]  # further attributes and their defaults
+
+    group: ProcessGroup | None
+    tp_size: int
+    tp_rank: int
+    shard_sizes: tuple[int, ...]
+
+    @classmethod
+    def from_plain(
+        cls,
+        module: nn.Module,
+        *,
+        group: ProcessGroup | None = None,
+        memo: Memo | None = None,
+        **options: Any,
+    ) -> Self:
+        """Build this rank's shard of a plain module, which stays as it is.
+
+        Dtype, device, `requires_grad`, training mode and hooks are the plain module's; what is
+        not sharded (a row-parallel bias; everything where tp is 1) is the same Parameter.
+
+        Args:
+            module: An `nn.Linear` or `nn.Embedding`, equal on every rank.
+            group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
+            memo: One dict passed to all calls for a model keeps tied parameters tied.
+            options: The layer's own, such as `gather_output=True`.
+
+        Raises:
+            InvalidArgumentError: The module is of another kind, or its size does not divide.
+        """
+        twin = object.__new__(type(module))
+        # The containers are copied, what they contain is shared.
+        state = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
+        vars(twin).update(state)
+        return cls.convert(twin, axis_group("tp", group), {} if memo is None else memo, **options)
+
+    @classmethod
+    def convert(
+        cls, module: nn.Module, group: ProcessGroup | None, memo: Memo, **options: Any
+    ) -> Self:
+        """Turn a plain module itself into this rank's shard: its owners and hooks keep it."""
+        reason = cls.misfit(module)
+        if reason is not None:
+            raise InvalidArgumentError(f"{cls.__name__} cannot be made of this module: {reason}")
+        cls._check(getattr(module, cls.sharded_size), group, options)
+        layer: Any = module
+        layer.__class__ = cls
+        layer._shard(group, memo, options)
+        converted: Self = layer
+        return converted
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Say why `module` cannot become this layer; None where it can."""
+        if type(module) is not cls.plain_class:
+            return f"it is a {type(module).__name__}, not a {cls.plain_class.__name__} itself"
+        if "forward" in vars(module):
+            return "its forward was replaced on the instance"
+        if not {"weight"} <= set(module._parameters) <= {"weight", "bias"}:
+            return f"its parameters are {sorted(module._parameters)}, not a plain weight and bias"
+        for name, parameter in module.named_parameters():
+            if type(parameter) is not nn.Parameter:
+                return f"its {name} is a {type(parameter).__name__}, not an nn.Parameter"
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                return f"its {name} has gradient hooks: shard a model before it is wrapped"
+        return None
+
+    @classmethod
+    def _check(cls, size: int, group: ProcessGroup | None, options: Mapping[str, Any]) -> None:
+        unknown = sorted(set(options) - set(cls.options))
+        if unknown:
+            raise InvalidArgumentError(
+                f"{cls.__name__} has no option {', '.join(unknown)}; it has {list(cls.options)}"
+            )
+        require_divisible(f"{cls.__name__}: {cls.sharded_size}", size, get_world_size(group))
+
+    def _build(self, plain: nn.Module, group: ProcessGroup | None, **options: Any) -> None:
+        """Become this rank's shard of a layer drawn whole, as one process would draw it."""
+        vars(self).update(vars(plain))
+        self._shard(group, {}, options)
+
+    def _shard(self, group: ProcessGroup | None, memo: Memo, options: Mapping[str, Any]) -> None:
+        vars(self).update({**self.options, **options})
+        self.group, self.tp_size, self.tp_rank = group, get_world_size(group), get_rank(group)
+        self.shard_sizes = shard_sizes(getattr(self, self.sharded_size), self.tp_size)
+        for name, dim in self.shard_dims.items():
+            whole = self._parameters.get(name)
+            if whole is not None and self.tp_size > 1:
+                self._parameters[name] = self._shard_parameter(name, dim, whole, memo)
+
+    def _shard_parameter(
+        self, name: str, dim: int, whole: nn.Parameter, memo: Memo
+    ) -> nn.Parameter:
+        if whole not in memo:
+            shard = nn.Parameter(self._own(whole, dim), requires_grad=whole.requires_grad)
+            vars(shard).update(vars(whole))
+            shard.grad = None if whole.grad is None else self._own(whole.grad, dim)
+            memo[whole] = (dim, shard)
+        known, shard = memo[whole]
+        if known != dim:
+            raise InvalidArgumentError(
+                f"the {name} is tied to one that was sharded along dim {known}, and cannot be "
+                f"sharded along dim {dim} as well"
+            )
+        return shard
+
+    def _own(self, whole: Tensor, dim: int) -> Tensor:
+        """Copy this rank's shard, so that the whole can be freed."""
+        shard = take_shard(whole.detach(), dim, self.shard_sizes, self.tp_rank)
+        return shard.clone(memory_format=torch.contiguous_format)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        memo[id(self.group)] = self.group  # a process group cannot be copied, only shared
+        twin = object.__new__(type(self))
+        memo[id(self)] = twin
+        vars(twin).update(copy.deepcopy(vars(self), memo))
+        return twin
+
+    def _check_input(self, x: Tensor, length: int, way_out: str) -> None:
+        if x.dim() == 0 or x.shape[-1] != length:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {type(self).__name__} expected an input of last dim {length}, "
+                f"got one of shape {tuple(x.shape)}; {way_out}"
+            )

@@ -1,0 +1,235 @@
+"""The column-, row- and vocabulary-parallel layers."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from ...dist.errors import InvalidArgumentError
+from ...dist.functional import gather, reduce, split
+from ..pg_manager import axis_group
+from .base import TensorParallelLayer
+from .tp_comms import linear_with_all_reduce, linear_with_async_all_reduce
+
+
+class ColumnParallelLinear(TensorParallelLayer):
+    """`nn.Linear` whose output features are divided over the ranks.
+
+    A new layer holds the shard of what `nn.Linear` would draw in one process from the same seed.
+
+    Args:
+        in_features: Size of the input's last dim; every rank gets the same whole input.
+        out_features: Size of the whole output's last dim, divided by tp.
+        bias: Whether there is a bias, sharded as the output is.
+        gather_output: Join the outputs, so that every rank returns the whole.
+        async_all_reduce: In backward, sum the input's gradient while computing the weight's.
+        group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
+        device: Where the parameters live.
+        dtype: The parameters' dtype.
+
+    Raises:
+        InvalidArgumentError: tp does not divide `out_features`.
+    """
+
+    plain_class = nn.Linear
+    sharded_size = "out_features"
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
+    options: ClassVar[dict[str, bool]] = {"gather_output": False, "async_all_reduce": False}
+
+    in_features: int
+    out_features: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    gather_output: bool
+    async_all_reduce: bool
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        gather_output: bool = False,
+        async_all_reduce: bool = False,
+        *,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        group = axis_group("tp", group)
+        self._check(out_features, group, {})
+        plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._build(plain, group, gather_output=gather_output, async_all_reduce=async_all_reduce)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in_features] to [..., out_features / tp], or to the whole where gathered."""
+        self._check_input(x, self.in_features, "every rank takes the whole input")
+        if self.tp_size == 1:
+            return functional.linear(x, self.weight, self.bias)
+        linear = linear_with_async_all_reduce if self.async_all_reduce else linear_with_all_reduce
+        out = linear(x, self.weight, self.bias, self.group)
+        return gather(out, -1, self.group, sizes=self.shard_sizes) if self.gather_output else out
+
+    def extra_repr(self) -> str:
+        """Describe the whole layer and its division."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, gather_output={self.gather_output}, tp={self.tp_size}"
+        )
+
+
+class RowParallelLinear(TensorParallelLayer):
+    """`nn.Linear` whose input features are divided over the ranks; the output is whole.
+
+    A new layer holds the shard of what `nn.Linear` would draw in one process from the same seed.
+
+    Args:
+        in_features: Size of the whole input's last dim, divided by tp.
+        out_features: Size of the output's last dim.
+        bias: Whether there is a bias: whole on every rank, added once.
+        input_is_parallel: The input is this rank's shard, as a column-parallel layer leaves it;
+            otherwise it is whole and cut here.
+        group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
+        device: Where the parameters live.
+        dtype: The parameters' dtype.
+
+    Raises:
+        InvalidArgumentError: tp does not divide `in_features`.
+    """
+
+    plain_class = nn.Linear
+    sharded_size = "in_features"
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
+    options: ClassVar[dict[str, bool]] = {"input_is_parallel": True}
+
+    in_features: int
+    out_features: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    input_is_parallel: bool
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        input_is_parallel: bool = True,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        group = axis_group("tp", group)
+        self._check(in_features, group, {})
+        plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
+        self._build(plain, group, input_is_parallel=input_is_parallel)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [..., in_features / tp], or the whole input, to the whole [..., out_features]."""
+        if self.input_is_parallel:
+            length = self.shard_sizes[self.tp_rank]
+            self._check_input(x, length, "input_is_parallel=False cuts a whole input")
+        else:
+            self._check_input(x, self.in_features, "input_is_parallel=True takes a shard")
+        if self.tp_size == 1:
+            return functional.linear(x, self.weight, self.bias)
+        if not self.input_is_parallel:
+            x = split(x, -1, self.group, sizes=self.shard_sizes)
+        out = reduce(functional.linear(x, self.weight), self.group)
+        # Under autocast the output is narrower than the bias, and must stay so.
+        return out if self.bias is None else out + self.bias.to(out.dtype)
+
+    def extra_repr(self) -> str:
+        """Describe the whole layer and its division."""
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, "
+            f"bias={self.bias is not None}, input_is_parallel={self.input_is_parallel}, "
+            f"tp={self.tp_size}"
+        )
+
+
+class VocabParallelEmbedding(TensorParallelLayer):
+    """`nn.Embedding` whose rows are divided over the ranks; the output is whole.
+
+    A new layer holds the shard of what `nn.Embedding` would draw in one process from that seed.
+
+    Args:
+        num_embeddings: Number of rows in the whole table, divided by tp.
+        embedding_dim: Length of a row.
+        padding_idx: As in `nn.Embedding`: a row that gets no gradient, zero at first.
+        group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
+        device: Where the parameters live.
+        dtype: The parameters' dtype.
+
+    Raises:
+        InvalidArgumentError: tp does not divide `num_embeddings`.
+    """
+
+    plain_class = nn.Embedding
+    sharded_size = "num_embeddings"
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
+    options: ClassVar[dict[str, bool]] = {}
+
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        group = axis_group("tp", group)
+        self._check(num_embeddings, group, {})
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise InvalidArgumentError(
+                f"padding_idx {padding_idx} is not a row of a table of {num_embeddings}; "
+                f"choose from {-num_embeddings} to {num_embeddings - 1}"
+            )
+        plain = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self._build(plain, group)
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Say why `module` cannot become this layer; None where it can."""
+        used = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, n, None)]
+        if used and type(module) is cls.plain_class:
+            return f"it uses {', '.join(used)}, which is not supported on shards"
+        return super().misfit(module)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up whole rows: ids of any shape to [..., embedding_dim]."""
+        if self.tp_size == 1:
+            return functional.embedding(ids, self.weight, self.padding_idx)
+        first = sum(self.shard_sizes[: self.tp_rank])
+        last = first + self.shard_sizes[self.tp_rank]
+        # Another rank's ids look up row 0 and count as zero. An id that is no rank's is left
+        # out of range on all of them, and fails as it does in one process.
+        elsewhere = ((ids >= 0) & (ids < first)) | ((ids >= last) & (ids < self.num_embeddings))
+        padding = self.padding_idx
+        own_padding = padding is not None and first <= padding < last
+        rows = functional.embedding(
+            (ids - first).masked_fill(elsewhere, 0),
+            self.weight,
+            padding - first if own_padding and padding is not None else None,
+        )
+        return reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+
+    def extra_repr(self) -> str:
+        """Describe the whole table and its division."""
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, "
+            f"tp={self.tp_size}"
+        )

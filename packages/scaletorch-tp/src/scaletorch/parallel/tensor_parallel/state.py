@@ -1,0 +1,182 @@
+"""Whole tensors from shards and shards from whole tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ...dist import get_world_size
+from ...dist.objects import all_gather_object
+from ...dist.errors import InvalidArgumentError, MismatchError
+from ...dist.functional import gather
+from ..pg_manager import describe_rank
+from .base import TensorParallelLayer
+from .sharding import take_shard
+
+
+class _Cut(NamedTuple):
+    """The layer a parameter belongs to, and the dim it is sharded along."""
+
+    layer: TensorParallelLayer
+    dim: int
+
+
+def shard_dims(model: nn.Module) -> dict[str, int | None]:
+    """Return parameter name -> the dim it is sharded along, None where every rank has the whole.
+
+    Every name of a tied parameter is listed.
+    """
+    cuts = _cuts(model)
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return {name: cuts[name].dim if name in cuts else None for name in names}
+
+
+def gather_tensors(
+    model: nn.Module, tensors: Mapping[str, Tensor], group: ProcessGroup | None = None
+) -> dict[str, Tensor]:
+    """Return whole tensors from every rank's shards; all ranks of the tp axis call it.
+
+    Args:
+        model: A model with tensor-parallel layers.
+        tensors: Name of a parameter (or buffer) -> a tensor that is sharded as it is, such as
+            its value, its gradient or an optimizer's state for it.
+        group: Ranks of the tensor-parallel axis; None is the group each layer was made with.
+
+    Returns:
+        The same names with whole tensors on every rank, sharing no memory with those given.
+
+    Raises:
+        InvalidArgumentError: A name is not the model's, or a tensor is not of its shard's shape.
+        MismatchError: The ranks passed different names.
+    """
+    cuts = _cuts(model)
+    known = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+    _check_names("the model has no parameter or buffer", set(tensors) - set(known))
+    for name, tensor in tensors.items():
+        _check_shape(name, tensor, tuple(known[name].shape), "this rank's shard")
+    _check_agreement(cuts, tensors, group)
+    # A tied parameter is gathered once: the same tensor under two names stays one.
+    whole: dict[int, Tensor] = {}
+    with torch.no_grad():
+        for name in (n for n in known if n in tensors):
+            tensor = tensors[name]
+            if id(tensor) not in whole:
+                whole[id(tensor)] = _gather(tensor, cuts.get(name), group)
+    return {name: whole[id(tensor)] for name, tensor in tensors.items()}
+
+
+def gather_state_dict(model: nn.Module, group: ProcessGroup | None = None) -> dict[str, Any]:
+    """Return the plain, one-process model's state dict on every rank, as a copy.
+
+    Args:
+        model: A model with tensor-parallel layers.
+        group: Ranks of the tensor-parallel axis; None is the group each layer was made with.
+    """
+    state = dict(model.state_dict(keep_vars=True))
+    tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
+    return state | gather_tensors(model, tensors, group)
+
+
+def load_full_state_dict(
+    model: nn.Module,
+    state: Mapping[str, Any],
+    group: ProcessGroup | None = None,
+    *,
+    strict: bool = True,
+) -> None:
+    """Load this rank's shards out of the plain model's state dict, without communication.
+
+    Args:
+        model: A model with tensor-parallel layers.
+        state: What the plain model's `state_dict()` holds. Of a tied parameter one name is enough.
+        group: Ranks of the tensor-parallel axis; None is the group each layer was made with.
+        strict: Refuse missing and unknown names.
+
+    Raises:
+        InvalidArgumentError: Names or shapes are not the plain model's; nothing was loaded.
+    """
+    cuts = _cuts(model)
+    own = model.state_dict(keep_vars=True)
+    if strict:
+        given = {id(own[name]) for name in state if name in own}
+        _check_names("the model has no", set(state) - set(own))
+        _check_names("the state lacks", {n for n, v in own.items() if id(v) not in given})
+    local = dict(state)
+    for name in (n for n in own if isinstance(state.get(n), Tensor)):
+        cut, shape = cuts.get(name), tuple(own[name].shape)
+        if cut is not None:
+            _check_group(cut.layer, group)
+            whole = (*shape[: cut.dim], sum(cut.layer.shard_sizes), *shape[cut.dim + 1 :])
+            _check_shape(name, state[name], whole, "the whole")
+            local[name] = take_shard(state[name], cut.dim, cut.layer.shard_sizes, cut.layer.tp_rank)
+        else:
+            _check_shape(name, state[name], shape, "the whole")
+    model.load_state_dict(local, strict=False)
+
+
+def _cuts(model: nn.Module) -> dict[str, _Cut]:
+    """Map the name of every sharded parameter to its layer and dim."""
+    return {
+        f"{name}.{parameter}".lstrip("."): _Cut(module, dim)
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, TensorParallelLayer)
+        for parameter, dim in module.shard_dims.items()
+    }
+
+
+def _gather(tensor: Tensor, cut: _Cut | None, group: ProcessGroup | None) -> Tensor:
+    if cut is None or cut.layer.tp_size == 1:
+        return tensor.detach().clone()
+    layer = cut.layer
+    group = layer.group if group is None else group
+    return gather(tensor.detach(), cut.dim, group, sizes=layer.shard_sizes)
+
+
+def _check_names(problem: str, names: Iterable[str]) -> None:
+    names = sorted(names)
+    if names:
+        raise InvalidArgumentError(f"{describe_rank()}: {problem} {', '.join(names)}")
+
+
+def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], what: str) -> None:
+    if tuple(tensor.shape) != expected:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: '{name}' has shape {tuple(tensor.shape)}, "
+            f"but {what} has {expected}"
+        )
+
+
+def _check_group(layer: TensorParallelLayer, group: ProcessGroup | None) -> None:
+    if group is not None and get_world_size(group) != layer.tp_size:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: the group has {get_world_size(group)} ranks, "
+            f"but the model was sharded over {layer.tp_size}"
+        )
+
+
+def _check_agreement(
+    cuts: Mapping[str, _Cut], tensors: Mapping[str, Tensor], group: ProcessGroup | None
+) -> None:
+    """Compare the names across ranks, which would otherwise wait for one another."""
+    layer = next((cut.layer for cut in cuts.values() if cut.layer.tp_size > 1), None)
+    if layer is None:
+        return
+    for cut in cuts.values():
+        _check_group(cut.layer, group)
+    mine = {
+        name: (tuple(tensors[name].shape), tensors[name].dtype) for name in tensors if name in cuts
+    }
+    theirs = all_gather_object(mine, layer.group if group is None else group)
+    for rank, other in enumerate(theirs):
+        different = sorted(set(mine.items()) ^ set(other.items()), key=str)
+        if different:
+            raise MismatchError(
+                f"{describe_rank()}: rank {rank} of the group gathers other tensors: "
+                f"{different[:4]} are not on both sides"
+            )

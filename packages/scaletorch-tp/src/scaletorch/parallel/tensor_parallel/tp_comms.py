@@ -1,0 +1,166 @@
+"""The communication inside tensor-parallel layers, as differentiable functions.
+
+`group` is everywhere last and may be left out: it is then the tensor-parallel axis of the current
+`ProcessGroupManager`, or one process where nothing is distributed.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from ...dist import get_world_size
+from ...dist.dist import all_reduce
+from ...dist.errors import InvalidArgumentError
+from ...dist.functional import Copy, Gather, Reduce
+from ..pg_manager import axis_group
+
+
+class CopyToModelParallelRegion(Copy):
+    """Pass a replicated tensor to every rank's shard; backward sums the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        """Return `x` itself."""
+        return Copy.forward(ctx, x, axis_group("tp", group))
+
+
+class ReduceFromModelParallelRegion(Reduce):
+    """Sum the ranks' partial results; backward passes the gradient on to each."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        """Return the sum of `x` over the ranks."""
+        return Reduce.forward(ctx, x, axis_group("tp", group))
+
+
+class GatherFromModelParallelRegion(torch.autograd.Function):
+    """Join shards of the last dim in rank order; backward keeps this rank's slice."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        """Return the whole of which `x` [..., n / tp] is this rank's shard."""
+        return Gather.forward(ctx, x, -1, axis_group("tp", group))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return this rank's slice of the gradient."""
+        return Gather.backward(ctx, *grads)
+
+
+def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int) -> list[Tensor]:
+    """Cut `tensor` [..., n] into views [..., n / num_partitions].
+
+    Raises:
+        InvalidArgumentError: the last dim does not divide.
+    """
+    if num_partitions < 1 or tensor.dim() == 0 or tensor.shape[-1] % num_partitions:
+        raise InvalidArgumentError(
+            f"a tensor of shape {tuple(tensor.shape)} cannot be cut into {num_partitions} equal "
+            "parts along its last dim; choose a divisor of that dim"
+        )
+    return list(tensor.chunk(num_partitions, dim=-1))
+
+
+def merge_first_two_dims(grad_output: Tensor, input_: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both tensors with their first two dims as one: [B, S, ...] to [B * S, ...].
+
+    Raises:
+        InvalidArgumentError: a tensor has fewer than two dims.
+    """
+    if min(grad_output.dim(), input_.dim()) < 2:
+        raise InvalidArgumentError(
+            f"expected tensors of at least two dims, got shapes {tuple(grad_output.shape)} and "
+            f"{tuple(input_.shape)}"
+        )
+    return grad_output.flatten(0, 1), input_.flatten(0, 1)
+
+
+def linear_with_all_reduce(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, group: ProcessGroup | None = None
+) -> Tensor:
+    """Multiply a replicated `x` by this rank's rows of the weight.
+
+    Args:
+        x: [..., in_features], the same on every rank.
+        weight: [out_features / tp, in_features].
+        bias: [out_features / tp] or None.
+        group: Ranks of the tensor-parallel axis.
+
+    Returns:
+        [..., out_features / tp]. In backward the gradient of `x` is summed over the ranks.
+    """
+    return functional.linear(CopyToModelParallelRegion.apply(x, group), weight, bias)
+
+
+def linear_with_async_all_reduce(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, group: ProcessGroup | None = None
+) -> Tensor:
+    """`linear_with_all_reduce` whose backward overlaps communication and computation.
+
+    The sum of the input's gradient travels while the weight's gradient is computed. Values are
+    those of `linear_with_all_reduce`, also under `torch.autocast`.
+    """
+    group = axis_group("tp", group)
+    if get_world_size(group) == 1:
+        return functional.linear(x, weight, bias)
+    dtype = _autocast_dtype(x)
+    if dtype is not None:
+        # The parameters' casts are autograd's, so that their gradients come in their own dtype;
+        # that of x is inside, so that its gradient travels in x's dtype, as without overlap.
+        weight = _cast(weight, dtype)
+        bias = None if bias is None else _cast(bias, dtype)
+    out: Tensor = _OverlappedLinear.apply(x, weight, bias, dtype, group)
+    return out
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """Return the dtype that autocast would compute in, None where it is off."""
+    if not torch.is_autocast_enabled(x.device.type):
+        return None
+    return torch.get_autocast_dtype(x.device.type)
+
+
+def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Cast as autocast does, which leaves float64 alone."""
+    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
+
+
+class _OverlappedLinear(torch.autograd.Function):
+    """A linear layer that sends its input's gradient before it computes the weight's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        dtype: torch.dtype | None,
+        group: ProcessGroup | None,
+    ) -> Tensor:
+        ctx.group, ctx.input_dtype = group, x.dtype
+        x = _cast(x, dtype)
+        ctx.save_for_backward(x, weight)
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        grad_x = grad_weight = grad_bias = work = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad.matmul(weight).to(ctx.input_dtype)
+            work = all_reduce(grad_x, group=ctx.group, async_op=True)
+        rows = grad.reshape(-1, grad.shape[-1])
+        if ctx.needs_input_grad[1]:
+            grad_weight = rows.t().matmul(x.reshape(-1, x.shape[-1]))
+        if ctx.needs_input_grad[2]:
+            grad_bias = rows.sum(0)
+        if work is not None:
+            work.wait()
+        return grad_x, grad_weight, grad_bias, None, None

@@ -1,0 +1,154 @@
+"""The older names: regions, linear functions and helpers."""
+
+import pytest
+import torch
+import torch.distributed
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import group
+
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+from scaletorch.parallel.tensor_parallel import tp_comms
+from scaletorch.parallel.tensor_parallel.tp_comms import (
+    CopyToModelParallelRegion,
+    GatherFromModelParallelRegion,
+    ReduceFromModelParallelRegion,
+    linear_with_all_reduce,
+    linear_with_async_all_reduce,
+    merge_first_two_dims,
+    split_tensor_along_last_dim,
+)
+
+
+def regions():
+    rank = torch.distributed.get_rank()
+    setup_process_group_manager(tp_size=2)
+    results = []
+    for region, expected, expected_grad in (
+        (CopyToModelParallelRegion, [rank, 1.0], [3.0, 3.0]),
+        (ReduceFromModelParallelRegion, [1.0, 2.0], [rank + 1.0] * 2),
+        (GatherFromModelParallelRegion, [0.0, 1.0, 1.0, 1.0], [rank + 1.0] * 2),
+    ):
+        x = torch.tensor([float(rank), 1.0], requires_grad=True)
+        kept = x.detach().clone()
+        for arguments in ((x,), (x, group.WORLD)):
+            out = region.apply(*arguments)
+            assert out.tolist() == expected
+            x.grad = None
+            (out * (rank + 1)).sum().backward()
+            assert x.grad.tolist() == expected_grad
+            assert torch.equal(x.detach(), kept)
+    destroy_process_group_manager()
+    return results
+
+
+def test_regions_default_to_the_tensor_parallel_axis():
+    run_ranks(regions, 2)
+
+
+def test_regions_are_the_identity_in_one_process():
+    for region in (
+        CopyToModelParallelRegion,
+        ReduceFromModelParallelRegion,
+        GatherFromModelParallelRegion,
+    ):
+        x = torch.randn(2, 3, dtype=torch.float64, requires_grad=True)
+        assert torch.autograd.gradcheck(region.apply, (x,))
+        assert torch.equal(region.apply(x), x)
+
+
+def overlapped(shape, bias, frozen, needs_input_grad, autocast):
+    """Both linear functions, every output and gradient."""
+    results = []
+    for linear in (linear_with_all_reduce, linear_with_async_all_reduce):
+        torch.manual_seed(4)
+        x = torch.randn(shape, requires_grad=needs_input_grad)
+        torch.manual_seed(torch.distributed.get_rank())
+        weight = torch.randn(3, shape[-1], requires_grad=not frozen)
+        offset = torch.randn(3, requires_grad=True) if bias else None
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = linear(x, weight, offset, group.WORLD)
+        if out.requires_grad:
+            torch.manual_seed(6)
+            out.backward(torch.randn_like(out))
+        leaves = [x, weight] + ([offset] if bias else [])
+        results.append([out.detach(), *(leaf.grad for leaf in leaves)])
+    return results
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 3, 5)])
+@pytest.mark.parametrize(
+    ("bias", "frozen", "needs_input_grad"),
+    [(True, False, True), (False, True, True), (True, False, False), (False, False, True)],
+)
+def test_overlapped_linear_is_the_plain_one(shape, bias, frozen, needs_input_grad, autocast):
+    arguments = (shape, bias, frozen, needs_input_grad, autocast)
+    for expected, got in run_ranks(overlapped, 2, *arguments):
+        for one, other in zip(expected, got, strict=True):
+            assert (one is None) == (other is None)
+            if one is not None:
+                assert one.dtype == other.dtype
+                torch.testing.assert_close(other, one, rtol=1e-6, atol=1e-6)
+
+
+def order_of_backward():
+    """The calls of one backward, in order, with the communication and the products watched."""
+    calls = []
+    real = tp_comms.all_reduce
+
+    class Watched:
+        def __init__(self, *args, **kwargs):
+            calls.append("all_reduce")
+            self.work = real(*args, **kwargs)
+
+        def wait(self):
+            calls.append("wait")
+            self.work.wait()
+
+    class Products(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.mm.default:
+                calls.append("mm")
+            return function(*args, **(kwargs or {}))
+
+    x, weight = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
+    out = linear_with_async_all_reduce(x, weight, None, group.WORLD).sum()
+    tp_comms.all_reduce = Watched
+    try:
+        with Products():
+            out.backward()
+    finally:
+        tp_comms.all_reduce = real
+    return calls
+
+
+def test_the_weight_gradient_is_computed_while_the_input_gradient_travels():
+    for calls in run_ranks(order_of_backward, 2):
+        assert calls == ["mm", "all_reduce", "mm", "wait"]
+
+
+@given(st.lists(st.integers(0, 4), max_size=3), st.integers(1, 4), st.integers(1, 4))
+def test_split_is_the_inverse_of_cat(leading, parts, share):
+    x = torch.randn(*leading, parts * share)
+    pieces = split_tensor_along_last_dim(x, parts)
+    assert [piece.shape for piece in pieces] == [(*leading, share)] * parts
+    assert torch.equal(torch.cat(pieces, -1), x)
+
+
+@pytest.mark.parametrize(("shape", "parts"), [((2, 5), 2), ((), 1), ((4,), 0), ((4,), -2)])
+def test_split_refuses_what_does_not_divide(shape, parts):
+    with pytest.raises(ValueError, match="equal parts"):
+        split_tensor_along_last_dim(torch.zeros(shape), parts)
+
+
+def test_merge_joins_the_first_two_dims_of_both():
+    first, second = merge_first_two_dims(torch.zeros(2, 3, 4), torch.zeros(3, 2).t())
+    assert first.shape == (6, 4)
+    assert second.shape == (6,)
+    with pytest.raises(ValueError, match="at least two dims"):
+        merge_first_two_dims(torch.zeros(3), torch.zeros(3, 3))

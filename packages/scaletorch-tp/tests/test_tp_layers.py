@@ -1,0 +1,275 @@
+"""Single layers against the plain ones, in one process and on ranks."""
+
+import copy
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed import group
+
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelLayer,
+    VocabParallelEmbedding,
+    gather_tensors,
+)
+
+FEW = settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+
+
+def compare(layer, plain, x, whole_input=True, shard_of_output=False):
+    """Outputs, gradients of the input and of every parameter, against the plain layer."""
+    rank, size = layer.tp_rank, layer.tp_size
+    mine = x.clone()
+    if mine.is_floating_point():
+        mine = mine if whole_input else mine.chunk(size, -1)[rank].clone()
+        mine.requires_grad_()
+        x = x.clone().requires_grad_()
+    kept = mine.detach().clone()
+    out, expected = layer(mine), plain(x)
+    torch.manual_seed(3)
+    weight = torch.randn_like(expected)
+    (expected * weight).sum().backward()
+    if shard_of_output:
+        expected, weight = (t.chunk(size, -1)[rank] for t in (expected, weight))
+    (out * weight).sum().backward()
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    if mine.is_floating_point():
+        grad = x.grad if whole_input else x.grad.chunk(size, -1)[rank]
+        torch.testing.assert_close(mine.grad, grad, rtol=1e-12, atol=1e-12)
+    assert torch.equal(mine.detach(), kept)
+    grads = gather_tensors(layer, {n: p.grad for n, p in layer.named_parameters()})
+    for name, parameter in plain.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def linear_layers(shape, out_features, bias):
+    torch.manual_seed(1)
+    plain = nn.Linear(shape[-1], out_features, bias, dtype=torch.float64)
+    x = torch.randn(shape, dtype=torch.float64)
+    for options in (
+        {},
+        {"gather_output": True},
+        {"async_all_reduce": True},
+        {"gather_output": True, "async_all_reduce": True},
+    ):
+        layer = ColumnParallelLinear.from_plain(copy.deepcopy(plain), group=group.WORLD, **options)
+        compare(layer, copy.deepcopy(plain), x, shard_of_output="gather_output" not in options)
+    for whole in (False, True):
+        layer = RowParallelLinear.from_plain(plain, group=group.WORLD, input_is_parallel=not whole)
+        layer = copy.deepcopy(layer)  # the plain one's bias is shared
+        compare(layer, copy.deepcopy(plain), x, whole_input=whole)
+
+
+@FEW
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    leading=st.lists(st.integers(1, 3), max_size=3),
+    features=st.tuples(st.integers(1, 3), st.integers(1, 3)),
+    bias=st.booleans(),
+)
+def test_linear_layers_are_the_plain_one(tp, leading, features, bias):
+    inputs, outputs = (4 * f for f in features)
+    run_ranks(linear_layers, tp, (*leading, inputs), outputs, bias)
+
+
+def embedding(rows, dim, padding_idx, shape):
+    torch.manual_seed(2)
+    plain = nn.Embedding(rows, dim, padding_idx, dtype=torch.float64)
+    ids = torch.randint(0, rows, shape)
+    if padding_idx is not None and ids.numel():
+        ids.view(-1)[0] = padding_idx % rows
+    layer = VocabParallelEmbedding.from_plain(plain, group=group.WORLD)
+    compare(layer, copy.deepcopy(plain), ids)
+    if padding_idx is not None:
+        grad = gather_tensors(layer, {"weight": layer.weight.grad})["weight"]
+        assert not grad[padding_idx].any()
+
+
+@FEW
+@given(
+    tp=st.sampled_from([1, 2, 4]),
+    rows=st.integers(1, 4),
+    dim=st.integers(1, 4),
+    padding=st.none() | st.integers(-4, 3),
+    shape=st.lists(st.integers(0, 4), max_size=3),
+)
+def test_embedding_is_the_plain_one(tp, rows, dim, padding, shape):
+    run_ranks(embedding, tp, 4 * rows, dim, padding, shape)
+
+
+def from_scratch():
+    wholes, layers = [], []
+    for made in (wholes, layers):
+        torch.manual_seed(9)
+        tp = {"group": group.WORLD} if made is layers else {}
+        column, row, vocab = (
+            (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding)
+            if made is layers
+            else (nn.Linear, nn.Linear, nn.Embedding)
+        )
+        made += [column(6, 8, **tp), row(8, 6, dtype=torch.float64, **tp), vocab(12, 3, -2, **tp)]
+        made.append(torch.rand(2))
+    assert torch.equal(wholes.pop(), layers.pop())  # as many random numbers were drawn
+    for whole, layer in zip(wholes, layers, strict=True):
+        state = gather_tensors(layer, dict(layer.named_parameters()))
+        assert list(state) == list(whole.state_dict())
+        assert all(torch.equal(state[n], p) for n, p in whole.state_dict().items())
+        assert layer.weight.untyped_storage().nbytes() * layer.tp_size == whole.weight.nbytes
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_new_layers_are_drawn_as_in_one_process(tp):
+    run_ranks(from_scratch, tp)
+
+
+def test_layers_are_plain_without_torch_distributed():
+    torch.manual_seed(0)
+    layer = ColumnParallelLinear(3, 5, gather_output=True)
+    torch.manual_seed(0)
+    plain = nn.Linear(3, 5)
+    x = torch.randn(2, 3)
+    assert layer.tp_size == 1
+    assert layer.group is None
+    assert torch.equal(layer(x), plain(x))
+    assert torch.equal(RowParallelLinear.from_plain(plain)(x), plain(x))
+    ids = torch.tensor([0, 4])
+    table = nn.Embedding(5, 2)
+    assert torch.equal(VocabParallelEmbedding.from_plain(table)(ids), table(ids))
+
+
+def of_plain():
+    plain = nn.Linear(4, 8, dtype=torch.bfloat16).eval().requires_grad_(False)
+    plain.bias.requires_grad_()
+    plain.weight.note = "kept"
+    plain.bias.grad = torch.arange(8, dtype=torch.bfloat16)
+    calls = []
+    plain.register_forward_hook(lambda *_: calls.append("hook"))
+    layer = ColumnParallelLinear.from_plain(plain, group=group.WORLD)
+    assert type(plain) is nn.Linear
+    assert plain.weight.shape == (8, 4)
+    assert layer.weight.dtype == torch.bfloat16
+    assert not layer.training
+    assert not layer.weight.requires_grad
+    assert layer.bias.requires_grad
+    assert layer.weight.note == "kept"
+    assert torch.equal(layer.bias.grad, plain.bias.grad.chunk(2)[layer.tp_rank])
+    layer(torch.ones(1, 4, dtype=torch.bfloat16))
+    assert calls == ["hook"]
+    meta = VocabParallelEmbedding(8, 4, group=group.WORLD, device="meta")
+    assert meta.weight.shape == (4, 4)
+    assert meta.weight.device.type == "meta"
+    row = RowParallelLinear.from_plain(plain, group=group.WORLD)
+    assert row.bias is plain.bias
+
+
+def test_shards_keep_what_the_plain_layer_was():
+    run_ranks(of_plain, 2)
+
+
+def tied():
+    table, head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+    head.weight = table.weight
+    memo = {}
+    first = VocabParallelEmbedding.from_plain(table, group=group.WORLD, memo=memo)
+    second = ColumnParallelLinear.from_plain(head, group=group.WORLD, memo=memo)
+    assert first.weight is second.weight
+    other = ColumnParallelLinear.from_plain(head, group=group.WORLD)
+    assert other.weight is not second.weight
+    with pytest.raises(ValueError, match="tied to one that was sharded along dim 0"):
+        RowParallelLinear.from_plain(head, group=group.WORLD, memo=memo)
+    pair = copy.deepcopy(nn.ModuleList([first, second]))
+    assert pair[0].weight is pair[1].weight
+    assert pair[0].weight is not first.weight
+    assert pair[0].group is group.WORLD
+
+
+def test_tied_parameters_stay_tied_also_in_copies():
+    run_ranks(tied, 2)
+
+
+def refusals():
+    messages = []
+    for call in (
+        lambda: ColumnParallelLinear(4, 10, group=group.WORLD),
+        lambda: RowParallelLinear(6, 4, group=group.WORLD),
+        lambda: VocabParallelEmbedding(7, 4, group=group.WORLD),
+        lambda: VocabParallelEmbedding(8, 4, 8, group=group.WORLD),
+        lambda: ColumnParallelLinear(4, 8, group=group.WORLD)(torch.ones(2, 3)),
+        lambda: RowParallelLinear(8, 4, group=group.WORLD)(torch.ones(2, 8)),
+        lambda: ColumnParallelLinear.from_plain(nn.Embedding(8, 8), group=group.WORLD),
+        lambda: ColumnParallelLinear.from_plain(nn.Linear(8, 8), group=group.WORLD, gather=True),
+        lambda: VocabParallelEmbedding.from_plain(
+            nn.Embedding(8, 2, max_norm=1.0), group=group.WORLD
+        ),
+        lambda: ColumnParallelLinear(4, 8),
+    ):
+        with pytest.raises((ValueError, RuntimeError)) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_bad_arguments_say_what_would_do():
+    on_ranks = run_ranks(refusals, 4)
+    expected = [
+        "out_features = 10 does not divide over tp = 4 ranks; the nearest legal tp sizes are 2 and",
+        "in_features = 6 does not divide over tp = 4 ranks; the nearest legal tp sizes are 3 and 6",
+        "num_embeddings = 7 does not divide over tp = 4 ranks; the nearest legal tp sizes are 1",
+        "padding_idx 8 is not a row of a table of 8; choose from -8 to 7",
+        "expected an input of last dim 4, got one of shape (2, 3); every rank takes the whole",
+        "expected an input of last dim 2, got one of shape (2, 8); input_is_parallel=False cuts",
+        "it is a Embedding, not a Linear itself",
+        "has no option gather; it has ['gather_output', 'async_all_reduce']",
+        "it uses max_norm, which is not supported on shards",
+        "pass group=",
+    ]
+    for rank, messages in enumerate(on_ranks):
+        for message, text in zip(messages, expected, strict=True):
+            assert text in message
+        assert f"rank {rank}" in messages[4]
+
+
+def odd_modules():
+    replaced, hooked, parametrized = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+    replaced.forward = lambda x: x
+    hooked.weight.register_hook(lambda g: g)
+    nn.utils.parametrizations.weight_norm(parametrized)
+    unusual = nn.Linear(4, 4)
+    unusual.scale = nn.Parameter(torch.ones(4))
+    subclass = type("Scaled", (nn.Linear,), {})(4, 4)
+    return [replaced, hooked, parametrized, unusual, subclass]
+
+
+@pytest.mark.parametrize(
+    ("index", "reason"),
+    [
+        (0, "its forward was replaced"),
+        (1, "its weight has gradient hooks"),
+        (2, "it is a ParametrizedLinear"),
+        (3, "its parameters are"),
+        (4, "it is a Scaled"),
+    ],
+)
+def test_modules_whose_computation_is_their_own_are_refused(index, reason):
+    module = odd_modules()[index]
+    with pytest.raises(ValueError, match=reason):
+        ColumnParallelLinear.from_plain(module)
+    assert not isinstance(module, TensorParallelLayer)
+
+
+def unknown_ids(ids):
+    table = VocabParallelEmbedding(8, 2, group=group.WORLD)
+    with pytest.raises(IndexError):
+        table(torch.tensor(ids))
+
+
+@pytest.mark.parametrize("ids", [[-1], [8], [0, 99]])
+def test_an_id_outside_the_table_fails_on_every_rank(ids):
+    run_ranks(unknown_ids, 2, ids)

@@ -1,0 +1,17 @@
+"""What needs the four strategies together: composing them, one training step, whole tensors."""
+
+from .norm import clip_grad_norm_, global_grad_norm
+from .parallelize import parallelize
+from .state import full_gradients, full_state_dict
+from .step import shard_global_batch, token_loss_sum, train_step
+
+__all__ = [
+    "clip_grad_norm_",
+    "full_gradients",
+    "full_state_dict",
+    "global_grad_norm",
+    "parallelize",
+    "shard_global_batch",
+    "token_loss_sum",
+    "train_step",
+]

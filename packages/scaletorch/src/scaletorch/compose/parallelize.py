@@ -1,0 +1,43 @@
+"""One call that puts a plain module on the whole grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from ..parallel.context_parallel import apply_context_parallel
+from ..parallel.data_parallel import DataParallelBucket
+from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pipeline_parallel import PipelineParallel, Split
+from ..parallel.tensor_parallel import apply_tensor_parallel
+
+
+def parallelize(
+    model: nn.Module,
+    manager: ProcessGroupManager,
+    *,
+    plan: Mapping[str, Any] | None = None,
+    split: Split | None = None,
+    bucket_size: int = 2**24,
+) -> DataParallelBucket:
+    """Put ``model`` on every axis of ``manager``'s grid, in place.
+
+    Each rank passes the same whole model (same seed or same checkpoint). The order matters: layers
+    are sharded while all are still there, and gradients are bucketed once only this rank's remain.
+
+    Args:
+        model: a plain module; its parameters keep their names.
+        manager: the grid and its groups; axes of size 1 cost nothing.
+        plan: tensor parallel plan; None recognises the model's family.
+        split: pipeline split; None infers it from the module.
+        bucket_size: elements per gradient bucket.
+
+    Returns:
+        The model's stage of this rank, with gradients summed over CP x DP.
+    """
+    apply_tensor_parallel(model, plan, manager.tp_group)
+    apply_context_parallel(model, manager.cp_group)
+    stage = PipelineParallel(model, split, manager.pp_group)
+    return DataParallelBucket(stage, bucket_size=bucket_size, group=manager.cp_dp_group)

@@ -1,0 +1,103 @@
+"""One training step under the one loss rule, whatever the layout."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..dist import all_reduce
+from ..dist.errors import InvalidArgumentError
+from ..parallel.context_parallel import shard_batch
+from ..parallel.data_parallel import global_token_count
+from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pipeline_parallel import train_step_pipeline_1f1b, train_step_pipeline_afab
+
+Batch = Mapping[str, Tensor]
+
+SCHEDULES = {"1f1b": train_step_pipeline_1f1b, "afab": train_step_pipeline_afab}
+
+
+def shard_global_batch(
+    batch: Batch, num_micro_batches: int, manager: ProcessGroupManager
+) -> list[Batch]:
+    """Return this rank's micro-batches of a global batch that every rank holds.
+
+    Args:
+        batch: entries [B, L]; labels aligned with their inputs, -100 where there is none.
+        num_micro_batches: micro-batches per data-parallel rank; dp x this must divide B.
+        manager: the grid; rows go to dp, columns to cp.
+
+    Returns:
+        ``num_micro_batches`` mappings of [B / dp / num_micro_batches, L / cp] tensors.
+    """
+    rows = len(batch["input_ids"])
+    shares = manager.dp_size * num_micro_batches
+    if rows % shares:
+        raise InvalidArgumentError(
+            f"a global batch of {rows} sequences does not divide into {manager.dp_size} (dp) x "
+            f"{num_micro_batches} micro-batches = {shares}; use a multiple of {shares}"
+        )
+    size = rows // shares
+    first = manager.dp_rank * num_micro_batches
+    return [
+        shard_batch({name: entry[i * size : (i + 1) * size] for name, entry in batch.items()},
+                    manager.cp_group)
+        for i in range(first, first + num_micro_batches)
+    ]  # fmt: skip
+
+
+def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of token cross entropies, in float32 at least; labels of -100 count nothing.
+
+    Args:
+        logits: [B, L, V].
+        labels: [B, L] int64, aligned with the logits.
+    """
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+
+
+def train_step(
+    model: nn.Module,
+    micro_batches: Sequence[Batch],
+    manager: ProcessGroupManager,
+    *,
+    hidden_size: int,
+    schedule: str = "1f1b",
+) -> Tensor:
+    """Run forward and backward of one global batch; gradients are complete when it returns.
+
+    Args:
+        model: what ``parallelize`` returned.
+        micro_batches: this rank's, from ``shard_global_batch``.
+        manager: the grid.
+        hidden_size: last dim of the hidden states between stages.
+        schedule: '1f1b' or 'afab'.
+
+    Returns:
+        The global loss, sum of token losses / number of valid tokens over the whole global batch,
+        equal on every rank; a 0-d tensor.
+    """
+    if schedule not in SCHEDULES:
+        raise InvalidArgumentError(f"schedule {schedule!r} is not one of {sorted(SCHEDULES)}")
+    count = global_token_count([b["labels"] for b in micro_batches], group=manager.cp_dp_group)
+
+    def loss_fn(output: Tensor, batch: Batch) -> Tensor:
+        return token_loss_sum(output, batch["labels"]) / max(count, 1)
+
+    parameter = next(model.parameters())
+    loss = SCHEDULES[schedule](
+        model,
+        micro_batches,
+        (*micro_batches[0]["input_ids"].shape, hidden_size),
+        parameter.device,
+        parameter.dtype,
+        loss_fn=loss_fn,
+        group=manager.pp_group,
+    )
+    all_reduce(loss, group=manager.cp_dp_group)
+    all_reduce(loss, group=manager.pp_group)  # zero on all stages but the last
+    return loss

@@ -1,0 +1,96 @@
+"""Every setting of a pre-training run, as one value."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+from ..dist.errors import InvalidArgumentError
+from ..models import LlamaConfig
+from ..parallel.pg_manager import Grid
+
+
+@dataclass(frozen=True, slots=True)
+class PretrainConfig:
+    """Settings of ``scaletorch.pretrain``; the layout changes neither batches nor losses."""
+
+    tp: int = 1
+    """Tensor parallel size."""
+    cp: int = 1
+    """Context parallel size."""
+    pp: int = 1
+    """Pipeline parallel size."""
+    dp: int = 1
+    """Data parallel size."""
+    schedule: Literal["1f1b", "afab"] = "1f1b"
+    """Pipeline schedule."""
+    model: LlamaConfig = field(default_factory=LlamaConfig)
+    """Sizes of the model; the vocabulary is the tokenizer's when there is one."""
+    steps: int = 60
+    """Optimizer steps."""
+    batch_size: int = 16
+    """Sequences in a global batch."""
+    micro_batches: int = 2
+    """Micro-batches per data parallel rank and step."""
+    seq_len: int = 128
+    """Tokens in a sequence."""
+    lr: float = 3e-3
+    """Highest learning rate; it warms up linearly and falls to a tenth along a cosine."""
+    warmup_steps: int = 10
+    """Steps until the highest learning rate."""
+    weight_decay: float = 0.1
+    """AdamW's, for matrices only."""
+    clip: float = 1.0
+    """Highest global gradient norm."""
+    dtype: Literal["float32", "float64", "bfloat16"] = "float32"
+    """Arithmetic; bfloat16 computes under autocast and keeps float32 weights."""
+    seed: int = 0
+    """Of weights and batches."""
+    data: tuple[Path, ...] = ()
+    """Files and folders of text; the Python standard library's sources when empty."""
+    tokenizer: Path | None = None
+    """A file of the `tokenizers` library; bytes are the tokens when absent."""
+    out: Path | None = None
+    """Folder for log, curve and checkpoints; a new temporary one when absent."""
+    save_every: int = 0
+    """Steps between checkpoints; 0 saves none."""
+    resume: bool = False
+    """Go on from the last checkpoint in `out`."""
+    backend: str = "nccl"
+    """Communication backend; a machine without it uses its device's own."""
+    compare: bool = False
+    """Train once more in one process and compare the two loss curves."""
+
+    @property
+    def grid(self) -> Grid:
+        """The layout."""
+        return Grid(tp=self.tp, cp=self.cp, pp=self.pp, dp=self.dp)
+
+    def one_process(self) -> PretrainConfig:
+        """The same training on one process, leaving nothing behind."""
+        return replace(
+            self, tp=1, cp=1, pp=1, dp=1, micro_batches=self.micro_batches * self.dp,
+            save_every=0, resume=False, out=None, compare=False,
+        )  # fmt: skip
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError for what can be known to be wrong before any rank starts."""
+        positive = ("steps", "batch_size", "micro_batches", "seq_len")
+        wrong = [f"{name}={getattr(self, name)}" for name in positive if getattr(self, name) < 1]
+        if wrong:
+            raise InvalidArgumentError(f"must be at least 1: {', '.join(wrong)}")
+        self._divides(
+            "batch_size", self.batch_size, "dp x micro_batches", self.dp * self.micro_batches
+        )
+        self._divides("seq_len", self.seq_len, "cp", self.cp)
+        if (self.resume or self.save_every) and self.out is None:
+            raise InvalidArgumentError("checkpoints need a folder: pass --out")
+
+    @staticmethod
+    def _divides(name: str, value: int, by_name: str, by: int) -> None:
+        if value % by:
+            near = sorted({max(value // by, 1) * by, (value // by + 1) * by})
+            raise InvalidArgumentError(
+                f"{name} {value} must be a multiple of {by_name} = {by}; near it: {near}"
+            )

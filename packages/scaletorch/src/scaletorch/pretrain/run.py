@@ -1,0 +1,76 @@
+"""Where ranks come from: a launcher's, or our own; and the comparison with one process."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ..dist import cleanup_dist, infer_launcher, init_dist, is_main_process, launch
+from .config import PretrainConfig
+from .report import save_curve
+from .train import train
+
+# Largest relative difference of any step's loss between a layout and one process.
+LOSS_BOUND = {"float32": 1e-3, "float64": 1e-8, "bfloat16": 2e-2}
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run gives.
+
+    Attributes:
+        losses: the global loss of each step done.
+        out: folder with log, curve and checkpoints.
+        reference: one process's losses of the same steps, when they were asked for.
+    """
+
+    losses: list[float]
+    out: Path
+    reference: list[float] | None = None
+
+    def worst_difference(self) -> float:
+        """Return the largest relative difference of any step's loss from one process's."""
+        pairs = zip(self.losses, self.reference or self.losses, strict=True)
+        return max((abs(ours - one) / abs(one) for ours, one in pairs), default=0.0)
+
+
+def pretrain(config: PretrainConfig) -> Result | None:
+    """Train on the grid of ``config``, with a launcher's ranks or with local ranks of our own.
+
+    Returns:
+        The result on rank 0, and None on a launcher's other ranks.
+
+    Raises:
+        InvalidArgumentError: settings that cannot work, before any rank starts.
+    """
+    config.check()
+    out = config.out
+    if infer_launcher() != "none":
+        init_dist(backend=config.backend)
+        main = is_main_process()
+        out = out or (Path(tempfile.mkdtemp(prefix="scaletorch-")) if main else None)
+        losses = train(replace(config, out=out))
+        cleanup_dist()
+        if not main or out is None:
+            return None
+    else:
+        out = out or Path(tempfile.mkdtemp(prefix="scaletorch-"))
+        losses = train_locally(replace(config, out=out))
+    reference = one_process_losses(config, len(losses)) if config.compare else None
+    curves = {str(config.grid): losses} | ({"one process": reference} if reference else {})
+    save_curve(out / "loss.png", curves)
+    return Result(losses, out, reference)
+
+
+def train_locally(config: PretrainConfig) -> list[float]:
+    """Train in this process, or on as many local ranks as the grid has."""
+    world_size = config.grid.world_size
+    return train(config) if world_size == 1 else launch(train, world_size, config)[0]
+
+
+def one_process_losses(config: PretrainConfig, steps: int) -> list[float]:
+    """Return the last ``steps`` losses of the same training in one process of its own."""
+    with tempfile.TemporaryDirectory(prefix="scaletorch-") as folder:
+        alone = replace(config.one_process(), out=Path(folder))
+        return launch(train, 1, alone)[0][-steps:]

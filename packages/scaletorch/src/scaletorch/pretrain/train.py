@@ -1,0 +1,131 @@
+"""The training loop of one rank."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from ..compose import clip_grad_norm_, parallelize, shard_global_batch, train_step
+from ..dist import barrier, current_device, is_main_process
+from ..models import Llama, LlamaConfig
+from ..parallel.pg_manager import (
+    ProcessGroupManager,
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+from . import checkpoint
+from .config import PretrainConfig
+from .data import Corpus, check_same_data, load_corpus
+from .flops import flops_per_token, job_peak
+from .report import Reporter
+
+
+def train(config: PretrainConfig) -> list[float]:
+    """Train on this process's share of the grid; every rank calls it.
+
+    Returns:
+        The global loss of each step done by this call, the same on every rank.
+    """
+    manager = setup_process_group_manager(
+        tp_size=config.tp, cp_size=config.cp, pp_size=config.pp, dp_size=config.dp
+    )
+    try:
+        return train_on(config, manager)
+    finally:
+        destroy_process_group_manager()
+
+
+def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float]:
+    """Build everything, resume if asked to, and train to the last step."""
+    device = current_device()
+    corpus = load_corpus(config.data, config.tokenizer, seq_len=config.seq_len)
+    check_same_data(corpus)
+    sizes = replace(config.model, vocab_size=corpus.vocab_size)
+    model = parallelize(build_model(config, sizes, device), manager)
+    optimizer = build_optimizer(config, model)
+    checkpoint.refuse_mixing(config)
+    start = checkpoint.load(config, model, optimizer) if config.resume else 0
+    tokens = config.batch_size * config.seq_len
+    speed = {
+        "tokens": tokens,
+        "flops": tokens * flops_per_token(sizes, config.seq_len),
+        "peak": shared_peak(config, device, manager.world_size),
+    }
+    losses = []
+    folder = config.out if is_main_process() else None
+    with Reporter(folder, str(config.grid), start, config.steps) as reporter:
+        for step in range(start, config.steps):
+            values = optimizer_step(config, manager, model, optimizer, corpus, step)
+            losses.append(values["loss"])
+            reporter.step(step + 1, values, **speed)
+            if config.save_every and (step + 1) % config.save_every == 0:
+                checkpoint.save(config, step + 1, model, optimizer)
+    return losses
+
+
+def optimizer_step(
+    config: PretrainConfig,
+    manager: ProcessGroupManager,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    corpus: Corpus,
+    step: int,
+) -> dict[str, float]:
+    """Do 0-based ``step``; return its loss, gradient norm and learning rate."""
+    batch = corpus.global_batch(
+        step, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed
+    )
+    micro_batches = shard_global_batch(batch, config.micro_batches, manager)
+    device = current_device()
+    loss = train_step(
+        model,
+        [{name: entry.to(device) for name, entry in b.items()} for b in micro_batches],
+        manager,
+        hidden_size=config.model.hidden_size,
+        schedule=config.schedule,
+    )
+    norm = clip_grad_norm_(model, config.clip, manager)
+    rate = learning_rate(config, step)
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": loss.item(), "grad_norm": norm.item(), "lr": rate}
+
+
+def learning_rate(config: PretrainConfig, step: int) -> float:
+    """Return the rate of 0-based ``step``: linear warm-up, then a cosine down to a tenth."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    share = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
+    return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
+
+
+def build_model(config: PretrainConfig, sizes: LlamaConfig, device: torch.device) -> nn.Module:
+    """Return the whole plain model; the same weights on every rank and for every layout."""
+    torch.manual_seed(config.seed)
+    model = Llama(sizes)
+    if config.dtype == "bfloat16":  # around forward alone: backward must not run under autocast
+        model.__dict__["forward"] = torch.autocast(device.type, torch.bfloat16)(model.forward)
+    return model.to(device, torch.float64 if config.dtype == "float64" else torch.float32)
+
+
+def build_optimizer(config: PretrainConfig, model: nn.Module) -> torch.optim.Optimizer:
+    """Return AdamW that decays matrices only."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    vectors = [p for p in model.parameters() if p.ndim <= 1]
+    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(
+        groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
+    )
+
+
+def shared_peak(config: PretrainConfig, device: torch.device, world_size: int) -> float:
+    """Measure on rank 0 while the others wait, so that ranks on one machine do not share cores."""
+    dtype = {"bfloat16": torch.bfloat16, "float64": torch.float64}.get(config.dtype, torch.float32)
+    peak = job_peak(device, dtype, world_size) if is_main_process() else 1.0
+    barrier()
+    return peak

@@ -1,0 +1,186 @@
+"""The main job: the same curve on any layout, bitwise resume, real text, clear refusals."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from scaletorch.dist.errors import InvalidArgumentError, StateError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.models import LlamaConfig
+from scaletorch.pretrain import PretrainConfig, pretrain, train
+from scaletorch.pretrain.data import load_corpus
+from scaletorch.pretrain.flops import flops_per_token
+
+MODEL = LlamaConfig(hidden_size=32, intermediate_size=64, num_layers=2, tie_embeddings=True)
+
+
+@pytest.fixture
+def text(tmp_path):
+    folder = tmp_path / "text"
+    folder.mkdir()
+    for i in range(20):
+        (folder / f"{i:02}.txt").write_text(f"document {i}: " + "the quick brown fox " * (i + 1))
+    (folder / "picture.bin").write_bytes(b"\xff" * 1000)
+    return folder
+
+
+@pytest.fixture
+def config(text, tmp_path):
+    return PretrainConfig(
+        model=MODEL, steps=4, batch_size=4, micro_batches=2, seq_len=16, warmup_steps=2,
+        dtype="float64", data=(text,), out=tmp_path / "run",
+    )  # fmt: skip
+
+
+def test_layouts_share_one_loss_curve(config):
+    result = pretrain(replace(config, tp=2, pp=2, micro_batches=4, compare=True))
+    assert len(result.losses) == len(result.reference) == 4
+    assert result.worst_difference() < 1e-10
+    assert result.losses[-1] < result.losses[0]
+
+
+def test_log_curve_and_numbers(config):
+    result = pretrain(config)
+    rows = [json.loads(line) for line in (result.out / "log.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["loss"] for row in rows] == result.losses
+    assert all(row["tokens_per_s"] > 0 and 0 < row["mfu"] < 1 for row in rows)
+    assert rows[0]["lr"] == pytest.approx(config.lr / 2)
+    assert (result.out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("layout", [{}, {"tp": 2, "cp": 2}], ids=["1", "tp2-cp2"])
+def test_resume_is_bitwise(config, tmp_path, layout):
+    config = replace(config, **layout, dtype="float32", save_every=2)
+    whole = pretrain(replace(config, out=tmp_path / "whole")).losses
+    pretrain(replace(config, out=tmp_path / "whole", resume=True, save_every=0))
+    (tmp_path / "cut" / "checkpoints").mkdir(parents=True)
+    first = tmp_path / "whole" / "checkpoints" / "step-00000002"
+    first.rename(tmp_path / "cut" / "checkpoints" / first.name)
+    resumed = pretrain(replace(config, out=tmp_path / "cut", resume=True)).losses
+    assert resumed == whole[2:]
+    assert_same_files(tmp_path / "whole", tmp_path / "cut", "checkpoints/step-00000004")
+
+
+def assert_same_files(one, other, folder):
+    for path in sorted((one / folder).glob("rank-*.pt")):
+        ours, theirs = (torch.load(root / folder / path.name) for root in (one, other))
+        assert torch.equal(ours["rng"], theirs["rng"])
+        for name, tensor in ours["model"].items():
+            assert torch.equal(tensor, theirs["model"][name]), name
+
+
+def test_resume_refuses_other_settings_and_mixing(config):
+    config = replace(config, save_every=2)
+    pretrain(config)
+    with pytest.raises(StateError, match=r"lr: saved 0.003, now 0.1"):
+        pretrain(replace(config, resume=True, lr=0.1))
+    with pytest.raises(StateError, match="already holds checkpoints"):
+        pretrain(config)
+    assert pretrain(replace(config, resume=True)).losses == []
+
+
+def test_unfinished_checkpoint_is_ignored(config):
+    torn = config.out / "checkpoints" / "step-00000003.unfinished"
+    torn.mkdir(parents=True)
+    (torn / "rank-00000.pt").write_bytes(b"half")
+    assert len(pretrain(replace(config, resume=True)).losses) == 4
+
+
+def test_bfloat16_stays_near_float32(config):
+    config = replace(config, dtype="bfloat16", tp=2, cp=2, compare=True)
+    result = pretrain(config)
+    assert result.worst_difference() < 2e-2
+    assert result.losses != result.reference
+
+
+def test_global_batches_are_aligned_and_masked(text):
+    corpus = load_corpus((text,), None, seq_len=16)
+    batch = corpus.global_batch(3, batch_size=64, seq_len=16, seed=0)
+    ids, labels = batch["input_ids"], batch["labels"]
+    assert ids.dtype == labels.dtype == torch.int64
+    same = labels[:, :-1] == ids[:, 1:]
+    assert (same | (labels[:, :-1] == -100)).all()
+    assert (ids[:, 1:][labels[:, :-1] == -100] == ord("d")).all()    # documents begin so
+    assert (labels == -100).any()
+    again = corpus.global_batch(3, batch_size=64, seq_len=16, seed=0)
+    assert torch.equal(ids, again["input_ids"])
+    assert not torch.equal(ids, corpus.global_batch(4, batch_size=64, seq_len=16, seed=0)["input_ids"])
+    assert corpus.tokens.max() < 128, "the binary file is not text"
+
+
+def test_default_text_is_the_standard_library():
+    corpus = load_corpus((), None, seq_len=128)
+    assert len(corpus.tokens) > 2_000_000
+    assert bytes(corpus.tokens[:20000].tolist()).isascii()
+
+
+def test_tokenizer_file(text, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = {"[UNK]": 0, "the": 1, "quick": 2, "brown": 3, "fox": 4, "document": 5}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "words.json"))
+    corpus = load_corpus((text,), tmp_path / "words.json", seq_len=16)
+    assert corpus.vocab_size == 6
+    assert corpus.tokens[:6].tolist() == [5, 0, 0, 1, 2, 3]
+    with pytest.raises(InvalidArgumentError, match="is not a file"):
+        load_corpus((text,), tmp_path / "none.json", seq_len=16)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dp": 3}, r"batch_size 4 must be a multiple of dp x micro_batches = 6; near it: \[6"),
+        ({"cp": 3}, r"seq_len 16 must be a multiple of cp = 3; near it: \[15, 18\]"),
+        ({"steps": 0}, "must be at least 1: steps=0"),
+        ({"out": None, "resume": True}, "pass --out"),
+        ({"tp": 3}, "num_heads"),
+        ({"pp": 3}, "3 stages|layers"),
+        ({"data": (Path("/nowhere"),)}, "neither a file nor a folder"),
+        ({"seq_len": 10**6}, "add data or shorten seq_len"),
+    ],
+)
+def test_refusals(config, change, message):
+    with pytest.raises(Exception, match=message):
+        pretrain(replace(config, **change))
+
+
+def different_text(config, folder):
+    rank = torch.distributed.get_rank()
+    path = folder / f"{rank}.txt"
+    path.write_text("different" * (100 + rank))
+    train(replace(config, dp=2, data=(path,), out=None))
+
+
+def test_ranks_with_different_text_are_told(config, tmp_path):
+    with pytest.raises(Exception, match="ranks read different text"):
+        run_ranks(different_text, 2, config, tmp_path)
+
+
+def test_flops_count_the_matrices():
+    per_token = flops_per_token(LlamaConfig(), 128)
+    weights = 4 * (128 * 128 * 3 + 3 * 128 * 384) + 128 * 256
+    assert per_token == 6 * weights + 6 * 4 * 128 * 128
+
+
+def test_command_line_under_torchrun(text, tmp_path):
+    command = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+        "-m", "scaletorch.pretrain", "--tp", "2", "--steps", "2", "--seq-len", "16",
+        "--batch-size", "2", "--micro-batches", "1", "--data", str(text), "--out", str(tmp_path),
+        "--model.num-layers", "1", "--compare",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=110, env=environment, cwd=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    assert "as one process: largest relative difference of 2 losses" in done.stdout

@@ -1,0 +1,49 @@
+"""Names that users' code already uses stay importable exactly so."""
+
+import importlib
+
+import pytest
+
+NAMES = {
+    "scaletorch.dist": "init_dist all_reduce all_gather get_rank launch collect_results",
+    "scaletorch.dist.dist": "all_reduce all_gather gather broadcast scatter reduce all_to_all",
+    "scaletorch.parallel.pg_manager": (
+        "Grid ProcessGroupManager setup_process_group_manager get_process_group_manager"
+    ),
+    "scaletorch.parallel.tensor_parallel.tensor_parallel": (
+        "ColumnParallelLinear RowParallelLinear VocabParallelEmbedding apply_tensor_parallel"
+    ),
+    "scaletorch.parallel.tensor_parallel.tp_comms": (
+        "CopyToModelParallelRegion ReduceFromModelParallelRegion GatherFromModelParallelRegion "
+        "linear_with_all_reduce linear_with_async_all_reduce"
+    ),
+    "scaletorch.parallel.context_parallel.context_parallel": (
+        "ring_attention apply_context_parallel update_out_and_lse update_rope_for_context_parallel"
+    ),
+    "scaletorch.parallel.context_parallel.cp_comms": "ContextCommunicate",
+    "scaletorch.parallel.pipeline_parallel.pipeline_parallel": (
+        "PipelineParallel train_step_pipeline_afab train_step_pipeline_1f1b"
+    ),
+    "scaletorch.parallel.pipeline_parallel.pp_comms": (
+        "pipeline_communicate bidirectional_pipeline_communicate"
+    ),
+    "scaletorch.parallel.data_parallel.data_parallel": "DataParallelNaive DataParallelBucket",
+    "scaletorch.parallel.data_parallel.bucket": "Bucket BucketManager",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
+def test_documented_names(module):
+    loaded = importlib.import_module(module)
+    for name in NAMES[module].split():
+        assert callable(getattr(loaded, name))
+
+
+@pytest.mark.parametrize("module", sorted({name.rsplit(".", 1)[0] for name in NAMES if "." in name}))
+def test_packages_name_their_whole_surface(module):
+    if module in ("scaletorch", "scaletorch.parallel"):
+        loaded = importlib.import_module(module)
+        assert loaded.__file__ is None, f"{module} is a namespace and has no __init__.py"
+    else:
+        loaded = importlib.import_module(module)
+        assert all(hasattr(loaded, name) for name in loaded.__all__)
