@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = [
-    ROOT / "README.md", *sorted(ROOT.glob("packages/*/README.md")), *sorted(ROOT.glob("docs/**/*.md"))
-]  # fmt: skip
+PATTERNS = ["README.md", "packages/*/README.md", "docs/**/*.md"]
+DOCUMENTS = [document for pattern in PATTERNS for document in sorted(ROOT.glob(pattern))]
 SNIPPETS = [
     pytest.param(code, id=f"{document.relative_to(ROOT)}:{number}")
     for document in DOCUMENTS

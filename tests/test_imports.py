@@ -39,7 +39,9 @@ def test_documented_names(module):
         assert callable(getattr(loaded, name))
 
 
-@pytest.mark.parametrize("module", sorted({name.rsplit(".", 1)[0] for name in NAMES if "." in name}))
+@pytest.mark.parametrize(
+    "module", sorted({name.rsplit(".", 1)[0] for name in NAMES if "." in name})
+)
 def test_packages_name_their_whole_surface(module):
     if module in ("scaletorch", "scaletorch.parallel"):
         loaded = importlib.import_module(module)

@@ -81,17 +81,22 @@ def reduce_every_way(dtype, op):
     for layout in ("plain", "column-major", "strided"):
         data = in_layout(rows[rank], layout)
         assert dist.all_reduce(data, op) is None
-        assert torch.equal(data, expected), (layout, data, expected)
+        check(data, expected)
     data = rows[rank].clone()
     dist.reduce(data, 1, op)
-    assert torch.equal(data, expected if rank == 1 else rows[rank])
+    check(data, expected if rank == 1 else rows[rank])
     output = torch.zeros_like(rows[0])
     entries = [values(rank * size + r, dtype) for r in range(size)]
     before = [entry.clone() for entry in entries]
     assert dist.reduce_scatter(output, entries, op) is None
     mine = [values(r * size + rank, dtype) for r in range(size)]
-    assert torch.equal(output, reference(op, mine, dtype))
+    check(output, reference(op, mine, dtype))
     assert all(map(torch.equal, entries, before))
+
+
+def check(result, expected):
+    # Only a mean of three is not exact.
+    torch.testing.assert_close(result, expected)
 
 
 def in_layout(data, layout):
@@ -393,6 +398,12 @@ BAD_CALLS = {
     "needs torch.float32": lambda: dist.all_gather(
         [torch.ones(1).int()] * dist.get_world_size(), torch.ones(1)
     ),
+    "all_gather needs a tensor, or a list to fill and a tensor, got float": lambda: dist.all_gather(
+        1.0
+    ),
+    "fill and a tensor, got list": lambda: dist.all_gather([torch.ones(1)]),
+    "receive into, got list": lambda: dist.all_to_all([torch.ones(1)]),
+    "receive into, got int": lambda: dist.all_to_all(3, []),
     "without dims": lambda: dist.all_to_all(torch.tensor(1.0)),
 }
 
@@ -507,5 +518,4 @@ def test_all_reduce_of_any_shape_is_the_reduction_and_the_same_on_every_rank(
     rows = [values(seed + rank, dtype, shape) for rank in range(3)]
     first, *others = run_ranks(keep_order, 3, rows, shape, op, dtype)
     assert all(torch.equal(first, other) for other in others)
-    # A mean of three is not exact in float32.
-    torch.testing.assert_close(first, reference(op, rows, dtype))
+    check(first, reference(op, rows, dtype))

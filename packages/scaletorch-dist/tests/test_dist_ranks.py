@@ -102,7 +102,7 @@ def environment(*names):
 
 
 def say(text):
-    print(f"{text} from {c10d.get_rank()}")
+    sys.stdout.write(f"{text} from {c10d.get_rank()}\n")
 
 
 def threads():

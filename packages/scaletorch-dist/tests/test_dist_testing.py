@@ -1,6 +1,7 @@
 """Test ranks: the decorator, reuse between calls, and what a failed assert shows."""
 
 import os
+import sys
 
 import pytest
 import torch
@@ -55,8 +56,21 @@ def test_the_decorator_takes_a_world_size():
 
 
 @distributed_test(world_size=2)
-def test_ranks_that_all_skip_skip_the_test():
+def skip_everywhere():
     pytest.skip("as planned")
+
+
+@distributed_test(world_size=2)
+def skip_on_one():
+    if c10d.get_rank() == 1:
+        pytest.skip("as planned")
+
+
+def test_a_test_is_skipped_when_every_rank_skips():
+    with pytest.raises(pytest.skip.Exception, match="as planned"):
+        skip_everywhere()
+    with pytest.raises(RankFailedError, match="rank 1 failed; rank 0 finished"):
+        skip_on_one()
 
 
 @distributed_test(world_size=2, init=False, env={"COLOUR": "blue"})
@@ -112,3 +126,27 @@ def test_ranks_see_the_environment_of_the_moment(monkeypatch):
     port, colour = run_ranks(variable, 2, init=False, env={"COLOUR": None})[0]
     assert port is not None
     assert colour is None
+
+
+def use_a_group_of_two():
+    group = c10d.new_group([0, 1], use_local_synchronization=True)
+    data = torch.ones(1)
+    c10d.all_reduce(data, group=group)
+    c10d.destroy_process_group(group)
+    return os.getpid(), data.item()
+
+
+def test_equal_groups_of_two_runs_do_not_meet():
+    first = run_ranks(use_a_group_of_two, 2)
+    assert run_ranks(use_a_group_of_two, 2, timeout=20) == first
+
+
+def change_declared_state():
+    module = sys.modules[__name__]
+    module.__rank_state__ = lambda: "changed"
+    return os.getpid()
+
+
+def test_modules_may_declare_state_of_their_own():
+    first = run_ranks(change_declared_state, 2)
+    assert not set(run_ranks(pid, 2)) & set(first)

@@ -14,11 +14,16 @@ from torch import nn
 
 from scaletorch.dist import all_gather_object
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive, bucket
 from scaletorch.parallel.data_parallel.slot import Slot
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dynamo():
+    preload("torch._dynamo")  # which the first zero_grad of a process imports
 
 
 def make_slots(parts):

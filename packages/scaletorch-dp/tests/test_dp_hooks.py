@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -14,14 +16,19 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import StateError
-from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive
+from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive, bucket
 
 KINDS = [
     pytest.param(DataParallelNaive, {}, id="naive"),
     pytest.param(DataParallelBucket, {"bucket_size": 1}, id="bucket-1"),
     pytest.param(DataParallelBucket, {}, id="bucket"),
 ]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dynamo():
+    preload("torch._dynamo")  # which the first checkpoint of a process imports
 
 
 def wrap(module, kind=DataParallelBucket, options=None):
@@ -136,27 +143,88 @@ def test_wrapper_inside_a_reentrant_checkpoint():
 
 
 class Structured(nn.Module):
-    """Returns tensors in a dict of tuples."""
+    """Ends in checkpoints, so that only its outputs' hooks see the outer backward begin."""
 
-    def __init__(self):
+    def __init__(self, outer):
         super().__init__()
-        self.net = Net(reentrant=True)
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.outer = outer
 
     def forward(self, x):
-        return {"out": (self.net(x), [None, 3])}
+        for layer in self.layers:
+            x = checkpoint(layer, x, use_reentrant=True)
+        return self.outer(x)
 
 
-def check_structured():
+@dataclasses.dataclass
+class Output:
+    logits: torch.Tensor
+
+
+CONTAINERS = {
+    "tensor": (lambda x: x, lambda y: y),
+    "nested": (lambda x: {"out": ([None, 3, x],)}, lambda y: y["out"][0][2]),
+    "dataclass": (Output, lambda y: y.logits),
+}
+
+
+def check_structured(container):
+    outer, inner = CONTAINERS[container]
+
     def run(module, rank):
-        module(inputs(rank).requires_grad_())["out"][0].sum().backward()
+        inner(module(inputs(rank).requires_grad_())).square().sum().backward()
 
-    model, plain = both(Structured, run, options={"bucket_size": 1})
+    model, plain = both(lambda: Structured(outer), run, options={"bucket_size": 1})
     assert_same_gradients(model, plain)
     assert model._sync.completed == 1
 
 
-def test_outputs_in_containers():
-    run_ranks(check_structured, 2)
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_outputs_that_end_in_checkpoints(container):
+    run_ranks(check_structured, 2, container)
+
+
+class UsedAgain(nn.Module):
+    """`shared` is used outside first in backward, its bucket leaves, and a checkpoint follows."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.shared = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x, again):
+        x = self.first(x)
+        if again:
+            x = checkpoint(self.shared, x, use_reentrant=True)
+        return self.shared(x.square())
+
+
+def check_used_again():
+    def run(module, rank):
+        module(inputs(rank).requires_grad_(), again=rank == 0).square().sum().backward()
+
+    torch.manual_seed(5)
+    plain = UsedAgain().double()
+    model = wrap(copy.deepcopy(plain), options={"bucket_size": 1})
+    calls = []
+    with mock.patch.object(bucket, "all_reduce", noting(bucket.all_reduce, calls)):
+        for _ in range(2):  # the second adds to what is there
+            run(model, c10d.get_rank())
+            for rank in range(2):
+                run(plain, rank)
+            assert_same_gradients(model, plain)
+    assert calls == ["sum"] * 4 + ["max"] + ["sum"] * 2 + ["max"] + calls[:8]
+
+
+def noting(original, calls):
+    def all_reduce(data, op, **kwargs):
+        calls.append(op)
+        return original(data, op, **kwargs)
+
+    return all_reduce
+
+
+def test_a_parameter_used_again_after_its_bucket_left():
+    run_ranks(check_used_again, 2)
 
 
 def check_retain_graph():
@@ -344,6 +412,39 @@ def check_two_wrappers(same_backward):
 @pytest.mark.parametrize("same_backward", [True, False])
 def test_two_wrapped_models(same_backward):
     run_ranks(check_two_wrappers, 2, same_backward)
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x, use):
+        for at in use:
+            x = self.layers[at](x)
+        return x
+
+
+def check_crossed():
+    """The first bucket of one wrapper is ready at once on one rank, and never on the other."""
+    rank = c10d.get_rank()
+    torch.manual_seed(1)
+    plain = [Chain().double() for _ in range(2)]
+    models = [wrap(copy.deepcopy(each), options={"bucket_size": 1}) for each in plain]
+
+    def run(modules, rank):
+        uses = [[0, 1, 2], [0, 1]] if rank else [[0, 1, 2], [0, 1, 2]]
+        sum(m(inputs(rank), use).sum() for m, use in zip(modules, uses, strict=True)).backward()
+
+    for each in range(2):
+        run(plain, each)
+    run(models, rank)
+    for model, reference in zip(models, plain, strict=True):
+        assert_same_gradients(model, reference)
+
+
+def test_two_wrapped_models_whose_buckets_fill_in_other_orders():
+    run_ranks(check_crossed, 2)
 
 
 def check_double_wrap():

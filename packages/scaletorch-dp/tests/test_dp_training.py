@@ -10,11 +10,16 @@ import torch.distributed as c10d
 from torch import nn
 from torch.nn import functional
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.errors import StateError
+from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
     DataParallelNaive,
     global_token_count,
+)
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
 )
 
 WRAPPERS = {
@@ -44,6 +49,11 @@ class TinyLM(nn.Module):
     def forward(self, ids):
         x = self.frozen(self.embed(ids))
         return self.head(x + self.scale * self.down(torch.tanh(self.up(x))))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dynamo():
+    preload("torch._dynamo")  # which the first optimizer of a process imports
 
 
 def build(dtype=torch.float64):
@@ -169,6 +179,27 @@ def check_subgroups():
 
 def test_reduces_over_its_group_only():
     run_ranks(check_subgroups, 4)
+
+
+def check_axis():
+    """Without a group: over context and data ranks, and never over tensor ranks."""
+    rank = c10d.get_rank()
+    for layout in ({"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "cp_size": 2}):
+        setup_process_group_manager(**layout)
+        try:
+            model = DataParallelBucket(nn.Linear(2, 1, bias=False))
+            model(torch.full((1, 2), 10.0**rank)).sum().backward()
+            total = 10.0**rank + 10.0 ** ((rank + 2) % 4)
+            assert model.weight.grad.tolist() == [[total, total]]
+            del model
+        finally:
+            destroy_process_group_manager()
+    with pytest.raises(StateError, match="no process group for the cp_dp axis"):
+        DataParallelBucket(nn.Linear(2, 1))
+
+
+def test_group_defaults_to_the_cp_dp_axis_of_the_manager():
+    run_ranks(check_axis, 4)
 
 
 def check_bf16(grad_type):

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import nn
 
-from scaletorch.dist import InvalidArgumentError, MismatchError, StateError
-from scaletorch.dist.testing import distributed_test
+from scaletorch.dist import InvalidArgumentError, MismatchError, RankFailedError, StateError
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pipeline_parallel import (
     PassThrough,
     PipelineParallel,
@@ -16,6 +16,7 @@ from scaletorch.parallel.pipeline_parallel import (
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
+from scaletorch.parallel.pipeline_parallel.wire import Wire
 
 SHAPE = (2, 3, 4)
 
@@ -68,6 +69,15 @@ def test_different_models():
         "rank 1 has parameter layers.3.weight"
     )
     with pytest.raises(MismatchError, match=text):
+        PipelineParallel(model, group=world())
+
+
+@distributed_test(world_size=2)
+def test_a_tie_on_one_rank_only():
+    model = Net()
+    if rank() == 1:
+        model.head.weight = model.embed.weight
+    with pytest.raises(MismatchError, match=r"rank 1 has parameter head.weight .* tied to embed"):
         PipelineParallel(model, group=world())
 
 
@@ -170,21 +180,27 @@ def test_a_group_of_other_stages():
         step(stage, group=alone)
 
 
-@distributed_test(world_size=2)
-def test_outputs_that_the_next_stage_does_not_expect():
-    stage = PipelineParallel(Net(), group=world())
-    for options in ({"shape": (2, 3, 5)}, {"dtype": torch.float64}):
-        if rank() == 0:
-            with pytest.raises(
-                InvalidArgumentError, match=r"next stage expects .* has shape \(2, 3"
-            ):
-                step(stage, **options)
-            break
-    if rank() == 1:  # what it takes part in is the agreement alone; nothing is ever sent to it
-        from scaletorch.parallel.pipeline_parallel.agreement import agree
+@pytest.mark.parametrize(
+    "wire",
+    [
+        Wire((2, 3, 5), torch.float32, torch.device("cpu"), (0, 1), None),
+        Wire(SHAPE, torch.float64, torch.device("cpu"), (0, 1), None),
+        Wire(SHAPE, torch.float32, torch.device("meta"), (0, 1), None),
+    ],
+)
+def test_outputs_that_the_next_stage_does_not_expect(wire):
+    text = r"next stage expects .* has shape \(2, 3, 4\), torch\.float32, on cpu; pass"
+    with pytest.raises(InvalidArgumentError, match=text):
+        wire.checked(torch.zeros(SHAPE))
 
-        agree("", ["2 micro-batches", "hidden states (2, 3, 5) of torch.float32", "1f1b"], None,
-              world())  # fmt: skip
+
+def expects_another_shape():
+    step(PipelineParallel(Net(), group=world()), shape=(2, 3, 5))
+
+
+def test_an_unexpected_output_is_not_sent():
+    with pytest.raises(RankFailedError, match=r"rank 0: the next stage expects .*\(2, 3, 5\)"):
+        run_ranks(expects_another_shape, 2)
 
 
 @distributed_test(world_size=3)
@@ -227,6 +243,23 @@ def test_casts_views_and_torchs_own_layers_are_no_change():
             model.before, model.after = before, after
         stage = PipelineParallel(model, group=world())
         stage(ids if rank() == 0 else hidden)
+
+
+@distributed_test(world_size=2)
+def test_a_layer_that_several_places_share():
+    model = Net()
+    for index in range(1, 4):
+        model.layers[index] = model.layers[0]
+    stage = PipelineParallel(model, group=world())
+    assert stage.tied_parameters["layers.3.weight"] == (0, 1)
+    step(stage)
+
+
+def test_an_output_that_does_not_depend_on_the_input():
+    stage = PipelineParallel(Net())
+    hidden, output = torch.randn(SHAPE, requires_grad=True), torch.ones(2, requires_grad=True)
+    assert torch.equal(stage.backward(hidden, output, torch.ones(2)), torch.zeros(SHAPE))
+    assert stage.backward(None, torch.ones(2), torch.ones(2)) is None
 
 
 @distributed_test(world_size=2)

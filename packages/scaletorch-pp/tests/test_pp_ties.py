@@ -145,6 +145,20 @@ def test_a_frozen_tied_parameter():
     assert local(stage).grad is None
 
 
+@distributed_test(world_size=2)
+def test_sparse_and_strided_gradients():
+    model = make()
+    model.embed.sparse = True
+    plain = copy.deepcopy(model)
+    plain.embed.sparse = False
+    strided = nn.Parameter(model.embed.weight.detach().t().contiguous().t())
+    model.embed.weight = model.head.weight = strided
+    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
+    step(stage, make_batches())
+    expected = serial_gradient(plain, make_batches())
+    torch.testing.assert_close(local(stage).grad, expected, rtol=1e-12, atol=1e-14)
+
+
 class Shared(Net):
     """A parameter of the model itself: on every stage, used by some."""
 

@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -133,6 +134,36 @@ def test_losses_of_a_grid_add_up_to_the_global_one():
         torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
         check(stage, plain)
         stage.zero_grad()
+
+
+@distributed_test(world_size=4)
+def test_tied_gradients_wait_for_the_wrappers_sync():
+    manager = setup_process_group_manager(pp_size=2, dp_size=2)
+    batches = make_batches(8)
+    plain = make()
+    serial_step(plain, batches[:4])
+    serial_step(plain, batches[4:])
+    wrapper = Wrapper(PipelineParallel(make()), manager.cp_dp_group)
+    for begin, synced in ((0, False), (4, True)):
+        wrapper.require_backward_grad_sync = synced
+        own = batches[begin + manager.dp_rank * 2 :][:2]
+        train_step_pipeline_1f1b(wrapper, own, SHAPE, "cpu", torch.float64)
+    check(wrapper, plain)
+
+
+def test_a_failed_step_leaves_the_sync_as_it_was():
+    wrapper = Wrapper(PipelineParallel(make()))
+
+    def loss_fn(output, batch):
+        if False in wrapper.calls:
+            raise ZeroDivisionError
+        return output.sum()
+
+    with pytest.raises(ZeroDivisionError):
+        train_step_pipeline_1f1b(
+            wrapper, make_batches(2), SHAPE, "cpu", torch.float64, loss_fn=loss_fn
+        )
+    assert wrapper.require_backward_grad_sync
 
 
 def test_one_process_accumulates():

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import group
@@ -18,9 +18,7 @@ from scaletorch.parallel.tensor_parallel import (
     gather_tensors,
 )
 
-FEW = settings(
-    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+FEW = settings(max_examples=12, deadline=None, database=None, phases=[Phase.generate])
 
 
 def compare(layer, plain, x, whole_input=True, shard_of_output=False):

@@ -143,6 +143,8 @@ def mistakes():
         gather_tensors(model, {"nothing": small})
     with pytest.raises(ValueError, match=r"this rank's shard has \(4, 12\)"):
         gather_tensors(model, {"embed.weight": small})
+    with pytest.raises(ValueError, match="is a NoneType, not a tensor"):
+        gather_tensors(model, {"embed.weight": model.embed.weight.grad})
     same(gather_state_dict(model), before)
 
 

@@ -34,7 +34,7 @@ def sizes(tied, num_layers=4):
 def build(config):
     torch.manual_seed(3)
     model = Llama(config).double()
-    for parameter in model.parameters():    # the usual 0.02 leaves attention nearly uniform
+    for parameter in model.parameters():  # the usual 0.02 leaves attention nearly uniform
         parameter.data.mul_(6.0 if parameter.ndim == 2 else 1.0)
     return model
 

@@ -79,7 +79,7 @@ def assert_same_files(one, other, folder):
 def test_resume_refuses_other_settings_and_mixing(config):
     config = replace(config, save_every=2)
     pretrain(config)
-    with pytest.raises(StateError, match=r"lr: saved 0.003, now 0.1"):
+    with pytest.raises(StateError, match=r"lr: saved 0.001, now 0.1"):
         pretrain(replace(config, resume=True, lr=0.1))
     with pytest.raises(StateError, match="already holds checkpoints"):
         pretrain(config)
@@ -107,11 +107,13 @@ def test_global_batches_are_aligned_and_masked(text):
     assert ids.dtype == labels.dtype == torch.int64
     same = labels[:, :-1] == ids[:, 1:]
     assert (same | (labels[:, :-1] == -100)).all()
-    assert (ids[:, 1:][labels[:, :-1] == -100] == ord("d")).all()    # documents begin so
+    assert (ids[:, 1:][labels[:, :-1] == -100] == ord("d")).all()  # documents begin so
     assert (labels == -100).any()
     again = corpus.global_batch(3, batch_size=64, seq_len=16, seed=0)
     assert torch.equal(ids, again["input_ids"])
-    assert not torch.equal(ids, corpus.global_batch(4, batch_size=64, seq_len=16, seed=0)["input_ids"])
+    assert not torch.equal(
+        ids, corpus.global_batch(4, batch_size=64, seq_len=16, seed=0)["input_ids"]
+    )
     assert corpus.tokens.max() < 128, "the binary file is not text"
 
 

@@ -20,155 +20,45 @@ come back. Backward communicates, so every rank of the group must run it, in the
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import torch
 from torch import Tensor
-from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
 from . import pieces
-from .raw import process_group
+from .autograd import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Copy,
+    Gather,
+    Reduce,
+    ReduceScatter,
+    Split,
+    alone,
+    apply,
+)
 
 Group = ProcessGroup | None
 
-
-def _one(group: Group) -> bool:
-    group = process_group(group)
-    return group is None or group.size() == 1
-
-
-class Copy(Function):
-    """Identity forward, sum over the ranks backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group = None) -> Tensor:
-        """Return `x`."""
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Sum the gradient over the ranks."""
-        return reduce(grads[0], ctx.group), None
-
-
-class Reduce(Function):
-    """Sum over the ranks forward, identity backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group = None) -> Tensor:
-        """Return the sum of every rank's `x`."""
-        ctx.group = group
-        return pieces.total(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Hand the gradient on."""
-        return copy(grads[0], ctx.group), None
-
-
-class AllReduce(Function):
-    """Sum over the ranks in both directions."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group = None) -> Tensor:
-        """Return the sum of every rank's `x`."""
-        ctx.group = group
-        return pieces.total(x, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Sum the gradient over the ranks."""
-        return all_reduce(grads[0], ctx.group), None
-
-
-class AllGather(Function):
-    """Join along a dim forward; sum and own piece backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        """Return every rank's `x` joined along `dim`."""
-        ctx.args = dim, group, sizes
-        return pieces.joined(x, dim, group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Sum the gradients of the ranks and keep the own piece."""
-        dim, group, sizes = ctx.args
-        return reduce_scatter(grads[0], dim, group, sizes=sizes), None, None, None
-
-
-class ReduceScatter(Function):
-    """Sum and own piece forward; join along the dim backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        """Return this rank's piece along `dim` of the sum of every rank's `x`."""
-        ctx.args = dim, group, sizes
-        return pieces.summed_piece(x, dim, group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Join the gradients of the pieces."""
-        dim, group, sizes = ctx.args
-        return all_gather(grads[0], dim, group, sizes=sizes), None, None, None
-
-
-class Gather(Function):
-    """Join along a dim forward; own piece backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        """Return every rank's `x` joined along `dim`."""
-        ctx.args = dim, group, sizes
-        return pieces.joined(x, dim, group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Keep the own piece of the gradient."""
-        dim, group, sizes = ctx.args
-        return split(grads[0], dim, group, sizes=sizes), None, None, None
-
-
-class Split(Function):
-    """Own piece along a dim forward; join backward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
-    ) -> Tensor:
-        """Return this rank's piece of `x` along `dim`."""
-        ctx.args = dim, group, sizes
-        return pieces.own_piece(x, dim, group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Join the gradients of the pieces."""
-        dim, group, sizes = ctx.args
-        return gather(grads[0], dim, group, sizes=sizes), None, None, None
-
-
-class AllToAll(Function):
-    """Pieces along one dim sent out, received ones joined along another; backward the way back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, split_dim: int, concat_dim: int, group: Group = None
-    ) -> Tensor:
-        """Return what every rank's piece for this one joins to."""
-        ctx.args = concat_dim, split_dim, group
-        return pieces.swapped(x, split_dim, concat_dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Send the gradients of the pieces back."""
-        return all_to_all(grads[0], *ctx.args), None, None, None
+__all__ = [
+    "AllGather",
+    "AllReduce",
+    "AllToAll",
+    "Copy",
+    "Gather",
+    "Reduce",
+    "ReduceScatter",
+    "Split",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "copy",
+    "gather",
+    "reduce",
+    "reduce_scatter",
+    "split",
+]
 
 
 def copy(x: Tensor, group: Group = None) -> Tensor:
@@ -178,7 +68,7 @@ def copy(x: Tensor, group: Group = None) -> Tensor:
         x: any shape; the same on every rank.
         group: the ranks; the default group by default.
     """
-    return x if _one(group) else _apply(Copy, x, group)
+    return x if alone(group) or not torch.is_grad_enabled() else apply(Copy, x, group)
 
 
 def reduce(x: Tensor, group: Group = None) -> Tensor:
@@ -188,7 +78,7 @@ def reduce(x: Tensor, group: Group = None) -> Tensor:
         x: any shape, the same one on every rank.
         group: the ranks; the default group by default.
     """
-    return x if _one(group) else _apply(Reduce, x, group)
+    return x if alone(group) else apply(Reduce, x, group)
 
 
 def all_reduce(x: Tensor, group: Group = None) -> Tensor:
@@ -198,7 +88,7 @@ def all_reduce(x: Tensor, group: Group = None) -> Tensor:
         x: any shape, the same one on every rank.
         group: the ranks; the default group by default.
     """
-    return x if _one(group) else _apply(AllReduce, x, group)
+    return x if alone(group) else apply(AllReduce, x, group)
 
 
 def all_gather(
@@ -215,7 +105,9 @@ def all_gather(
     Raises:
         InvalidArgumentError: no such dim, or `sizes` do not fit.
     """
-    return _apply(AllGather, x, dim, group, sizes)
+    if alone(group):
+        return pieces.joined(x, dim, group, sizes)
+    return apply(AllGather, x, dim, group, sizes)
 
 
 def reduce_scatter(
@@ -234,7 +126,9 @@ def reduce_scatter(
     Raises:
         InvalidArgumentError: no such dim, it does not divide, or `sizes` do not fit.
     """
-    return _apply(ReduceScatter, x, dim, group, sizes)
+    if alone(group):
+        return pieces.summed_piece(x, dim, group, sizes)
+    return apply(ReduceScatter, x, dim, group, sizes)
 
 
 def gather(
@@ -251,7 +145,9 @@ def gather(
     Raises:
         InvalidArgumentError: no such dim, or `sizes` do not fit.
     """
-    return _apply(Gather, x, dim, group, sizes)
+    if alone(group):
+        return pieces.joined(x, dim, group, sizes)
+    return apply(Gather, x, dim, group, sizes)
 
 
 def split(
@@ -268,7 +164,9 @@ def split(
     Raises:
         InvalidArgumentError: no such dim, it does not divide, or `sizes` do not fit.
     """
-    return _apply(Split, x, dim, group, sizes)
+    if alone(group):
+        return pieces.own_piece(x, dim, group, sizes)
+    return apply(Split, x, dim, group, sizes)
 
 
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group = None) -> Tensor:
@@ -283,9 +181,6 @@ def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group = None) 
     Raises:
         InvalidArgumentError: no such dim, or `split_dim` does not divide.
     """
-    return _apply(AllToAll, x, split_dim, concat_dim, group)
-
-
-def _apply(function: type[Function], *args: Any) -> Tensor:
-    result: Tensor = function.apply(*args)
-    return result
+    if alone(group):
+        return pieces.swapped(x, split_dim, concat_dim, group)
+    return apply(AllToAll, x, split_dim, concat_dim, group)

@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from .arguments import check_list, check_member, check_target, check_tensor
 from .checks import checking, compare
+from .errors import InvalidArgumentError
 from .raw import all_gather_single, movable, on_wire, process_group, route
 from .work import Work, settled
 
@@ -56,6 +57,11 @@ def all_gather(data: Any, *args: Any, **options: Any) -> Any:
     """
     if isinstance(data, Tensor):
         return _all_gather(data, *args, **options)
+    if not isinstance(data, Sequence) or not (args or "tensor" in options):
+        message = (
+            f"all_gather needs a tensor, or a list to fill and a tensor, got {type(data).__name__}"
+        )
+        raise InvalidArgumentError(message)
     return _all_gather_into(data, *args, **options)
 
 

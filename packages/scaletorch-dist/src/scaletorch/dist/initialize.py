@@ -15,7 +15,7 @@ from . import devices
 from .creators import CREATORS, choose_backend
 from .errors import InvalidArgumentError, StateError
 from .info import expect_one_process
-from .launchers import LAUNCHERS, Placement, infer_launcher, read_placement
+from .launchers import LAUNCHERS, Placement, infer_launcher, read_placement, remember_launcher
 from .local import forget_local_group, get_local_rank
 from .rendezvous import Meeting, find_meeting, is_loopback
 
@@ -165,6 +165,7 @@ def _export(placement: Placement, meeting: Meeting | None) -> None:
     if is_loopback(address) and "GLOO_SOCKET_IFNAME" not in os.environ:
         # All ranks are on this machine: gloo need not listen to others, nor resolve its name.
         values["GLOO_SOCKET_IFNAME"] = _LOOPBACK_INTERFACE.get(sys.platform)
+    remember_launcher(placement.launcher)
     for name, value in values.items():
         if value is not None and os.environ.get(name) != str(value):
             _replaced[name] = os.environ.get(name)
@@ -178,3 +179,4 @@ def _restore_environment() -> None:
         else:
             os.environ[name] = value
     _replaced.clear()
+    remember_launcher(None)

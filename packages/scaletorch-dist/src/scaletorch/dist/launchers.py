@@ -98,10 +98,23 @@ def _is_srun_pmi(env: Mapping[str, str]) -> bool:
     )
 
 
+_known: str | None = (
+    None  # the launcher that init_dist went by; it then exports torchrun's variables
+)
+
+
 def infer_launcher() -> str:
     """The launcher that started this process: 'pytorch', 'slurm', 'mpi', or 'none'."""
+    if _known is not None:
+        return _known
     environment = find_environment()
     return "none" if environment is None else environment.launcher
+
+
+def remember_launcher(launcher: str | None) -> None:
+    """Keep what `infer_launcher` is to answer; None to look at the environment again."""
+    global _known
+    _known = launcher
 
 
 def launched_world_size() -> int:

@@ -104,15 +104,7 @@ def scatter(
     size = 1 if members is None else members.size()
     if members is not None and checking():
         compare(members, "scatter", data, f"src={src}")
-    error = _list_error(scatter_list, size, data) if mine else None
-    if members is not None and size > 1:
-        (bad,) = broadcast_ints([int(error is not None)], src, members)
-        if bad and error is None:
-            error = InvalidArgumentError(
-                f"scatter: the list of rank {src} does not fit; its error says how"
-            )
-    if error is not None:
-        raise error
+    _check_list_of_root(scatter_list, data, src, mine, members)
     if members is None or size == 1 or data.numel() == 0:
         source = scatter_list[0] if scatter_list else data
         return settled((), partial(_home, data.detach(), source.detach(), True), async_op)
@@ -123,12 +115,22 @@ def scatter(
     return settled((handle,), partial(_home, data.detach(), buffer, True, parts), async_op)
 
 
-def _list_error(tensors: Any, size: int, data: Tensor) -> InvalidArgumentError | None:
-    try:
-        check_list(tensors, size, "scatter", "scatter_list", like=data)
-    except InvalidArgumentError as error:
-        return error
-    return None
+def _check_list_of_root(tensors: Any, data: Tensor, src: int, mine: bool, members: Group) -> None:
+    """Check what only rank `src` has, and raise on every rank."""
+    size = 1 if members is None else members.size()
+    error = None
+    if mine:
+        try:
+            check_list(tensors, size, "scatter", "scatter_list", like=data)
+        except InvalidArgumentError as found:
+            error = found
+    if members is not None and size > 1:
+        (bad,) = broadcast_ints([int(error is not None)], src, members)
+        if bad and error is None:
+            message = f"scatter: the list of rank {src} does not fit; its error says how"
+            raise InvalidArgumentError(message)
+    if error is not None:
+        raise error
 
 
 def _home(data: Tensor, buffer: Tensor, fill: bool, keep: Any = None) -> None:

@@ -15,17 +15,15 @@ from torch.distributed import ProcessGroup
 
 from .checks import checking, compare
 from .errors import InvalidArgumentError
+from .parts import reduce_parts
 from .raw import (
     all_gather_single,
     all_to_all_single,
-    exchange_parts,
     movable,
     on_wire,
     process_group,
-    reduce_scatter_single,
-    route,
 )
-from .recipes import recipe_for, reduce_blocks
+from .recipes import recipe_for
 
 Group = ProcessGroup | None
 
@@ -87,24 +85,13 @@ def summed_piece(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None 
     length = lengths[members.rank()]
     shape = (*x.shape[:dim], length, *x.shape[dim + 1 :])
     data = on_wire(x, members)
-    even = min(lengths) == max(lengths)
     if data.numel() == 0:
         return x.new_empty(shape)
+    row = data.numel() // data.size(dim)
+    counts = [count * row for count in lengths]
     recipe = recipe_for("sum", x.dtype)
-    parts = _piece_major(data, dim, lengths)
-    own = parts.numel() // x.size(dim) * length
-    way = route(data, members)
-    if even and way.backend != "gloo" and "reduce_scatter" not in way.lacks:
-        packed = recipe.pack(parts)
-        output = packed.new_empty(own)
-        reduce_scatter_single(output, packed, recipe.raw, members)
-    else:
-        # Direct exchange, then a sum in rank order: on TCP quicker than a ring.
-        row = parts.numel() // x.size(dim)
-        counts = [count * row for count in lengths]
-        received, _ = exchange_parts(parts, counts, [own] * len(lengths), members)
-        output = reduce_blocks(recipe.pack(received).view(len(lengths), own), recipe.run)
-    return output.view(shape).to(x.device, x.dtype)
+    reduced, _ = reduce_parts(_piece_major(data, dim, lengths), counts, recipe, members)
+    return reduced().view(shape).to(x.device, x.dtype)
 
 
 def swapped(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:

@@ -72,6 +72,6 @@ def separate_store(run: int) -> None:
     world = dist.group.WORLD
     if world is not None:
         backend, store = groups[world]
-        if run:
+        if isinstance(store, PrefixStore):
             store = store.underlying_store
         groups[world] = backend, PrefixStore(f"run {run}", store)

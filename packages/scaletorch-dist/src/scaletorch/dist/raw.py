@@ -116,35 +116,6 @@ def as_bytes(data: Tensor) -> Tensor:
     return flat.view(torch.uint8)
 
 
-def exchange_parts(
-    data: Tensor,
-    counts: Sequence[int],
-    received_counts: Sequence[int],
-    group: ProcessGroup,
-    async_op: bool = False,
-) -> tuple[Tensor, Any]:
-    """Send the group's rank i its part of flat `data`; return what comes, and the handle.
-
-    Args:
-        data: flat tensor of any dtype, on the group's device; the parts in rank order.
-        counts: elements for each rank.
-        received_counts: elements from each rank; they are joined in rank order.
-        group: the ranks.
-        async_op: return before it has come.
-    """
-    received = data.new_empty(sum(received_counts))
-    scale = 1 if data.dtype in MOVABLE else data.element_size()
-    handle = all_to_all_single(
-        movable(received),
-        movable(data),
-        [count * scale for count in received_counts],
-        [count * scale for count in counts],
-        group,
-        async_op,
-    )
-    return received, handle
-
-
 def host_device(group: ProcessGroup) -> torch.device:
     """Return the device for small things that the host reads: the CPU where the group has one."""
     cpu = torch.device("cpu")

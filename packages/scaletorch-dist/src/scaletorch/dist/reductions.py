@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Literal, overload
 
@@ -14,13 +14,12 @@ from torch.distributed import ProcessGroup
 from .arguments import check_list, check_member, check_target
 from .checks import checking, compare
 from .ops import Op
+from .parts import reduce_parts
 from .raw import (
     all_gather_single,
-    exchange_parts,
     movable,
     on_wire,
     process_group,
-    reduce_scatter_single,
     route,
 )
 from .recipes import Recipe, recipe_for, reduce_blocks
@@ -69,7 +68,7 @@ def all_reduce(
         return _reduce_gathered(data.detach(), buffer, recipe, members, async_op)
     handle = c10d.all_reduce(buffer, recipe.raw, members, async_op)
     if recipe.plain and buffer.data_ptr() == data.data_ptr():
-        return Work((handle,), nothing) if async_op else None
+        return Work((handle,), partial(_hold, buffer)) if async_op else None
     finish = partial(_unpack, data.detach(), buffer, recipe, size)
     return settled((handle,), finish, async_op)
 
@@ -172,32 +171,12 @@ def reduce_scatter(
     if members is None or size == 1:
         output.detach().copy_(input_list[0].detach())
         return settled((), nothing, async_op)
-    return _reduce_scatter(output.detach(), input_list, recipe, members, async_op)
-
-
-def _reduce_scatter(
-    output: Tensor,
-    input_list: Sequence[Tensor],
-    recipe: Recipe,
-    members: ProcessGroup,
-    async_op: bool,
-) -> Work[None] | None:
     flat = torch.cat([on_wire(entry, members).view(-1) for entry in input_list])
-    counts = [entry.numel() for entry in input_list]
-    own, size = output.numel(), members.size()
     if flat.numel() == 0:
         return settled((), nothing, async_op)
-    even = min(counts) == max(counts)
-    way = route(flat, members)
-    if even and way.backend != "gloo" and way.lacks.isdisjoint((recipe.run, "reduce_scatter")):
-        packed = recipe.pack(flat)
-        result = packed.new_empty(own)
-        handle = reduce_scatter_single(result, packed, recipe.raw, members, async_op)
-        finish = partial(_unpack, output, result, recipe, size, keep=packed)
-        return settled((handle,), finish, async_op)
-    # Direct exchange, then one pass over what came: quicker on TCP, and in rank order.
-    received, handle = exchange_parts(flat, counts, [own] * size, members, async_op)
-    finish = partial(_reduce_received, output, received, recipe, size, keep=flat)
+    counts = [entry.numel() for entry in input_list]
+    reduced, handle = reduce_parts(flat, counts, recipe, members, async_op)
+    finish = partial(_unpack_later, output.detach(), reduced, recipe, size)
     return settled((handle,), finish, async_op)
 
 
@@ -215,15 +194,11 @@ def _reduce_packed(data: Tensor, rows: Tensor, recipe: Recipe, size: int, keep: 
     _unpack(data, reduce_blocks(rows.view(size, rows.numel() // size), recipe.run), recipe, size)
 
 
-def _reduce_received(
-    output: Tensor, received: Tensor, recipe: Recipe, size: int, keep: Tensor
-) -> None:
-    _reduce_packed(output, recipe.pack(received), recipe, size, keep)
+def _unpack_later(data: Tensor, reduced: Callable[[], Tensor], recipe: Recipe, size: int) -> None:
+    _unpack(data, reduced(), recipe, size)
 
 
-def _unpack(
-    data: Tensor, buffer: Tensor, recipe: Recipe, size: int, keep: Tensor | None = None
-) -> None:
+def _unpack(data: Tensor, buffer: Tensor, recipe: Recipe, size: int) -> None:
     """Bring a reduced buffer home to `data`."""
     result = recipe.unpack(buffer, size)
     if result.data_ptr() != data.data_ptr():

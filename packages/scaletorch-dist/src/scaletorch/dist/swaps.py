@@ -14,10 +14,10 @@ from .arguments import check_list, check_target, check_tensor
 from .checks import checking, compare
 from .errors import InvalidArgumentError, MismatchError
 from .info import group_ranks
+from .parts import exchange_parts
 from .raw import (
     all_to_all_single,
     as_bytes,
-    exchange_parts,
     gather_ints,
     movable,
     on_wire,
@@ -74,6 +74,12 @@ def all_to_all(data: Any, *args: Any, **options: Any) -> Any:
     """
     if isinstance(data, Tensor):
         return _all_to_all(data, *args, **options)
+    if not isinstance(data, Sequence) or not (args or "recv_list" in options):
+        message = (
+            "all_to_all needs a tensor, or a list to send and one to receive into, "
+            f"got {type(data).__name__}"
+        )
+        raise InvalidArgumentError(message)
     return _all_to_all_lists(data, *args, **options)
 
 

@@ -5,24 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..dist import all_reduce
+from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
-from ..parallel.pipeline_parallel import PipelineParallel
 from ..parallel.tensor_parallel import shard_dims
 
 
-def counted_gradients(model: nn.Module, manager: ProcessGroupManager) -> Iterator[Tensor]:
+def counted_gradients(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[Tensor]:
     """Yield the gradients that this rank adds to the norm.
 
     A parameter replicated over tp counts on its first rank, one tied across stages on its first.
     """
     dims = shard_dims(model)
-    tied: dict[str, tuple[int, ...]] = {}
-    for module in model.modules():
-        if isinstance(module, PipelineParallel):
-            tied = module.tied_parameters
+    tied: dict[str, tuple[int, ...]] = model.tied_parameters  # of the stage within
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
@@ -31,7 +28,7 @@ def counted_gradients(model: nn.Module, manager: ProcessGroupManager) -> Iterato
             yield parameter.grad
 
 
-def global_grad_norm(model: nn.Module, manager: ProcessGroupManager) -> Tensor:
+def global_grad_norm(model: DataParallelBucket, manager: ProcessGroupManager) -> Tensor:
     """Return the 2-norm of the plain model's whole gradient, 0-d, float32 at least, on all ranks.
 
     Gradients must already be summed over CP x DP, as after ``train_step``.
@@ -46,7 +43,9 @@ def global_grad_norm(model: nn.Module, manager: ProcessGroupManager) -> Tensor:
     return total.sqrt()
 
 
-def clip_grad_norm_(model: nn.Module, max_norm: float, manager: ProcessGroupManager) -> Tensor:
+def clip_grad_norm_(
+    model: DataParallelBucket, max_norm: float, manager: ProcessGroupManager
+) -> Tensor:
     """Scale all gradients so that their global norm is at most ``max_norm``; return the norm."""
     norm = global_grad_norm(model, manager)
     torch.nn.utils.clip_grads_with_norm_(model.parameters(), max_norm, norm)

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..dist import all_reduce
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import shard_batch
-from ..parallel.data_parallel import global_token_count
+from ..parallel.data_parallel import DataParallelBucket, global_token_count
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel import train_step_pipeline_1f1b, train_step_pipeline_afab
 
@@ -61,7 +61,7 @@ def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def train_step(
-    model: nn.Module,
+    model: DataParallelBucket,
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager,
     *,

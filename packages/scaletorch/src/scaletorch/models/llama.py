@@ -83,7 +83,8 @@ class Attention(nn.Module):
         out_BNLD = F.scaled_dot_product_attention(
             q_BNLD, k_BKLD, v_BKLD, is_causal=True, enable_gqa=self.num_heads != self.num_kv_heads
         )
-        return self.o_proj(out_BNLD.transpose(1, 2).reshape(batch, length, -1))
+        out: Tensor = self.o_proj(out_BNLD.transpose(1, 2).reshape(batch, length, -1))
+        return out
 
 
 class MLP(nn.Module):
@@ -97,7 +98,8 @@ class MLP(nn.Module):
 
     def forward(self, x_BLH: Tensor) -> Tensor:
         """Return the same shape as ``x_BLH``."""
-        return self.down_proj(F.silu(self.gate_proj(x_BLH)) * self.up_proj(x_BLH))
+        out: Tensor = self.down_proj(F.silu(self.gate_proj(x_BLH)) * self.up_proj(x_BLH))
+        return out
 
 
 class Block(nn.Module):
@@ -113,7 +115,8 @@ class Block(nn.Module):
     def forward(self, x_BLH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the same shape as ``x_BLH``."""
         x_BLH = x_BLH + self.self_attn(self.input_layernorm(x_BLH), cos, sin)
-        return x_BLH + self.mlp(self.post_attention_layernorm(x_BLH))
+        x_BLH = x_BLH + self.mlp(self.post_attention_layernorm(x_BLH))
+        return x_BLH
 
 
 class Llama(nn.Module):
@@ -155,4 +158,5 @@ class Llama(nn.Module):
         cos, sin = rotary_tables(position_ids, head_dim, self.config.rope_theta, x_BLH.dtype)
         for layer in self.layers:
             x_BLH = layer(x_BLH, cos, sin)
-        return self.lm_head(self.norm(x_BLH))
+        logits: Tensor = self.lm_head(self.norm(x_BLH))
+        return logits

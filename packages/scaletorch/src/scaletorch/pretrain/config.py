@@ -35,7 +35,7 @@ class PretrainConfig:
     """Micro-batches per data parallel rank and step."""
     seq_len: int = 128
     """Tokens in a sequence."""
-    lr: float = 3e-3
+    lr: float = 1e-3
     """Highest learning rate; it warms up linearly and falls to a tenth along a cosine."""
     warmup_steps: int = 10
     """Steps until the highest learning rate."""

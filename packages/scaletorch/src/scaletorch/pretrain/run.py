@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..dist import cleanup_dist, infer_launcher, init_dist, is_main_process, launch
+from ..dist import RankPool, cleanup_dist, infer_launcher, init_dist, is_main_process, launch
 from .config import PretrainConfig
 from .report import save_curve
 from .train import train
@@ -73,4 +73,6 @@ def one_process_losses(config: PretrainConfig, steps: int) -> list[float]:
     """Return the last ``steps`` losses of the same training in one process of its own."""
     with tempfile.TemporaryDirectory(prefix="scaletorch-") as folder:
         alone = replace(config.one_process(), out=Path(folder))
-        return launch(train, 1, alone)[0][-steps:]
+        with RankPool(1, timeout=None) as pool:  # its own process, as a launcher's rank is not one
+            losses: list[float] = pool.run(train, alone)[0]
+    return losses[-steps:]

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from ..compose import clip_grad_norm_, parallelize, shard_global_batch, train_step
-from ..dist import barrier, current_device, is_main_process
+from ..dist import barrier, is_main_process
+from ..dist.devices import current_device
 from ..models import Llama, LlamaConfig
+from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import (
     ProcessGroupManager,
     destroy_process_group_manager,
@@ -49,18 +52,15 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
     checkpoint.refuse_mixing(config)
     start = checkpoint.load(config, model, optimizer) if config.resume else 0
     tokens = config.batch_size * config.seq_len
-    speed = {
-        "tokens": tokens,
-        "flops": tokens * flops_per_token(sizes, config.seq_len),
-        "peak": shared_peak(config, device, manager.world_size),
-    }
+    flops = tokens * flops_per_token(sizes, config.seq_len)
+    peak = shared_peak(config, device, manager.world_size)
     losses = []
     folder = config.out if is_main_process() else None
     with Reporter(folder, str(config.grid), start, config.steps) as reporter:
         for step in range(start, config.steps):
             values = optimizer_step(config, manager, model, optimizer, corpus, step)
             losses.append(values["loss"])
-            reporter.step(step + 1, values, **speed)
+            reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)
             if config.save_every and (step + 1) % config.save_every == 0:
                 checkpoint.save(config, step + 1, model, optimizer)
     return losses
@@ -69,7 +69,7 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
 def optimizer_step(
     config: PretrainConfig,
     manager: ProcessGroupManager,
-    model: nn.Module,
+    model: DataParallelBucket,
     optimizer: torch.optim.Optimizer,
     corpus: Corpus,
     step: int,
@@ -117,7 +117,10 @@ def build_optimizer(config: PretrainConfig, model: nn.Module) -> torch.optim.Opt
     """Return AdamW that decays matrices only."""
     matrices = [p for p in model.parameters() if p.ndim > 1]
     vectors = [p for p in model.parameters() if p.ndim <= 1]
-    groups = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    groups: list[dict[str, Any]] = [
+        {"params": matrices},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
     return torch.optim.AdamW(
         groups, lr=config.lr, betas=(0.9, 0.95), weight_decay=config.weight_decay
     )

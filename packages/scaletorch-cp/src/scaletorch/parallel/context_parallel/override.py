@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -162,7 +161,7 @@ def _refuse_bare_checkpoint(frame: Any) -> None:
     while frame is not None and not (
         frame.f_code.co_name == "forward" and frame.f_globals is globals()
     ):
-        if frame.f_globals.get("__name__") == torch.utils.checkpoint.__name__:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
             raise _refusal(
                 "attention in a function that is checkpointed by itself would be recomputed "
                 "without the other ranks: checkpoint the module around it"

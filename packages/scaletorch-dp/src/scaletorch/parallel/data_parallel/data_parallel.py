@@ -36,7 +36,7 @@ class _DataParallel(ModuleWrapper):
         if not isinstance(module, nn.Module):
             message = f"module must be a torch.nn.Module, got {type(module).__name__}"
             raise InvalidArgumentError(message)
-        op = str(options["op"])
+        op = str(options["op"]).lower()
         if op not in _OPS:
             message = f"op must be one of {', '.join(map(repr, _OPS))}, got {options['op']!r}"
             raise InvalidArgumentError(message)
@@ -44,7 +44,7 @@ class _DataParallel(ModuleWrapper):
         alone = group is None or get_world_size(group) == 1
         parameters = list(module.named_parameters())
         if not alone:
-            options = {"wrapper": type(self).__name__, **options}
+            options = {"wrapper": type(self).__name__, **options, "op": op}
             compare_across_ranks(describe_parameters(parameters, options), group)
         super().__init__(module)
         self._frozen = [(name, each) for name, each in parameters if not each.requires_grad]

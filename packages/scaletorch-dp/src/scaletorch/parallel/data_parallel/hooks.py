@@ -77,7 +77,7 @@ class GradientSync:
             return
         this = weakref.ref(self)
         for tensor in _tensors(output):
-            if False:
+            if tensor.grad_fn is not None:
                 tensor.register_hook(partial(_output_hook, this))
 
     def finish_if_due(self) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
 
@@ -74,11 +73,10 @@ class AxisAttributes:
     world_last_rank: int
     world_group_ids: list[int]
 
-    def _set_axis(self, axis: str, grid: Grid, rank: int, group: ProcessGroup | None) -> None:
-        """Fill the attributes of one axis for a global rank."""
+    def _set_axis(self, axis: str, grid: Grid, rank: int) -> None:
+        """Fill the attributes of one axis, but for the group, for a global rank."""
         members = list(grid.group(axis, rank))
         values = {
-            "group": group,
             "size": len(members),
             "world_size": len(members),
             "rank": grid.group_rank(axis, rank),
@@ -89,15 +87,14 @@ class AxisAttributes:
         for name, value in values.items():
             setattr(self, f"{axis}_{name}", value)
 
-    def _drop_groups(self, axes: Iterable[str]) -> None:
-        """Forget the groups: a dead group still moves data while something holds it."""
-        for axis in axes:
-            delattr(self, f"{axis}_group")
+    def group(self, axis: str) -> ProcessGroup | None:
+        """Process group of ``axis``: what the attributes ``{axis}_group`` return."""
+        raise NotImplementedError
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
-        def __getattr__(self, name: str) -> Any:
-            message = f"{type(self).__name__} has no attribute {name!r}"
-            if name.endswith("_group"):
-                message += " (a manager's groups are gone once it is destroyed)"
+        def __getattr__(self, name: str) -> ProcessGroup | None:
+            if name.endswith("_group") and name in AxisAttributes.__annotations__:
+                return self.group(name.removesuffix("_group"))
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=self)

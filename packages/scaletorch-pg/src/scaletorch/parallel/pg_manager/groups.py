@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ReferenceType, ref
 
 import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
@@ -34,6 +35,9 @@ def grouped_axis(axis: str) -> str:
 class GroupSet:
     """One rank's process group for every axis; equal sets of ranks share one group.
 
+    torch holds the groups; here are weak references. Whoever destroys the default group thus
+    frees these too, and no thread of theirs lives on to abort the interpreter at its exit.
+
     Args:
         grid: The layout of the world.
         rank: This process' global rank.
@@ -41,8 +45,8 @@ class GroupSet:
     """
 
     def __init__(self, grid: Grid, rank: int, first_number: int) -> None:
-        self._by_axis: dict[str, ProcessGroup] = {}
-        self._created: list[ProcessGroup] = []
+        self._by_axis: dict[str, ReferenceType[ProcessGroup]] = {}
+        self._created: list[ReferenceType[ProcessGroup]] = []
         try:
             with numbered_from(first_number):
                 self._create_all(grid, rank)
@@ -50,14 +54,18 @@ class GroupSet:
             self.destroy()
             raise
 
-    def __getitem__(self, axis: str) -> ProcessGroup:
-        return self._by_axis[axis]
+    def get(self, axis: str) -> ProcessGroup | None:
+        """Group of one of the `AXES`; None once it was destroyed."""
+        reference = self._by_axis.get(axis)
+        return None if reference is None else reference()
 
     def destroy(self) -> None:
         """Destroy the groups made here, newest first; WORLD stays."""
         self._by_axis.clear()
         while self._created:
-            torch_dist.destroy_process_group(self._created.pop())
+            group = self._created.pop()()
+            if group is not None:
+                torch_dist.destroy_process_group(group)
 
     def _create_all(self, grid: Grid, rank: int) -> None:
         # All groups of an axis have one size, so ranks share or make a group alike, and the
@@ -68,8 +76,8 @@ class GroupSet:
             group = made.get(members)
             if group is None:
                 group = made[members] = _new_group(grid, axis, members)
-                self._created.append(group)
-            self._by_axis[axis] = group
+                self._created.append(ref(group))
+            self._by_axis[axis] = ref(group)
 
 
 def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:

@@ -11,7 +11,7 @@ from ...dist import get_default_group, get_local_rank, get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError, StateError
 from .agreement import agree
 from .attributes import AxisAttributes
-from .grid import ORDER, Grid
+from .grid import Grid
 from .groups import AXES, GroupSet, grouped_axis
 from .layouts import wrong_product
 from .mesh import make_device_mesh
@@ -56,15 +56,13 @@ class ProcessGroupManager(AxisAttributes):
         self.grid, first_number = _agreed_grid(tp_size, cp_size, pp_size, dp_size)
         self.global_rank = get_rank()
         self.local_rank = get_local_rank()
-        self._world = get_default_group()
+        self._destroyed = False
         self._groups: GroupSet | None = None
-        if self._world is not None:
+        if get_default_group() is not None:
             self._groups = GroupSet(self.grid, self.global_rank, first_number)
         self._mesh: DeviceMesh | None = None
-        self._destroyed = False
         for axis in AXES:
-            group = self._groups[axis] if self._groups is not None else None
-            self._set_axis(axis, self.grid, self.global_rank, group)
+            self._set_axis(axis, self.grid, self.global_rank)
         ring = self.grid.ring_neighbours("cp", self.global_rank)
         self.cp_send_rank, self.cp_recv_rank = ring
         self.pp_prev_rank, self.pp_next_rank = self.grid.pipeline_neighbours(self.global_rank)
@@ -86,12 +84,16 @@ class ProcessGroupManager(AxisAttributes):
 
         Raises:
             InvalidArgumentError: Not an axis, or one that has no process group.
-            StateError: The manager was destroyed.
+            StateError: The manager was destroyed, or its default group was.
         """
-        if self._destroyed:
-            raise StateError(f"the manager {self} was destroyed: it has no groups any more")
-        group: ProcessGroup | None = getattr(self, f"{grouped_axis(axis)}_group")
-        return group
+        name = grouped_axis(axis)
+        if not self.is_alive():
+            message = (
+                f"the {name} group of {self} is gone: its manager or its default group was "
+                "destroyed; call setup_process_group_manager again"
+            )
+            raise StateError(message)
+        return None if self._groups is None else self._groups.get(name)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -102,14 +104,14 @@ class ProcessGroupManager(AxisAttributes):
         Raises:
             StateError: Without torch.distributed there are no groups to describe.
         """
-        if self._groups is None:
+        if self._groups is None or not self.is_alive():
             message = (
                 "device_mesh needs process groups: make the manager after init_dist "
                 "and use the mesh before the manager is destroyed"
             )
             raise StateError(message)
         if self._mesh is None:
-            self._mesh = make_device_mesh(self.grid, [self._groups[axis] for axis in ORDER])
+            self._mesh = make_device_mesh(self.grid, self.group)
         return self._mesh
 
     def get_info(self) -> dict[str, Any]:
@@ -129,21 +131,20 @@ class ProcessGroupManager(AxisAttributes):
         }
 
     def destroy(self) -> None:
-        """Destroy the groups made here; WORLD stays, and a second call does nothing.
-
-        The group attributes go too (rather than become None, which would mean WORLD).
-        """
-        if self._groups is not None:
-            if self.is_alive():
-                self._groups.destroy()
-            self._drop_groups(AXES)
+        """Destroy the groups made here; WORLD stays, and a second call does nothing."""
+        if self._groups is not None and self.is_alive():
+            self._groups.destroy()
         self._mesh = None
-        self._groups = None
         self._destroyed = True
 
     def is_alive(self) -> bool:
-        """Whether the groups exist: not destroyed, and neither is the default group."""
-        return not self._destroyed and get_default_group() is self._world
+        """Whether the groups exist: neither the manager nor its default group was destroyed."""
+        if self._destroyed:
+            return False
+        if self._groups is None:
+            return get_default_group() is None
+        world = self._groups.get("world")
+        return world is not None and world is get_default_group()
 
 
 def setup_process_group_manager(

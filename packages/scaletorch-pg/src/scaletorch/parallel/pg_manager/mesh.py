@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -10,14 +12,15 @@ from ...dist import get_comm_device
 from .grid import ORDER, Grid
 
 
-def make_device_mesh(grid: Grid, groups: list[ProcessGroup]) -> DeviceMesh:
+def make_device_mesh(grid: Grid, group_of: Callable[[str], ProcessGroup | None]) -> DeviceMesh:
     """Make a mesh of shape [DP, PP, CP, TP] without creating any group.
 
     Args:
         grid: The layout.
-        groups: This rank's dp, pp, cp and tp groups, in that order.
+        group_of: Returns this rank's group of an axis.
     """
     shape = [getattr(grid, axis) for axis in ORDER]
+    groups = [group for axis in ORDER if (group := group_of(axis)) is not None]
     return DeviceMesh.from_group(
         groups,
         get_comm_device().type,

@@ -1,5 +1,6 @@
 """Pipeline parallelism for plain PyTorch modules: stages, schedules as data, one runtime."""
 
+from ._version import __version__
 from .cut import PassThrough
 from .pipeline_parallel import (
     PipelineParallel,
@@ -20,6 +21,7 @@ __all__ = [
     "Split",
     "Step",
     "Transfer",
+    "__version__",
     "afab",
     "bidirectional_pipeline_communicate",
     "derive",

@@ -44,8 +44,7 @@ class HiddenFlow:
     """
 
     def __init__(self, layers: Sequence[nn.Module], *, first: bool, last: bool) -> None:
-        self._received: Tensor | None = None
-        self._entered = False
+        self._received: Any = None
         self._left: Tensor | None = None
         self._watching = False
         if not first:
@@ -55,8 +54,7 @@ class HiddenFlow:
 
     def start(self, received: Any) -> None:
         """Take note of what the stage's forward is called with."""
-        # A layer recomputed during backward is called with another micro-batch: not watched.
-        self._received, self._entered, self._watching = received, False, True
+        self._received, self._watching = received, True
 
     def finish(self, output: Any) -> None:
         """Check what the stage's forward returned."""
@@ -71,12 +69,11 @@ class HiddenFlow:
         self._watching = False
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        # Only the first call counts: a layer may be shared by several places.
-        if self._watching and not self._entered:
-            self._entered = True
-            entering = tensor_of(args or kwargs)
-            if isinstance(self._received, Tensor) and not _same(self._received, entering):
-                raise InvalidArgumentError(_message("before the first layer", "first"))
+        # Only the first call counts: a layer may be shared by several places, and it may be
+        # recomputed during the backward of another micro-batch.
+        received, self._received = self._received, None
+        if isinstance(received, Tensor) and not _same(received, tensor_of(args or kwargs)):
+            raise InvalidArgumentError(_message("before the first layer", "first"))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._watching:

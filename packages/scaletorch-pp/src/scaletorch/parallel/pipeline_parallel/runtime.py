@@ -41,12 +41,13 @@ def execute(steps: Iterable[Step], work: StageWork, wire: Wire) -> None:
             step.receive.peer if step.receive else None,
         )
         product = None
+        # No name here may outlive its action, or it would keep activations alive.
         match step.action:
             case Forward(m):
-                hidden = arrived if arrived is None else arrived.requires_grad_()
-                product = work.forward(m, hidden)
-                live[m] = hidden, product
+                if arrived is not None:
+                    arrived.requires_grad_()
+                product = work.forward(m, arrived)
+                live[m] = arrived, product
             case Backward(m):
-                hidden, output = live.pop(m)
-                product = work.backward(m, hidden, output, arrived)
+                product = work.backward(m, *live.pop(m), arrived)
         del arrived

@@ -142,6 +142,16 @@ class PipelineParallel(ModuleWrapper):
         self._tied.sync()
 
 
+def _parameter_facts(model: nn.Module) -> list[str]:
+    first: dict[nn.Parameter, str] = {}
+    facts = []
+    for name, p in model.named_parameters(remove_duplicate=False):
+        form = f"shape {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
+        owner = first.setdefault(p, name)
+        facts.append(f"parameter {name} of {form}" + (f", tied to {owner}" * (owner != name)))
+    return facts
+
+
 def _agreed_placement(
     model: nn.Module, config: Split | None, num_stages: int, group: ProcessGroup | None
 ) -> Placement:
@@ -149,10 +159,7 @@ def _agreed_placement(
     if not isinstance(model, nn.Module):
         message = f"PipelineParallel wraps an nn.Module, got {type(model).__name__}"
         raise InvalidArgumentError(message)
-    facts = [
-        f"parameter {name} of shape {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
-        for name, p in model.named_parameters(remove_duplicate=False)
-    ]
+    facts = _parameter_facts(model)
     outcome: Placement | InvalidArgumentError
     try:
         outcome = place(model, config, num_stages)

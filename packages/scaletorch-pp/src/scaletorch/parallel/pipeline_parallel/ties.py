@@ -73,7 +73,7 @@ class TiedGradients:
             if not parameter.is_meta:
                 data = parameter.detach()
                 if self._stage == owners[0]:
-                    sends += [(data.contiguous(), self._ranks[owner]) for owner in owners[1:]]
+                    sends += [(data, self._ranks[owner]) for owner in owners[1:]]
                 else:
                     recvs.append((data, self._ranks[owners[0]]))
         self._exchange(sends, recvs)
@@ -122,12 +122,11 @@ class TiedGradients:
         """Return an owner's gradient and whether it has one; empty ones to receive another's."""
         flag = torch.zeros(1, dtype=torch.uint8, device=parameter.device)
         if owner != self._stage:
-            return torch.empty_like(parameter, memory_format=torch.contiguous_format), flag
+            return torch.empty_like(parameter, requires_grad=False), flag
         if parameter.grad is None:
-            return torch.zeros_like(parameter, memory_format=torch.contiguous_format), flag
+            return torch.zeros_like(parameter, requires_grad=False), flag
         gradient = parameter.grad.detach()
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        return gradient.contiguous(), flag.fill_(1)
+        return gradient.to_dense() if gradient.is_sparse else gradient, flag.fill_(1)
 
     def _exchange(self, sends: list[Message], recvs: list[Message]) -> None:
         if sends or recvs:

@@ -43,7 +43,7 @@ class Wire:
         sends: list[tuple[Tensor, int]] = []
         recvs: list[tuple[Tensor, int]] = []
         if tensor is not None and to_stage is not None:
-            sends.append((tensor.detach().contiguous(), self.ranks[to_stage]))
+            sends.append((tensor, self.ranks[to_stage]))
         if from_stage is not None:
             buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
             recvs.append((buffer, self.ranks[from_stage]))
@@ -60,7 +60,7 @@ class Wire:
             InvalidArgumentError: another shape, dtype or device than the receiver expects.
         """
         expected = (self.shape, self.dtype, self.device.type)
-        dtype = self.dtype if torch.is_autocast_enabled(self.device.type) else output.dtype
+        dtype = self.dtype if autocasts(self.device) else output.dtype
         came = (tuple(output.shape), dtype, output.device.type)
         if came != expected:
             raise InvalidArgumentError(
@@ -70,6 +70,12 @@ class Wire:
                 "tensor_shapes, dtype and device that the layers return (torch.autocast casts)"
             )
         return output.to(dtype)
+
+
+def autocasts(device: torch.device) -> bool:
+    """Tell whether autocast is on for this kind of device; false where there is none."""
+    available = torch.amp.is_autocast_available(device.type)
+    return available and torch.is_autocast_enabled(device.type)
 
 
 def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,7 +13,7 @@ from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from .hidden import tensor_of
 from .loss import Batch, LossFunction
-from .wire import Wire
+from .wire import Wire, autocasts
 
 # Entries of a micro-batch that the model's forward is not given by keyword.
 NOT_PASSED = ("input_ids", "labels")
@@ -67,9 +68,8 @@ class TrainWork:
         self._remaining -= 1
         for wrapper, wanted in self.switches.items():
             setattr(wrapper, SYNC_SWITCH, wanted and self._remaining == 0)
-        # Autocast is for forwards: a backward runs in the dtypes that its forward chose.
-        with torch.autocast(self.wire.device.type, enabled=False):
-            backward: Any = self.model.backward
+        backward: Any = self.model.backward
+        with _no_autocast(self.wire.device):
             input_gradient: Tensor | None = backward(hidden, output, gradient)
         return input_gradient
 
@@ -89,6 +89,11 @@ def checked_loss(loss: Any) -> Tensor:
         f"{describe_rank()}: loss_fn(output, batch) must return a scalar tensor with a gradient, "
         f"got {came}; add the losses up and do not detach them"
     )
+
+
+def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """Autocast is for forwards: a backward runs in the dtypes that its forward chose."""
+    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
 
 
 def _on(device: torch.device, value: Any) -> Any:

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist import get_world_size
-from ...dist.objects import all_gather_object
+from ...dist import all_gather_object, get_world_size
 from ...dist.errors import InvalidArgumentError, MismatchError
 from ...dist.functional import gather
 from ..pg_manager import describe_rank
@@ -145,6 +144,10 @@ def _check_names(problem: str, names: Iterable[str]) -> None:
 
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], what: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise InvalidArgumentError(
+            f"{describe_rank()}: '{name}' is a {type(tensor).__name__}, not a tensor; leave it out"
+        )
     if tuple(tensor.shape) != expected:
         raise InvalidArgumentError(
             f"{describe_rank()}: '{name}' has shape {tuple(tensor.shape)}, "

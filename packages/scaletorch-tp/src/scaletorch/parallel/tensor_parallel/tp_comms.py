@@ -14,10 +14,9 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from ...dist import get_world_size
-from ...dist.dist import all_reduce
+from ...dist import all_reduce, get_world_size
 from ...dist.errors import InvalidArgumentError
-from ...dist.functional import Copy, Gather, Reduce
+from ...dist.functional import Copy, Gather, Reduce, copy
 from ..pg_manager import axis_group
 
 
@@ -95,7 +94,7 @@ def linear_with_all_reduce(
     Returns:
         [..., out_features / tp]. In backward the gradient of `x` is summed over the ranks.
     """
-    return functional.linear(CopyToModelParallelRegion.apply(x, group), weight, bias)
+    return functional.linear(copy(x, axis_group("tp", group)), weight, bias)
 
 
 def linear_with_async_all_reduce(
@@ -115,7 +114,8 @@ def linear_with_async_all_reduce(
         # that of x is inside, so that its gradient travels in x's dtype, as without overlap.
         weight = _cast(weight, dtype)
         bias = None if bias is None else _cast(bias, dtype)
-    out: Tensor = _OverlappedLinear.apply(x, weight, bias, dtype, group)
+    overlapped: type[torch.autograd.Function] = _OverlappedLinear
+    out: Tensor = overlapped.apply(x, weight, bias, dtype, group)
     return out
 
 

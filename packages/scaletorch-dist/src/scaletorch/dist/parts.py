@@ -1,0 +1,82 @@
+"""Exchanging the parts of a flat tensor, one a rank, and reducing what comes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from .raw import MOVABLE, all_to_all_single, movable, reduce_scatter_single, route
+from .recipes import Recipe, reduce_blocks
+
+
+def exchange_parts(
+    data: Tensor,
+    counts: Sequence[int],
+    received_counts: Sequence[int],
+    group: ProcessGroup,
+    async_op: bool = False,
+) -> tuple[Tensor, Any]:
+    """Send the group's rank i its part of flat `data`; return what comes, and the handle.
+
+    Args:
+        data: flat tensor of any dtype, on the group's device; the parts in rank order.
+        counts: elements for each rank.
+        received_counts: elements from each rank; they are joined in rank order.
+        group: the ranks.
+        async_op: return before it has come.
+    """
+    received = data.new_empty(sum(received_counts))
+    scale = 1 if data.dtype in MOVABLE else data.element_size()
+    handle = all_to_all_single(
+        movable(received),
+        movable(data),
+        [count * scale for count in received_counts],
+        [count * scale for count in counts],
+        group,
+        async_op,
+    )
+    return received, handle
+
+
+def reduce_parts(
+    data: Tensor,
+    counts: Sequence[int],
+    recipe: Recipe,
+    group: ProcessGroup,
+    async_op: bool = False,
+) -> tuple[Callable[[], Tensor], Any]:
+    """Reduce the parts of every rank's flat `data` that are for this one.
+
+    Args:
+        data: flat tensor, on the group's device; the parts in rank order.
+        counts: elements for each rank.
+        recipe: how to reduce them.
+        group: the ranks.
+        async_op: return before it is done.
+
+    Returns:
+        What gives the reduced part, still packed, and the handle to await before.
+    """
+    own = counts[group.rank()]
+    way = route(data, group)
+    even = min(counts) == max(counts)
+    if even and way.backend != "gloo" and way.lacks.isdisjoint((recipe.run, "reduce_scatter")):
+        packed = recipe.pack(data)
+        output = packed.new_empty(own)
+        handle = reduce_scatter_single(output, packed, recipe.raw, group, async_op)
+        return partial(_given, output, keep=packed), handle
+    # Direct exchange, then one pass over what came: quicker on TCP, and in rank order.
+    received, handle = exchange_parts(data, counts, [own] * len(counts), group, async_op)
+    return partial(_reduced, received, len(counts), own, recipe, keep=data), handle
+
+
+def _given(output: Tensor, keep: Tensor) -> Tensor:
+    return output
+
+
+def _reduced(received: Tensor, size: int, own: int, recipe: Recipe, keep: Tensor) -> Tensor:
+    return reduce_blocks(recipe.pack(received).view(size, own), recipe.run)

@@ -1,0 +1,220 @@
+"""Comparing calls across ranks."""
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+import scaletorch.dist as dist
+from scaletorch.dist import MismatchError, check_collectives
+from scaletorch.dist import functional as F
+from scaletorch.dist.checks import checking
+from scaletorch.dist.testing import run_ranks
+
+ON = {"SCALETORCH_DIST_CHECK": "1"}
+
+
+def test_the_environment_is_read_at_every_call_and_the_switch_comes_first(monkeypatch):
+    monkeypatch.delenv("SCALETORCH_DIST_CHECK", raising=False)
+    assert not checking()
+    monkeypatch.setenv("SCALETORCH_DIST_CHECK", "1")
+    assert checking()
+    try:
+        check_collectives(False)
+        assert not checking()
+        monkeypatch.setenv("SCALETORCH_DIST_CHECK", "0")
+        check_collectives(True)
+        assert checking()
+    finally:
+        check_collectives(None)
+    assert not checking()
+
+
+def x(*shape, dtype=torch.float32):
+    return torch.ones(shape, dtype=dtype)
+
+
+# What rank 0 does | what rank 1 does | what both errors say.
+DIFFERENT = {
+    "shape": (
+        lambda: dist.all_reduce(x(2)),
+        lambda: dist.all_reduce(x(3)),
+        r"rank 0: all_reduce\(float32\[2\], sum.*rank 1: all_reduce\(float32\[3\]",
+    ),
+    "equal number of elements": (
+        lambda: dist.broadcast(x(2, 3)),
+        lambda: dist.broadcast(x(3, 2)),
+        r"float32\[2, 3\].*float32\[3, 2\]",
+    ),
+    "dtype": (
+        lambda: dist.all_gather(x(2)),
+        lambda: dist.all_gather(x(2, dtype=torch.int32)),
+        "float32.*int32",
+    ),
+    "op": (
+        lambda: dist.all_reduce(x(2), "sum"),
+        lambda: dist.all_reduce(x(2), "max"),
+        "sum.*max",
+    ),
+    "root": (
+        lambda: dist.broadcast(x(2), 0),
+        lambda: dist.broadcast(x(2), 1),
+        "src=0.*src=1",
+    ),
+    "call": (
+        lambda: dist.all_reduce(x(2)),
+        lambda: dist.gather(x(2)),
+        r"all_reduce\(.*gather\(",
+    ),
+    "async": (
+        lambda: dist.reduce(x(2), 0, async_op=True),
+        lambda: dist.reduce(x(2), 1, async_op=True),
+        "dst=0.*dst=1",
+    ),
+    "scatter": (
+        lambda: dist.scatter(x(2), [x(2), x(2)]),
+        lambda: dist.scatter(x(1)),
+        r"scatter\(float32\[2\].*scatter\(float32\[1\]",
+    ),
+    "reduce_scatter": (
+        lambda: dist.reduce_scatter(x(2), [x(2), x(3)]),
+        lambda: dist.reduce_scatter(x(2), [x(2), x(2)]),
+        r"\[float32\[2\], float32\[3\]\]",
+    ),
+    "all_to_all": (
+        lambda: dist.all_to_all(x(2, 3)),
+        lambda: dist.all_to_all(x(2, 2)),
+        r"float32\[2, 3\]",
+    ),
+    "lists": (
+        lambda: dist.all_to_all([x(1), x(2)], [x(1), x(1)]),
+        lambda: dist.all_to_all([x(3), x(1)], [x(2), x(1)]),
+        "rank 1 sends 12 bytes to rank 0, which expects 4",
+    ),
+    "objects": (
+        lambda: dist.all_gather_object(1),
+        lambda: dist.broadcast_object_list([1]),
+        "all_gather_object.*broadcast_object_list",
+    ),
+    "object root": (
+        lambda: dist.gather_object(1, 0),
+        lambda: dist.gather_object(1, 1),
+        "dst=0.*dst=1",
+    ),
+    "seed": (lambda: dist.sync_random_seed(), lambda: dist.all_gather_object(1), "sync_random_"),
+    "dict op": (
+        lambda: dist.all_reduce_dict({"a": x(1)}, "min"),
+        lambda: dist.all_reduce_dict({"a": x(1)}, "MEAN"),
+        "min.*mean",
+    ),
+    "parameters": (
+        lambda: dist.all_reduce_params([x(1), x(2)]),
+        lambda: dist.all_reduce_params([x(1)]),
+        r"float32\[3\].*float32\[1\]",
+    ),
+    "functional": (
+        lambda: F.all_gather(x(2, 2), 0),
+        lambda: F.all_gather(x(2, 2), 1),
+        r"functional.all_gather\(.*dim=0.*dim=1",
+    ),
+    "message": (
+        lambda: dist.send(x(2), 1),
+        lambda: dist.recv(x(3), 0),
+        r"rank 0 sends float32\[2\].*rank 1 receives float32\[3\]|"
+        r"rank 1 receives float32\[3\].*rank 0 sends float32\[2\]",
+    ),
+    "batch": (
+        lambda: dist.exchange([(x(2), 1)], [(x(2), 1)]),
+        lambda: dist.exchange([(x(2), 0)], [(x(2, dtype=torch.int64), 0)]),
+        r"float32\[2\].*int64\[2\]|int64\[2\].*float32\[2\]",
+    ),
+    "long": (
+        lambda: dist.reduce_scatter(x(1), [x(1), x(*[1] * 400)]),
+        lambda: dist.reduce_scatter(x(*[1] * 400), [x(2), x(*[1] * 400)]),
+        "reduce_scatter",
+    ),
+}
+
+
+def make_different_calls():
+    for name, (first, second, text) in DIFFERENT.items():
+        call = (first, second)[dist.get_rank()]
+        with pytest.raises(MismatchError, match=text):
+            call()
+        # Nothing is left behind: the next call is right.
+        data = x(3)
+        dist.all_reduce(data)
+        assert data.tolist() == [2] * 3, name
+
+
+def test_different_calls_are_an_error_on_every_rank():
+    run_ranks(make_different_calls, 2, env=ON)
+
+
+def make_right_calls():
+    rank, size = dist.get_dist_info()
+    wide = x(4, 2).t()
+    dist.all_reduce(wide if rank else wide.contiguous())
+    dist.reduce(x(2), 1, "mean")
+    dist.broadcast(x(2), 1)
+    dist.all_gather(x(2), async_op=True).wait()
+    dist.gather(x(2), 1)
+    dist.scatter(x(1), [x(1)] * size if rank == 0 else None)
+    dist.all_to_all(x(size))
+    sizes = list(range(1, size + 1))
+    dist.all_to_all([x(rank + 1, n) for n in sizes], [x(n, rank + 1) for n in sizes])
+    dist.reduce_scatter(x(rank + 1), [x(n) for n in sizes], "max")
+    assert dist.all_gather_object(rank) == list(range(size))
+    dist.all_reduce_dict({"a": x(1), "b": x(2)})
+    dist.all_reduce_params([x(1), x(2)])
+    leaf = x(2, rank + 1).requires_grad_()
+    F.all_gather(leaf, 1, sizes=sizes).sum().backward()
+    right, left = (rank + 1) % size, (rank - 1) % size
+    for _ in range(3):
+        target = x(2)
+        dist.exchange([(torch.full((2,), float(rank)), right)], [(target, left)])
+        assert target.tolist() == [left] * 2
+    works = [dist.isend(x(2), right, tag=3), dist.irecv(x(2), left, tag=3)]
+    for work in works:
+        work.wait()
+        assert work.is_completed()
+    pair = c10d.new_group([0, 1])
+    if rank < 2:
+        dist.all_reduce(x(2), group=pair)
+
+
+def test_right_calls_pass():
+    run_ranks(make_right_calls, 3, env=ON)
+
+
+def count_messages():
+    """Every difference is found by one small message, and none is sent with the checks off."""
+    calls = []
+    from scaletorch.dist import checks
+
+    real = checks.all_gather_single
+    checks.all_gather_single = lambda *args, **options: (calls.append(1), real(*args, **options))[1]
+    try:
+        dist.all_reduce(x(2))
+        assert calls == []
+        check_collectives()
+        dist.all_reduce(x(2))
+        assert calls == [1]
+    finally:
+        checks.all_gather_single = real
+        check_collectives(None)
+
+
+def test_the_switch_costs_one_message_a_call():
+    run_ranks(count_messages, 2)
+
+
+def test_one_process_compares_nothing():
+    check_collectives(True)
+    try:
+        data = x(2)
+        dist.all_reduce(data)
+        dist.all_gather(data)
+        dist.all_reduce_dict({"a": data})
+        assert data.tolist() == [1, 1]
+    finally:
+        check_collectives(None)

@@ -1,0 +1,220 @@
+"""The table of devices and backends, and what follows from it on this machine."""
+
+import types
+from collections import OrderedDict, namedtuple
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+import scaletorch.dist as dist
+from scaletorch.dist import InvalidArgumentError, StateError, creators, devices
+from scaletorch.dist.devices import DEVICES, DeviceEntry, entry_of_backend
+from scaletorch.dist.testing import distributed_test
+
+Pair = namedtuple("Pair", "left right")
+PLUGINS = [entry for entry in DEVICES if entry.plugin]
+
+
+def test_the_table_names_every_backend_once():
+    backends = [entry.backend for entry in DEVICES]
+    assert len(set(backends)) == len(backends)
+    assert set(backends) == {"gloo", "nccl", "hccl", "cncl", "mccl", "mpi"}
+    pairs = {(entry.device, entry.backend, entry.plugin) for entry in PLUGINS}
+    assert pairs == {
+        ("npu", "hccl", "torch_npu"),
+        ("mlu", "cncl", "torch_mlu"),
+        ("musa", "mccl", "torch_musa"),
+    }
+
+
+@pytest.mark.parametrize("entry", PLUGINS, ids=lambda entry: entry.device)
+def test_a_missing_plugin_says_where_it_comes_from(entry):
+    problem = devices.device_problem(entry)
+    assert f"{entry.plugin} is not installed" in problem
+    assert entry.source in problem
+    assert devices.backend_problem(entry.backend) == problem
+
+
+@pytest.mark.parametrize("entry", PLUGINS, ids=lambda entry: entry.device)
+def test_hardware_without_its_plugin_is_an_error(monkeypatch, tmp_path, entry):
+    node = tmp_path / "device0"
+    node.touch()
+    here = DeviceEntry(
+        entry.device, entry.backend, entry.plugin, entry.lacks, entry.source, str(node)
+    )
+    monkeypatch.setattr(devices, "DEVICES", (here, *DEVICES))
+    with pytest.raises(StateError, match=f"has {entry.device} hardware.*It comes from "):
+        creators.choose_backend(entry.backend)
+
+
+def test_a_plugin_that_does_not_import_is_told_apart(monkeypatch, tmp_path):
+    (tmp_path / "broken_plugin.py").write_text("raise RuntimeError('no driver')")
+    monkeypatch.syspath_prepend(tmp_path)
+    problem = devices.plugin_problem("broken_plugin")
+    assert problem == "broken_plugin is installed but does not import (RuntimeError: no driver)"
+
+
+def test_a_build_without_mpi_says_so():
+    if c10d.is_mpi_available():
+        pytest.skip("this torch has MPI")
+    assert "torch has no mpi" in devices.backend_problem("mpi")
+
+
+def test_unknown_backends_are_refused_with_the_known_ones():
+    with pytest.raises(InvalidArgumentError, match=r"unknown backend 'gluu'.*cncl, gloo, hccl"):
+        devices.backend_problem("gluu")
+
+
+def fake_accelerator(monkeypatch, device, count=2):
+    """A module such as torch.cuda, for an accelerator with some devices."""
+    module = types.SimpleNamespace(index=0, waits=[])
+    module.is_available = lambda: True
+    module.device_count = lambda: count
+    module.current_device = lambda: module.index
+    module.set_device = lambda index: setattr(module, "index", index)
+    module.synchronize = module.waits.append
+    monkeypatch.setattr(torch, device, module, raising=False)
+    return module
+
+
+def test_an_accelerator_is_chosen_by_local_rank(monkeypatch):
+    module = fake_accelerator(monkeypatch, "cuda")
+    assert devices.set_device(1) == torch.device("cuda", 1)
+    assert devices.current_device() == torch.device("cuda", 1)
+    devices.synchronize()
+    assert module.waits == [torch.device("cuda", 1)]
+    assert devices.set_device(2) == torch.device("cuda", 0)  # as where a process sees one device
+    assert devices.default_entry().device == "cuda"
+    monkeypatch.setattr(c10d, "is_backend_available", lambda name: name in ("nccl", "gloo"))
+    assert devices.default_backend() == "nccl"
+    assert creators.choose_backend("nccl") == "cpu:gloo,cuda:nccl"
+    with pytest.warns(RuntimeWarning, match="Using 'nccl' instead"):
+        assert creators.choose_backend("hccl") == "cpu:gloo,cuda:nccl"
+
+
+def test_the_cpu_is_a_device_like_any_other():
+    if torch.cuda.is_available():
+        pytest.skip("this machine has an accelerator")
+    assert devices.set_device(5) == torch.device("cpu")
+    assert devices.current_device() == torch.device("cpu")
+    devices.synchronize()
+    assert devices.default_backend() == "gloo"
+
+
+@pytest.mark.parametrize("backend", ["gloo", "cpu:gloo"])
+def test_what_torch_is_told_on_the_cpu(backend):
+    assert creators.choose_backend(backend) == backend
+
+
+def register_stand_in():
+    """Gloo under a vendor's name."""
+
+    def create(store, rank, size, timeout):
+        return c10d.ProcessGroupGloo(store, rank, size, timeout=timeout)
+
+    c10d.Backend.register_backend("hccl", create, devices=["cpu"])
+
+
+@distributed_test(world_size=2, init=False)
+def test_a_registered_backend_needs_no_plugin():
+    register_stand_in()
+    dist.init_dist("pytorch", backend="hccl")
+    assert dist.get_backend() == "hccl"
+    assert devices.backend_lacks(None, "gather")
+    assert dist.get_comm_device() == torch.device("cpu")
+    data = torch.ones(1)
+    dist.all_reduce(data)
+    assert data.item() == 2
+
+
+@distributed_test(world_size=2)
+def test_what_a_group_communicates_with():
+    assert dist.get_comm_device() == torch.device("cpu")
+    assert not devices.backend_lacks(None, "gather")
+    group = c10d.new_group([0, 1], backend="cpu:gloo,cuda:gloo")
+    assert dist.get_comm_device(group) == torch.device("cpu")
+    assert dist.get_backend(group) == "gloo"
+
+
+def test_what_no_group_communicates_with():
+    assert dist.get_comm_device() == torch.device("cpu")
+    assert not devices.backend_lacks(None, "gather")
+
+
+def test_each_backend_lacks_what_the_table_says():
+    assert "gather" in entry_of_backend("hccl").lacks
+    assert "reduce_scatter" in entry_of_backend("mpi").lacks
+    assert "bor" in entry_of_backend("nccl").lacks
+    assert not entry_of_backend("gloo").lacks
+    assert entry_of_backend("unheard-of") is None
+
+
+TENSOR = torch.arange(3.0)
+META = torch.empty(3, device="meta")
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        TENSOR,
+        [TENSOR, TENSOR],
+        (TENSOR, [TENSOR]),
+        {"a": TENSOR, "b": {"c": [TENSOR]}},
+        Pair(TENSOR, TENSOR),
+    ],
+)
+def test_the_device_of_nested_data(data):
+    assert dist.get_data_device(data) == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ([TENSOR, META], "one device; found cpu and meta"),
+        ({"a": TENSOR, "b": [META]}, "one device; found cpu and meta"),
+        ([], "no tensor at all"),
+        ({}, "no tensor at all"),
+        ("text", "expected a tensor.* not a str"),
+        (5, "expected a tensor.* not a int"),
+        ([TENSOR, None], "expected a tensor.* not a NoneType"),
+    ],
+)
+def test_data_without_one_device_is_refused(data, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        dist.get_data_device(data)
+
+
+def test_casting_keeps_containers():
+    data = OrderedDict(a=TENSOR, b=[TENSOR, (TENSOR, Pair(TENSOR, TENSOR))])
+    moved = dist.cast_data_device(data, "meta")
+    assert type(moved) is OrderedDict
+    assert type(moved["b"][1]) is tuple
+    assert type(moved["b"][1][1]) is Pair
+    assert dist.get_data_device(moved) == torch.device("meta")
+    assert dist.get_data_device(data) == torch.device("cpu")
+
+
+def test_casting_fills_out_in_place():
+    data = {"a": TENSOR, "b": [TENSOR + 1]}
+    out = {"a": torch.zeros(3), "b": [torch.zeros(3)]}
+    slots = out["a"], out["b"][0]
+    moved = dist.cast_data_device(data, torch.device("cpu"), out=out)
+    assert moved["a"].tolist() == [0, 1, 2]
+    assert [slot.tolist() for slot in slots] == [[0, 1, 2], [1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("data", "out", "message"),
+    [
+        (TENSOR, [TENSOR], "out is a list, the data there a tensor"),
+        ([TENSOR], TENSOR, "out is a tensor of shape"),
+        (TENSOR, torch.zeros(4), r"out is a tensor of shape \(4,\), the data there a tensor of"),
+        ({"a": TENSOR}, {"b": TENSOR}, r"out has entries \['b'\]"),
+        ([TENSOR], [], r"out has entries \[\]"),
+        ({"a": [TENSOR]}, {"a": [torch.zeros(2)]}, r"out\['a'\]\[0\] is a tensor"),
+    ],
+)
+def test_an_out_of_another_structure_is_refused(data, out, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        dist.cast_data_device(data, "cpu", out=out)

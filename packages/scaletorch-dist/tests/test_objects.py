@@ -1,0 +1,194 @@
+"""Collectives of Python objects, and collecting results."""
+
+import os
+import threading
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+import scaletorch.dist as dist
+from scaletorch.dist import InvalidArgumentError, NotInGroupError, StateError
+from scaletorch.dist.testing import distributed_test, run_ranks
+
+
+class Moody:
+    """Pickles, but does not unpickle."""
+
+    def __reduce__(self):
+        return (int, ("no number",))
+
+
+@distributed_test(world_size=2)
+def test_the_specified_examples():
+    rank = dist.get_rank()
+    data = ["foo", 12, {1: 2}] if rank == 0 else [None, None, None]
+    assert dist.broadcast_object_list(data) is None
+    assert data == ["foo", 12, {1: 2}]
+    assert dist.all_gather_object([{"a": 1}, {"b": 2}][rank]) == [{"a": 1}, {"b": 2}]
+    assert dist.gather_object(f"data{rank}") == (["data0", "data1"] if rank == 0 else None)
+    results = [f"res{rank}_1", f"res{rank}_2"]
+    expected = ["res0_1", "res1_1", "res0_2", "res1_2"]
+    assert dist.collect_results(results, 4, "cpu") == (expected if rank == 0 else None)
+
+
+@distributed_test(world_size=3)
+def test_objects_of_any_size_and_kind():
+    rank = dist.get_rank()
+    mine = [b"x" * (rank * 100_000), {"tensor": torch.arange(rank)}, None][rank]
+    everything = dist.all_gather_object(mine)
+    assert everything[0] == b""
+    assert torch.equal(everything[1]["tensor"], torch.arange(1))
+    assert everything[2] is None
+    data = [mine, rank] if rank == 1 else [None, None]
+    kept = data[0]
+    dist.broadcast_object_list(data, 1)
+    assert torch.equal(data[0]["tensor"], torch.arange(1))
+    assert data[1] == 1
+    assert rank != 1 or data[0] is kept
+    dist.broadcast_object_list([], 2)
+
+
+@distributed_test(world_size=3)
+def test_roots_are_global_ranks_in_groups_too():
+    pair = c10d.new_group([1, 2])
+    rank = dist.get_rank()
+    if rank == 0:
+        for call in (dist.all_gather_object, dist.gather_object):
+            with pytest.raises(NotInGroupError):
+                call(1, group=pair)
+        return
+    assert dist.gather_object(rank, 2, pair) == ([1, 2] if rank == 2 else None)
+    data = [rank]
+    dist.broadcast_object_list(data, 2, pair)
+    assert data == [2]
+    assert dist.collect_results([rank, None], 3, group=pair) == (
+        [1, 2, None] if rank == 1 else None
+    )
+    for call in (
+        lambda: dist.gather_object(rank, group=pair),
+        lambda: dist.broadcast_object_list(data, group=pair),
+    ):
+        with pytest.raises(NotInGroupError, match="ranks are 1, 2"):
+            call()
+
+
+@distributed_test(world_size=3)
+def test_an_unpicklable_object_fails_on_every_rank_and_harms_nothing():
+    rank = dist.get_rank()
+    odd = threading.Lock() if rank == 1 else rank
+    for call in (
+        lambda: dist.all_gather_object(odd),
+        lambda: dist.gather_object(odd),
+        lambda: dist.broadcast_object_list([odd], 1),
+        lambda: dist.collect_results([odd], 3),
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"rank 1: .*cannot pickle '_thread.lock'"):
+            call()
+    assert dist.all_gather_object(rank) == [0, 1, 2]
+
+
+@distributed_test(world_size=2)
+def test_what_does_not_unpickle_fails_where_it_arrives():
+    with pytest.raises(ValueError, match="no number"):
+        dist.all_gather_object(Moody())
+    assert dist.all_gather_object(1) == [1, 1]
+
+
+@distributed_test(world_size=2)
+def test_lists_of_different_lengths_are_an_error_on_both():
+    data = [0] * (2 + dist.get_rank())
+    with pytest.raises(InvalidArgumentError, match="rank 0: 2, rank 1: 3"):
+        dist.broadcast_object_list(data)
+    with pytest.raises(InvalidArgumentError, match="a list in place, got tuple"):
+        dist.broadcast_object_list((1, 2))
+
+
+def collect(counts, size, tmpdir):
+    rank = dist.get_rank()
+    results = [None if i == 1 else (rank, i) for i in range(counts[rank])]
+    collected = dist.collect_results(results, size, tmpdir=tmpdir)
+    left = os.listdir(tmpdir) if tmpdir and os.path.isdir(tmpdir) else None
+    c10d.barrier()
+    return collected, left
+
+
+@pytest.mark.parametrize(
+    ("counts", "size"), [((3, 3), 5), ((3, 2), 5), ((2, 3), 5), ((0, 0), 0), ((1, 1), 9)]
+)
+@pytest.mark.parametrize("files", [False, True])
+def test_results_are_interleaved_and_cut(tmp_path, counts, size, files):
+    if files:
+        (tmp_path / "precious").write_text("mine")
+    tmpdir = str(tmp_path) if files else None
+    (collected, left), (nothing, other) = run_ranks(collect, 2, counts, size, tmpdir)
+    dealt = [(rank, i) for i in range(max(counts)) for rank in range(2) if i < counts[rank]]
+    assert collected == [None if sample[1] == 1 else sample for sample in dealt][:size]
+    assert nothing is None
+    assert left == other == (["precious"] if files else None)
+
+
+def test_a_folder_that_was_not_there_is_gone_again(tmp_path):
+    folder = str(tmp_path / "new" / "er")
+    run_ranks(collect, 2, (1, 1), 2, folder)
+    assert os.listdir(tmp_path) == []
+
+
+def make_file_trouble(folder, file):
+    rank = dist.get_rank()
+    with pytest.raises(StateError, match=r"rank 1: .*cannot pickle"):
+        dist.collect_results([threading.Lock() if rank else 0], 2, tmpdir=folder)
+    with pytest.raises(StateError, match=r"rank 0: ValueError: .*no number"):
+        dist.collect_results([Moody()], 2, tmpdir=folder)
+    c10d.barrier()
+    assert os.listdir(folder) == []
+    with pytest.raises(StateError, match=r"rank 0: .*exists"):
+        dist.collect_results([1], 2, tmpdir=file)
+
+
+def test_trouble_with_files_is_an_error_on_every_rank(tmp_path):
+    folder, file = tmp_path / "folder", tmp_path / "file"
+    folder.mkdir()
+    file.write_text("mine")
+    run_ranks(make_file_trouble, 2, str(folder), str(file))
+    assert file.read_text() == "mine"
+
+
+def test_one_process():
+    lock = threading.Lock()
+    assert dist.all_gather_object(lock) == [lock]
+    assert dist.gather_object(lock) == [lock]
+    data = [lock]
+    dist.broadcast_object_list(data)
+    assert data == [lock]
+    assert dist.collect_results([1, None, 3], 2) == [1, None]
+    assert dist.collect_results([1], 4, device="gpu") == [1]
+    with pytest.raises(NotInGroupError):
+        dist.broadcast_object_list(data, 1)
+
+
+def refuse():
+    for text, arguments in {
+        "needs a list of results, got tuple": ((1, 2), 2),
+        "a size of 0 or more, got -1": ([], -1),
+        "a size of 0 or more, got 2.0": ([], 2.0),
+        "cpu, gpu, npu, cuda, mlu, musa, xpu, got 'tpu'": ([], 1, "tpu"),
+        "tmpdir goes with device 'cpu', not 'gpu'": ([], 1, "gpu", "/tmp"),
+    }.items():
+        with pytest.raises(InvalidArgumentError, match=text):
+            dist.collect_results(*arguments)
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_bad_arguments(size):
+    run_ranks(refuse, size) if size else refuse()
+
+
+@pytest.mark.parametrize("device", ["cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu"])
+def test_every_device_name_collects_through_the_group(device):
+    collected, _ = run_ranks(collect_named, 2, device)
+    assert collected == [0, 1]
+
+
+def collect_named(device):
+    return dist.collect_results([dist.get_rank()], 2, device)
