@@ -4,7 +4,7 @@ The world is torch's "fake" backend, so that one process can be any rank of it: 
 is the work in the process, without the network. A mesh has four groups a rank, the manager seven;
 the third line gives the mesh the joined axes as well.
 
-    python benchmarks/process_groups.py --ranks 1024 16384 --repeats 7
+    python benchmarks/process_groups.py --ranks 1024 16384 --repeats 15
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def main() -> None:
     """Compare at each size."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1024, 16384], metavar="N")
-    parser.add_argument("--repeats", type=int, default=7, metavar="N")
+    parser.add_argument("--repeats", type=int, default=15, metavar="N")
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message=".*flatten.*")
     for ranks in args.ranks:

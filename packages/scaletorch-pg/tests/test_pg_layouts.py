@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaletorch.parallel.pg_manager import Grid, layouts, legal_layouts, nearest_layouts
@@ -21,6 +21,7 @@ def test_legal_layouts_are_all_there_are(world_size, count):
     assert {grid.world_size for grid in found} == {world_size}
 
 
+@settings(deadline=None)
 @given(grids, st.integers(1, 200))
 def test_nearest_layouts_fit_the_world(asked, world_size):
     near = nearest_layouts(asked, world_size)
@@ -28,6 +29,7 @@ def test_nearest_layouts_fit_the_world(asked, world_size):
     assert {grid.world_size for grid in near} == {world_size}
 
 
+@settings(deadline=None)
 @given(grids)
 def test_a_layout_that_fits_is_its_own_nearest(asked):
     assert nearest_layouts(asked, asked.world_size, count=1) == [asked]

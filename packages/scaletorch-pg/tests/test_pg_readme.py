@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from scaletorch.parallel.pg_manager.__main__ import main
 
 README = (Path(__file__).parents[1] / "README.md").read_text()

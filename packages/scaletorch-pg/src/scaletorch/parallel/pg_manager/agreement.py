@@ -7,14 +7,11 @@ from typing import NoReturn
 
 import torch
 
-from ...dist import get_comm_device, get_rank
-from ...dist.errors import MismatchError
-from ...dist.gathers import all_gather
-from ...dist.reductions import all_reduce
+from ...dist import MismatchError, all_gather, all_reduce, get_comm_device, get_rank
 from .grid import Grid
 from .layouts import short_ranks
 
-# Stands for sizes that are no layout at all; that rank raises its own error.
+# Stands for sizes that are no layout at all.
 NO_LAYOUT = (0, 0, 0, 0)
 
 

@@ -127,10 +127,7 @@ class Grid:
         Raises:
             InvalidArgumentError: Unknown ``axis``, or ``rank`` outside the grid.
         """
-        names = axis_names(axis)
-        self._check_rank(rank)
-        steps = self._steps(names)
-        first = rank - sum(rank // stride % size * stride for stride, size in steps)
+        first, steps = self._group_steps(axis, rank)
         return tuple(_walk(first, steps))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
@@ -142,18 +139,17 @@ class Grid:
 
     def group_rank(self, axis: str, rank: int) -> int:
         """Position of ``rank`` in its ``axis`` group, from 0."""
-        names = axis_names(axis)
-        self._check_rank(rank)
+        _, steps = self._group_steps(axis, rank)
         position = 0
-        for stride, size in self._steps(names):
+        for stride, size in steps:
             position = position * size + rank // stride % size
         return position
 
     def ring_neighbours(self, axis: str, rank: int) -> RingNeighbours:
         """Next and previous rank round the ``axis`` group; ``rank`` itself in a group of one."""
-        members = self.group(axis, rank)
+        first, steps = self._group_steps(axis, rank)
         position = self.group_rank(axis, rank)
-        return RingNeighbours(members[(position + 1) % len(members)], members[position - 1])
+        return RingNeighbours(_at(first, steps, position + 1), _at(first, steps, position - 1))
 
     def pipeline_neighbours(self, rank: int) -> PipelineNeighbours:
         """Ranks of the previous and next stage, None before the first and after the last."""
@@ -163,6 +159,12 @@ class Grid:
             rank - stride if stage > 0 else None,
             rank + stride if stage < self.pp - 1 else None,
         )
+
+    def _group_steps(self, axis: str, rank: int) -> tuple[int, list[tuple[int, int]]]:
+        """First member of the group that holds ``rank``, and the steps to the others."""
+        steps = self._steps(axis_names(axis))
+        self._check_rank(rank)
+        return rank - sum(rank // stride % size * stride for stride, size in steps), steps
 
     def _steps(self, names: Iterable[str]) -> list[tuple[int, int]]:
         """(stride, size) of the named axes, slowest first, axes of one rank left out."""
@@ -208,6 +210,15 @@ def _walk(first: int, steps: list[tuple[int, int]]) -> list[int]:
     for stride, size in steps:
         ranks = [rank + index * stride for rank in ranks for index in range(size)]
     return ranks
+
+
+def _at(first: int, steps: list[tuple[int, int]], position: int) -> int:
+    """Rank at a position of the group, counted round: -1 is the last one."""
+    rank = first
+    for stride, size in reversed(steps):
+        position, index = divmod(position, size)
+        rank += index * stride
+    return rank
 
 
 def _invalid(message: str) -> ValueError:
