@@ -7,7 +7,7 @@ import torch.distributed as c10d
 import scaletorch.dist as dist
 from scaletorch.dist import MismatchError, check_collectives
 from scaletorch.dist import functional as F
-from scaletorch.dist.checks import checking
+from scaletorch.dist.collectives.checks import checking
 from scaletorch.dist.testing import run_ranks
 
 ON = {"SCALETORCH_DIST_CHECK": "1"}
@@ -189,7 +189,7 @@ def test_right_calls_pass():
 def count_messages():
     """Every difference is found by one small message, and none is sent with the checks off."""
     calls = []
-    from scaletorch.dist import checks
+    from scaletorch.dist.collectives import checks
 
     real = checks.all_gather_single
     checks.all_gather_single = lambda *args, **options: (calls.append(1), real(*args, **options))[1]

@@ -448,7 +448,9 @@ def test_a_bad_scatter_list_is_an_error_on_every_rank():
 
 def without_gather():
     """The gather of a backend that lacks it, and reductions of one that lacks those."""
-    from scaletorch.dist import raw  # a rank of its own: changed here, seen nowhere else
+    from scaletorch.dist.collectives import (
+        raw,  # a rank of its own: changed here, seen nowhere else
+    )
 
     world = c10d.group.WORLD
     raw._routes[world] = {"cpu": raw.Route("gloo", frozenset(("gather", "band", "max")), True)}
@@ -476,7 +478,8 @@ def test_what_a_backend_lacks_is_done_another_way():
 
 def native_reduce_scatter():
     """The way that backends other than gloo go, here on gloo's own call."""
-    from scaletorch.dist import functional, raw
+    from scaletorch.dist import functional
+    from scaletorch.dist.collectives import raw
 
     world = c10d.group.WORLD
     raw._routes[world] = {"cpu": raw.Route("other", frozenset(), True)}

@@ -8,8 +8,9 @@ import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist import InvalidArgumentError, StateError, creators, devices
+from scaletorch.dist import InvalidArgumentError, StateError, devices
 from scaletorch.dist.devices import DEVICES, DeviceEntry, entry_of_backend
+from scaletorch.dist.startup import creators
 from scaletorch.dist.testing import distributed_test
 
 Pair = namedtuple("Pair", "left right")

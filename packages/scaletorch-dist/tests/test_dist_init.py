@@ -16,8 +16,8 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, RankFailedError, StateError, devices
-from scaletorch.dist.launchers import read_placement
-from scaletorch.dist.rendezvous import find_meeting, open_store
+from scaletorch.dist.startup.launchers import read_placement
+from scaletorch.dist.startup.rendezvous import find_meeting, open_store
 from scaletorch.dist.testing import distributed_test, run_ranks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")

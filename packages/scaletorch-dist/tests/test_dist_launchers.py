@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletorch.dist import StateError, infer_launcher, rendezvous
-from scaletorch.dist.launchers import (
+from scaletorch.dist import StateError, infer_launcher
+from scaletorch.dist.startup import rendezvous
+from scaletorch.dist.startup.launchers import (
     ENVIRONMENTS,
     Placement,
     expand_tasks_per_node,
@@ -16,7 +17,7 @@ from scaletorch.dist.launchers import (
     launched_world_size,
     read_placement,
 )
-from scaletorch.dist.rendezvous import Meeting, derived_port, find_meeting, is_loopback
+from scaletorch.dist.startup.rendezvous import Meeting, derived_port, find_meeting, is_loopback
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPEN_MPI = {

@@ -25,7 +25,7 @@ from scaletorch.dist import (
     get_timeout,
     launch,
 )
-from scaletorch.dist.rank_process import get_server
+from scaletorch.dist.ranks.process import get_server
 
 
 @dataclass

@@ -1,7 +1,7 @@
 """Collectives, objects, launch and test ranks for PyTorch on every backend."""
 
 from ._version import __version__
-from .checks import check_collectives
+from .collectives.checks import check_collectives
 from .data_devices import cast_data_device, get_data_device
 from .devices import get_comm_device
 from .dist import (
@@ -49,10 +49,10 @@ from .info import (
     master_only,
     require_member,
 )
-from .initialize import cleanup_dist, init_dist
-from .launchers import infer_launcher
 from .local import get_local_group, get_local_rank, get_local_size, init_local_group
 from .ranks import RankPool, launch
+from .startup.initialize import cleanup_dist, init_dist
+from .startup.launchers import infer_launcher
 
 __all__ = [
     "InvalidArgumentError",

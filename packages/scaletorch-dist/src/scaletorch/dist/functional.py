@@ -25,8 +25,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from . import pieces
-from .autograd import (
+from .collectives import pieces
+from .collectives.autograd import (
     AllGather,
     AllReduce,
     AllToAll,

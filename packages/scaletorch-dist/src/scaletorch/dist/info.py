@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 
 from .devices import comm_entry, get_comm_device
 from .errors import NotInGroupError
-from .launchers import launched_world_size
+from .startup.launchers import launched_world_size
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 from .devices import get_comm_device
 from .errors import InvalidArgumentError, StateError
 from .info import get_rank, get_timeout, get_world_size, is_distributed
-from .launchers import find_environment, read_placement
+from .startup.launchers import find_environment, read_placement
 
 _DIGEST = 16  # bytes that stand for a node
 _nodes: weakref.WeakKeyDictionary[ProcessGroup, list[bytes]] = weakref.WeakKeyDictionary()

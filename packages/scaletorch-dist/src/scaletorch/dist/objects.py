@@ -15,12 +15,12 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .arguments import check_member
-from .checks import checking, compare
+from .collectives.arguments import check_member
+from .collectives.checks import checking, compare
+from .collectives.gathers import gather
+from .collectives.raw import all_gather_single, gather_ints, host_device, process_group
 from .errors import InvalidArgumentError
-from .gathers import gather
 from .info import group_ranks
-from .raw import all_gather_single, gather_ints, host_device, process_group
 
 Group = ProcessGroup | None
 

@@ -12,16 +12,16 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .arguments import check_target
-from .checks import checking, compare, describe, who_says_what
+from .collectives.arguments import check_target
+from .collectives.checks import checking, compare, describe, who_says_what
+from .collectives.ops import Op, op_name
+from .collectives.raw import broadcast_ints, gather_ints, process_group
+from .collectives.recipes import recipe_for
+from .collectives.reductions import all_reduce
+from .collectives.work import Work
 from .errors import InvalidArgumentError, MismatchError
 from .info import group_ranks
 from .objects import all_gather_object
-from .ops import Op, op_name
-from .raw import broadcast_ints, gather_ints, process_group
-from .recipes import recipe_for
-from .reductions import all_reduce
-from .work import Work
 
 Group = ProcessGroup | None
 

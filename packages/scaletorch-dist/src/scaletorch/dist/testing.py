@@ -12,10 +12,10 @@ from datetime import timedelta
 from typing import Any, TypeVar
 
 from .errors import RankFailedError
-from .locate import BODY_ATTRIBUTE, PYTEST_REWRITING
-from .rank_process import get_server
-from .rank_state import environment
-from .ranks import RankPool
+from .ranks.locate import BODY_ATTRIBUTE, PYTEST_REWRITING
+from .ranks.pool import RankPool
+from .ranks.process import get_server
+from .ranks.state import environment
 
 SEED = 0  # every function starts with the generators of every rank at this seed
 GROUP_TIMEOUT = timedelta(seconds=300)  # of test groups; the timeout of a run comes first

@@ -11,11 +11,11 @@ from torch.distributed import ProcessGroup
 
 from ...dist import get_rank, group_ranks
 from ...dist.errors import InvalidArgumentError, StateError
-from ...dist.p2p import exchange
+from ...dist.collectives.p2p import exchange
 from ..pg_manager import axis_group, describe_rank
 
 if TYPE_CHECKING:
-    from ...dist.work import Work
+    from ...dist.collectives.work import Work
 
 
 @dataclass(frozen=True, slots=True)

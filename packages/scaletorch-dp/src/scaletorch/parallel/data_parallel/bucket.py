@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...dist import all_reduce, get_comm_device
-from ...dist.work import Work
+from ...dist.collectives.work import Work
 from .slot import Slot
 
 UNUSED, USED, LATE = 0, 1, 2  # what a rank says of a parameter; the largest over ranks counts

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .errors import InvalidArgumentError, NotInGroupError
-from .info import get_rank, group_ranks
+from ..errors import InvalidArgumentError, NotInGroupError
+from ..info import get_rank, group_ranks
 
 
 def check_tensor(data: Any, call: str, name: str = "data") -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch.distributed as c10d
 
-from . import devices
-from .errors import StateError
+from .. import devices
+from ..errors import StateError
 from .launchers import Placement
 from .rendezvous import Meeting, is_loopback, open_store
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.distributed import ReduceOp
 
-from .errors import InvalidArgumentError
+from ..errors import InvalidArgumentError
 
 Op = str | ReduceOp | ReduceOp.RedOpType
 

@@ -12,8 +12,8 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .devices import comm_entry, entry_of_backend, get_comm_device
-from .info import get_world_size, require_member
+from ..devices import comm_entry, entry_of_backend, get_comm_device
+from ..info import get_world_size, require_member
 
 
 def _first(*names: str) -> Callable[..., Any]:

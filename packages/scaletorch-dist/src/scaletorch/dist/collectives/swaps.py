@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..errors import InvalidArgumentError, MismatchError
+from ..info import group_ranks
 from .arguments import check_list, check_target, check_tensor
 from .checks import checking, compare
-from .errors import InvalidArgumentError, MismatchError
-from .info import group_ranks
 from .parts import exchange_parts
 from .raw import (
     all_to_all_single,

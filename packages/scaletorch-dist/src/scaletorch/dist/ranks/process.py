@@ -16,8 +16,8 @@ from collections.abc import Iterable
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
+from ..errors import StateError
 from . import fork_server
-from .errors import StateError
 
 START_TIMEOUT = 300.0  # s; a cold disk and a busy machine take long to import torch
 _BOOT = (
@@ -115,7 +115,7 @@ class ForkServer:
             self._receive()
 
     def spawn(self, request: dict[str, Any]) -> RankProcess:
-        """Fork a rank that runs `rank_child.main` with this request."""
+        """Fork a rank that runs `child.main` with this request."""
         ours, theirs = Pipe()
         status_read, status_write = os.pipe()
         try:

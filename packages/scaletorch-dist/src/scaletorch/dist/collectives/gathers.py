@@ -11,9 +11,9 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..errors import InvalidArgumentError
 from .arguments import check_list, check_member, check_target, check_tensor
 from .checks import checking, compare
-from .errors import InvalidArgumentError
 from .raw import all_gather_single, movable, on_wire, process_group, route
 from .work import Work, settled
 

@@ -13,8 +13,8 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..errors import InvalidArgumentError
 from .checks import checking, compare
-from .errors import InvalidArgumentError
 from .parts import reduce_parts
 from .raw import (
     all_gather_single,

@@ -150,13 +150,13 @@ def serve(control_fd: int, package: str) -> None:
 
     Args:
         control_fd: this end of a Unix stream socket to the caller.
-        package: importable name of this package, whose `rank_child.main` a rank runs.
+        package: importable name of this package, whose `child.main` a rank runs.
     """
     server = _Server(control_fd)
     directory = tempfile.mkdtemp(prefix="scaletorch-ranks-")
     try:
         _preload(PRELOAD)
-        rank_main: RankMain = importlib.import_module(f"{package}.rank_child").main
+        rank_main: RankMain = importlib.import_module(f"{package}.child").main
         gc.collect()
         gc.freeze()  # shared pages stay shared: the collector does not write to them
         send_message(server.control, {"directory": directory})

@@ -14,7 +14,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from .errors import InvalidArgumentError
+from ..errors import InvalidArgumentError
 
 MAIN_ALIAS = "__mp_main__"  # multiprocessing's own alias of `__main__`, known to both sides
 PYTEST_REWRITING = "_pytest.assertion.rewrite"

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .errors import MismatchError
-from .info import group_ranks
+from ..errors import MismatchError
+from ..info import group_ranks
 from .raw import all_gather_single, host_device
 
 VARIABLE = "SCALETORCH_DIST_CHECK"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from dataclasses import dataclass, field
 
-from .errors import RankFailedError
+from ..errors import RankFailedError
 
 
 @dataclass(slots=True)

@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
-from . import rank_state
-from .devices import set_device
+from ..devices import set_device
+from . import state as rank_state
 from .locate import Locator, find
 
 

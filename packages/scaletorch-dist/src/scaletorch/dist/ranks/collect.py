@@ -10,15 +10,15 @@ from multiprocessing.connection import wait
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from .rank_process import RankProcess
-from .rank_report import RankReport
+from .process import RankProcess
+from .report import RankReport
 
 FAILURE_GRACE = 2.0  # s that other ranks get to finish or fail by themselves after a first failure
 STACK_WAIT = 0.5  # s to wait for the stacks of ranks that hang
 
-_CHILD = os.path.join(os.path.dirname(__file__), "rank_child.py")
+_CHILD = os.path.join(os.path.dirname(__file__), "child.py")
 
-Answer = tuple[str, Any, Any]  # what `rank_child` sends: its kind and two parts
+Answer = tuple[str, Any, Any]  # what `child` sends: its kind and two parts
 
 
 def collect(

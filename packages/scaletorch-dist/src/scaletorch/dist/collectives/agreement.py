@@ -16,9 +16,9 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..errors import MismatchError
+from ..info import get_rank
 from .checks import describe
-from .errors import MismatchError
-from .info import get_rank
 from .raw import on_wire
 
 _AGREED = "agreed"

@@ -16,11 +16,11 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-from .errors import InvalidArgumentError, StateError
+from ..errors import InvalidArgumentError, StateError
+from .collect import collect
 from .locate import locate, rank_body
-from .rank_collect import collect
-from .rank_process import START_TIMEOUT, RankProcess, get_server, stop
-from .rank_report import RankReport
+from .process import START_TIMEOUT, RankProcess, get_server, stop
+from .report import RankReport
 
 CLOSE_GRACE = 2.0  # s that ranks get to leave by themselves
 LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # so that gloo listens on this machine alone

@@ -11,12 +11,12 @@ from typing import Any
 import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
-from . import devices
+from .. import devices
+from ..errors import InvalidArgumentError, StateError
+from ..info import expect_one_process
+from ..local import forget_local_group, get_local_rank
 from .creators import CREATORS, choose_backend
-from .errors import InvalidArgumentError, StateError
-from .info import expect_one_process
 from .launchers import LAUNCHERS, Placement, infer_launcher, read_placement, remember_launcher
-from .local import forget_local_group, get_local_rank
 from .rendezvous import Meeting, find_meeting, is_loopback
 
 _LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}

@@ -17,7 +17,7 @@ from datetime import timedelta
 from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import default_pg_timeout
 
-from .errors import StateError
+from ..errors import StateError
 from .launchers import Placement, first_host
 
 LOOPBACK = "127.0.0.1"

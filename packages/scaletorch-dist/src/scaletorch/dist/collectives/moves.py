@@ -10,9 +10,9 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..errors import InvalidArgumentError
 from .arguments import check_list, check_member, check_target
 from .checks import checking, compare
-from .errors import InvalidArgumentError
 from .raw import (
     broadcast_ints,
     movable,

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from .errors import StateError
+from ..errors import StateError
 
 LAUNCHERS = ("pytorch", "slurm", "mpi")
 
