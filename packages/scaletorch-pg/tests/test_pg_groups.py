@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from scaletorch.dist import StateError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import (
     Grid,
@@ -171,29 +172,47 @@ def test_set_up_again_and_again_never_reuses_a_name(sizes):
     assert run_ranks(set_up_many_times, 4, sizes, timeout=30) == [expected] * 4
 
 
-def failing_set_up():
-    real, count = torch_dist.new_group, len(torch_dist.distributed_c10d._world.pg_names)
+def failing_set_up(bad_ranks):
+    real, rank = torch_dist.new_group, torch_dist.get_rank()
+    count = len(torch_dist.distributed_c10d._world.pg_names)
 
-    def fail_at_pp(ranks, **options):
-        if options["group_desc"] == "scaletorch_pp":
-            raise RuntimeError("no more sockets")
+    def fail_at_cp(ranks, **options):
+        if rank in bad_ranks and options["group_desc"] == "scaletorch_cp":
+            raise OSError("no more sockets")
         return real(ranks, **options)
 
-    torch_dist.new_group = fail_at_pp
+    torch_dist.new_group = fail_at_cp
     try:
-        with pytest.raises(RuntimeError, match="no more sockets"):
+        with pytest.raises((OSError, StateError)) as caught:
             setup_process_group_manager(tp_size=2, pp_size=2)
     finally:
         torch_dist.new_group = real
     assert len(torch_dist.distributed_c10d._world.pg_names) == count
     manager = setup_process_group_manager(tp_size=2, pp_size=2)
-    members = manager.pp_group_ids
     destroy_process_group_manager()
-    return members
+    return str(caught.value), manager.pp_group_ids
 
 
-def test_a_set_up_that_fails_leaves_nothing_behind():
-    assert run_ranks(failing_set_up, 4) == [[0, 2], [1, 3], [0, 2], [1, 3]]
+@pytest.mark.parametrize("bad_ranks", [[0, 1, 2, 3], [0, 2]])
+def test_a_set_up_that_fails_is_told_to_all_and_leaves_nothing_behind(bad_ranks):
+    for rank, (message, members) in enumerate(run_ranks(failing_set_up, 4, bad_ranks)):
+        assert members == [rank % 2, rank % 2 + 2]
+        assert message == (
+            "no more sockets"
+            if rank in bad_ranks
+            else f"rank {rank}: the process groups cannot be used, as rank {max(bad_ranks)} "
+            "failed to make its own; see that rank's error"
+        )
+
+
+def set_up_and_destroy_at_once():
+    for _ in range(20):
+        setup_process_group_manager(tp_size=2, dp_size=2)
+        destroy_process_group_manager()
+
+
+def test_a_quick_rank_does_not_cut_off_slow_ones():
+    run_ranks(set_up_and_destroy_at_once, 4)
 
 
 def like_mpi():

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...dist import get_rank, group_ranks
-from ...dist.errors import InvalidArgumentError, StateError
 from ...dist.collectives.p2p import exchange
+from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import axis_group, describe_rank
 
 if TYPE_CHECKING:

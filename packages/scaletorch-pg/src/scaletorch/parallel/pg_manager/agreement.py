@@ -1,4 +1,4 @@
-"""One exchange in which all ranks see whether they were given the same layout."""
+"""What all ranks find out together: the same layout at first, all groups made at last."""
 
 from __future__ import annotations
 
@@ -37,6 +37,17 @@ def agree(grid: Grid | None, number: int) -> int:
     if [-bound for bound in bounds[4:]] != bounds[:4]:
         _report(sizes)
     return int(highest)
+
+
+def highest_failed_rank(failed: bool) -> int | None:
+    """Wait for all ranks; returns the highest rank that ``failed``, or None.
+
+    A collective over the default group.
+    """
+    mark = torch.tensor([get_rank() if failed else -1], device=get_comm_device())
+    all_reduce(mark, op="max")
+    rank = int(mark.item())
+    return None if rank < 0 else rank
 
 
 def _sizes(grid: Grid) -> tuple[int, int, int, int]:

@@ -9,7 +9,8 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from ...dist import get_backend, get_default_group, get_timeout, group_ranks
-from ...dist.errors import InvalidArgumentError
+from ...dist.errors import InvalidArgumentError, StateError
+from .agreement import highest_failed_rank
 from .grid import Grid, axis_names
 from .names import numbered_from
 
@@ -42,17 +43,26 @@ class GroupSet:
         grid: The layout of the world.
         rank: This process' global rank.
         first_number: From where torch's group names count, agreed by all ranks.
+
+    Raises:
+        StateError: Another rank could not make its groups; that rank raises what it met.
     """
 
     def __init__(self, grid: Grid, rank: int, first_number: int) -> None:
         self._by_axis: dict[str, ReferenceType[ProcessGroup]] = {}
         self._created: list[ReferenceType[ProcessGroup]] = []
+        problem: Exception | None = None
         try:
             with numbered_from(first_number):
                 self._create_all(grid, rank)
-        except BaseException:
+        except Exception as error:
+            problem = error
+        # Also holds everyone until all groups stand: one that went on and closed a group would
+        # cut off members that are still connecting.
+        failed = highest_failed_rank(problem is not None)
+        if failed is not None:
             self.destroy()
-            raise
+            raise problem or StateError(_failure(rank, failed))
 
     def get(self, axis: str) -> ProcessGroup | None:
         """Group of one of the `AXES`; None once it was destroyed."""
@@ -78,6 +88,13 @@ class GroupSet:
                 group = made[members] = _new_group(grid, axis, members)
                 self._created.append(ref(group))
             self._by_axis[axis] = ref(group)
+
+
+def _failure(rank: int, failed: int) -> str:
+    return (
+        f"rank {rank}: the process groups cannot be used, as rank {failed} failed to make its own; "
+        "see that rank's error"
+    )
 
 
 def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:
