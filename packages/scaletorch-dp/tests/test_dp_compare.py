@@ -47,7 +47,7 @@ def check_mismatch(kind):
         with pytest.raises(MismatchError) as caught:
             wrapper(model, group=c10d.group.WORLD)
         message = str(caught.value)
-        assert "rank 1 has (+), rank 0 has (-)" in message
+        assert "rank 1 (+), ranks 0, 2 (-)" in message
         assert f"this is rank {c10d.get_rank()}" in message
         for part in expected:
             assert part in message

@@ -100,9 +100,10 @@ def who_says_what(texts: Sequence[str], group: ProcessGroup | None) -> str:
     for rank, text in zip(group_ranks(group), texts, strict=True):
         speakers.setdefault(text, []).append(rank)
     ordered = sorted(speakers.items(), key=lambda item: (-len(item[1]), item[1]))
-    return "; ".join(f"{_ranks(ranks)}: {text}" for text, ranks in ordered)
+    return "; ".join(f"{named_ranks(ranks)}: {text}" for text, ranks in ordered)
 
 
-def _ranks(ranks: list[int]) -> str:
+def named_ranks(ranks: Sequence[int]) -> str:
+    """Return ``rank 3`` or ``ranks 1, 2``, cut where there are many."""
     shown = ", ".join(map(str, ranks[:8])) + (f", … ({len(ranks)} in all)" if ranks[8:] else "")
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {shown}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NoReturn
 
@@ -11,10 +11,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ...dist import get_world_size
+from ...dist.agreement import agree
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import ModuleWrapper, axis_group, describe_rank
 from .bucket import Bucket, BucketManager, fill_buckets
-from .compare import compare_across_ranks, describe_parameters
 from .hooks import GradientSync
 from .slot import Slot
 
@@ -45,7 +45,7 @@ class _DataParallel(ModuleWrapper):
         parameters = list(module.named_parameters())
         if not alone:
             options = {"wrapper": type(self).__name__, **options, "op": op}
-            compare_across_ranks(describe_parameters(parameters, options), group)
+            agree("the model to wrap", _describe(parameters, options), group)
         super().__init__(module)
         self._frozen = [(name, each) for name, each in parameters if not each.requires_grad]
         trainable = [(name, each) for name, each in parameters if each.requires_grad]
@@ -219,3 +219,14 @@ class DataParallelBucket(_DataParallel):
 def _one_each(slots: list[Slot]) -> list[Bucket]:
     """Give every parameter a bucket of its own, in registration order."""
     return [Bucket([slot], slot.parameter.dtype) for slot in slots]
+
+
+def _describe(
+    parameters: Iterable[tuple[str, nn.Parameter]], options: Mapping[str, object]
+) -> list[str]:
+    """Write what ranks must agree on: a line for the options and one for each parameter."""
+    lines = [", ".join(f"{name}={value}" for name, value in options.items())]
+    for name, parameter in parameters:
+        frozen = "" if parameter.requires_grad else " frozen"
+        lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}{frozen}")
+    return lines

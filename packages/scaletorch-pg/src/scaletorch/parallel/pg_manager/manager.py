@@ -48,6 +48,7 @@ class ProcessGroupManager(AxisAttributes):
     Raises:
         InvalidArgumentError: Sizes that are no layout, or whose product is not the world size.
         MismatchError: On every rank, where ranks were given different sizes.
+        StateError: Another rank could not make its groups.
     """
 
     def __init__(

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ...dist import get_rank, group_ranks
+from ...dist.agreement import agree
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import ModuleWrapper, axis_group
-from .agreement import agree
 from .cut import cut
 from .hidden import HiddenFlow
 from .split import Placement, Split, place
@@ -167,7 +167,7 @@ def _agreed_placement(
     except InvalidArgumentError as error:
         outcome = error
     failed = outcome if isinstance(outcome, InvalidArgumentError) else None
-    agree("the model that PipelineParallel splits", facts, failed, group)
+    agree("the model that PipelineParallel splits", facts, group, error=failed)
     if isinstance(outcome, InvalidArgumentError):
         raise outcome
     return outcome

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ...dist import group_ranks
+from ...dist.agreement import agree
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
-from .agreement import agree
 from .loss import Batch, LossFunction, token_mean_loss
 from .runtime import execute
 from .schedules import SCHEDULES
@@ -45,12 +45,10 @@ def train_step(
         shape, dtype = checked_shape(tensor_shapes), checked_dtype(dtype)
         with_labels = loss_fn is None and pipeline.is_last_stage
         batches = list_batches(data_loader, with_labels=with_labels)
-    except (
-        Exception
-    ) as found:  # a data loader may raise anything; the other stages must learn of it
+    except Exception as found:  # a data loader may raise anything; the others must learn of it
         error = found
     facts = [f"{len(batches)} micro-batches", f"hidden states {shape} of {dtype}", schedule]
-    agree("this train step", facts, error, group)
+    agree("this train step", facts, group, error=error)
     wire = Wire(shape, dtype, torch.device(device), pipeline.ranks, group)
     if loss_fn is None and pipeline.is_last_stage:
         loss_fn = token_mean_loss(batches, wire.device)

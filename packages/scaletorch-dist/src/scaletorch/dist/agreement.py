@@ -1,0 +1,84 @@
+"""What all ranks must have alike, compared once, and a difference reported on every one of them."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.distributed import ProcessGroup
+
+from .collectives.checks import named_ranks
+from .devices import get_comm_device
+from .dist import all_gather, all_gather_object
+from .errors import MismatchError
+from .info import get_rank, group_ranks
+
+SHOWN = 12  # lines of difference for each rank
+
+Report = tuple[list[str], str | None]  # a rank's lines, and the mistake it has found
+
+
+def agree(
+    subject: str,
+    lines: Sequence[str],
+    group: ProcessGroup | None = None,
+    *,
+    error: Exception | None = None,
+) -> None:
+    """Raise on every rank of ``group`` unless all have equal ``lines`` and none has an ``error``.
+
+    Costs one all-gather of 16 bytes a rank; the lines travel only where they differ. A rank that
+    has found a mistake of its own takes part too, so that no other waits for it in vain.
+
+    Args:
+        subject: what is compared, for the message.
+        lines: one line of text for each thing that must be equal.
+        group: the ranks that compare; None is all of them.
+        error: a mistake found on this rank, raised here once the others know.
+
+    Raises:
+        MismatchError: ranks differ, or another rank has an error.
+    """
+    ranks = group_ranks(group)
+    if len(ranks) > 1:
+        digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+        number = int.from_bytes(digest, "little", signed=True)
+        mine = torch.tensor([number, error is not None], device=get_comm_device(group))
+        everyone = [tuple(entry.tolist()) for entry in all_gather(mine, group=group)]
+        if set(everyone) != {(everyone[0][0], 0)}:
+            text = None if error is None else f"{type(error).__name__}: {error}"
+            reports = all_gather_object((list(lines), text), group=group)
+            if error is None:
+                raise MismatchError(_difference(subject, ranks, reports))
+    if error is not None:
+        raise error
+
+
+def _difference(subject: str, ranks: Sequence[int], reports: Sequence[Report]) -> str:
+    for rank, (_, text) in zip(ranks, reports, strict=True):
+        if text is not None:
+            return f"rank {rank} cannot take part in {subject}: {text}"
+    speakers: dict[tuple[str, ...], list[int]] = {}
+    for rank, (lines, _) in zip(ranks, reports, strict=True):
+        speakers.setdefault(tuple(lines), []).append(rank)
+    usual, _ = Counter(tuple(lines) for lines, _ in reports).most_common(1)[0]
+    message = [
+        f"the ranks disagree on {subject}; every rank must be given the "
+        f"same (this is rank {get_rank()})"
+    ]
+    for lines, odd in speakers.items():
+        if lines != usual:
+            message.append(f"{named_ranks(odd)} (+), {named_ranks(speakers[usual])} (-):")
+            message += _changed_lines(usual, lines)
+    return "\n".join(message)
+
+
+def _changed_lines(usual: Sequence[str], lines: Sequence[str]) -> Iterator[str]:
+    diff = difflib.unified_diff(usual, lines, n=0, lineterm="")
+    changed = [line for line in diff if not line.startswith(("---", "+++", "@@"))]
+    yield from (f"  {line[0]} {line[1:]}" for line in changed[:SHOWN])
+    if len(changed) > SHOWN:
+        yield f"  … and {len(changed) - SHOWN} lines more"
