@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections import Counter
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -62,9 +61,9 @@ def _difference(subject: str, ranks: Sequence[int], reports: Sequence[Report]) -
         if text is not None:
             return f"rank {rank} cannot take part in {subject}: {text}"
     speakers: dict[tuple[str, ...], list[int]] = {}
-    for rank, (lines, _) in zip(ranks, reports, strict=True):
-        speakers.setdefault(tuple(lines), []).append(rank)
-    usual, _ = Counter(tuple(lines) for lines, _ in reports).most_common(1)[0]
+    for rank, (said, _) in zip(ranks, reports, strict=True):
+        speakers.setdefault(tuple(said), []).append(rank)
+    usual = max(speakers, key=lambda lines: len(speakers[lines]))  # the first of equals
     message = [
         f"the ranks disagree on {subject}; every rank must be given the "
         f"same (this is rank {get_rank()})"
