@@ -5,10 +5,12 @@ import socket
 import subprocess
 import sys
 import textwrap
+import time
 import types
 import warnings
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, RankFailedError, StateError, devices
+from scaletorch.dist.startup.creators import CREATORS
 from scaletorch.dist.startup.launchers import read_placement
 from scaletorch.dist.startup.rendezvous import find_meeting, open_store
 from scaletorch.dist.testing import distributed_test, run_ranks
@@ -283,6 +286,37 @@ def test_two_processes_of_one_rank_are_found_out():
         store.set("found out", "yes")
     else:
         store.get("found out")  # rank 0 holds the store until then
+
+
+def slow(function):
+    """The function, slow to return on rank 1: ranks that are ready must not leave before."""
+
+    def delayed(*args, **kwargs):
+        result = function(*args, **kwargs)
+        time.sleep(0.5 * int(os.environ["RANK"]))
+        return result
+
+    return delayed
+
+
+@distributed_test(world_size=2, init=False)
+def test_all_are_connected_when_init_dist_returns():
+    start = time.monotonic()
+    with mock.patch.dict(CREATORS, torch=slow(CREATORS["torch"])):
+        dist.init_dist("pytorch", backend="gloo")
+    assert time.monotonic() - start > 0.4
+
+
+@distributed_test(world_size=2, init=False)
+def test_all_are_connected_when_the_local_group_is_made():
+    os.environ["GROUP_RANK"] = os.environ["RANK"]  # two nodes
+    dist.init_dist("pytorch", backend="gloo")
+    dist.barrier()
+    start = time.monotonic()
+    with mock.patch.object(c10d, "new_group", slow(c10d.new_group)):
+        dist.init_local_group()
+    assert time.monotonic() - start > 0.4
+    assert dist.get_local_group().size() == 1
 
 
 @distributed_test(world_size=1, init=False)

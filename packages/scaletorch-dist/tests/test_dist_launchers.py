@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scaletorch.dist import StateError, infer_launcher
+from scaletorch.dist import StateError, infer_launcher, init_dist, is_distributed
 from scaletorch.dist.startup import rendezvous
 from scaletorch.dist.startup.launchers import (
     ENVIRONMENTS,
@@ -106,6 +106,19 @@ def test_a_batch_script_without_srun_is_told_so(launched_by):
     launched_by(BATCH)
     with pytest.raises(StateError, match=r"straight from the batch script. Start it with srun"):
         read_placement("slurm")
+
+
+def test_a_batch_script_without_srun_is_told_so_when_no_launcher_is_named(launched_by):
+    launched_by(BATCH)
+    with pytest.raises(StateError, match=r"asks for 8 tasks.* start it with srun.*--ntasks=1"):
+        init_dist()
+
+
+@pytest.mark.parametrize("variables", [BATCH | {"SLURM_NTASKS": "1"}, {"SLURM_NTASKS": "8"}])
+def test_one_process_in_a_slurm_job_needs_no_launcher(launched_by, variables):
+    launched_by(variables)
+    init_dist()
+    assert not is_distributed()
 
 
 def test_a_variable_that_is_no_number_is_shown(launched_by):

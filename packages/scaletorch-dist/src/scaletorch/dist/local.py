@@ -114,6 +114,18 @@ def init_local_group(node_rank: int | None = None, num_gpus_per_node: int | None
         groups = [c10d.new_group(ranks, timeout=get_timeout()) for ranks in nodes]
         own = next(g for g, ranks in zip(groups, nodes, strict=True) if get_rank() in ranks)
     _local = weakref.ref(world), own
+    wait_for_connections()
+
+
+def wait_for_connections() -> None:
+    """Wait until every rank has connected the groups that were just made.
+
+    Gloo connects when a group is made, and does not wait for the others: a rank that soon leaves
+    would break off the connecting of slower ones.
+    """
+    world = c10d.group.WORLD
+    if world is not None and torch.device("cpu") in world._device_types:
+        c10d.all_reduce(torch.zeros(1), group=world)
 
 
 def _all_nodes(node_rank: int | None, per_node: int | None) -> list[list[int]]:

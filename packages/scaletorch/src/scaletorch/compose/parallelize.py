@@ -37,7 +37,8 @@ def parallelize(
     Returns:
         The model's stage of this rank, with gradients summed over CP x DP.
     """
-    apply_tensor_parallel(model, plan, manager.tp_group)
+    if manager.tp_size > 1:  # one rank needs no plan: any model will do
+        apply_tensor_parallel(model, plan, manager.tp_group)
     apply_context_parallel(model, manager.cp_group)
     stage = PipelineParallel(model, split, manager.pp_group)
     return DataParallelBucket(stage, bucket_size=bucket_size, group=manager.cp_dp_group)

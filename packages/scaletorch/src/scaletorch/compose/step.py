@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -49,13 +50,14 @@ def shard_global_batch(
     ]  # fmt: skip
 
 
-def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+def token_loss_sum(output: Any, labels: Tensor) -> Tensor:
     """Return the sum of token cross entropies, in float32 at least; labels of -100 count nothing.
 
     Args:
-        logits: [B, L, V].
+        output: logits [B, L, V], or a model's output that has them as its ``logits``.
         labels: [B, L] int64, aligned with the logits.
     """
+    logits: Tensor = getattr(output, "logits", output)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
 
@@ -85,7 +87,7 @@ def train_step(
         raise InvalidArgumentError(f"schedule {schedule!r} is not one of {sorted(SCHEDULES)}")
     count = global_token_count([b["labels"] for b in micro_batches], group=manager.cp_dp_group)
 
-    def loss_fn(output: Tensor, batch: Batch) -> Tensor:
+    def loss_fn(output: Any, batch: Batch) -> Tensor:
         return token_loss_sum(output, batch["labels"]) / max(count, 1)
 
     parameter = next(model.parameters())

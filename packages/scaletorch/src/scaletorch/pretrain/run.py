@@ -6,7 +6,7 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..dist import RankPool, cleanup_dist, infer_launcher, init_dist, is_main_process, launch
+from ..dist import RankPool, cleanup_dist, init_dist, is_distributed, is_main_process, launch
 from .config import PretrainConfig
 from .report import save_curve
 from .train import train
@@ -43,11 +43,12 @@ def pretrain(config: PretrainConfig) -> Result | None:
 
     Raises:
         InvalidArgumentError: settings that cannot work, before any rank starts.
+        StateError: a Slurm job of several tasks runs this without srun.
     """
     config.check()
     out = config.out
-    if infer_launcher() != "none":
-        init_dist(backend=config.backend)
+    init_dist(backend=config.backend)  # does nothing where no launcher started this process
+    if is_distributed():
         main = is_main_process()
         out = out or (Path(tempfile.mkdtemp(prefix="scaletorch-")) if main else None)
         losses = train(replace(config, out=out))

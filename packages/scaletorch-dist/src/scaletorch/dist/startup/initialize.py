@@ -14,9 +14,16 @@ from torch.distributed import ProcessGroup
 from .. import devices
 from ..errors import InvalidArgumentError, StateError
 from ..info import expect_one_process
-from ..local import forget_local_group, get_local_rank
+from ..local import forget_local_group, get_local_rank, wait_for_connections
 from .creators import CREATORS, choose_backend
-from .launchers import LAUNCHERS, Placement, infer_launcher, read_placement, remember_launcher
+from .launchers import (
+    LAUNCHERS,
+    Placement,
+    infer_launcher,
+    read_placement,
+    refuse_batch_script_of_many,
+    remember_launcher,
+)
 from .rendezvous import Meeting, find_meeting, is_loopback
 
 _LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}
@@ -55,8 +62,8 @@ def init_dist(
 
     Raises:
         InvalidArgumentError: unknown launcher, backend or init_backend.
-        StateError: a variable is missing, this was called before, or a vendor's plugin is missing
-            beside the vendor's hardware.
+        StateError: a variable is missing, this was called before, a Slurm job of several tasks runs
+            this without srun, or a vendor's plugin is missing beside the vendor's hardware.
 
     Example:
         >>> init_dist("pytorch", backend="nccl", timeout=600)
@@ -69,6 +76,7 @@ def init_dist(
         return
     launcher = infer_launcher() if launcher is None else launcher
     if launcher == "none":
+        refuse_batch_script_of_many()
         return
     placement = read_placement(launcher)
     meeting = _find_meeting(placement, port, init_method)
@@ -84,6 +92,7 @@ def init_dist(
     _remember(ours=True)
     if placement.local_rank is None:
         devices.set_device(get_local_rank())
+    wait_for_connections()
 
 
 def cleanup_dist() -> None:

@@ -117,6 +117,23 @@ def remember_launcher(launcher: str | None) -> None:
     _known = launcher
 
 
+def refuse_batch_script_of_many() -> None:
+    """Where a Slurm job has many tasks and no launcher started this process, say what is missing.
+
+    Raises:
+        StateError: this is the batch script's own process in a job of several tasks.
+    """
+    env = os.environ
+    tasks = env.get("SLURM_NTASKS", "")
+    in_batch_script = "SLURM_PROCID" in env and "SLURM_STEP_NUM_TASKS" not in env
+    if in_batch_script and tasks.isdecimal() and int(tasks) > 1:
+        raise StateError(
+            f"this job of Slurm asks for {tasks} tasks, but this program runs once, straight from "
+            "the batch script: start it with srun, torchrun or mpirun; or, if one process is meant "
+            "(it may start local ranks itself), ask for --ntasks=1"
+        )
+
+
 def launched_world_size() -> int:
     """How many processes a launcher started together with this one; 1 without a launcher."""
     environment = find_environment()

@@ -105,6 +105,8 @@ def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
     if split is not None and not isinstance(split, Split):
         message = f"config must be a Split or None, got {type(split).__name__}"
         raise InvalidArgumentError(message)
+    if split is None and num_stages == 1:  # nothing is cut, whatever the model is like
+        return Placement(Split(), (), (range(0),))
     split = infer_split(model) if split is None else checked_split(model, split)
     names = tuple(f"{split.layers}.{key}" for key in model.get_submodule(split.layers)._modules)
     return Placement(split, names, tuple(distribute_layers(len(names), num_stages)))

@@ -1,0 +1,21 @@
+"""One call, or one command, that shows that every layout trains like one process."""
+
+from .cases import OPTIONS, Case, every_layout, layout_name, parse_layout
+from .compare import Difference
+from .problem import default_batch, default_model
+from .report import CaseResult, Report
+from .verify import verify
+
+__all__ = [
+    "OPTIONS",
+    "Case",
+    "CaseResult",
+    "Difference",
+    "Report",
+    "default_batch",
+    "default_model",
+    "every_layout",
+    "layout_name",
+    "parse_layout",
+    "verify",
+]

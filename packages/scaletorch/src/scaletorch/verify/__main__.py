@@ -1,0 +1,107 @@
+"""``python -m scaletorch.verify --world-size 8``: does every layout train like one process?"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ..dist.errors import InvalidArgumentError, ScaletorchError
+from .cases import DTYPES, OPTIONS, enumerate_cases, every_layout, parse_layout
+from .problem import default_batch, default_model, wide_model
+from .report import CaseResult, Report
+from .verify import verify
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser("python -m scaletorch.verify", description=__doc__)
+    parser.add_argument("--world-size", type=int, help="try every layout of so many ranks")
+    parser.add_argument("--layout", nargs="+", default=[], help="DPxPPxCPxTP, such as 2x1x2x2")
+    parser.add_argument("--model", help="package.module:function that makes the plain module")
+    parser.add_argument("--batch", help="package.module:function of a step, the global batch")
+    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--hidden-size", type=int, help="of the states between stages")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
+    parser.add_argument("--out", type=Path, help="folder for report.json and report.md")
+    for name, values in OPTIONS.items():
+        kind = type(values[0])
+        parser.add_argument(
+            f"--{name.replace('_', '-')}", nargs="+", type=kind, default=[values[0]]
+        )
+    return parser.parse_args(arguments)
+
+
+def load(name: str) -> Callable[..., Any]:
+    """Return the function that ``package.module:function`` names; the current folder counts.
+
+    Raises:
+        InvalidArgumentError: there is no such module or function.
+    """
+    module, _, function = name.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise InvalidArgumentError(f"{name!r} is not package.module:function: {error}") from error
+    return found
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    """Verify what the command line asks for, with a progress line on a terminal."""
+    layouts = [parse_layout(text) for text in arguments.layout]
+    if not layouts and arguments.world_size is None:
+        raise InvalidArgumentError("say --world-size N, or --layout DPxPPxCPxTP")
+    layouts = layouts or every_layout(arguments.world_size)
+    wide = max(grid.world_size for grid in layouts) > 8
+    options = {name: getattr(arguments, name) for name in OPTIONS}
+    total = len(list(enumerate_cases(layouts, arguments.dtype, options)))
+    done: list[CaseResult] = []
+
+    def progress(result: CaseResult) -> None:
+        done.append(result)
+        if sys.stderr.isatty():
+            bar = "#" * (30 * len(done) // total)
+            print(f"\r[{bar:<30}] {len(done)}/{total} {result.case}\033[K", end="", file=sys.stderr)
+
+    report = verify(
+        load(arguments.model) if arguments.model else (wide_model if wide else default_model),
+        load(arguments.batch) if arguments.batch else default_batch,
+        layouts=layouts,
+        dtype=arguments.dtype,
+        options=options,
+        hidden_size=arguments.hidden_size,
+        timeout=arguments.timeout,
+        progress=progress,
+    )
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
+    return report
+
+
+def main() -> int:
+    """Run the command; 1 where a layout trains otherwise than one process, 2 for wrong usage."""
+    arguments = parse()
+    try:
+        report = run(arguments)
+    except ScaletorchError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    again = [f"--model {arguments.model}"] * bool(arguments.model)
+    again += [f"--batch {arguments.batch}"] * bool(arguments.batch)
+    report = Report(report.results, " ".join([report.command, *again]))
+    print(report)
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "report.json").write_text(report.to_json())
+        (arguments.out / "report.md").write_text(report.to_markdown())
+    return 0 if report.passed else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

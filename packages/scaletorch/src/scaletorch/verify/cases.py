@@ -1,0 +1,113 @@
+"""What is compared with one process: layouts, crossed with options that change the arithmetic."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..dist.errors import InvalidArgumentError
+from ..parallel.pg_manager import Grid, legal_layouts
+
+DTYPES = ("float64", "float32")
+
+# Each option's values, its default first. Values that cannot matter to a layout are left out.
+OPTIONS: Mapping[str, tuple[str | int, ...]] = {
+    "schedule": ("1f1b", "afab"),
+    "micro_batches": (2, 1),
+    "bucket_size": (1000, 1, 2**24),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One training run to compare.
+
+    Attributes:
+        grid: the layout.
+        dtype: 'float64' or 'float32'.
+        schedule: pipeline schedule.
+        micro_batches: micro-batches per data-parallel rank.
+        bucket_size: elements per gradient bucket.
+    """
+
+    grid: Grid
+    dtype: str = "float64"
+    schedule: str = "1f1b"
+    micro_batches: int = 2
+    bucket_size: int = 1000
+
+    def __str__(self) -> str:
+        """Return the layout, the dtype and the options that are not the default."""
+        changed = [
+            f"{name}={getattr(self, name)}"
+            for name, values in OPTIONS.items()
+            if getattr(self, name) != values[0]
+        ]
+        return " ".join([layout_name(self.grid), self.dtype, *changed])
+
+    @property
+    def arguments(self) -> str:
+        """The command line options that repeat this case alone."""
+        options = [
+            f"--{name.replace('_', '-')} {getattr(self, name)}"
+            for name, values in OPTIONS.items()
+            if getattr(self, name) != values[0]
+        ]
+        return " ".join([f"--layout {layout_name(self.grid)} --dtype {self.dtype}", *options])
+
+
+def layout_name(grid: Grid) -> str:
+    """Write a layout as ``dp x pp x cp x tp``, such as ``2x1x2x2``."""
+    return f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}"
+
+
+def parse_layout(text: str) -> Grid:
+    """Read ``2x1x2x2``.
+
+    Raises:
+        InvalidArgumentError: the text is not four positive numbers joined by x.
+    """
+    parts = text.split("x")
+    if len(parts) != 4 or not all(part.isdecimal() and int(part) for part in parts):
+        raise InvalidArgumentError(
+            f"layout {text!r} is not DPxPPxCPxTP, four positive numbers such as 2x1x2x2"
+        )
+    dp, pp, cp, tp = map(int, parts)
+    return Grid(tp=tp, cp=cp, pp=pp, dp=dp)
+
+
+def every_layout(world_size: int) -> list[Grid]:
+    """Return all layouts of a world, in the order of their names."""
+    return sorted(legal_layouts(world_size), key=lambda g: (g.dp, g.pp, g.cp, g.tp))
+
+
+def enumerate_cases(
+    grids: Iterable[Grid], dtypes: Sequence[str], options: Mapping[str, Sequence[str | int]]
+) -> Iterator[Case]:
+    """Yield every layout x dtype x option value that can make a difference.
+
+    Raises:
+        InvalidArgumentError: an unknown option, value or dtype.
+    """
+    _check(dtypes, options)
+    chosen = {name: options.get(name, values[:1]) for name, values in OPTIONS.items()}
+    for grid in grids:
+        matters = {"schedule": grid.pp > 1, "bucket_size": grid.cp * grid.dp > 1}
+        values = [v if matters.get(name, True) else OPTIONS[name][:1] for name, v in chosen.items()]
+        for dtype, combination in itertools.product(dtypes, itertools.product(*values)):
+            yield Case(grid, dtype, **dict(zip(chosen, combination, strict=True)))  # type: ignore[arg-type]
+
+
+def _check(dtypes: Sequence[str], options: Mapping[str, Sequence[str | int]]) -> None:
+    known: Mapping[str, Sequence[str | int]] = {"dtype": DTYPES, **OPTIONS}
+    for name, values in {"dtype": dtypes, **options}.items():
+        if name not in known:
+            raise InvalidArgumentError(f"option {name!r} is not one of {', '.join(OPTIONS)}")
+        for value in values:
+            if isinstance(known[name][0], int):
+                fits, expected = isinstance(value, int) and value > 0, "a positive integer"
+            else:
+                fits, expected = value in known[name], f"one of {', '.join(map(str, known[name]))}"
+            if not fits:
+                raise InvalidArgumentError(f"{name} must be {expected}, got {value!r}")

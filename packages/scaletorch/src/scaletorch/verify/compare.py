@@ -1,0 +1,110 @@
+"""Two numbers that should be one: how far apart they are, and how far they may be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+INFINITE = float("inf")
+Shard = Callable[[str, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """How one tensor of a layout compares with one process's.
+
+    Attributes:
+        what: 'loss', 'norm', 'gradient NAME' or 'weight NAME'.
+        step: 0-based.
+        error: 2-norm of the difference over that of one process's whole tensor; infinite where
+            there is nothing to compare.
+        bound: the largest error that rounding explains.
+        bitwise: whether all bits agree.
+        note: both values where they differ most, or why there is nothing to compare.
+        rank: global rank that holds it.
+    """
+
+    what: str
+    step: int
+    error: float
+    bound: float
+    bitwise: bool = False
+    note: str = ""
+    rank: int = 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether rounding does not explain it; a NaN fails."""
+        return not self.error <= self.bound
+
+    @property
+    def severity(self) -> float:
+        """Error in units of the bound, for sorting; NaN is worst."""
+        return self.error / self.bound if self.error == self.error else INFINITE
+
+
+def whole(_name: str, tensor: Tensor) -> Tensor:
+    """Return the tensor itself: nothing is sharded."""
+    return tensor
+
+
+def compare_tensor(
+    what: str, step: int, ours: Tensor, theirs: Tensor, bound: float, *, norm: Tensor | None = None
+) -> Difference:
+    """Compare a tensor with one process's.
+
+    Args:
+        what: its kind and name.
+        step: 0-based.
+        ours: what this rank holds.
+        theirs: the same part of one process's.
+        bound: the largest error that rounding explains.
+        norm: 2-norm of one process's whole tensor; None where ``theirs`` is whole.
+    """
+    if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
+        note = f"{tuple(ours.shape)} {ours.dtype}, one process {tuple(theirs.shape)} {theirs.dtype}"
+        return Difference(what, step, INFINITE, bound, note=note)
+    if torch.equal(ours, theirs):
+        return Difference(what, step, 0.0, bound, bitwise=True)
+    gap = ours.double() - theirs.double()
+    scale = float(torch.linalg.vector_norm(theirs.double()) if norm is None else norm)
+    error = float(torch.linalg.vector_norm(gap)) / scale if scale else INFINITE
+    note = "" if error <= bound else _largest_gap(gap, ours, theirs)
+    return Difference(what, step, error, bound, note=note)
+
+
+def compare_named(
+    kind: str,
+    step: int,
+    ours: Mapping[str, Tensor],
+    theirs: Mapping[str, Tensor],
+    bound: float,
+    shard: Shard = whole,
+) -> Iterator[Difference]:
+    """Compare what this rank holds with its part of one process's tensors, by plain names."""
+    for name, tensor in ours.items():
+        what = f"{kind} {name}"
+        if name not in theirs:
+            yield Difference(what, step, INFINITE, bound, note="unknown to one process")
+            continue
+        full = theirs[name]
+        norm = torch.linalg.vector_norm(full.double())
+        yield compare_tensor(what, step, tensor, shard(name, full), bound, norm=norm)
+
+
+def missing(
+    kind: str, step: int, held: Iterable[str], theirs: Mapping[str, Tensor], bound: float
+) -> Iterator[Difference]:
+    """Report tensors of one process that no rank of the layout holds."""
+    for name in sorted(set(theirs) - set(held)):
+        yield Difference(f"{kind} {name}", step, INFINITE, bound, note="missing on this layout")
+
+
+def _largest_gap(gap: Tensor, ours: Tensor, theirs: Tensor) -> str:
+    at = gap.abs().nan_to_num(nan=INFINITE).argmax()
+    place = [int(i) for i in torch.unravel_index(at, gap.shape)]
+    values = float(ours.flatten()[at]), float(theirs.flatten()[at])
+    return f"largest at {place}: {values[0]:.9g}, one process {values[1]:.9g}"

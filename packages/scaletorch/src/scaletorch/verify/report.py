@@ -1,0 +1,167 @@
+"""What a verification found: as a table, as Markdown for a pull request, as JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from ..pretrain._version import __version__
+from .cases import Case, layout_name
+from .compare import Difference
+from .runner import RankReport
+
+
+@dataclass(frozen=True, slots=True)
+class CaseResult:
+    """One case's outcome.
+
+    Attributes:
+        case: what ran.
+        seconds: how long it took.
+        ranks: what each rank found; empty where a rank failed.
+        error: the ranks' tracebacks, where one failed.
+    """
+
+    case: Case
+    seconds: float
+    ranks: list[RankReport]
+    error: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether all ranks finished and found nothing that rounding does not explain."""
+        return not self.error and not any(rank.failures for rank in self.ranks)
+
+    @property
+    def bitwise(self) -> bool:
+        """Whether every tensor on every rank equals one process's bit for bit."""
+        return not self.error and all(rank.bitwise for rank in self.ranks)
+
+    @property
+    def worst(self) -> Difference | None:
+        """The comparison nearest to its bound, or beyond it."""
+        found = [rank.worst for rank in self.ranks]
+        return max(found, key=lambda difference: difference.severity) if found else None
+
+    def row(self) -> tuple[str, ...]:
+        """Return the cells of a table: case, verdict, error, bound, bitwise, worst tensor."""
+        worst = self.worst
+        verdict = "pass" if self.passed else "FAIL"
+        if worst is None:
+            return (str(self.case), verdict, "-", "-", "-", self.error.split("\n", 1)[0])
+        error, bound = f"{worst.error:.1e}", f"{worst.bound:.1e}"
+        tensor = f"{worst.what} (step {worst.step})"
+        return (str(self.case), verdict, error, bound, "yes" if self.bitwise else "no", tensor)
+
+    def explanation(self, command: str) -> str:
+        """Say where a failed case differs, and how to repeat it alone."""
+        lines = [f"{self.case}: FAILED"]
+        seen = set()
+        for failure in (f for rank in self.ranks for f in rank.failures):
+            key = (failure.what, failure.step)
+            if key not in seen:
+                seen.add(key)
+                lines.append(
+                    f"  {failure.what}, step {failure.step}, rank {failure.rank}: relative error "
+                    f"{failure.error:.3g}, bound {failure.bound:.3g}; {failure.note}"
+                )
+        if self.error:
+            lines += [f"  {line}" for line in self.error.splitlines()]
+        return "\n".join([*lines, f"  repeat it: {command} {self.case.arguments}"])
+
+
+HEADER = ("dp x pp x cp x tp", "", "error", "bound", "bitwise", "worst tensor")
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """All cases' outcomes.
+
+    Attributes:
+        results: one for each case.
+        command: what repeats a case when its own options are added.
+    """
+
+    results: list[CaseResult]
+    command: str = field(default="python -m scaletorch.verify")
+
+    @property
+    def passed(self) -> bool:
+        """Whether every case passed, and there was one."""
+        return bool(self.results) and all(result.passed for result in self.results)
+
+    @property
+    def failures(self) -> list[CaseResult]:
+        """The cases that did not pass."""
+        return [result for result in self.results if not result.passed]
+
+    def rows(self) -> list[tuple[str, ...]]:
+        """Return the table's rows, without the header."""
+        return [result.row() for result in self.results]
+
+    def __str__(self) -> str:
+        """Return the table, what failed, and the closing line."""
+        rows = [HEADER, *self.rows()]
+        widths = [max(len(row[i]) for row in rows) for i in range(len(HEADER))]
+        lines = [
+            "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+        ]
+        lines += ["", *(result.explanation(self.command) for result in self.failures)]
+        return "\n".join([*lines, self.summary()])
+
+    def summary(self) -> str:
+        """Return the closing line."""
+        passed = len(self.results) - len(self.failures)
+        tensors = sum(rank.compared for result in self.results for rank in result.ranks)
+        seconds = sum(result.seconds for result in self.results)
+        return (
+            f"{passed} of {len(self.results)} cases train like one process: {tensors} comparisons "
+            f"in {seconds:.0f} s; bound = machine epsilon x longest chain of additions x step"
+        )
+
+    def to_markdown(self) -> str:
+        """Return the table and the versions for a pull request."""
+        rows = [HEADER, tuple("---" for _ in HEADER), *self.rows()]
+        table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
+        named = ", ".join(f"{name} {version}" for name, version in versions().items())
+        failed = "\n\n".join(f"```text\n{r.explanation(self.command)}\n```" for r in self.failures)
+        return "\n\n".join(part for part in (table, failed, self.summary(), named) if part) + "\n"
+
+    def to_json(self) -> str:
+        """Return everything as JSON; not-a-number and infinity as strings."""
+        cases = [
+            {
+                "layout": layout_name(result.case.grid),
+                **{k: v for k, v in asdict(result.case).items() if k != "grid"},
+                "passed": result.passed,
+                "bitwise": result.bitwise,
+                "seconds": result.seconds,
+                "worst": None if result.worst is None else plain(result.worst),
+                "failures": [plain(f) for rank in result.ranks for f in rank.failures],
+                "error": result.error,
+            }
+            for result in self.results
+        ]
+        content = {"versions": versions(), "passed": self.passed, "cases": cases}
+        return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+
+def plain(difference: Difference) -> dict[str, Any]:
+    """Return a difference as JSON can hold it."""
+    values = asdict(difference)
+    finite = torch.isfinite(torch.tensor(difference.error)).item()
+    return values | {"error": values["error"] if finite else str(values["error"])}
+
+
+def versions() -> dict[str, str]:
+    """Return what the figures depend on."""
+    return {
+        "scaletorch": __version__,
+        "torch": str(torch.__version__),
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }

@@ -1,0 +1,134 @@
+"""The proof: every case trains like one process, or the report says where it does not."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..dist import RankFailedError, RankPool
+from ..dist.errors import InvalidArgumentError
+from ..dist.ranks.locate import locate
+from ..dist.testing import preload
+from ..parallel.pg_manager import Grid
+from ..parallel.pipeline_parallel import Split
+from .cases import DTYPES, Case, enumerate_cases, every_layout
+from .problem import (
+    SGD_STEPS,
+    TORCH_DTYPES,
+    BatchFn,
+    ModelFn,
+    as_saved,
+    chain_length,
+    default_batch,
+    default_model,
+    hidden_size_of,
+    one_process,
+)
+from .report import CaseResult, Report
+from .runner import Subject, run_case
+
+Progress = Callable[[CaseResult], None]
+
+
+def verify(
+    model_fn: ModelFn = default_model,
+    batch_fn: BatchFn = default_batch,
+    *,
+    layouts: Iterable[Grid] | None = None,
+    world_size: int | None = None,
+    dtype: str | Sequence[str] = DTYPES,
+    options: Mapping[str, Sequence[str | int]] | None = None,
+    hidden_size: int | None = None,
+    plan: Mapping[str, Any] | None = None,
+    split: Split | None = None,
+    timeout: float = 120.0,
+    progress: Progress | None = None,
+) -> Report:
+    """Train a plain module on many layouts and compare everything with one process.
+
+    Two steps of unclipped SGD and one of AdamW with clipping, from one plain checkpoint and the
+    same global batches; loss, every gradient, the gradient norm and all weights are compared on
+    every rank after each step.
+
+    Args:
+        model_fn: module-level function that makes the plain module, on the CPU.
+        batch_fn: returns the global batch of a step: input_ids and labels [B, L] (aligned, -100
+            where there is none) and further [B, L] entries of the module's forward.
+        layouts: the grids to try; None is every layout of ``world_size``.
+        world_size: ranks, where ``layouts`` is None.
+        dtype: 'float64', 'float32' or both.
+        options: values to try of `cases.OPTIONS`; an option that is absent keeps its default.
+        hidden_size: size of the hidden states between stages; None reads the first embedding's.
+        plan: tensor parallel plan; None recognises the model's family.
+        split: pipeline split; None infers it from the module.
+        timeout: seconds for one case.
+        progress: called with each case's result.
+
+    Returns:
+        The report; ``report.passed`` tells whether rounding explains every difference.
+
+    Raises:
+        InvalidArgumentError: neither layouts nor a world size, or unknown options.
+
+    Example:
+        >>> verify(world_size=2, dtype="float64").passed
+        True
+    """
+    if layouts is None:
+        if world_size is None:
+            raise InvalidArgumentError("verify needs layouts or a world_size")
+        layouts = every_layout(world_size)
+    dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
+    cases = list(enumerate_cases(layouts, dtypes, options or {}))
+    locator = locate(model_fn)
+    preload("torch._dynamo")  # optimizers import it: once in the server, not once a rank
+    results = []
+    with tempfile.TemporaryDirectory(prefix="scaletorch-verify-") as folder:
+        references = {
+            name: save_reference(Path(folder, name), model_fn, batch_fn, name) for name in dtypes
+        }
+        subject = Subject(locator, hidden_size or hidden_size_of(model_fn()), plan, split)
+        for result in run_all(cases, subject, references, timeout):
+            results.append(result)
+            if progress is not None:
+                progress(result)
+    return Report(results)
+
+
+def save_reference(path: Path, model_fn: ModelFn, batch_fn: BatchFn, dtype: str) -> str:
+    """Write the plain checkpoint, the batches and one process's steps; return the file's name."""
+    torch.manual_seed(0)
+    model = model_fn().to(TORCH_DTYPES[dtype])
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    batches = [dict(batch_fn(step)) for step in range(SGD_STEPS + 1)]
+    bound = torch.finfo(TORCH_DTYPES[dtype]).eps * chain_length(model, batches[0])
+    steps = as_saved(one_process(model, batches))
+    torch.save({"state": state, "batches": batches, "steps": steps, "bound": bound}, path)
+    return str(path)
+
+
+def run_all(
+    cases: Sequence[Case], subject: Subject, references: Mapping[str, str], timeout: float
+) -> Iterator[CaseResult]:
+    """Run cases one after another, on the same ranks as long as they last."""
+    pool: RankPool | None = None
+    try:
+        for case in cases:
+            if pool is None or not pool.reusable or pool.world_size != case.grid.world_size:
+                if pool is not None:
+                    pool.close()
+                pool = RankPool(case.grid.world_size, timeout=timeout, seed=0)
+            start = time.perf_counter()
+            try:
+                reports = pool.run(run_case, case, subject, references[case.dtype])
+                yield CaseResult(case, time.perf_counter() - start, reports)
+            except RankFailedError as error:
+                yield CaseResult(case, time.perf_counter() - start, [], str(error))
+    finally:
+        if pool is not None:
+            pool.close()

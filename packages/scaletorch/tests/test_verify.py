@@ -1,0 +1,202 @@
+"""The proof tells a layout that trains like one process from one that does not."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch import nn
+
+from scaletorch.dist import get_rank
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.pg_manager import Grid
+from scaletorch.verify import every_layout, layout_name, parse_layout, verify
+from scaletorch.verify.cases import enumerate_cases
+
+SMALL = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
+)
+
+
+def small_model():
+    return Llama(SMALL)
+
+
+class UnlikeOnRanks(Llama):
+    """Its head answers a little differently on each rank, as a forgotten broadcast would."""
+
+    def forward(self, input_ids, position_ids=None):
+        return super().forward(input_ids, position_ids) * (1 + 1e-6 * get_rank())
+
+
+def unlike_model():
+    return UnlikeOnRanks(SMALL)
+
+
+class Raises(Llama):
+    def forward(self, input_ids, position_ids=None):
+        if get_rank() == 1:
+            raise OSError("disk on fire")
+        return super().forward(input_ids, position_ids)
+
+
+def raising_model():
+    return Raises(SMALL)
+
+
+@pytest.mark.parametrize(("world_size", "count"), [(1, 1), (2, 4), (4, 10), (8, 20), (16, 35)])
+def test_every_layout_is_enumerated(world_size, count):
+    grids = every_layout(world_size)
+    assert len(set(grids)) == count
+    assert all(parse_layout(layout_name(grid)) == grid for grid in grids)
+
+
+def test_options_cross_only_where_they_matter():
+    grids = [Grid(pp=2), Grid(dp=2), Grid(tp=2)]
+    options = {"schedule": ["1f1b", "afab"], "bucket_size": [1, 1000], "micro_batches": [1, 2]}
+    names = [str(case) for case in enumerate_cases(grids, ["float64"], options)]
+    assert names == [
+        "1x2x1x1 float64 micro_batches=1",
+        "1x2x1x1 float64",
+        "1x2x1x1 float64 schedule=afab micro_batches=1",
+        "1x2x1x1 float64 schedule=afab",
+        "2x1x1x1 float64 micro_batches=1 bucket_size=1",
+        "2x1x1x1 float64 micro_batches=1",
+        "2x1x1x1 float64 bucket_size=1",
+        "2x1x1x1 float64",
+        "1x1x1x2 float64 micro_batches=1",
+        "1x1x1x2 float64",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"zero": [1]}, "option 'zero' is not one of schedule, micro_batches, bucket_size"),
+        ({"schedule": ["gpipe"]}, "schedule must be one of 1f1b, afab, got 'gpipe'"),
+        ({"micro_batches": [0]}, "micro_batches must be a positive integer, got 0"),
+    ],
+)
+def test_unknown_options_are_refused(options, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        verify(world_size=1, options=options)
+    with pytest.raises(InvalidArgumentError, match="DPxPPxCPxTP"):
+        parse_layout("2x2x2")
+    with pytest.raises(InvalidArgumentError, match="layouts or a world_size"):
+        verify()
+
+
+def test_all_layouts_of_two_ranks_in_both_dtypes():
+    seen = []
+    report = verify(small_model, world_size=2, progress=seen.append)
+    assert report.passed, report
+    assert len(seen) == len(report.results) == 8
+    for result in report.results:
+        assert len(result.ranks) == 2
+        assert result.worst.error < (1e-13 if result.case.dtype == "float64" else 1e-4)
+    whole = [d.compared for d in report.results[0].ranks]
+    assert min(whole) > 100, "loss, norm, every gradient and weight of three steps"
+
+
+def test_a_fault_is_named_and_can_be_repeated():
+    report = verify(unlike_model, layouts=[Grid(dp=2)], dtype="float64")
+    assert not report.passed
+    text = str(report)
+    assert "2x1x1x1 float64: FAILED" in text
+    assert "python -m scaletorch.verify --layout 2x1x1x1 --dtype float64" in text
+    first = report.results[0].ranks[0].failures[0]
+    assert (first.what, first.step) == ("loss", 0)
+    assert first.error > 1000 * first.bound
+    content = json.loads(report.to_json())
+    assert not content["passed"]
+    assert content["cases"][0]["failures"][0]["what"] == "loss"
+    assert "| 2x1x1x1 float64 | FAIL |" in report.to_markdown()
+    assert f"torch {torch.__version__}" in report.to_markdown()
+
+
+def test_a_rank_that_fails_is_a_failed_case_and_the_next_one_runs():
+    report = verify(raising_model, layouts=[Grid(tp=2), Grid()], dtype="float64")
+    failed, alone = report.results
+    assert "disk on fire" in str(report)
+    assert not failed.passed
+    assert alone.passed
+
+
+USER = """
+import torch
+from torch import nn
+
+
+class Gpt(nn.Module):
+    '''A user's own causal model: fused attention input, learned positions given from outside.'''
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(64, 12)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(12, 64)
+
+    def forward(self, input_ids, position_ids=None):
+        x = self.tokens(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(12), nn.Linear(12, 36), nn.Linear(12, 12)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.out(y.transpose(1, 2).flatten(2))
+
+
+def model():
+    return Gpt()
+"""
+
+
+class Doubled(nn.Module):
+    """Of no known family: its layers are plain, so tensor parallelism needs a plan."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(64, 8)
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+                                    for _ in range(2))  # fmt: skip
+        self.head = nn.Linear(8, 64)
+
+    def forward(self, input_ids, position_ids=None):
+        x = self.tokens(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_a_plan_goes_with_a_model_of_no_known_family():
+    plan = {"layers.*.0": "column", "layers.*.2": "row", "tokens": "vocab"}
+    report = verify(Doubled, layouts=[Grid(tp=2)], dtype="float64", plan=plan)
+    assert report.passed, report
+    report = verify(Doubled, layouts=[Grid(tp=2)], dtype="float64")
+    assert "of no known model family" in str(report)
+
+
+def test_command_verifies_a_users_module_by_its_name(tmp_path):
+    (tmp_path / "mine.py").write_text(USER)
+    command = [
+        sys.executable, "-m", "scaletorch.verify", "--model", "mine:model", "--dtype", "float64",
+        "--layout", "2x1x1x1", "1x2x1x1", "1x1x2x1", "--out", "report",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 3 cases train like one process" in done.stdout
+    assert json.loads((tmp_path / "report" / "report.json").read_text())["passed"]
+    wrong = subprocess.run(
+        [*command[:4], "mine:nothing"], cwd=tmp_path, capture_output=True, text=True, timeout=110
+    )
+    assert wrong.returncode == 2
