@@ -248,6 +248,24 @@ def test_the_specified_examples():
     assert output.tolist() == ([0, 1, 4, 5] if rank == 0 else [2, 3, 6, 7])
 
 
+def call_by_keyword():
+    rank, size = dist.get_dist_info()
+    assert [int(part) for part in dist.all_gather(data=torch.tensor(rank))] == list(range(size))
+    targets = [torch.zeros(1) for _ in range(size)]
+    assert dist.all_gather(tensor_list=targets, tensor=torch.full((1,), 5.0)) is None
+    assert [int(target) for target in targets] == [5] * size
+    assert dist.all_to_all(data=torch.arange(size)).tolist() == [rank] * size
+    sent = [torch.full((1,), float(r)) for r in range(size)]
+    assert dist.all_to_all(recv_list=targets, send_list=sent, group=None) is None
+    assert [int(target) for target in targets] == [rank] * size
+    dist.all_reduce(sent[0], op=dist.ReduceOp.SUM, group=None)
+
+
+@pytest.mark.parametrize("size", [0, 2])
+def test_the_arguments_of_both_forms_have_names(size):
+    run_ranks(call_by_keyword, size) if size else call_by_keyword()
+
+
 @distributed_test(world_size=3)
 def test_roots_are_global_ranks_in_groups_too():
     rank = dist.get_rank()
@@ -404,6 +422,9 @@ BAD_CALLS = {
     "fill and a tensor, got list": lambda: dist.all_gather([torch.ones(1)]),
     "receive into, got list": lambda: dist.all_to_all([torch.ones(1)]),
     "receive into, got int": lambda: dist.all_to_all(3, []),
+    "must be a ProcessGroup, or None for the default one, got Tensor": lambda: dist.all_gather(
+        torch.ones(1), torch.ones(1)
+    ),
     "without dims": lambda: dist.all_to_all(torch.tensor(1.0)),
 }
 

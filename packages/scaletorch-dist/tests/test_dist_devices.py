@@ -1,7 +1,7 @@
 """The table of devices and backends, and what follows from it on this machine."""
 
 import types
-from collections import OrderedDict, namedtuple
+from collections import OrderedDict, defaultdict, namedtuple
 
 import pytest
 import torch
@@ -167,6 +167,11 @@ META = torch.empty(3, device="meta")
 )
 def test_the_device_of_nested_data(data):
     assert dist.get_data_device(data) == torch.device("cpu")
+    lists = defaultdict(list, a=[TENSOR])
+    moved = dist.cast_data_device(lists, "meta")
+    assert moved.default_factory is list
+    assert moved["a"][0].is_meta
+    assert lists["a"][0] is TENSOR
 
 
 @pytest.mark.parametrize(
@@ -203,6 +208,10 @@ def test_casting_fills_out_in_place():
     moved = dist.cast_data_device(data, torch.device("cpu"), out=out)
     assert moved["a"].tolist() == [0, 1, 2]
     assert [slot.tolist() for slot in slots] == [[0, 1, 2], [1, 2, 3]]
+    leaf = torch.zeros(3, requires_grad=True)
+    dist.cast_data_device(TENSOR, "cpu", out=leaf)
+    assert leaf.tolist() == [0, 1, 2]
+    assert leaf.is_leaf
 
 
 @pytest.mark.parametrize(

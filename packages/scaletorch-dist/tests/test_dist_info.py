@@ -77,16 +77,33 @@ def test_groups_of_some_ranks():
         dist.group_ranks,
         dist.is_main_process,
         dist.barrier,
+        dist.get_comm_device,
         dist.require_member,
     )
     for call in calls:
         with pytest.raises(NotInGroupError, match=f"rank {rank} is not a member"):
             call(other)
+        with pytest.raises(InvalidArgumentError, match=r"must be a ProcessGroup, .* got str"):
+            call("tp")
     # new_group does not inherit the default group's timeout, so that get_timeout is to be passed.
     assert dist.get_timeout(own) == (timedelta(minutes=30), timedelta(seconds=9))[rank % 2]
     assert dist.get_timeout() == timedelta(seconds=300)
     new = c10d.new_group([0, 1, 2, 3], timeout=dist.get_timeout())
     assert dist.get_timeout(new) == timedelta(seconds=300)
+
+
+@distributed_test(world_size=3)
+def test_an_outsider_is_told_the_ranks_of_the_last_group_made_without_it():
+    pair = c10d.new_group([0, 2])
+    if dist.get_rank() == 1:
+        with pytest.raises(NotInGroupError, match=r"the last one made without it has ranks 0, 2\)"):
+            dist.barrier(pair)
+
+
+def test_what_is_no_group_is_refused_in_one_process_too():
+    for call in (dist.get_rank, dist.barrier, dist.get_comm_device, dist.sync_random_seed):
+        with pytest.raises(InvalidArgumentError, match=r"must be a ProcessGroup, .* got list"):
+            call([0, 1])
 
 
 @distributed_test(world_size=4)

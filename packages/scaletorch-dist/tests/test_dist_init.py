@@ -1,5 +1,6 @@
 """init_dist and cleanup_dist on real ranks, under every launcher's variables."""
 
+import ast
 import os
 import socket
 import subprocess
@@ -18,6 +19,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, RankFailedError, StateError, devices
+from scaletorch.dist.startup import rendezvous
 from scaletorch.dist.startup.creators import CREATORS
 from scaletorch.dist.startup.launchers import read_placement
 from scaletorch.dist.startup.rendezvous import find_meeting, open_store
@@ -122,6 +124,44 @@ def test_mpiruns_variables(names, launcher):
     assert run_ranks(as_mpirun, 2, launcher, names, init=False) == expected(2, "mpi")
 
 
+class FakeWorld:
+    """mpi4py's COMM_WORLD, as far as a meeting needs it."""
+
+    def __init__(self, rank, size):
+        self.rank, self.size = rank, size
+        port = int(os.environ["MASTER_PORT"])
+        self.store = c10d.TCPStore("127.0.0.1", port, size, rank == 0)
+
+    def Get_size(self):
+        return self.size
+
+    def bcast(self, value, root):
+        if self.rank == root:
+            self.store.set("value", repr(value))
+        return ast.literal_eval(self.store.get("value").decode())
+
+
+def as_mpirun_on_two_nodes():
+    size = int(os.environ["WORLD_SIZE"])
+    rank = rename((*OPEN_MPI[:2], None, None))
+    os.environ |= {OPEN_MPI[2]: "0", OPEN_MPI[3]: "1"}
+    fake = types.ModuleType("mpi4py.MPI")
+    fake.COMM_WORLD = FakeWorld(rank, size)
+    del os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    # An address of this machine that does not look like one.
+    with (
+        mock.patch.dict(sys.modules, {"mpi4py.MPI": fake}),
+        mock.patch.object(rendezvous, "_own_address", return_value="127.1"),
+    ):
+        dist.init_dist("mpi", backend="gloo", timeout=20)
+    return (*dist.get_dist_info(), dist.get_local_rank(), ranks_sum())
+
+
+def test_mpirun_on_several_nodes_meets_through_mpi():
+    places = [(rank, 2, 0, 2) for rank in range(2)]
+    assert run_ranks(as_mpirun_on_two_nodes, 2, init=False) == places
+
+
 @pytest.mark.parametrize("launcher", ["slurm", None])
 def test_sruns_variables(launcher):
     assert run_ranks(as_srun, 2, launcher, init=False) == expected(2, "slurm")
@@ -212,6 +252,18 @@ def test_a_second_call_says_so_and_another_life_is_possible():
     assert ranks_sum() == 2
 
 
+@distributed_test(world_size=2, init=False)
+def test_another_life_waits_for_the_store_of_the_last_one_to_close():
+    dist.init_dist("pytorch", backend="gloo", timeout=20)
+    last_store = c10d.distributed_c10d._get_default_store()
+    dist.cleanup_dist()
+    if os.environ["RANK"] == "0":
+        time.sleep(0.5)  # the other rank comes back to a store that is still open
+        del last_store
+    dist.init_dist("pytorch", backend="gloo", timeout=20)
+    assert ranks_sum() == 2
+
+
 @distributed_test(world_size=2)
 def test_a_group_of_someone_else_is_taken_as_it_is():
     world = c10d.group.WORLD
@@ -281,7 +333,10 @@ def test_two_processes_of_one_rank_are_found_out():
     meeting = find_meeting(placement, None)
     store = open_store(placement, meeting, timedelta(seconds=20))
     if placement.rank == 1:
-        with pytest.raises(StateError, match="another process has already joined as rank 1"):
+        with (
+            mock.patch.object(rendezvous, "_last_server", None),  # as another process
+            pytest.raises(StateError, match="another process has already joined as rank 1"),
+        ):
             open_store(placement, meeting, timedelta(seconds=20))
         store.set("found out", "yes")
     else:

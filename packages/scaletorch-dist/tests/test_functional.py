@@ -327,6 +327,9 @@ def check_bad_arguments():
             call(x, 0, sizes=[1] * (size + 1))
         with pytest.raises(InvalidArgumentError, match="but dim 0"):
             call(x, 0, sizes=[7] * size)
+    for call in (F.copy, F.reduce, F.all_reduce):
+        with pytest.raises(InvalidArgumentError, match="expected a tensor, got list"):
+            call([1.0])
     with pytest.raises(InvalidArgumentError, match="dim -3"):
         F.all_to_all(x, 0, -3)
     if size == 2:

@@ -19,6 +19,13 @@ class Moody:
         return (int, ("no number",))
 
 
+class Unspeakable:
+    """Does not pickle, for a reason that has no UTF-8."""
+
+    def __reduce__(self):
+        raise ValueError("bad \udc80 text")
+
+
 @distributed_test(world_size=2)
 def test_the_specified_examples():
     rank = dist.get_rank()
@@ -86,6 +93,12 @@ def test_an_unpicklable_object_fails_on_every_rank_and_harms_nothing():
         with pytest.raises(InvalidArgumentError, match=r"rank 1: .*cannot pickle '_thread.lock'"):
             call()
     assert dist.all_gather_object(rank) == [0, 1, 2]
+
+
+@distributed_test(world_size=2)
+def test_any_text_of_an_error_travels():
+    with pytest.raises(InvalidArgumentError, match=r"rank 1: .*bad \\udc80 text"):
+        dist.all_gather_object(Unspeakable() if dist.get_rank() else 0)
 
 
 @distributed_test(world_size=2)

@@ -135,6 +135,8 @@ def refuse():
             call(x, size)
         with pytest.raises(InvalidArgumentError, match="needs a tensor"):
             call([1.0], 0)
+    with pytest.raises(InvalidArgumentError, match=r"\(tensor, src\) pairs, got Tensor"):
+        dist.exchange(recvs=[x])
     with pytest.raises(InvalidArgumentError, match="entries share memory"):
         dist.recv(torch.ones(1).expand(2), (rank + 1) % size)
     with pytest.raises(InvalidArgumentError, match="sends to itself"):

@@ -1,6 +1,9 @@
 """Collectives, objects, launch and test ranks for PyTorch on every backend."""
 
+from torch.distributed import ReduceOp
+
 from ._version import __version__
+from .collectives.barrier import barrier
 from .collectives.checks import check_collectives
 from .data_devices import cast_data_device, get_data_device
 from .devices import get_comm_device
@@ -36,7 +39,6 @@ from .errors import (
     StateError,
 )
 from .info import (
-    barrier,
     get_backend,
     get_default_group,
     get_dist_info,
@@ -47,9 +49,9 @@ from .info import (
     is_distributed,
     is_main_process,
     master_only,
-    require_member,
 )
 from .local import get_local_group, get_local_rank, get_local_size, init_local_group
+from .members import require_member
 from .ranks import RankPool, launch
 from .startup.initialize import cleanup_dist, init_dist
 from .startup.launchers import infer_launcher
@@ -60,6 +62,7 @@ __all__ = [
     "NotInGroupError",
     "RankFailedError",
     "RankPool",
+    "ReduceOp",
     "ScaletorchError",
     "StateError",
     "Work",

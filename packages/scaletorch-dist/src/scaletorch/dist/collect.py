@@ -9,6 +9,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from .collectives.checks import tells_failure
 from .errors import InvalidArgumentError, StateError
 from .info import get_rank, get_world_size, group_ranks
 from .objects import (
@@ -22,6 +23,7 @@ from .objects import (
 _DEVICE_NAMES = ("cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu")
 
 
+@tells_failure
 def collect_results(
     results: list[Any],
     size: int,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -46,7 +47,7 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
     moved = _cast(data, torch.device(device))
     if out is not None:
         for target, source in zip(_tensors(out), _tensors(moved), strict=True):
-            target.copy_(source)
+            target.detach().copy_(source.detach())  # also a leaf that requires grad
     return moved
 
 
@@ -77,6 +78,10 @@ def _cast(data: Any, device: torch.device) -> Any:
     if items is None:
         return data.to(device)
     moved = [(key, _cast(value, device)) for key, value in items]
+    if isinstance(data, dict):
+        filled = copy.copy(data)  # keeps what a subclass has of its own, as defaultdict does
+        filled.update(moved)
+        return filled
     if isinstance(data, Mapping):
         return type(data)(moved)  # type: ignore[call-arg]
     values = [value for _, value in moved]

@@ -14,6 +14,7 @@ import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
 from .errors import InvalidArgumentError, StateError
+from .members import require_member
 
 _BITS = ("band", "bor", "bxor")
 
@@ -226,7 +227,11 @@ def get_comm_device(group: ProcessGroup | None = None) -> torch.device:
     """The device on which a group's collectives want their tensors.
 
     Without torch.distributed it is the CPU.
+
+    Raises:
+        NotInGroupError: this rank is outside the group.
     """
+    require_member(group)
     if not c10d.is_initialized():
         return torch.device("cpu")
     return _current(comm_entry(group)[0])
@@ -238,7 +243,11 @@ def backend_lacks(group: ProcessGroup | None, feature: str) -> bool:
     Args:
         group: None for the default group.
         feature: "gather", "reduce_scatter", "avg", "band" … as in `DeviceEntry.lacks`.
+
+    Raises:
+        NotInGroupError: this rank is outside the group.
     """
+    require_member(group)
     if not c10d.is_initialized():
         return False
     entry = entry_of_backend(comm_entry(group)[1])

@@ -38,6 +38,8 @@ from .collectives.autograd import (
     alone,
     apply,
 )
+from .collectives.checks import tells_failure
+from .errors import InvalidArgumentError
 
 Group = ProcessGroup | None
 
@@ -61,6 +63,13 @@ __all__ = [
 ]
 
 
+def _stays(x: Tensor, group: Group) -> bool:
+    """Tell whether nothing is to be sent."""
+    if not isinstance(x, Tensor):
+        raise InvalidArgumentError(f"expected a tensor, got {type(x).__name__}")
+    return alone(group)
+
+
 def copy(x: Tensor, group: Group = None) -> Tensor:
     """Return `x`; its gradient is summed over the ranks (the start of a parallel region).
 
@@ -68,9 +77,10 @@ def copy(x: Tensor, group: Group = None) -> Tensor:
         x: any shape; the same on every rank.
         group: the ranks; the default group by default.
     """
-    return x if alone(group) or not torch.is_grad_enabled() else apply(Copy, x, group)
+    return x if _stays(x, group) or not torch.is_grad_enabled() else apply(Copy, x, group)
 
 
+@tells_failure
 def reduce(x: Tensor, group: Group = None) -> Tensor:
     """Return the sum of every rank's `x`; the gradient passes as it is (the end of a region).
 
@@ -78,9 +88,10 @@ def reduce(x: Tensor, group: Group = None) -> Tensor:
         x: any shape, the same one on every rank.
         group: the ranks; the default group by default.
     """
-    return x if alone(group) else apply(Reduce, x, group)
+    return x if _stays(x, group) else apply(Reduce, x, group)
 
 
+@tells_failure
 def all_reduce(x: Tensor, group: Group = None) -> Tensor:
     """Return the sum of every rank's `x`; the gradient is summed over the ranks too.
 
@@ -88,9 +99,10 @@ def all_reduce(x: Tensor, group: Group = None) -> Tensor:
         x: any shape, the same one on every rank.
         group: the ranks; the default group by default.
     """
-    return x if alone(group) else apply(AllReduce, x, group)
+    return x if _stays(x, group) else apply(AllReduce, x, group)
 
 
+@tells_failure
 def all_gather(
     x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -105,11 +117,12 @@ def all_gather(
     Raises:
         InvalidArgumentError: no such dim, or `sizes` do not fit.
     """
-    if alone(group):
+    if _stays(x, group):
         return pieces.joined(x, dim, group, sizes)
     return apply(AllGather, x, dim, group, sizes)
 
 
+@tells_failure
 def reduce_scatter(
     x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -126,11 +139,12 @@ def reduce_scatter(
     Raises:
         InvalidArgumentError: no such dim, it does not divide, or `sizes` do not fit.
     """
-    if alone(group):
+    if _stays(x, group):
         return pieces.summed_piece(x, dim, group, sizes)
     return apply(ReduceScatter, x, dim, group, sizes)
 
 
+@tells_failure
 def gather(
     x: Tensor, dim: int, group: Group = None, *, sizes: Sequence[int] | None = None
 ) -> Tensor:
@@ -145,7 +159,7 @@ def gather(
     Raises:
         InvalidArgumentError: no such dim, or `sizes` do not fit.
     """
-    if alone(group):
+    if _stays(x, group):
         return pieces.joined(x, dim, group, sizes)
     return apply(Gather, x, dim, group, sizes)
 
@@ -164,11 +178,12 @@ def split(
     Raises:
         InvalidArgumentError: no such dim, it does not divide, or `sizes` do not fit.
     """
-    if alone(group):
+    if _stays(x, group):
         return pieces.own_piece(x, dim, group, sizes)
     return apply(Split, x, dim, group, sizes)
 
 
+@tells_failure
 def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group = None) -> Tensor:
     """Send piece i of `x` along `split_dim` to rank i; join what came along `concat_dim`.
 
@@ -181,6 +196,6 @@ def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group = None) 
     Raises:
         InvalidArgumentError: no such dim, or `split_dim` does not divide.
     """
-    if alone(group):
+    if _stays(x, group):
         return pieces.swapped(x, split_dim, concat_dim, group)
     return apply(AllToAll, x, split_dim, concat_dim, group)

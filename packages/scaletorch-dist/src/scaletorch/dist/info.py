@@ -12,8 +12,8 @@ import torch
 import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
-from .devices import comm_entry, get_comm_device
-from .errors import NotInGroupError
+from .devices import comm_entry
+from .members import require_member
 from .startup.launchers import launched_world_size
 
 P = ParamSpec("P")
@@ -29,8 +29,8 @@ def is_distributed() -> bool:
 
 def _active(group: ProcessGroup | None) -> bool:
     """Whether there is a group to ask; outsiders are refused, forgotten launches warned of."""
+    require_member(group)
     if is_distributed():
-        require_member(group)
         return True
     _warn_if_launched()
     return False
@@ -96,17 +96,6 @@ def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
     return run_on_master
 
 
-def barrier(group: ProcessGroup | None = None) -> None:
-    """Wait until every rank of a group is here; at once where there is one rank."""
-    if get_world_size(group) == 1:
-        return
-    device = get_comm_device(group)
-    if device.type == "cpu":
-        c10d.barrier(group)
-    else:  # without a device the backend guesses one from the rank, and warns
-        c10d.barrier(group, device_ids=[device.index])
-
-
 def get_default_group() -> ProcessGroup | None:
     """The group of all ranks; None without torch.distributed."""
     return c10d.group.WORLD if is_distributed() else None
@@ -117,26 +106,6 @@ def group_ranks(group: ProcessGroup | None = None) -> tuple[int, ...]:
     if not _active(group):
         return (0,)
     return tuple(c10d.get_process_group_ranks(group))
-
-
-def require_member(group: ProcessGroup | None) -> None:
-    """Refuse a group that this rank is not in.
-
-    Raises:
-        NotInGroupError: it names the group's ranks where this process knows them.
-    """
-    if group is None:
-        return
-    if not isinstance(group, ProcessGroup):
-        raise NotInGroupError(
-            f"rank {c10d.get_rank()} is not a member of the process group it passed: new_group() "
-            "gave it a placeholder. Call only on the ranks that new_group() was given"
-        )
-    if group.rank() < 0:
-        ranks = c10d.get_process_group_ranks(group)
-        raise NotInGroupError(
-            f"rank {c10d.get_rank()} is not a member of the process group of ranks {ranks}"
-        )
 
 
 def get_timeout(group: ProcessGroup | None = None) -> timedelta:

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives.arguments import check_member
-from .collectives.checks import checking, compare
+from .collectives.checks import checking, compare, tells_failure
 from .collectives.gathers import gather
 from .collectives.raw import all_gather_single, gather_ints, host_device, process_group
 from .errors import InvalidArgumentError
@@ -45,6 +45,7 @@ def load_object(data: bytes | bytearray | memoryview) -> Any:
     return pickle.loads(data)
 
 
+@tells_failure
 def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) -> None:
     """Replace the entries of `data` on every rank by those of rank `src`.
 
@@ -77,6 +78,7 @@ def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) ->
         data[:] = load_object(content)
 
 
+@tells_failure
 def all_gather_object(data: Any, group: Group = None) -> list[Any]:
     """Collect an object from every rank on every rank.
 
@@ -100,6 +102,7 @@ def all_gather_object(data: Any, group: Group = None) -> list[Any]:
     return [load_object(part) for part in parts]
 
 
+@tells_failure
 def gather_object(data: Any, dst: int = 0, group: Group = None) -> list[Any] | None:
     """Collect an object from every rank on rank `dst`.
 
@@ -130,7 +133,7 @@ def _packed(data: Any) -> tuple[bytes, bool]:
     try:
         return dump_object(data), False
     except InvalidArgumentError as error:
-        return str(error)[:_LONGEST_ERROR].encode(), True
+        return str(error)[:_LONGEST_ERROR].encode(errors="backslashreplace"), True
 
 
 def _gather_bytes(

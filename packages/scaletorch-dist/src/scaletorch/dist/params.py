@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives.arguments import check_target
-from .collectives.checks import checking, compare, describe, who_says_what
+from .collectives.checks import checking, compare, describe, tells_failure, who_says_what
 from .collectives.ops import Op, op_name
 from .collectives.raw import broadcast_ints, gather_ints, process_group
 from .collectives.recipes import recipe_for
@@ -28,6 +28,7 @@ Group = ProcessGroup | None
 SMALL = 1 << 20  # bytes; copying a larger tensor into a bucket costs more than its message
 
 
+@tells_failure
 def all_reduce_dict(data: Mapping[str, Tensor], op: Op = "sum", group: Group = None) -> None:
     """Reduce every tensor of a dict over the ranks, in place.
 
@@ -56,6 +57,7 @@ def all_reduce_dict(data: Mapping[str, Tensor], op: Op = "sum", group: Group = N
     _reduce_all(list(ordered.values()), op, members, coalesce=True, limit=None)
 
 
+@tells_failure
 def all_reduce_params(
     params: Iterable[Tensor],
     coalesce: bool = True,
@@ -89,10 +91,13 @@ def all_reduce_params(
     members = process_group(group)
     if members is None or members.size() == 1:
         return
+    if checking():
+        compare(members, "all_reduce_params", tensors, op_name(op), coalesce, bucket_size_mb)
     limit = None if bucket_size_mb == -1 else int(bucket_size_mb * 2**20)
     _reduce_all(tensors, op, members, coalesce, limit)
 
 
+@tells_failure
 def sync_random_seed(group: Group = None) -> int:
     """Return a fresh random seed below 2**31, the same one on every rank.
 

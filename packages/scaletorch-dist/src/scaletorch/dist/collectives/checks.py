@@ -2,17 +2,20 @@
 
 With `check_collectives(True)`, or `SCALETORCH_DIST_CHECK=1` in the environment, of *every* rank,
 each call first compares its name, shapes, dtype, operation, root and group size over the group, and
-raises on every rank where they differ, instead of mixing up data, aborting or hanging.
+raises on every rank where they differ, instead of mixing up data, aborting or hanging. A call that
+fails on one rank before it has compared takes part with its error, so that no other waits for it.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -27,7 +30,11 @@ WIDTH = 512  # bytes of a description that travel; what is longer is cut and end
 _READ = getattr(os.environ, "_data", os.environb).get
 _KEY = os.fsencode(VARIABLE)
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
 _switch: bool | None = None
+_compared = 0  # how many calls have been compared, to tell what failed before
 
 
 def check_collectives(on: bool | None = True) -> None:
@@ -61,9 +68,38 @@ def compare(group: ProcessGroup, call: str, *facts: Any) -> None:
     Raises:
         MismatchError: on every rank, if any rank's call differs; it shows who does what.
     """
+    global _compared
+    _compared += 1
     texts = exchange_texts(describe(call, *facts, f"{group.size()} ranks"), group)
     if texts is not None:
         raise MismatchError(f"ranks make different calls: {who_says_what(texts, group)}")
+
+
+def tells_failure(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorate a collective: where calls are compared, an error before that reaches every rank."""
+
+    @functools.wraps(call)
+    def told(*args: P.args, **options: P.kwargs) -> R:
+        if not checking():
+            return call(*args, **options)
+        before = _compared
+        try:
+            return call(*args, **options)
+        except Exception as error:
+            group = _group_among((*args, *options.values()))
+            if group is not None and before == _compared:
+                exchange_texts(f"{call.__name__.lstrip('_')} fails: {error}", group)
+            raise
+
+    return told
+
+
+def _group_among(arguments: Sequence[Any]) -> ProcessGroup | None:
+    """Return the group that a call's arguments say; None for one that this rank is not in."""
+    if any(argument is c10d.GroupMember.NON_GROUP_MEMBER for argument in arguments):
+        return None
+    groups = [argument for argument in arguments if isinstance(argument, ProcessGroup)]
+    return groups[0] if groups else c10d.group.WORLD
 
 
 def describe(call: str, *facts: Any) -> str:
@@ -81,7 +117,7 @@ def _fact(fact: Any) -> str:
 
 def exchange_texts(text: str, group: ProcessGroup) -> list[str] | None:
     """Return every rank's text if they differ, cut to `WIDTH` bytes; None where all are one."""
-    data = text.encode()
+    data = text.encode(errors="backslashreplace")
     if len(data) > WIDTH:
         digest = hashlib.sha256(data).hexdigest()[:16]
         data = f"{data[: WIDTH - 24].decode(errors='ignore')} … #{digest}".encode()

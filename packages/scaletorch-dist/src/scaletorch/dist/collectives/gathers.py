@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
 from .arguments import check_list, check_member, check_target, check_tensor
-from .checks import checking, compare
+from .checks import checking, compare, tells_failure
 from .raw import all_gather_single, movable, on_wire, process_group, route
 from .work import Work, settled
 
@@ -30,21 +30,25 @@ def all_gather(
 ) -> Work[list[Tensor]]: ...
 @overload
 def all_gather(
-    data: Sequence[Tensor], tensor: Tensor, group: Group = ..., async_op: Literal[False] = ...
+    tensor_list: Sequence[Tensor],
+    tensor: Tensor,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
 ) -> None: ...
 @overload
 def all_gather(
-    data: Sequence[Tensor], tensor: Tensor, group: Group = ..., *, async_op: Literal[True]
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., *, async_op: Literal[True]
 ) -> Work[None]: ...
-def all_gather(data: Any, *args: Any, **options: Any) -> Any:
+@tells_failure
+def all_gather(*args: Any, **options: Any) -> Any:
     """Collect a tensor from every rank, in the group's order.
 
     `all_gather(data, group=None, async_op=False)` returns a list of new tensors, parts of one
     block of memory; `all_gather(tensor_list, tensor, group=None, async_op=False)` fills a list.
 
     Args:
-        data: this rank's tensor, the same shape and dtype on every rank; or the list to fill.
-        args: in the list form this rank's tensor; then the arguments below, by position.
+        args: this rank's tensor, the same shape and dtype on every rank; in the second form after
+            the list to fill.
         options: `group` (the default group by default); `async_op` (return a Work at once, whose
             `wait()` returns the list, or None once the given one is filled).
 
@@ -55,14 +59,16 @@ def all_gather(data: Any, *args: Any, **options: Any) -> Any:
         InvalidArgumentError: no tensor, or a list that does not fit.
         NotInGroupError: this rank is outside the group.
     """
+    data = args[0] if args else options.get("data")
     if isinstance(data, Tensor):
-        return _all_gather(data, *args, **options)
-    if not isinstance(data, Sequence) or not (args or "tensor" in options):
+        return _all_gather(*args, **options)
+    lists = "tensor_list" in options or isinstance(data, Sequence)
+    if not lists or not (len(args) > 1 or "tensor" in options):
         message = (
             f"all_gather needs a tensor, or a list to fill and a tensor, got {type(data).__name__}"
         )
         raise InvalidArgumentError(message)
-    return _all_gather_into(data, *args, **options)
+    return _all_gather_into(*args, **options)
 
 
 def _all_gather(
@@ -111,6 +117,7 @@ def gather(
 def gather(
     data: Tensor, dst: int = ..., group: Group = ..., *, async_op: Literal[True]
 ) -> Work[list[Tensor]]: ...
+@tells_failure
 def gather(
     data: Tensor, dst: int = 0, group: Group = None, async_op: bool = False
 ) -> list[Tensor] | Work[list[Tensor]]:

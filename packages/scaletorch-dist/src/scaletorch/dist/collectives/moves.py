@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
 from .arguments import check_list, check_member, check_target
-from .checks import checking, compare
+from .checks import checking, compare, tells_failure
 from .raw import (
     broadcast_ints,
     movable,
@@ -32,6 +32,7 @@ def broadcast(
 def broadcast(
     data: Tensor, src: int = ..., group: Group = ..., *, async_op: Literal[True]
 ) -> Work[None]: ...
+@tells_failure
 def broadcast(
     data: Tensor, src: int = 0, group: Group = None, async_op: bool = False
 ) -> Work[None] | None:
@@ -75,6 +76,7 @@ def scatter(
     *,
     async_op: Literal[True],
 ) -> Work[None]: ...
+@tells_failure
 def scatter(
     data: Tensor,
     scatter_list: Sequence[Tensor] | None = None,

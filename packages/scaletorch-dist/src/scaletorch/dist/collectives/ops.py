@@ -56,15 +56,6 @@ def op_name(op: Op) -> str:
     raise InvalidArgumentError(message)
 
 
-def reduce_op(op: Op) -> Any:
-    """Return torch's ReduceOp for an operation under any of its names.
-
-    Raises:
-        InvalidArgumentError: there is no such operation.
-    """
-    return REDUCE_OPS[op_name(op)]
-
-
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Make sure that the operation `name` has a meaning for `dtype`.
 

@@ -139,7 +139,11 @@ def _peers(
 ) -> list[tuple[Tensor, int, bool]]:
     """Check the messages, and tell of each whether it stays on this rank."""
     checked = []
-    for data, peer in messages:
+    for message in messages:
+        if not isinstance(message, Sequence) or len(message) != 2:
+            pairs = f"exchange needs (tensor, {name}) pairs, got {type(message).__name__}"
+            raise InvalidArgumentError(pairs)
+        data, peer = message
         (check_tensor if name == "dst" else check_target)(data, "exchange")
         checked.append((data, peer, check_member(peer, name, group)))
     return checked

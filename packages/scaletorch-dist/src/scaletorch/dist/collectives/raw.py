@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..devices import comm_entry, entry_of_backend, get_comm_device
-from ..info import get_world_size, require_member
+from ..info import get_world_size
+from ..members import require_member
 
 
 def _first(*names: str) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .arguments import check_list, check_member, check_target
-from .checks import checking, compare
+from .checks import checking, compare, tells_failure
 from .ops import Op
 from .parts import reduce_parts
 from .raw import (
@@ -36,6 +36,7 @@ def all_reduce(
 def all_reduce(
     data: Tensor, op: Op = ..., group: Group = ..., *, async_op: Literal[True]
 ) -> Work[None]: ...
+@tells_failure
 def all_reduce(
     data: Tensor, op: Op = "sum", group: Group = None, async_op: bool = False
 ) -> Work[None] | None:
@@ -81,6 +82,7 @@ def reduce(
 def reduce(
     data: Tensor, dst: int = ..., op: Op = ..., group: Group = ..., *, async_op: Literal[True]
 ) -> Work[None]: ...
+@tells_failure
 def reduce(
     data: Tensor, dst: int = 0, op: Op = "sum", group: Group = None, async_op: bool = False
 ) -> Work[None] | None:
@@ -137,6 +139,7 @@ def reduce_scatter(
     *,
     async_op: Literal[True],
 ) -> Work[None]: ...
+@tells_failure
 def reduce_scatter(
     output: Tensor,
     input_list: Sequence[Tensor],

@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from ..errors import InvalidArgumentError, MismatchError
 from ..info import group_ranks
 from .arguments import check_list, check_target, check_tensor
-from .checks import checking, compare
+from .checks import checking, compare, tells_failure
 from .parts import exchange_parts
 from .raw import (
     all_to_all_single,
@@ -34,20 +34,21 @@ def all_to_all(data: Tensor, group: Group = ..., async_op: Literal[False] = ...)
 def all_to_all(data: Tensor, group: Group = ..., *, async_op: Literal[True]) -> Work[Tensor]: ...
 @overload
 def all_to_all(
-    data: Sequence[Tensor],
+    send_list: Sequence[Tensor],
     recv_list: Sequence[Tensor],
     group: Group = ...,
     async_op: Literal[False] = ...,
 ) -> None: ...
 @overload
 def all_to_all(
-    data: Sequence[Tensor],
+    send_list: Sequence[Tensor],
     recv_list: Sequence[Tensor],
     group: Group = ...,
     *,
     async_op: Literal[True],
 ) -> Work[None]: ...
-def all_to_all(data: Any, *args: Any, **options: Any) -> Any:
+@tells_failure
+def all_to_all(*args: Any, **options: Any) -> Any:
     """Send every rank its own block, and collect the blocks of all ranks for this one.
 
     `all_to_all(data, group=None, async_op=False)` cuts dim 0 into as many blocks as there are
@@ -59,8 +60,8 @@ def all_to_all(data: Any, *args: Any, **options: Any) -> Any:
     has it the other way round. Shapes may differ from pair to pair, and nothing is compared.
 
     Args:
-        data: the tensor to cut, the same shape and dtype on every rank; or the list to send.
-        args: in the list form the list to fill; then the arguments below, by position.
+        args: the tensor to cut, the same shape and dtype on every rank; or the list to send and
+            the list to fill.
         options: `group` (the default group by default); `async_op` (return a Work at once, whose
             `wait()` returns the tensor, or None once the list is filled).
 
@@ -72,15 +73,17 @@ def all_to_all(data: Any, *args: Any, **options: Any) -> Any:
         MismatchError: the ranks' shapes or dtypes differ (first form).
         NotInGroupError: this rank is outside the group.
     """
+    data = args[0] if args else options.get("data")
     if isinstance(data, Tensor):
-        return _all_to_all(data, *args, **options)
-    if not isinstance(data, Sequence) or not (args or "recv_list" in options):
+        return _all_to_all(*args, **options)
+    lists = "send_list" in options or isinstance(data, Sequence)
+    if not lists or not (len(args) > 1 or "recv_list" in options):
         message = (
             "all_to_all needs a tensor, or a list to send and one to receive into, "
             f"got {type(data).__name__}"
         )
         raise InvalidArgumentError(message)
-    return _all_to_all_lists(data, *args, **options)
+    return _all_to_all_lists(*args, **options)
 
 
 def _all_to_all(data: Tensor, group: Group = None, async_op: bool = False) -> Tensor | Work[Tensor]:

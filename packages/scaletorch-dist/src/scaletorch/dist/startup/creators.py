@@ -59,7 +59,7 @@ def _create_with_torch(
     options = {**options, "rank": placement.rank, "world_size": placement.world_size}
     if isinstance(meeting, str):
         options["init_method"] = meeting
-    elif meeting.listener is not None or is_loopback(meeting.address):
+    elif meeting.own_store or is_loopback(meeting.address):
         options["store"] = open_store(placement, meeting, options["timeout"])
     c10d.init_process_group(**options)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import ipaddress
 import os
@@ -10,11 +11,13 @@ import secrets
 import shutil
 import socket
 import subprocess
+import time
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
-from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ..errors import StateError
@@ -26,11 +29,20 @@ _FIRST_PORT, _PORTS = 15000, 17000  # derived ports stay below those that system
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Address and port of rank 0, and rank 0's listening socket if it has one already."""
+    """Address and port of rank 0.
+
+    Attributes:
+        address: of rank 0, as the others reach it.
+        port: of rank 0's store.
+        listener: on rank 0, the listening socket if it has one already.
+        own_store: whether all ranks open the store themselves (`open_store`) instead of leaving it
+            to torch, whose keys differ: the same on all ranks.
+    """
 
     address: str
     port: int
     listener: socket.socket | None = None
+    own_store: bool = False
 
 
 def find_meeting(placement: Placement, port: int | None) -> Meeting:
@@ -137,7 +149,7 @@ def _meet_through_mpi4py(placement: Placement, port: int | None) -> Meeting:
         listener = socket.create_server(("", port or 0))
         meeting = (_own_address(), listener.getsockname()[1])
     address, chosen = world.bcast(meeting, root=0)
-    return Meeting(address, chosen, listener)
+    return Meeting(address, chosen, listener, own_store=True)
 
 
 def _own_address() -> str:
@@ -174,22 +186,41 @@ def open_store(placement: Placement, meeting: Meeting, timeout: timedelta | None
     Raises:
         StateError: the port is taken, or another process has joined as this rank.
     """
-    is_master = placement.rank == 0
-    listener = meeting.listener
-    if is_master and listener is None:
-        listener = _listen(meeting)
-    store = TCPStore(
-        meeting.address,
-        meeting.port,
-        placement.world_size,
-        is_master,
-        timeout or default_pg_timeout,
+    timeout = timeout or default_pg_timeout
+    connect = functools.partial(
+        TCPStore, meeting.address, meeting.port, placement.world_size, timeout=timeout,
         wait_for_workers=False,
+    )  # fmt: skip
+    if placement.rank == 0:
+        listener = meeting.listener or _listen(meeting)
         # A socket of our own: TCPStore would listen on every interface, loopback address or not.
-        master_listen_fd=None if listener is None else listener.detach(),
-    )
+        store = connect(is_master=True, master_listen_fd=listener.detach())
+        store.set(_SERVER, secrets.token_hex(8))
+    else:
+        store = _join(connect, time.monotonic() + timeout.total_seconds())
     _claim_rank(store, placement.rank)
     return store
+
+
+_SERVER = "server"  # key of a store's random name
+_last_server: bytes | None = None  # name of the store that this process joined last
+
+
+def _join(connect: Callable[[], TCPStore], deadline: float) -> TCPStore:
+    """Join rank 0's store, but not that of an earlier group that rank 0 is about to close."""
+    global _last_server
+    while True:
+        try:
+            store = connect()
+            server = store.get(_SERVER)
+        except DistNetworkError:  # closed meanwhile
+            if _last_server is None or time.monotonic() > deadline:
+                raise
+        else:
+            if server != _last_server or time.monotonic() > deadline:
+                _last_server = server
+                return store
+        time.sleep(0.01)
 
 
 def _listen(meeting: Meeting) -> socket.socket:

@@ -1,0 +1,28 @@
+"""Waiting for one another."""
+
+from __future__ import annotations
+
+import torch.distributed as c10d
+from torch.distributed import ProcessGroup
+
+from ..devices import get_comm_device
+from .checks import checking, compare
+from .raw import process_group
+
+
+def barrier(group: ProcessGroup | None = None) -> None:
+    """Wait until every rank of a group is here; at once where there is one rank.
+
+    Raises:
+        NotInGroupError: this rank is outside the group.
+    """
+    members = process_group(group)
+    if members is None or members.size() == 1:
+        return
+    if checking():
+        compare(members, "barrier")
+    device = get_comm_device(members)
+    if device.type == "cpu":
+        c10d.barrier(members)
+    else:  # without a device the backend guesses one from the rank, and warns
+        c10d.barrier(members, device_ids=[device.index])
