@@ -467,3 +467,8 @@ def test_torchrun_itself(tmp_path):
     assert done.returncode == 0, done.stderr
     for rank in range(2):
         assert (tmp_path / str(rank)).read_text() == f"({rank}, 2, {rank}, 2) 2.0 60.0"
+
+
+def test_what_infer_launcher_answers_is_a_launcher():
+    dist.init_dist(dist.infer_launcher())
+    assert not dist.is_distributed()

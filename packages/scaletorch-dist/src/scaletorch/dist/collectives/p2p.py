@@ -16,9 +16,9 @@ from torch.distributed import P2POp, ProcessGroup
 
 from ..errors import InvalidArgumentError
 from ..info import get_rank
-from .agreement import Agreement, agree
 from .arguments import check_member, check_target, check_tensor
 from .checks import checking
+from .message_ends import Agreement, agree
 from .raw import movable, on_wire, process_group
 from .work import Work, nothing
 

@@ -52,7 +52,7 @@ def init_dist(
 
     Args:
         launcher: 'pytorch' (torchrun, or its variables set by hand), 'slurm' (srun), 'mpi'
-            (mpirun of Open MPI or MPICH); None infers it from the environment.
+            (mpirun of Open MPI or MPICH), or "none"; None infers it from the environment.
         backend: 'nccl', 'gloo', 'hccl', 'cncl', 'mccl', 'mpi', or 'cpu:gloo,cuda:nccl' and alike.
         port: port of rank 0's store instead of `MASTER_PORT`; torchrun's own stays as it is.
         timeout: of the group's collectives, and so of every group made later; seconds or timedelta.
@@ -68,7 +68,7 @@ def init_dist(
     Example:
         >>> init_dist("pytorch", backend="nccl", timeout=600)
     """
-    _check_choice("launcher", launcher, (*LAUNCHERS, None))
+    _check_choice("launcher", launcher, (*LAUNCHERS, "none", None))
     _check_choice("init_backend", init_backend, tuple(CREATORS))
     options = {"timeout": _timedelta(timeout), **kwargs}
     if c10d.is_initialized():
