@@ -65,15 +65,21 @@ def test_resume_is_bitwise(config, tmp_path, layout):
     first.rename(tmp_path / "cut" / "checkpoints" / first.name)
     resumed = pretrain(replace(config, out=tmp_path / "cut", resume=True)).losses
     assert resumed == whole[2:]
-    assert_same_files(tmp_path / "whole", tmp_path / "cut", "checkpoints/step-00000004")
+    ranks = config.grid.world_size
+    assert_same_files(tmp_path / "whole", tmp_path / "cut", "checkpoints/step-00000004", ranks)
 
 
-def assert_same_files(one, other, folder):
-    for path in sorted((one / folder).glob("rank-*.pt")):
-        ours, theirs = (torch.load(root / folder / path.name) for root in (one, other))
-        assert torch.equal(ours["rng"], theirs["rng"])
-        for name, tensor in ours["model"].items():
-            assert torch.equal(tensor, theirs["model"][name]), name
+def assert_same_files(one, other, folder, ranks):
+    """Weights, optimizer (moments, steps, rates) and RNG of every rank, bit for bit."""
+    names = [f"rank-{rank:05d}.pt" for rank in range(ranks)]
+    for root in (one, other):
+        assert sorted(path.name for path in (root / folder).glob("*.pt")) == names
+    for name in names:
+        ours, theirs = (torch.load(root / folder / name) for root in (one, other))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0)
+        moments = [state["exp_avg"] for state in ours["optimizer"]["state"].values()]
+        assert len(moments) > 10
+        assert all(moment.any() for moment in moments)
 
 
 def test_resume_refuses_other_settings_and_mixing(config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import TYPE_CHECKING
 
 from torch.distributed import ProcessGroup
@@ -9,7 +10,7 @@ from torch.distributed import ProcessGroup
 from .grid import Grid
 
 
-class AxisAttributes:
+class AxisAttributes(ABC):
     """For each axis: group, size, rank in the group, and the group's global ranks.
 
     ``{axis}_size`` and ``{axis}_world_size`` are the same number, ``{axis}_rank`` counts from 0
@@ -87,9 +88,9 @@ class AxisAttributes:
         for name, value in values.items():
             setattr(self, f"{axis}_{name}", value)
 
+    @abstractmethod
     def group(self, axis: str) -> ProcessGroup | None:
         """Process group of ``axis``: what the attributes ``{axis}_group`` return."""
-        raise NotImplementedError
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 
