@@ -2,6 +2,8 @@
 
 from .norm import clip_grad_norm_, global_grad_norm
 from .parallelize import parallelize
+from .randomness import seed_ranks
+from .recompute import recompute_layers
 from .state import full_gradients, full_state_dict
 from .step import shard_global_batch, token_loss_sum, train_step
 
@@ -11,6 +13,8 @@ __all__ = [
     "full_state_dict",
     "global_grad_norm",
     "parallelize",
+    "recompute_layers",
+    "seed_ranks",
     "shard_global_batch",
     "token_loss_sum",
     "train_step",

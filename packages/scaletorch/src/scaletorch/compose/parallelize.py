@@ -12,6 +12,7 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel import PipelineParallel, Split
 from ..parallel.tensor_parallel import apply_tensor_parallel
+from .recompute import recompute_layers
 
 
 def parallelize(
@@ -21,6 +22,7 @@ def parallelize(
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
     bucket_size: int = 2**24,
+    recompute: bool = False,
 ) -> DataParallelBucket:
     """Put ``model`` on every axis of ``manager``'s grid, in place.
 
@@ -33,6 +35,7 @@ def parallelize(
         plan: tensor parallel plan; None recognises the model's family.
         split: pipeline split; None infers it from the module.
         bucket_size: elements per gradient bucket.
+        recompute: layers drop their activations in forward and run again in backward.
 
     Returns:
         The model's stage of this rank, with gradients summed over CP x DP.
@@ -40,5 +43,7 @@ def parallelize(
     if manager.tp_size > 1:  # one rank needs no plan: any model will do
         apply_tensor_parallel(model, plan, manager.tp_group)
     apply_context_parallel(model, manager.cp_group)
+    if recompute:  # around all that a layer does, communication included
+        recompute_layers(model, split)
     stage = PipelineParallel(model, split, manager.pp_group)
     return DataParallelBucket(stage, bucket_size=bucket_size, group=manager.cp_dp_group)

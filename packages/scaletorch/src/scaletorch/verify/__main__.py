@@ -28,12 +28,18 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--hidden-size", type=int, help="of the states between stages")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
     parser.add_argument("--out", type=Path, help="folder for report.json and report.md")
+    parser.add_argument("--every-option", action="store_true", help="cross all options' values")
     for name, values in OPTIONS.items():
+        shown = f"values to try, of {', '.join(map(str, values))}; {values[0]} by default"
         kind = type(values[0])
-        parser.add_argument(
-            f"--{name.replace('_', '-')}", nargs="+", type=kind, default=[values[0]]
-        )
+        parser.add_argument(f"--{name.replace('_', '-')}", nargs="+", type=kind, help=shown)
     return parser.parse_args(arguments)
+
+
+def options_of(arguments: argparse.Namespace) -> dict[str, Sequence[str | int]]:
+    """Return the values of each option to try."""
+    defaults = {n: v if arguments.every_option else v[:1] for n, v in OPTIONS.items()}
+    return {name: getattr(arguments, name) or values for name, values in defaults.items()}
 
 
 def load(name: str) -> Callable[..., Any]:
@@ -59,7 +65,7 @@ def run(arguments: argparse.Namespace) -> Report:
         raise InvalidArgumentError("say --world-size N, or --layout DPxPPxCPxTP")
     layouts = layouts or every_layout(arguments.world_size)
     wide = max(grid.world_size for grid in layouts) > 8
-    options = {name: getattr(arguments, name) for name in OPTIONS}
+    options = options_of(arguments)
     total = len(list(enumerate_cases(layouts, arguments.dtype, options)))
     done: list[CaseResult] = []
 

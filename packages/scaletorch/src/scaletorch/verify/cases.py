@@ -16,6 +16,7 @@ OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "schedule": ("1f1b", "afab"),
     "micro_batches": (2, 1),
     "bucket_size": (1000, 1, 2**24),
+    "recompute": ("none", "layers"),
 }
 
 
@@ -29,6 +30,7 @@ class Case:
         schedule: pipeline schedule.
         micro_batches: micro-batches per data-parallel rank.
         bucket_size: elements per gradient bucket.
+        recompute: 'layers' drop their activations and run again in backward, or 'none' do.
     """
 
     grid: Grid
@@ -36,6 +38,7 @@ class Case:
     schedule: str = "1f1b"
     micro_batches: int = 2
     bucket_size: int = 1000
+    recompute: str = "none"
 
     def __str__(self) -> str:
         """Return the layout, the dtype and the options that are not the default."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +17,7 @@ class Difference:
     """How one tensor of a layout compares with one process's.
 
     Attributes:
-        what: 'loss', 'norm', 'gradient NAME' or 'weight NAME'.
+        what: 'loss', 'norm', 'gradient NAME', 'weight NAME' and the like.
         step: 0-based.
         error: 2-norm of the difference over that of one process's whole tensor; infinite where
             there is nothing to compare.
@@ -43,7 +43,9 @@ class Difference:
     @property
     def severity(self) -> float:
         """Error in units of the bound, for sorting; NaN is worst."""
-        return self.error / self.bound if self.error == self.error else INFINITE
+        if self.failed:
+            return self.error / self.bound if self.error < INFINITE and self.bound else INFINITE
+        return self.error / self.bound if self.bound else 0.0
 
 
 def whole(_name: str, tensor: Tensor) -> Tensor:
@@ -93,14 +95,6 @@ def compare_named(
         full = theirs[name]
         norm = torch.linalg.vector_norm(full.double())
         yield compare_tensor(what, step, tensor, shard(name, full), bound, norm=norm)
-
-
-def missing(
-    kind: str, step: int, held: Iterable[str], theirs: Mapping[str, Tensor], bound: float
-) -> Iterator[Difference]:
-    """Report tensors of one process that no rank of the layout holds."""
-    for name in sorted(set(theirs) - set(held)):
-        yield Difference(f"{kind} {name}", step, INFINITE, bound, note="missing on this layout")
 
 
 def _largest_gap(gap: Tensor, ours: Tensor, theirs: Tensor) -> str:

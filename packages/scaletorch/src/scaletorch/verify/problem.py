@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..compose import token_loss_sum
 from ..dist.errors import InvalidArgumentError
 from ..models import Llama, LlamaConfig
+from . import dropout
 
 Batch = Mapping[str, Tensor]
 ModelFn = Callable[[], nn.Module]
@@ -89,7 +90,8 @@ def make_optimizer(model: nn.Module, step: int) -> torch.optim.Optimizer:
 
 
 def one_process(model: nn.Module, batches: Sequence[Batch]) -> list[Step]:
-    """Train the plain model in plain PyTorch, whole batches at once."""
+    """Train the plain model in plain PyTorch, whole batches at once, dropout switched off."""
+    dropout.switch(model, on=False)
     steps = []
     for number, batch in enumerate(batches):
         labels = batch["labels"]

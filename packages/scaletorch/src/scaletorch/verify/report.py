@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import platform
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -37,9 +38,10 @@ class CaseResult:
         return not self.error and not any(rank.failures for rank in self.ranks)
 
     @property
-    def bitwise(self) -> bool:
-        """Whether every tensor on every rank equals one process's bit for bit."""
-        return not self.error and all(rank.bitwise for rank in self.ranks)
+    def bitwise(self) -> float:
+        """Share of comparisons, over all ranks, in which all bits equal one process's."""
+        compared = sum(rank.compared for rank in self.ranks)
+        return sum(rank.bitwise for rank in self.ranks) / compared if compared else 0.0
 
     @property
     def worst(self) -> Difference | None:
@@ -55,7 +57,8 @@ class CaseResult:
             return (str(self.case), verdict, "-", "-", "-", self.error.split("\n", 1)[0])
         error, bound = f"{worst.error:.1e}", f"{worst.bound:.1e}"
         tensor = f"{worst.what} (step {worst.step})"
-        return (str(self.case), verdict, error, bound, "yes" if self.bitwise else "no", tensor)
+        bitwise = "all" if self.bitwise == 1 else f"{math.floor(100 * self.bitwise)} %"
+        return (str(self.case), verdict, error, bound, bitwise, tensor)
 
     def explanation(self, command: str) -> str:
         """Say where a failed case differs, and how to repeat it alone."""

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..compose import (
     clip_grad_norm_,
     full_state_dict,
     global_grad_norm,
     parallelize,
+    seed_ranks,
     shard_global_batch,
     train_step,
 )
@@ -26,10 +28,12 @@ from ..parallel.pg_manager import (
     setup_process_group_manager,
 )
 from ..parallel.pipeline_parallel import Split
-from ..parallel.tensor_parallel import shard_dims
+from ..parallel.tensor_parallel import load_full_state_dict, shard_dims
+from . import dropout
 from .cases import Case
-from .compare import Difference, compare_named, compare_tensor, missing
+from .compare import Difference, Shard, compare_named, compare_tensor
 from .problem import MAX_NORM, SGD_STEPS, TORCH_DTYPES, make_optimizer
+from .replicas import doubled, missing, unlike
 
 SHOWN = 3  # failures that a rank reports
 
@@ -42,13 +46,13 @@ class RankReport:
         compared: how many tensors it compared.
         worst: the one nearest to its bound, or beyond it.
         failures: the first that rounding does not explain.
-        bitwise: whether all bits of all tensors agree.
+        bitwise: of how many all bits agree.
     """
 
     compared: int
     worst: Difference
     failures: list[Difference]
-    bitwise: bool
+    bitwise: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,19 +83,53 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
     grid = case.grid
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp)
     try:
-        saved = torch.load(reference, weights_only=True, mmap=True)
-        plain = find(subject.model_fn)().to(TORCH_DTYPES[case.dtype])
-        plain.load_state_dict(saved["state"])
-        model = parallelize(
-            plain, manager, plan=subject.plan, split=subject.split, bucket_size=case.bucket_size
-        )
-        found = list(train_and_compare(case, model, manager, saved, subject.hidden_size))
+        found = list(compare_case(case, subject, load_reference(reference), manager))
     finally:
         destroy_process_group_manager()
     found = [replace(difference, rank=get_rank()) for difference in found]
     failures = [difference for difference in found if difference.failed]
     worst = max(found, key=lambda difference: difference.severity)
-    return RankReport(len(found), worst, failures[:SHOWN], all(d.bitwise for d in found))
+    return RankReport(len(found), worst, failures[:SHOWN], sum(d.bitwise for d in found))
+
+
+@functools.lru_cache(maxsize=2)
+def load_reference(path: str) -> Mapping[str, Any]:
+    """Return what one process left; nobody may change its tensors."""
+    saved: Mapping[str, Any] = torch.load(path, weights_only=True, mmap=True)
+    return saved
+
+
+def compare_case(
+    case: Case, subject: Subject, saved: Mapping[str, Any], manager: ProcessGroupManager
+) -> Iterator[Difference]:
+    """Build the model, compare its initial weights, its training and its dropout."""
+    model = find(subject.model_fn)().to(TORCH_DTYPES[case.dtype])
+    shard = own_shard(model, manager)
+    yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, shard)
+    load_full_state_dict(model, saved["state"])
+    parallel = parallelize(
+        model,
+        manager,
+        plan=subject.plan,
+        split=subject.split,
+        bucket_size=case.bucket_size,
+        recompute=case.recompute == "layers",
+    )
+    dropout.switch(parallel, on=False)
+    yield from train_and_compare(case, parallel, manager, saved, subject.hidden_size)
+    if saved["dropout"]:
+        yield from compare_dropout(case, parallel, manager, saved, subject.hidden_size)
+
+
+def own_shard(model: nn.Module, manager: ProcessGroupManager) -> Shard:
+    """Return a function of a parameter's name and whole tensor that keeps this rank's shard."""
+    dims = shard_dims(model)
+
+    def shard(name: str, full: Tensor) -> Tensor:
+        dim = dims.get(name)
+        return full if dim is None else full.tensor_split(manager.tp_size, dim)[manager.tp_rank]
+
+    return shard
 
 
 def train_and_compare(
@@ -102,24 +140,24 @@ def train_and_compare(
     hidden_size: int,
 ) -> Iterator[Difference]:
     """Train through all steps; compare this rank's part after each, and the whole at the end."""
-    dims = shard_dims(model)
-
-    def shard(name: str, full: Tensor) -> Tensor:
-        dim = dims.get(name)
-        return full if dim is None else full.tensor_split(manager.tp_size, dim)[manager.tp_rank]
-
+    shard = own_shard(model, manager)
+    shards = {n: None if d is None else manager.tp_rank for n, d in shard_dims(model).items()}
+    stages: list[set[str]] = all_gather_object(set(shards), manager.pp_group)
+    yield from doubled(stages, model.tied_parameters, saved["bound"])
     for step, (batch, theirs) in enumerate(zip(saved["batches"], saved["steps"], strict=True)):
         bound = saved["bound"] * (step + 1)  # what a step's weights are off by enters the next
         micro_batches = shard_global_batch(batch, case.micro_batches, manager)
         loss = train_step(
             model, micro_batches, manager, hidden_size=hidden_size, schedule=case.schedule
         )
+        yield compare_tensor("loss", step, loss, theirs["loss"], bound)
         named = model.named_parameters(remove_duplicate=False)
         gradients = {name: p.grad for name, p in named if p.grad is not None}
-        held = set().union(*all_gather_object(set(gradients), manager.pp_group))
-        yield compare_tensor("loss", step, loss, theirs["loss"], bound)
-        yield from missing("gradient", step, held, theirs["gradients"], bound)
+        expected = set(theirs["gradients"])
+        yield from missing("gradient", step, set().union(*stages), expected, bound)
+        yield from missing("gradient", step, gradients, expected & set(shards), bound)
         yield from compare_named("gradient", step, gradients, theirs["gradients"], bound, shard)
+        yield from unlike("gradient", step, gradients, shards, bound)
         optimizer = make_optimizer(model, step)
         if step < SGD_STEPS:
             norm = global_grad_norm(model, manager)
@@ -134,3 +172,19 @@ def train_and_compare(
     weights = full_state_dict(model, manager)
     yield from missing("whole weight", step, weights, theirs["weights"], bound)
     yield from compare_named("whole weight", step, weights, theirs["weights"], bound)
+
+
+def compare_dropout(
+    case: Case,
+    model: DataParallelBucket,
+    manager: ProcessGroupManager,
+    saved: Mapping[str, Any],
+    hidden_size: int,
+) -> Iterator[Difference]:
+    """Run one more step with dropout and compare what the ranks drop."""
+    dropout.switch(model, on=True)
+    seed_ranks(0, manager)
+    micro_batches = shard_global_batch(saved["batches"][0], case.micro_batches, manager)
+    with dropout.recorded(model, (manager.dp_rank, manager.cp_rank)) as draws:
+        train_step(model, micro_batches, manager, hidden_size=hidden_size, schedule=case.schedule)
+    yield from dropout.judge(draws, len(saved["steps"]))

@@ -17,6 +17,7 @@ from ..dist.testing import preload
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
 from .cases import DTYPES, Case, enumerate_cases, every_layout
+from .dropout import dropouts
 from .problem import (
     SGD_STEPS,
     TORCH_DTYPES,
@@ -107,8 +108,11 @@ def save_reference(path: Path, model_fn: ModelFn, batch_fn: BatchFn, dtype: str)
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     batches = [dict(batch_fn(step)) for step in range(SGD_STEPS + 1)]
     bound = torch.finfo(TORCH_DTYPES[dtype]).eps * chain_length(model, batches[0])
+    drops = bool(dropouts(model))
     steps = as_saved(one_process(model, batches))
-    torch.save({"state": state, "batches": batches, "steps": steps, "bound": bound}, path)
+    torch.save(
+        {"state": state, "batches": batches, "steps": steps, "bound": bound, "dropout": drops}, path
+    )
     return str(path)
 
 

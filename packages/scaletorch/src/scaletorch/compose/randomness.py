@@ -1,0 +1,26 @@
+"""Seeds of a grid: random draws agree over tp, and differ over every other axis."""
+
+from __future__ import annotations
+
+import random
+
+import torch
+
+from ..parallel.pg_manager import ProcessGroupManager
+
+
+def seed_ranks(seed: int, manager: ProcessGroupManager) -> None:
+    """Seed torch's default generators for training on ``manager``'s grid.
+
+    Call it once the model is made (whose weights must be alike on all ranks), before training.
+    Ranks of one tp group get one seed: they hold the same activations, and must drop the same
+    elements. Ranks of other rows (dp), positions (cp) or layers (pp) draw independently. Draws on
+    activations that are sharded over tp are the tensor-parallel plan's affair.
+
+    Args:
+        seed: any integer, the same on all ranks.
+        manager: the grid.
+    """
+    place = (manager.dp_rank, manager.pp_rank, manager.cp_rank)
+    # Neighbouring seeds are no neighbours after this; the CPU generator uses 32 bits.
+    torch.manual_seed(random.Random(f"{seed} {place}").getrandbits(32))

@@ -1,0 +1,86 @@
+"""Dropout cannot equal one process's; what it must be on every layout is checked instead.
+
+Equal inputs of one module must lose the same elements: replicas over tp, and a layer that is
+recomputed. Different inputs must not: other rows, positions, layers, shards and micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ..dist import all_gather_object
+from .compare import INFINITE, Difference
+from .replicas import digest
+
+
+class Draw(NamedTuple):
+    """One call of a dropout module: digests of what it was given and of what it dropped."""
+
+    name: str
+    place: tuple[int, int]  # dp and cp: ranks of a tp group have one
+    given: bytes
+    dropped: bytes
+
+
+def dropouts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the dropout modules that draw in training, by name."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0
+    }
+
+
+def switch(model: nn.Module, *, on: bool) -> None:
+    """Switch all dropout modules of a model on or off."""
+    for module in dropouts(model).values():
+        module.train(on)
+
+
+@contextmanager
+def recorded(model: nn.Module, place: tuple[int, int]) -> Iterator[list[Draw]]:
+    """Yield a list that gets every draw of the model's dropout modules."""
+    draws: list[Draw] = []
+
+    def note(name: str, given: Tensor, out: Tensor) -> None:
+        draws.append(Draw(name, place, digest(given), digest((out == 0) & (given != 0))))
+
+    def hook(name: str) -> Any:
+        return lambda _module, inputs, out: note(name, inputs[0].detach(), out.detach())
+
+    handles = [m.register_forward_hook(hook(name)) for name, m in dropouts(model).items()]
+    try:
+        yield draws
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def judge(draws: list[Draw], step: int) -> Iterator[Difference]:
+    """Compare this rank's draws with those of all ranks.
+
+    Every rank of the world must call it. Yields one entry for each module that drew.
+    """
+    everyone = [draw for rank in all_gather_object(draws) for draw in rank]
+    for name in dict.fromkeys(draw.name for draw in draws):
+        notes = (_contradiction(mine, everyone) for mine in draws if mine.name == name)
+        note = next((note for note in notes if note), "")
+        error = INFINITE if note else 0.0
+        yield Difference(f"dropout {name}", step, error, 0.0, bitwise=not note, note=note)
+
+
+def _contradiction(mine: Draw, everyone: list[Draw]) -> str:
+    for other in everyone:
+        related = (other.name, other.place) == (mine.name, mine.place)
+        same_input = related and other.given == mine.given
+        same_mask = other.dropped == mine.dropped
+        where = f"{other.name} at dp {other.place[0]}, cp {other.place[1]}"
+        if same_input and not same_mask:
+            return f"an equal input of {where} lost other elements: replicas drift apart"
+        if same_mask and not same_input:
+            return f"another input of {where} lost the same elements: they must be independent"
+    return ""

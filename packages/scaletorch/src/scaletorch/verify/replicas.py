@@ -1,0 +1,64 @@
+"""Tensors that several ranks hold: every one held by somebody, none twice, the same bits."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from ..dist import all_gather_object
+from .compare import INFINITE, Difference
+
+Shards = Mapping[str, int | None]
+
+
+def missing(
+    kind: str, step: int, held: Iterable[str], theirs: Iterable[str], bound: float
+) -> Iterator[Difference]:
+    """Report tensors of one process that are not among those held."""
+    for name in sorted(set(theirs) - set(held)):
+        yield Difference(f"{kind} {name}", step, INFINITE, bound, note="missing on this layout")
+
+
+def doubled(
+    stages: Iterable[Iterable[str]], tied: Iterable[str], bound: float
+) -> Iterator[Difference]:
+    """Report parameters that several stages hold without being tied: they would count twice."""
+    stages = list(stages)
+    for name in sorted({name for names in stages for name in names} - set(tied)):
+        owners = [stage for stage, names in enumerate(stages) if name in names]
+        if len(owners) > 1:
+            note = f"held by stages {owners}, and not tied: it counts {len(owners)} times"
+            yield Difference(f"parameter {name}", 0, INFINITE, bound, note=note)
+
+
+def unlike(
+    kind: str, step: int, tensors: Mapping[str, Tensor], shards: Shards, bound: float
+) -> Iterator[Difference]:
+    """Report tensors of which another rank that holds the same part has other bits.
+
+    Args:
+        kind: what they are.
+        step: 0-based.
+        tensors: this rank's, by plain names.
+        shards: which shard of each this rank holds; None for the whole.
+        bound: what to report as the bound.
+    """
+    mine = {(name, shards[name]): digest(tensor) for name, tensor in tensors.items()}
+    everyone = all_gather_object(mine)
+    for part, bits in mine.items():
+        others = [rank for rank, each in enumerate(everyone) if each.get(part, bits) != bits]
+        if others:
+            note = f"rank {others[0]} holds other bits of it: never synchronised"
+            yield Difference(f"{kind} {part[0]}", step, INFINITE, bound, note=note)
+
+
+def digest(tensor: Tensor) -> bytes:
+    """Return 8 bytes that tell tensors of different bits apart."""
+    flat = tensor.detach().cpu().flatten()
+    content = bytearray(flat.numel() * flat.element_size())
+    if content:
+        torch.frombuffer(content, dtype=tensor.dtype).copy_(flat)
+    return hashlib.blake2b(content, digest_size=8).digest()
