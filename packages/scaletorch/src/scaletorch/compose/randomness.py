@@ -21,6 +21,10 @@ def seed_ranks(seed: int, manager: ProcessGroupManager) -> None:
         seed: any integer, the same on all ranks.
         manager: the grid.
     """
-    place = (manager.dp_rank, manager.pp_rank, manager.cp_rank)
     # Neighbouring seeds are no neighbours after this; the CPU generator uses 32 bits.
-    torch.manual_seed(random.Random(f"{seed} {place}").getrandbits(32))
+    torch.manual_seed(random.Random(f"{seed} {_place(manager)}").getrandbits(32))
+
+
+def _place(manager: ProcessGroupManager) -> tuple[int, ...]:
+    """Return what tells a rank's activations apart: its rows, layers and positions."""
+    return manager.dp_rank, manager.pp_rank, manager.cp_rank

@@ -45,7 +45,7 @@ class RankReport:
     Attributes:
         compared: how many tensors it compared.
         worst: the one nearest to its bound, or beyond it.
-        failures: the first that rounding does not explain.
+        failures: the first and furthest off that rounding does not explain.
         bitwise: of how many all bits agree.
     """
 
@@ -87,7 +87,11 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
     finally:
         destroy_process_group_manager()
     found = [replace(difference, rank=get_rank()) for difference in found]
-    failures = [difference for difference in found if difference.failed]
+    # What went wrong first tells most: a loss before gradients, and the furthest off of these.
+    failures = sorted(
+        (difference for difference in found if difference.failed),
+        key=lambda difference: (difference.step, difference.what != "loss", -difference.severity),
+    )
     worst = max(found, key=lambda difference: difference.severity)
     return RankReport(len(found), worst, failures[:SHOWN], sum(d.bitwise for d in found))
 

@@ -6,7 +6,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,9 +31,17 @@ from .problem import (
     one_process,
 )
 from .report import CaseResult, Report
-from .runner import Subject, run_case
+from .runner import RankReport, Subject, run_case
 
 Progress = Callable[[CaseResult], None]
+
+
+class Task(NamedTuple):
+    """A case, and the function that runs it on its ranks: ``run(case, *arguments)``."""
+
+    case: Case
+    run: Callable[..., RankReport]
+    arguments: tuple[Any, ...]
 
 
 def verify(
@@ -94,7 +102,8 @@ def verify(
             name: save_reference(Path(folder, name), model_fn, batch_fn, name) for name in dtypes
         }
         subject = Subject(locator, hidden_size or hidden_size_of(model_fn()), plan, split)
-        for result in run_all(cases, subject, references, timeout):
+        tasks = [Task(case, run_case, (subject, references[case.dtype])) for case in cases]
+        for result in run_all(tasks, timeout):
             results.append(result)
             if progress is not None:
                 progress(result)
@@ -116,20 +125,19 @@ def save_reference(path: Path, model_fn: ModelFn, batch_fn: BatchFn, dtype: str)
     return str(path)
 
 
-def run_all(
-    cases: Sequence[Case], subject: Subject, references: Mapping[str, str], timeout: float
-) -> Iterator[CaseResult]:
-    """Run cases one after another, on the same ranks as long as they last."""
+def run_all(tasks: Iterable[Task], timeout: float) -> Iterator[CaseResult]:
+    """Run tasks one after another, on the same ranks as long as they last."""
     pool: RankPool | None = None
     try:
-        for case in cases:
+        for task in tasks:
+            case = task.case
             if pool is None or not pool.reusable or pool.world_size != case.grid.world_size:
                 if pool is not None:
                     pool.close()
                 pool = RankPool(case.grid.world_size, timeout=timeout, seed=0)
             start = time.perf_counter()
             try:
-                reports = pool.run(run_case, case, subject, references[case.dtype])
+                reports = pool.run(task.run, case, *task.arguments)
                 yield CaseResult(case, time.perf_counter() - start, reports)
             except RankFailedError as error:
                 yield CaseResult(case, time.perf_counter() - start, [], str(error))

@@ -4,6 +4,7 @@ from ._version import __version__
 from .base import TensorParallelLayer
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .plan import FAMILIES, STYLES, Divide, Family, Plan, Style
+from .random import common_random, sharded_random
 from .state import gather_state_dict, gather_tensors, load_full_state_dict, shard_dims
 from .tensor_parallel import apply_tensor_parallel
 from .tp_comms import (
@@ -32,6 +33,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "__version__",
     "apply_tensor_parallel",
+    "common_random",
     "gather_state_dict",
     "gather_tensors",
     "linear_with_all_reduce",
@@ -39,5 +41,6 @@ __all__ = [
     "load_full_state_dict",
     "merge_first_two_dims",
     "shard_dims",
+    "sharded_random",
     "split_tensor_along_last_dim",
 ]

@@ -13,6 +13,7 @@ from ...dist.errors import InvalidArgumentError
 from ...dist.functional import gather, reduce, split
 from ..pg_manager import axis_group
 from .base import TensorParallelLayer
+from .random import end_sharded_random
 from .tp_comms import linear_with_all_reduce, linear_with_async_all_reduce
 
 
@@ -141,6 +142,7 @@ class RowParallelLinear(TensorParallelLayer):
         if not self.input_is_parallel:
             x = split(x, -1, self.group, sizes=self.shard_sizes)
         out = reduce(functional.linear(x, self.weight), self.group)
+        end_sharded_random()  # what follows works on whole activations
         # Under autocast the output is narrower than the bias, and must stay so.
         return out if self.bias is None else out + self.bias.to(out.dtype)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +13,9 @@ from torch import nn
 from ...dist.errors import InvalidArgumentError
 from .base import TensorParallelLayer
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .random import CommonRandom, ShardedRandom
+from .sum_grad import SumGradients
+from .surround import Surrounded
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -40,13 +43,18 @@ class Divide:
 Style = str | Divide
 Plan = Mapping[str, Style]
 
-# Style -> the layer a plain module becomes and its options; None leaves the module as it is.
-STYLES: Mapping[str, tuple[type[TensorParallelLayer], Mapping[str, Any]] | None] = {
+# Style -> the layer a plain module becomes and its options, or the mixin its class gets; None
+# leaves the module as it is.
+STYLES: Mapping[
+    str, tuple[type[TensorParallelLayer], Mapping[str, Any]] | type[Surrounded] | None
+] = {
     "column": (ColumnParallelLinear, {}),
     "column_gather": (ColumnParallelLinear, {"gather_output": True}),
     "row": (RowParallelLinear, {}),
     "vocab": (VocabParallelEmbedding, {}),
     "replicate": None,
+    "replicate_sum_grad": SumGradients,
+    "sharded": ShardedRandom,
 }
 
 
@@ -59,8 +67,9 @@ class Family:
         plan: Patterns and styles.
         may_lack: Patterns that need not match.
         complete: Patterns of modules in which every parameter must be the plan's: one that is
-            not (a norm of the heads, a router) would get a part of its gradient only.
+            not (a router) would get a part of its gradient only.
         heads: Pattern of a module -> its projections, whose outputs are cut at head borders.
+            What sums gradients in it must be of the size of one head.
     """
 
     name: str
@@ -82,12 +91,21 @@ FAMILIES: tuple[Family, ...] = (
             "**.layers.*.self_attn.k_proj": "column",
             "**.layers.*.self_attn.v_proj": "column",
             "**.layers.*.self_attn.o_proj": "row",
+            "**.layers.*.self_attn.q_norm": "replicate_sum_grad",
+            "**.layers.*.self_attn.k_norm": "replicate_sum_grad",
             "**.layers.*.mlp.gate_proj": "column",
             "**.layers.*.mlp.up_proj": "column",
             "**.layers.*.mlp.down_proj": "row",
             "**.lm_head": "column_gather",
         },
-        may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
+        may_lack=frozenset(
+            {
+                "**.embed_tokens",
+                "**.layers.*.self_attn.q_norm",
+                "**.layers.*.self_attn.k_norm",
+                "**.lm_head",
+            }
+        ),
         complete=("**.layers.*.self_attn", "**.layers.*.mlp"),
         heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
     ),
@@ -151,6 +169,29 @@ def match_plan(model: nn.Module, plan: Plan, may_lack: frozenset[str] = frozense
                     f"({other.style}) and '{pattern}' ({style}); make them exclude each other"
                 )
     return [matches[module] for module in model.modules() if module in matches]
+
+
+def find_mixins(matches: Sequence[Match]) -> dict[nn.Module, type[Surrounded]]:
+    """Return the mixins that modules of a matched plan get.
+
+    A module named by `Divide` works on this rank's heads and draws as a sharded one does, unless
+    it holds sharded layers deeper than its children: then it is a block or a whole model, that
+    also works on whole activations. A replicated module inside a sharded one draws in common.
+    """
+    styles = {m.module: None if isinstance(m.style, Divide) else STYLES[m.style] for m in matches}
+    layers = {module for module, style in styles.items() if isinstance(style, tuple)}
+    mixins: dict[nn.Module, type[Surrounded]] = {}
+    for match in matches:
+        module, style = match.module, styles[match.module]
+        if isinstance(style, type):
+            mixins[module] = style
+        elif isinstance(match.style, Divide):
+            deeper = layers.intersection(module.modules()) - {*module.children()}
+            mixins |= {} if deeper else {module: ShardedRandom}
+    sharded = [module for module, mixin in mixins.items() if mixin is ShardedRandom]
+    within = {inner for module in sharded for inner in module.modules()}
+    common = (m.module for m in matches if m.style == "replicate" and m.module in within)
+    return mixins | dict.fromkeys(common, CommonRandom)
 
 
 def _check_style(pattern: str, style: Style) -> None:

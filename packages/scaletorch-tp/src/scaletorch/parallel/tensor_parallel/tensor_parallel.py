@@ -12,7 +12,8 @@ from ...dist import get_world_size
 from ..pg_manager import axis_group
 from .base import Memo, TensorParallelLayer
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .plan import STYLES, Divide, Match, Plan
+from .plan import STYLES, Divide, Match, Plan, find_mixins
+from .surround import surround
 from .validate import resolve_plan
 
 __all__ = [
@@ -39,8 +40,8 @@ def apply_tensor_parallel(
         model: The whole model, equal on every rank.
         plan: Pattern of module names -> style. `*` stands for any text inside one component of a
             name, a component `**` for any number of components; "" is the root. Styles are
-            "column", "column_gather", "row", "vocab", "replicate" and `Divide`. None is the plan
-            of the known family whose names the model has.
+            "column", "column_gather", "row", "vocab", "replicate", "replicate_sum_grad",
+            "sharded" and `Divide`. None is the plan of the known family whose names the model has.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
 
     Returns:
@@ -57,9 +58,12 @@ def apply_tensor_parallel(
     group = axis_group("tp", group)
     tp_size = get_world_size(group)
     matches = resolve_plan(model, plan, tp_size)
+    mixins = find_mixins(matches) if tp_size > 1 else {}
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for match in matches:
         _rewrite(match, tp_size, group, memo)
+    for module, mixin in mixins.items():
+        surround(module, mixin, group)
     return model
 
 
@@ -69,6 +73,6 @@ def _rewrite(match: Match, tp_size: int, group: ProcessGroup | None, memo: Memo)
         own.update({k: own[k] // tp_size for k in match.style.attributes if k in own})
         return
     style = STYLES[match.style]
-    if style is not None:
+    if isinstance(style, tuple):
         layer, options = style
         layer.convert(match.module, group, memo, **options)

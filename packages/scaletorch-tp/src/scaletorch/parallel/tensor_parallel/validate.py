@@ -8,8 +8,20 @@ from collections.abc import Iterator, Sequence
 from torch import nn
 
 from ...dist.errors import InvalidArgumentError
-from .plan import STYLES, Divide, Family, Match, Plan, find_family, match_plan, matching
+from .plan import (
+    STYLES,
+    Divide,
+    Family,
+    Match,
+    Plan,
+    find_family,
+    find_mixins,
+    match_plan,
+    matching,
+)
 from .sharding import legal_sizes
+from .sum_grad import SumGradients, cannot_sum
+from .surround import cannot_surround
 
 # What must divide by tp: where it is, and how long.
 Length = tuple[str, int]
@@ -32,9 +44,11 @@ def resolve_plan(model: nn.Module, plan: Plan | None, tp_size: int) -> list[Matc
         family, matches = find_family(model)
         _check_complete(model, matches, family)
         heads = list(_head_counts(model, family))
+        _check_head_size(model, matches, family)
     else:
         matches, heads = match_plan(model, plan), []
     lengths = [length for match in matches for length in _lengths(match)]
+    _check_mixins(matches)
     _check_lengths(lengths + heads, tp_size)
     _check_ties(model, matches)
     return matches
@@ -42,12 +56,12 @@ def resolve_plan(model: nn.Module, plan: Plan | None, tp_size: int) -> list[Matc
 
 def _lengths(match: Match) -> Iterator[Length]:
     """Check that the style fits and yield what it divides."""
-    where = f"module '{match.name}' (pattern '{match.pattern}', style {match.style!r})"
+    where = _place(match)
     if isinstance(match.style, Divide):
         yield from _divided(match, match.style, where)
         return
     style = STYLES[match.style]
-    if style is None:
+    if not isinstance(style, tuple):
         return
     layer, _ = style
     reason = layer.misfit(match.module)
@@ -55,6 +69,20 @@ def _lengths(match: Match) -> Iterator[Length]:
         raise InvalidArgumentError(f"{where} cannot be sharded: {reason}")
     size: int = getattr(match.module, layer.sharded_size)
     yield f"{match.name}.{layer.sharded_size}".lstrip("."), size
+
+
+def _place(match: Match) -> str:
+    return f"module '{match.name}' (pattern '{match.pattern}', style {match.style!r})"
+
+
+def _check_mixins(matches: Sequence[Match]) -> None:
+    mixins = find_mixins(matches)
+    for match in (m for m in matches if m.module in mixins):
+        mixin = mixins[match.module]
+        reason = cannot_sum(match.module) if mixin is SumGradients else None
+        reason = reason or cannot_surround(match.module, mixin)
+        if reason is not None:
+            raise InvalidArgumentError(f"{_place(match)} cannot be given that style: {reason}")
 
 
 def _divided(match: Match, style: Divide, where: str) -> list[Length]:
@@ -89,7 +117,7 @@ def _check_ties(model: nn.Module, matches: Sequence[Match]) -> None:
     seen: dict[nn.Parameter, tuple[str, int | None]] = {}
     for module_name, module in model.named_modules():
         style = styles.get(module)
-        dims = style[0].shard_dims if style is not None else {}
+        dims = style[0].shard_dims if isinstance(style, tuple) else {}
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
@@ -137,6 +165,27 @@ def _head_counts(model: nn.Module, family: Family) -> Iterator[Length]:
                         "of heads, on the module or its config; pass a plan of your own"
                     )
                 yield f"heads of {name}.{projection}", size // head_dim
+
+
+def _check_head_size(model: nn.Module, matches: Sequence[Match], family: Family) -> None:
+    """Refuse a norm over all heads: its statistics would be of this rank's heads only."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    attentions = {
+        n: p[0] for pattern, p in family.heads.items() for n in matching(pattern, modules)
+    }
+    for match in (m for m in matches if m.style == "replicate_sum_grad"):
+        attention = match.name.rpartition(".")[0]
+        if attention not in attentions:
+            continue
+        query = getattr(modules[f"{attention}.{attentions[attention]}"], "out_features", 0)
+        head_dim = _head_dim(modules[attention], int(query))
+        for name, parameter in match.module.named_parameters():
+            if parameter.numel() != head_dim:
+                raise InvalidArgumentError(
+                    f"'{match.name}.{name}' has {parameter.numel()} elements, but a head has "
+                    f"{head_dim}: a norm over several heads does not divide over ranks; only one "
+                    "over each head can be tensor parallel"
+                )
 
 
 def _head_dim(attention: nn.Module, query_size: int) -> int:

@@ -1,0 +1,129 @@
+"""Random draws under tensor parallelism: alike on whole activations, each rank's own on shards.
+
+Ranks of the axis share a seed, so their default generators are one common stream. A module that
+works on shards (attention over this rank's heads) must draw from a stream of this rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...dist import get_rank, get_world_size
+from ..pg_manager import axis_group
+from .surround import Surrounded
+
+States = tuple[Tensor, Tensor | None]  # of the CPU's generator and of the accelerator's
+
+# Where the common stream was left, while a rank's own is in use.
+_common: ContextVar[States | None] = ContextVar("_common", default=None)
+
+
+@contextmanager
+def sharded_random(group: ProcessGroup | None = None) -> Iterator[None]:
+    """Let the body draw from a random stream of this rank's own, on the CPU and the accelerator.
+
+    Its seed is drawn from torch's default CPU generator, which advances alike on all ranks;
+    so recomputation by `torch.utils.checkpoint`, which restores that, draws the same again. A
+    row-parallel layer in the body ends it early, since it makes activations whole. With one rank
+    nothing is drawn and nothing changes.
+
+    Args:
+        group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
+
+    Example:
+        >>> with sharded_random():
+        ...     hidden = dropout(column_parallel(x))
+    """
+    group = axis_group("tp", group)
+    size = get_world_size(group)
+    if size == 1:
+        yield
+        return
+    seeds = torch.randint(2**63 - 1, (size,), device="cpu").tolist()  # one for each rank
+    outer, before = _common.get(), _states()
+    _common.set(before if outer is None else outer)
+    _seed(seeds[get_rank(group)])
+    try:
+        yield
+    finally:
+        if outer is None:
+            end_sharded_random()
+        elif _common.get() is not None:  # else a row-parallel layer ended the outer one too
+            _set_states(before)
+
+
+@contextmanager
+def common_random() -> Iterator[None]:
+    """Let the body draw from the common stream, also within `sharded_random`."""
+    common = _common.get()
+    if common is None:
+        yield
+        return
+    own = _states()
+    end_sharded_random()
+    try:
+        yield
+    finally:
+        _common.set(_states())
+        _set_states(own)
+
+
+def end_sharded_random() -> None:
+    """Go on with the common stream where it was left; nothing where it is in use."""
+    common = _common.get()
+    if common is not None:
+        _set_states(common)
+        _common.set(None)
+
+
+class ShardedRandom(Surrounded):
+    """A module that works on shards: in training it draws from this rank's own stream."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward."""
+        if not self.training:
+            return super().forward(*args, **kwargs)
+        with sharded_random(self._tp_group.group):
+            return super().forward(*args, **kwargs)
+
+
+class CommonRandom(Surrounded):
+    """A module inside a `ShardedRandom` one that works on whole activations."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward."""
+        with common_random():
+            return super().forward(*args, **kwargs)
+
+
+def _accelerator() -> Any:
+    """Return torch's module of the accelerator in use, None where the CPU is alone."""
+    device = torch.accelerator.current_accelerator()
+    module = None if device is None else torch.get_device_module(device)
+    # One that this process never used is left asleep: what runs here draws nothing on it.
+    return module if getattr(module, "is_initialized", lambda: True)() else None
+
+
+def _states() -> States:
+    accelerator = _accelerator()
+    return torch.get_rng_state(), None if accelerator is None else accelerator.get_rng_state()
+
+
+def _set_states(states: States) -> None:
+    torch.set_rng_state(states[0])
+    if states[1] is not None:
+        _accelerator().set_rng_state(states[1])
+
+
+def _seed(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
+    accelerator = _accelerator()
+    if accelerator is not None:
+        accelerator.manual_seed(seed)

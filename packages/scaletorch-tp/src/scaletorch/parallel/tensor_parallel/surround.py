@@ -1,0 +1,58 @@
+"""A module's class replaced by a subclass of it whose forward surrounds the module's own."""
+
+from __future__ import annotations
+
+import types
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+M = TypeVar("M", bound=nn.Module)
+
+_SUBCLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[Any]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class SharedGroup:
+    """A process group that copies of its holder share, since it cannot be copied."""
+
+    group: ProcessGroup | None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SharedGroup:
+        return self
+
+
+class Surrounded(nn.Module):
+    """Base of the mixins that come before a module's own class, for `super().forward`."""
+
+    _tp_group: SharedGroup
+
+
+def surround(module: M, mixin: type[Surrounded], group: ProcessGroup | None) -> M:
+    """Put `mixin` before the class of `module`, in place; it stays an instance of that class."""
+    vars(module)["_tp_group"] = SharedGroup(group)
+    module.__class__ = _subclass(mixin, type(module))
+    return module
+
+
+def cannot_surround(module: nn.Module, mixin: type[Surrounded]) -> str | None:
+    """Say why `module` cannot get `mixin`; None where it can."""
+    if isinstance(module, mixin):
+        return "it has this style already"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance: apply tensor parallelism before that"
+    return None
+
+
+def _subclass(mixin: type[Surrounded], own: type[nn.Module]) -> type[Any]:
+    """Make the subclass once, so that modules of one class stay of one class."""
+    if (mixin, own) not in _SUBCLASSES:
+        # Who asks where a class comes from means the module's own one.
+        place = {"__module__": own.__module__, "__doc__": own.__doc__}
+        name = f"{mixin.__name__}{own.__name__}"
+        _SUBCLASSES[mixin, own] = types.new_class(
+            name, (mixin, own), exec_body=lambda namespace: namespace.update(place)
+        )
+    return _SUBCLASSES[mixin, own]

@@ -1,0 +1,18 @@
+"""All faults, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from .context_faults import CONTEXT
+from .data_faults import DATA
+from .mutant import Mutant
+from .pipeline_faults import PIPELINE
+from .tensor_faults import TENSOR
+from .whole_faults import WHOLE
+
+MUTANTS: Mapping[str, Mutant] = {
+    mutant.name: mutant
+    for catalogue in (TENSOR, CONTEXT, PIPELINE, DATA, WHOLE)
+    for mutant in catalogue.mutants
+}

@@ -1,0 +1,101 @@
+"""Faults of context parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .mutant import Catalogue
+from .patch import patched
+
+CONTEXT = Catalogue("parallel.context_parallel")
+fault = CONTEXT.fault
+
+
+@fault("ring:ring_backward", layout="1x1x2x1")
+def stale_keys_in_backward(backward: Any) -> Any:
+    """The ring's backward goes on with the keys and values of its first step."""
+
+    def stale(travelling: Any) -> Any:
+        def first_again(k: Tensor, v: Tensor, ring: Any) -> Iterator[tuple[int, Tensor, Tensor]]:
+            return ((step, k, v) for step, _, _ in travelling(k, v, ring))
+
+        return first_again
+
+    def faulty(*args: Any) -> Any:
+        with patched("parallel.context_parallel.ring:_travelling", stale):
+            return backward(*args)
+
+    return faulty
+
+
+@fault("cp_comms:Ring.next_rank", "cp_comms:Ring.prev_rank", layout="1x1x3x1")
+def ring_turns_the_other_way(neighbour: Any) -> Any:
+    """Keys and values go to the previous rank, not to the next one."""
+
+    def mirrored(self: Any) -> int:
+        step = self.ranks.index(neighbour(self)) - self.index
+        rank: int = self.ranks[(self.index - step) % self.size]
+        return rank
+
+    return mirrored
+
+
+@fault("ring:_sees", layout="1x1x2x1")
+def queries_see_later_shards(sees: Any) -> Any:
+    """The causal mask holds within a shard and not across shards."""
+    return lambda _step, _causal, _ring: True
+
+
+@fault("ring:_sees", layout="1x1x2x1")
+def last_block_skipped(sees: Any) -> Any:
+    """The last block that travels around the ring is left out."""
+    return lambda step, causal, ring: sees(step, causal, ring) and step < ring.size - 1
+
+
+@fault("ring:block_backward", layout="1x1x2x1")
+def grouped_gradients_averaged(backward: Any) -> Any:
+    """A key head's gradient is the mean over its query heads, not the sum."""
+
+    def averaged(grad: Tensor, q: Tensor, k: Tensor, *rest: Any) -> Any:
+        dq, dk, dv = backward(grad, q, k, *rest)
+        group = q.shape[1] // k.shape[1]
+        return dq, dk / group, dv / group
+
+    return averaged
+
+
+@fault("ring:update_out_and_lse", layout="1x1x2x1")
+def merge_loses_weight(update: Any) -> Any:
+    """Merging two blocks keeps the larger log-sum-exp in place of their sum."""
+
+    def merged(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Any:
+        return update(out, lse, block_out, block_lse)[0], torch.maximum(lse, block_lse)
+
+    return merged
+
+
+@fault("ring:_with_arrived", layout="1x1x2x1")
+def own_share_overwritten(arrived: Any) -> Any:
+    """What arrives of dK and dV replaces this rank's own share."""
+
+    def replaced(share: Any, arriving: Any, comm: Any) -> Any:
+        arrived(share, arriving, comm)
+        return arriving or share
+
+    return replaced
+
+
+@fault("ring:row_delta", layout="1x1x2x1")
+def softmax_rows_forgotten(delta: Any) -> Any:
+    """Backward leaves out the row sums of the softmax's derivative."""
+    return lambda grad, out: torch.zeros_like(delta(grad, out))
+
+
+@fault("ring:statistics_dtype", "blocks:statistics_dtype", layout="1x1x2x1", dtype="float32")
+def statistics_in_bfloat16(dtype_of: Any) -> Any:
+    """Sums over keys and ranks are kept in bfloat16 where float32 is promised."""
+    return lambda _dtype: torch.bfloat16
