@@ -55,7 +55,7 @@ def test_every_layout_is_enumerated(world_size, count):
 
 def test_options_cross_only_where_they_matter():
     grids = [Grid(pp=2), Grid(dp=2), Grid(tp=2)]
-    options = {"schedule": ["1f1b", "afab"], "bucket_size": [1, 1000], "micro_batches": [1, 2]}
+    options = {"schedule": ["1f1b", "afab"], "bucket_size": [1, 2**14], "micro_batches": [1, 2]}
     names = [str(case) for case in enumerate_cases(grids, ["float64"], options)]
     assert names == [
         "1x2x1x1 float64 micro_batches=1",

@@ -15,7 +15,7 @@ DTYPES = ("float64", "float32")
 OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "schedule": ("1f1b", "afab"),
     "micro_batches": (2, 1),
-    "bucket_size": (1000, 1, 2**24),
+    "bucket_size": (2**14, 1, 2**24),
     "recompute": ("none", "layers"),
 }
 
@@ -37,7 +37,7 @@ class Case:
     dtype: str = "float64"
     schedule: str = "1f1b"
     micro_batches: int = 2
-    bucket_size: int = 1000
+    bucket_size: int = 2**14
     recompute: str = "none"
 
     def __str__(self) -> str:

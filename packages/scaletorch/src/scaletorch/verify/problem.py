@@ -71,7 +71,7 @@ def sharpened(config: LlamaConfig) -> nn.Module:
     return model
 
 
-def default_batch(step: int, *, vocab_size: int = 64, rows: int = 32, length: int = 16) -> Batch:
+def default_batch(step: int, *, vocab_size: int = 64, rows: int = 16, length: int = 16) -> Batch:
     """Return random tokens with ragged labels: some rows and columns have no valid one at all."""
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(vocab_size, (rows, length + 1), generator=generator)

@@ -82,20 +82,18 @@ def ring_backward(
     dtype = statistics_dtype(q.dtype)
     delta = row_delta(grad_out, out)
     dq = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    home: list[Tensor] = []
-    arriving: list[Tensor] = []
+    home = torch.zeros((2, *k.shape), dtype=dtype, device=k.device)
+    arriving: Tensor | None = None
     comm = ContextCommunicate("gradients of keys and values", ring.group)
     for step, keys, values in _travelling(k, v, ring):
+        share = home if step == 0 else torch.zeros_like(home)
         if _sees(step, causal, ring):
-            dq_share, *share = block_backward(
+            dq_share, *shares = block_backward(
                 grad_out, q, keys, values, lse, delta, scale, causal and step == 0
             )
             dq += dq_share
-        else:
-            share = [torch.zeros(x.shape, dtype=dtype, device=x.device) for x in (k, v)]
-        if step == 0:
-            home = share
-        else:
+            torch.stack(shares, out=share)
+        if step > 0:
             arriving = _pass_on(_with_arrived(share, arriving, comm), comm)
     dk, dv = _with_arrived(home, arriving, comm)
     return dq, dk, dv
@@ -107,29 +105,27 @@ def _sees(step: int, causal: bool, ring: Ring) -> bool:
 
 
 def _travelling(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield each step's keys and values while the next step's are under way."""
+    """Yield each step's keys and values while the next step's are under way, as one message."""
     comm = ContextCommunicate("keys and values", ring.group)
-    k, v = k.contiguous(), v.contiguous()
+    both = torch.stack((k, v))
     for step in range(ring.size - 1):
-        next_k, next_v = _pass_on([k, v], comm)
-        yield step, k, v
+        arriving = _pass_on(both, comm)
+        yield step, both[0], both[1]
         comm.wait()
-        k, v = next_k, next_v
-    yield ring.size - 1, k, v
+        both = arriving
+    yield ring.size - 1, both[0], both[1]
 
 
-def _pass_on(tensors: list[Tensor], comm: ContextCommunicate) -> list[Tensor]:
-    """Start to send these to the next rank; return where the previous rank's will arrive."""
-    arriving = [comm.send_recv(tensor) for tensor in tensors]
+def _pass_on(tensor: Tensor, comm: ContextCommunicate) -> Tensor:
+    """Start to send this to the next rank; return where the previous rank's will arrive."""
+    arriving = comm.send_recv(tensor)
     comm.commit()
     return arriving
 
 
-def _with_arrived(
-    share: list[Tensor], arriving: list[Tensor], comm: ContextCommunicate
-) -> list[Tensor]:
+def _with_arrived(share: Tensor, arriving: Tensor | None, comm: ContextCommunicate) -> Tensor:
     """Add what the previous rank passed on, if anything is under way, to this rank's share."""
-    if not arriving:
+    if arriving is None:
         return share
     comm.wait()
-    return [own.add_(other) for own, other in zip(share, arriving, strict=True)]
+    return arriving.add_(share)

@@ -29,10 +29,14 @@ def _groups() -> object:
 
 
 def _declared() -> object:
-    """What modules say of themselves: any module may define `__rank_state__() -> object`."""
-    modules = [m for m in list(sys.modules.values()) if isinstance(m, type(sys))]
-    hooks = [vars(module).get(STATE_HOOK) for module in modules]
-    return [hook() for hook in hooks if hook is not None]
+    """What modules say of themselves: any module may define `__rank_state__() -> object`.
+
+    None or False is nothing: a module that a function was the first to import is no change.
+    """
+    modules = {n: m for n, m in list(sys.modules.items()) if isinstance(m, type(sys))}
+    hooks = {name: vars(module).get(STATE_HOOK) for name, module in modules.items()}
+    states = {name: hook() for name, hook in hooks.items() if hook is not None}
+    return {name: state for name, state in states.items() if state}
 
 
 _PROBES: dict[str, Callable[[], object]] = {

@@ -13,7 +13,8 @@ from ..pg_manager import axis_group
 from .base import Memo, TensorParallelLayer
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .plan import STYLES, Divide, Match, Plan, find_mixins
-from .surround import surround
+from .region import SharedInputs
+from .surround import cannot_surround, surround
 from .validate import resolve_plan
 
 __all__ = [
@@ -64,7 +65,20 @@ def apply_tensor_parallel(
         _rewrite(match, tp_size, group, memo)
     for module, mixin in mixins.items():
         surround(module, mixin, group)
+    for module in _sharing(model) if tp_size > 1 else ():
+        surround(module, SharedInputs, group)
     return model
+
+
+def _sharing(model: nn.Module) -> list[nn.Module]:
+    """Return the modules of which several children are column parallel."""
+    column = ColumnParallelLinear
+    return [
+        module
+        for module in model.modules()
+        if sum(isinstance(child, column) for child in module.children()) > 1
+        and cannot_surround(module, SharedInputs) is None
+    ]
 
 
 def _rewrite(match: Match, tp_size: int, group: ProcessGroup | None, memo: Memo) -> None:

@@ -16,8 +16,9 @@ from torch.nn import functional
 
 from ...dist import all_reduce, get_world_size
 from ...dist.errors import InvalidArgumentError
-from ...dist.functional import Copy, Gather, Reduce, copy
+from ...dist.functional import Copy, Gather, Reduce
 from ..pg_manager import axis_group
+from .region import enter
 
 
 class CopyToModelParallelRegion(Copy):
@@ -94,7 +95,7 @@ def linear_with_all_reduce(
     Returns:
         [..., out_features / tp]. In backward the gradient of `x` is summed over the ranks.
     """
-    return functional.linear(copy(x, axis_group("tp", group)), weight, bias)
+    return functional.linear(enter(x, axis_group("tp", group)), weight, bias)
 
 
 def linear_with_async_all_reduce(

@@ -83,8 +83,8 @@ def own_share_overwritten(arrived: Any) -> Any:
     """What arrives of dK and dV replaces this rank's own share."""
 
     def replaced(share: Any, arriving: Any, comm: Any) -> Any:
-        arrived(share, arriving, comm)
-        return arriving or share
+        total = arrived(share, arriving, comm)
+        return total if arriving is None else total - share
 
     return replaced
 

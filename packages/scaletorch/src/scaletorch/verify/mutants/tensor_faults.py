@@ -26,19 +26,19 @@ def partial_sums_reduced_twice(reduce: Any) -> Any:
     return lambda x, group: reduce(reduce(x, group), group)
 
 
-@fault("tp_comms:copy", layout="1x1x1x2")
+@fault("region:copy", layout="1x1x1x2")
 def input_gradient_not_reduced(copy: Any) -> Any:
     """A column-parallel layer's input gradient misses its all-reduce."""
     return lambda x, _group: x
 
 
-@fault("tp_comms:copy", layout="1x1x1x2")
+@fault("region:copy", layout="1x1x1x2")
 def input_gradient_reduced_twice(copy: Any) -> Any:
     """A column-parallel layer's input gradient is all-reduced twice."""
     return lambda x, group: copy(copy(x, group), group)
 
 
-@fault("tp_comms:copy", layout="2x1x1x2")
+@fault("region:copy", layout="2x1x1x2")
 def input_gradient_over_wrong_axis(copy: Any) -> Any:
     """A column-parallel layer's input gradient is all-reduced over dp in place of tp."""
 

@@ -51,7 +51,8 @@ def mean_of_local_means(count: Any) -> Any:
     """Every rank divides by its own valid tokens, and the means are averaged."""
 
     def local(labels: list[Tensor], group: Any) -> int:
-        return group.size() * sum(int((each != -100).sum()) for each in labels)
+        size: int = group.size()
+        return size * sum(int((each != -100).sum()) for each in labels)
 
     return local
 
