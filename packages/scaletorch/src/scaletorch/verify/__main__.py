@@ -6,7 +6,8 @@ import argparse
 import importlib
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layout", nargs="+", default=[], help="DPxPPxCPxTP, such as 2x1x2x2")
     parser.add_argument("--model", help="package.module:function that makes the plain module")
     parser.add_argument("--batch", help="package.module:function of a step, the global batch")
+    parser.add_argument("--plan", help="package.module:name of a tensor parallel plan")
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--hidden-size", type=int, help="of the states between stages")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
@@ -42,20 +44,19 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Sequence[str | int]]:
     return {name: getattr(arguments, name) or values for name, values in defaults.items()}
 
 
-def load(name: str) -> Callable[..., Any]:
-    """Return the function that ``package.module:function`` names; the current folder counts.
+def load(name: str) -> Any:
+    """Return what ``package.module:name`` names; the current folder counts.
 
     Raises:
-        InvalidArgumentError: there is no such module or function.
+        InvalidArgumentError: there is no such module, or no such name in it.
     """
-    module, _, function = name.partition(":")
+    module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+        return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidArgumentError(f"{name!r} is not package.module:function: {error}") from error
-    return found
+        raise InvalidArgumentError(f"{name!r} is not package.module:name: {error}") from error
 
 
 def run(arguments: argparse.Namespace) -> Report:
@@ -82,6 +83,7 @@ def run(arguments: argparse.Namespace) -> Report:
         dtype=arguments.dtype,
         options=options,
         hidden_size=arguments.hidden_size,
+        plan=load(arguments.plan) if arguments.plan else None,
         timeout=arguments.timeout,
         progress=progress,
     )
@@ -100,7 +102,9 @@ def main() -> int:
         return 2
     again = [f"--model {arguments.model}"] * bool(arguments.model)
     again += [f"--batch {arguments.batch}"] * bool(arguments.batch)
-    report = Report(report.results, " ".join([report.command, *again]))
+    again += [f"--plan {arguments.plan}"] * bool(arguments.plan)
+    again += [f"--hidden-size {arguments.hidden_size}"] * bool(arguments.hidden_size)
+    report = replace(report, command=" ".join([report.command, *again]))
     print(report)
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)

@@ -86,10 +86,12 @@ class Report:
 
     Attributes:
         results: one for each case.
+        chain: the longest chain of additions, on which bounds rest; see `problem.chain_length`.
         command: what repeats a case when its own options are added.
     """
 
     results: list[CaseResult]
+    chain: int
     command: str = field(default="python -m scaletorch.verify")
 
     @property
@@ -123,7 +125,7 @@ class Report:
         seconds = sum(result.seconds for result in self.results)
         return (
             f"{passed} of {len(self.results)} cases train like one process: {tensors} comparisons "
-            f"in {seconds:.0f} s; bound = machine epsilon x longest chain of additions x step"
+            f"in {seconds:.0f} s; bound = machine epsilon x {self.chain} additions x step"
         )
 
     def to_markdown(self) -> str:
@@ -149,7 +151,12 @@ class Report:
             }
             for result in self.results
         ]
-        content = {"versions": versions(), "passed": self.passed, "cases": cases}
+        content = {
+            "versions": versions(),
+            "passed": self.passed,
+            "chain": self.chain,
+            "cases": cases,
+        }
         return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
 

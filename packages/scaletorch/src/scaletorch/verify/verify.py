@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from ..dist import RankFailedError, RankPool
 from ..dist.errors import InvalidArgumentError
@@ -95,19 +96,26 @@ def verify(
     dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
     cases = list(enumerate_cases(layouts, dtypes, options or {}))
     locator = locate(model_fn)
-    preload("torch._dynamo")  # optimizers import it: once in the server, not once a rank
+    model = model_fn()
+    preload(*heavy_modules(model))
     results = []
     with tempfile.TemporaryDirectory(prefix="scaletorch-verify-") as folder:
         references = {
             name: save_reference(Path(folder, name), model_fn, batch_fn, name) for name in dtypes
         }
-        subject = Subject(locator, hidden_size or hidden_size_of(model_fn()), plan, split)
+        subject = Subject(locator, hidden_size or hidden_size_of(model), plan, split)
         tasks = [Task(case, run_case, (subject, references[case.dtype])) for case in cases]
         for result in run_all(tasks, timeout):
             results.append(result)
             if progress is not None:
                 progress(result)
-    return Report(results)
+    return Report(results, chain_length(model, batch_fn(0)))
+
+
+def heavy_modules(model: nn.Module) -> list[str]:
+    """Return the modules that ranks would import one by one, slowly: the server can, once."""
+    known = {type(module).__module__ for module in model.modules()}
+    return ["torch._dynamo", *sorted(n for n in known if n.startswith("transformers."))]
 
 
 def save_reference(path: Path, model_fn: ModelFn, batch_fn: BatchFn, dtype: str) -> str:

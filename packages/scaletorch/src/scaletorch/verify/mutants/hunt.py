@@ -39,22 +39,22 @@ class Outcome:
     @property
     def caught(self) -> bool:
         """Whether the fault alone makes the case fail, by the name of a tensor."""
-        return self.sound.passed and self.evidence is not None
+        return self.sound.passed and bool(self.evidence)
 
     @property
-    def evidence(self) -> Difference | None:
-        """The first comparison that failed, on the lowest rank that saw one."""
-        failures = (failure for rank in self.found.ranks for failure in rank.failures)
-        return min(failures, key=lambda failure: failure.step, default=None)
+    def evidence(self) -> list[Difference]:
+        """What failed first and furthest, on the lowest rank of those that saw it first."""
+        seeing = [rank.failures for rank in self.found.ranks if rank.failures]
+        return min(seeing, key=lambda failures: failures[0].step, default=[])
 
     def __str__(self) -> str:
         """Say by which tensor it was caught, or what happened instead."""
         if not self.sound.passed:
             return f"fails without the fault: {self.sound.explanation('')}"
-        if self.evidence is None:
+        if not self.evidence:
             return self.found.error or "nothing differs"
-        seen = self.evidence
-        return f"{seen.what}, step {seen.step}, rank {seen.rank}: error {seen.error:.1e}"
+        shown = [f"{each.what} ({each.error:.1e})" for each in self.evidence[:2]]
+        return f"step {self.evidence[0].step}, rank {self.evidence[0].rank}: {', '.join(shown)}"
 
 
 def hunt(
@@ -125,9 +125,10 @@ def run_mutant(case: Case, subject: Subject, reference: str, name: str | None) -
 
 def to_markdown(outcomes: Iterable[Outcome]) -> str:
     """Return a table of faults, where each shows, and by which tensor."""
-    lines = ["| mutant | fault | layout | first seen in |", "| --- | --- | --- | --- |"]
+    lines = ["| mutant | fault | case | seen by |", "| --- | --- | --- | --- |"]
     for outcome in outcomes:
-        mutant, seen = outcome.mutant, outcome.evidence
-        place = "**survives**" if not outcome.caught or seen is None else seen.what
+        mutant = outcome.mutant
+        seen = ", ".join(f"`{each.what}`" for each in outcome.evidence[:2])
+        place = f"{seen}, step {outcome.evidence[0].step}" if outcome.caught else "**survives**"
         lines.append(f"| {mutant.name} | {mutant.fault} | {mutant.case} | {place} |")
     return "\n".join(lines) + "\n"
