@@ -13,7 +13,7 @@ from typing import Any
 
 from ..dist.errors import InvalidArgumentError, ScaletorchError
 from .cases import DTYPES, OPTIONS, enumerate_cases, every_layout, parse_layout
-from .problem import default_batch, default_model, wide_model
+from .problem import default_batch, default_model, wide_batch, wide_model
 from .report import CaseResult, Report
 from .verify import verify
 
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> Report:
 
     report = verify(
         load(arguments.model) if arguments.model else (wide_model if wide else default_model),
-        load(arguments.batch) if arguments.batch else default_batch,
+        load(arguments.batch) if arguments.batch else (wide_batch if wide else default_batch),
         layouts=layouts,
         dtype=arguments.dtype,
         options=options,

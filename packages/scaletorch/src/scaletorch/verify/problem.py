@@ -82,6 +82,11 @@ def default_batch(step: int, *, vocab_size: int = 64, rows: int = 16, length: in
     return {"input_ids": tokens[:, :-1], "labels": labels}
 
 
+def wide_batch(step: int) -> Batch:
+    """Return as many rows as 16 data-parallel ranks with two micro-batches need."""
+    return default_batch(step, rows=32)
+
+
 def make_optimizer(model: nn.Module, step: int) -> torch.optim.Optimizer:
     """Return unclipped SGD for the first steps, and AdamW (after clipping) for the last."""
     if step < SGD_STEPS:

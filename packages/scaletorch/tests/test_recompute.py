@@ -1,0 +1,102 @@
+"""Recomputed layers give the same bits, and seeds agree and differ where they must."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from scaletorch.compose import (
+    parallelize,
+    recompute_layers,
+    seed_ranks,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.pg_manager import setup_process_group_manager
+
+CONFIG = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
+)
+
+
+def trained(manager, recompute):
+    torch.manual_seed(0)
+    model = parallelize(Llama(CONFIG), manager, recompute=recompute)
+    tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    loss = train_step(model, shard_global_batch(batch, 2, manager), manager, hidden_size=16)
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+def compare(sizes):
+    manager = setup_process_group_manager(**sizes)
+    plain_loss, plain = trained(manager, False)
+    loss, gradients = trained(manager, True)
+    assert torch.equal(loss, plain_loss)
+    assert gradients.keys() == plain.keys()
+    assert all(torch.equal(gradients[name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize("axis", ["tp_size", "cp_size", "pp_size", "dp_size"])
+def test_same_bits_with_recomputation(axis):
+    run_ranks(compare, 2, {axis: 2})
+
+
+def saved_bytes(model):
+    """Return how many bytes a forward keeps for backward."""
+    kept = 0
+
+    def pack(tensor):
+        nonlocal kept
+        kept += tensor.numel() * tensor.element_size()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model(torch.zeros(2, 64, dtype=torch.int64))
+    return kept
+
+
+def test_recomputation_keeps_less_and_copies_call_themselves():
+    model = Llama(CONFIG)
+    plain = saved_bytes(model)
+    recompute_layers(model)
+    assert saved_bytes(model) < plain / 2
+    twin = copy.deepcopy(model)
+    for parameter in twin.layers.parameters():
+        parameter.data.zero_()
+    ids = torch.arange(8)[None]
+    assert not torch.equal(twin(ids), model(ids))
+    with torch.no_grad():
+        assert torch.equal(model(ids), model(ids))
+
+
+def test_a_forward_set_on_the_instance_is_recomputed_too():
+    model = nn.Sequential(nn.ModuleList([nn.Linear(4, 4)]))
+    layer = model[0][0]
+    layer.forward = lambda x: x * layer.weight.sum()
+    recompute_layers(model)
+    layer(torch.ones(4, requires_grad=True)).sum().backward()
+    assert layer.weight.grad is not None
+
+
+def test_layers_that_cannot_be_told_are_an_error():
+    with pytest.raises(InvalidArgumentError, match="cannot tell which modules are the layers"):
+        recompute_layers(nn.Linear(2, 2))
+
+
+def draws(seed):
+    manager = setup_process_group_manager(tp_size=2, cp_size=2)
+    seed_ranks(seed, manager)
+    return manager.cp_rank, manager.tp_rank, torch.rand(4).tolist()
+
+
+def test_seeds_agree_over_tp_alone():
+    first, again = run_ranks(draws, 4, 1), run_ranks(draws, 4, 1)
+    by_place = {(cp, tp): numbers for cp, tp, numbers in first}
+    assert first == again
+    assert by_place[0, 0] == by_place[0, 1] != by_place[1, 0] == by_place[1, 1]
+    assert run_ranks(draws, 4, 2)[0] != first[0]

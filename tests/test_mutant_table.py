@@ -1,0 +1,14 @@
+"""The document of faults lists those that there are."""
+
+from pathlib import Path
+
+from scaletorch.verify.mutants import MUTANTS
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "mutants.md"
+
+
+def test_every_mutant_is_in_the_table_and_none_survives():
+    rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")][2:]
+    cells = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[1:3] for row in rows}
+    assert cells == {name: [each.fault, str(each.case)] for name, each in MUTANTS.items()}
+    assert not any("survives" in row for row in rows)
