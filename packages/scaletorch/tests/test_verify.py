@@ -1,6 +1,7 @@
 """The proof tells a layout that trains like one process from one that does not."""
 
 import json
+import math
 import subprocess
 import sys
 
@@ -14,6 +15,9 @@ from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import every_layout, layout_name, parse_layout, verify
 from scaletorch.verify.cases import enumerate_cases
+from scaletorch.verify.compare import compare_named
+from scaletorch.verify.mutants import MUTANTS, hunt
+from scaletorch.verify.replicas import doubled, missing
 
 SMALL = LlamaConfig(
     vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
@@ -127,16 +131,15 @@ def test_a_rank_that_fails_is_a_failed_case_and_the_next_one_runs():
 USER = """
 import torch
 from torch import nn
+from torch.nn import functional as F
 
 
 class Gpt(nn.Module):
-    '''A user's own causal model: fused attention input, learned positions given from outside.'''
-
     def __init__(self):
         super().__init__()
-        self.tokens = nn.Embedding(64, 12)
+        self.tokens = nn.Embedding(64, 16)
         self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(12, 64)
+        self.head = nn.Linear(16, 64)
 
     def forward(self, input_ids, position_ids=None):
         x = self.tokens(input_ids)
@@ -148,16 +151,22 @@ class Gpt(nn.Module):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm, self.qkv, self.out = nn.LayerNorm(12), nn.Linear(12, 36), nn.Linear(12, 12)
+        self.norm, self.q, self.k = nn.LayerNorm(16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.v, self.out = nn.Linear(16, 16), nn.Linear(16, 16)
 
     def forward(self, x):
-        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 6)).permute(2, 0, 3, 1, 4)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        h = self.norm(x)
+        q, k, v = (f(h).unflatten(-1, (-1, 4)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return x + self.out(y.transpose(1, 2).flatten(2))
 
 
 def model():
     return Gpt()
+
+
+PLAN = {"tokens": "vocab", "blocks.*.out": "row", "head": "column_gather"}
+PLAN |= {f"blocks.*.{name}": "column" for name in "qkv"}
 """
 
 
@@ -186,17 +195,49 @@ def test_a_plan_goes_with_a_model_of_no_known_family():
     assert "of no known model family" in str(report)
 
 
-def test_command_verifies_a_users_module_by_its_name(tmp_path):
+def test_command_verifies_a_users_module_by_its_name_on_every_layout(tmp_path):
+    """Its keys have biases and no rotation: gradients that are zero but for rounding."""
     (tmp_path / "mine.py").write_text(USER)
     command = [
-        sys.executable, "-m", "scaletorch.verify", "--model", "mine:model", "--dtype", "float64",
-        "--layout", "2x1x1x1", "1x2x1x1", "1x1x2x1", "--out", "report",
+        sys.executable, "-m", "scaletorch.verify", "--model", "mine:model", "--plan", "mine:PLAN",
+        "--layout", "2x1x1x1", "1x2x1x1", "1x1x2x1", "1x1x1x2", "--out", "report",
     ]  # fmt: skip
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 of 3 cases train like one process" in done.stdout
+    assert "8 of 8 cases train like one process" in done.stdout
     assert json.loads((tmp_path / "report" / "report.json").read_text())["passed"]
     wrong = subprocess.run(
-        [*command[:4], "mine:nothing"], cwd=tmp_path, capture_output=True, text=True, timeout=110
+        [*command[:4], "mine:nothing", "--world-size", "1"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=110,
     )
     assert wrong.returncode == 2
+    assert "'mine:nothing' is not package.module:name" in wrong.stderr
+
+
+def test_a_difference_is_measured_by_typical_elements_where_a_tensor_is_what_remained():
+    theirs = {
+        "weight": torch.ones(3, dtype=torch.float64),
+        "bias": torch.full((1,), 1e-19).double(),
+    }
+    ours = {"weight": theirs["weight"] + 1e-15, "bias": theirs["bias"] * 3}
+    weight, bias = compare_named("gradient", 0, ours, theirs, 1e-12)
+    assert not weight.failed
+    assert not bias.failed
+    assert weight.error == pytest.approx(1e-15, rel=0.2)
+    assert bias.error == pytest.approx(2e-19 / math.sqrt(3 / 4), rel=0.01)
+    assert next(compare_named("gradient", 0, {"bias": ours["bias"] + 1e-9}, theirs, 1e-12)).failed
+
+
+def test_missing_doubled_and_unsynchronised_parameters_are_named():
+    (lost,) = missing("gradient", 1, ["a"], ["a", "b"], 1e-12)
+    assert (lost.what, lost.note, lost.failed) == ("gradient b", "missing on this layout", True)
+    (twice,) = doubled([{"a", "b"}, {"b", "c"}, {"c"}], ["c"], 1e-12)
+    assert twice.what == "parameter b"
+    assert twice.note == "held by stages [0, 1], and not tied: it counts 2 times"
+    outcomes = hunt([MUTANTS["buckets-not-reduced"], MUTANTS["two-layers-lost"]])
+    notes = [{f.note for rank in each.found.ranks for f in rank.failures} for each in outcomes]
+    assert "rank 1 holds other bits of it: never synchronised" in notes[0]
+    assert "missing on this layout" in notes[1]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ class Difference:
     Attributes:
         what: 'loss', 'norm', 'gradient NAME', 'weight NAME' and the like.
         step: 0-based.
-        error: 2-norm of the difference over that of one process's whole tensor; infinite where
+        error: 2-norm of the difference over the tensor's scale, see `scale_of`; infinite where
             there is nothing to compare.
         bound: the largest error that rounding explains.
         bitwise: whether all bits agree.
@@ -53,8 +54,28 @@ def whole(_name: str, tensor: Tensor) -> Tensor:
     return tensor
 
 
+def root_mean_square(tensors: Iterable[Tensor]) -> float:
+    """Return the size of a typical element of all tensors together."""
+    total, count = 0.0, 0
+    for tensor in tensors:
+        total += float(torch.linalg.vector_norm(tensor.double())) ** 2
+        count += tensor.numel()
+    return math.sqrt(total / count) if count else 0.0
+
+
+def scale_of(whole: Tensor, typical: float) -> float:
+    """Return what a difference from one process's tensor is measured by.
+
+    It is the tensor's 2-norm, but at least that of as many typical elements: what is smaller is
+    what remains of terms that cancel (a key's bias without rotation, whose gradient is zero), and
+    rounding goes by the terms.
+    """
+    norm = float(torch.linalg.vector_norm(whole.double()))
+    return max(norm, typical * math.sqrt(whole.numel()))
+
+
 def compare_tensor(
-    what: str, step: int, ours: Tensor, theirs: Tensor, bound: float, *, norm: Tensor | None = None
+    what: str, step: int, ours: Tensor, theirs: Tensor, bound: float, *, scale: float | None = None
 ) -> Difference:
     """Compare a tensor with one process's.
 
@@ -64,7 +85,8 @@ def compare_tensor(
         ours: what this rank holds.
         theirs: the same part of one process's.
         bound: the largest error that rounding explains.
-        norm: 2-norm of one process's whole tensor; None where ``theirs`` is whole.
+        scale: of one process's whole tensor, see `scale_of`; None where ``theirs`` is whole and
+            its own norm is meant.
     """
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:
         note = f"{tuple(ours.shape)} {ours.dtype}, one process {tuple(theirs.shape)} {theirs.dtype}"
@@ -72,7 +94,7 @@ def compare_tensor(
     if torch.equal(ours, theirs):
         return Difference(what, step, 0.0, bound, bitwise=True)
     gap = ours.double() - theirs.double()
-    scale = float(torch.linalg.vector_norm(theirs.double()) if norm is None else norm)
+    scale = scale_of(theirs, 0.0) if scale is None else scale
     error = float(torch.linalg.vector_norm(gap)) / scale if scale else INFINITE
     note = "" if error <= bound else _largest_gap(gap, ours, theirs)
     return Difference(what, step, error, bound, note=note)
@@ -87,14 +109,15 @@ def compare_named(
     shard: Shard = whole,
 ) -> Iterator[Difference]:
     """Compare what this rank holds with its part of one process's tensors, by plain names."""
+    typical = root_mean_square(theirs.values())
     for name, tensor in ours.items():
         what = f"{kind} {name}"
         if name not in theirs:
             yield Difference(what, step, INFINITE, bound, note="unknown to one process")
             continue
         full = theirs[name]
-        norm = torch.linalg.vector_norm(full.double())
-        yield compare_tensor(what, step, tensor, shard(name, full), bound, norm=norm)
+        scale = scale_of(full, typical)
+        yield compare_tensor(what, step, tensor, shard(name, full), bound, scale=scale)
 
 
 def _largest_gap(gap: Tensor, ours: Tensor, theirs: Tensor) -> str:
