@@ -95,7 +95,7 @@ def by_hand(block: Block) -> nn.Module:
     """Cut every weight by hand."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     for name, style in PLAN.items():
-        layer = block.get_submodule(name)
+        layer: Any = block.get_submodule(name)
         shard = layer.weight.detach().chunk(world_size, 0 if style == "column" else 1)[rank]
         layer.weight = nn.Parameter(shard.contiguous())
     divide(block, world_size)
