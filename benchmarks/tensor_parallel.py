@@ -26,16 +26,18 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from scaletorch.dist import RankPool
 from scaletorch.models.llama import Block, LlamaConfig, rotary_tables
-from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
+from scaletorch.parallel.tensor_parallel import Divide, Plan, apply_tensor_parallel
 
 HEAD_DIM = 64
-PLAN = {
+PLAN: Plan = {
+    "self_attn": Divide("num_heads", "num_kv_heads"),
     **{f"self_attn.{name}_proj": "column" for name in "qkv"},
     "self_attn.o_proj": "row",
     "mlp.gate_proj": "column",
     "mlp.up_proj": "column",
     "mlp.down_proj": "row",
 }
+STYLES = {name: style for name, style in PLAN.items() if isinstance(style, str)}
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -71,17 +73,60 @@ class Leave(torch.autograd.Function):
         return grads[0]
 
 
-class Surrounded(nn.Module):
+class Gather(torch.autograd.Function):
+    """all_gather of the sequence forward, reduce_scatter backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return the whole sequence [B, L, H]."""
+        return gathered(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Return this rank's share of the sum."""
+        return scattered(grads[0])
+
+
+class Scatter(torch.autograd.Function):
+    """reduce_scatter of the sequence forward, all_gather backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        """Return this rank's share of the sum."""
+        return scattered(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        """Return the whole gradient."""
+        return gathered(grads[0])
+
+
+def gathered(x: Tensor) -> Tensor:
+    """Join shares [B, L / N, H] along the sequence."""
+    parts = x.new_empty((dist.get_world_size() * x.shape[0], *x.shape[1:]))
+    dist.all_gather_single(parts, x.contiguous())
+    return torch.cat(parts.split(x.shape[0]), 1)
+
+
+def scattered(x: Tensor) -> Tensor:
+    """Sum [B, L, H] over the ranks and keep this rank's share."""
+    parts = torch.cat(x.chunk(dist.get_world_size(), 1))
+    own = torch.empty_like(parts[: x.shape[0]])
+    dist.reduce_scatter_single(own, parts)
+    return own
+
+
+class Half(nn.Module):
     """A half of the block written by hand: its input enters, its output leaves."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, enter: Any, leave: Any) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.enter, self.leave = inner, enter, leave
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
         """Run the half on shards."""
         inner: Any = self.inner
-        out: Tensor = Leave.apply(inner(Enter.apply(x), *rest))  # type: ignore[no-untyped-call]
+        out: Tensor = self.leave.apply(inner(self.enter.apply(x), *rest))
         return out
 
 
@@ -91,24 +136,32 @@ def divide(block: Block, world_size: int) -> None:
     block.self_attn.num_kv_heads //= world_size
 
 
-def by_hand(block: Block) -> nn.Module:
+def by_hand(block: Block, enter: Any = Enter, leave: Any = Leave) -> nn.Module:
     """Cut every weight by hand."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    for name, style in PLAN.items():
+    for name, style in STYLES.items():
         layer: Any = block.get_submodule(name)
         shard = layer.weight.detach().chunk(world_size, 0 if style == "column" else 1)[rank]
         layer.weight = nn.Parameter(shard.contiguous())
     divide(block, world_size)
-    block.self_attn = Surrounded(block.self_attn)  # type: ignore[assignment]
-    block.mlp = Surrounded(block.mlp)  # type: ignore[assignment]
+    block.self_attn = Half(block.self_attn, enter, leave)  # type: ignore[assignment]
+    block.mlp = Half(block.mlp, enter, leave)  # type: ignore[assignment]
     return block
 
 
-def ours(block: Block) -> nn.Module:
+def by_hand_on_shares(block: Block) -> nn.Module:
+    """The same with sequence parallelism; `step` sums the norms' gradients."""
+    return by_hand(block, Gather, Scatter)
+
+
+def ours(block: Block, **options: Any) -> nn.Module:
     """Apply a plan."""
-    apply_tensor_parallel(block, PLAN, dist.group.WORLD)
-    divide(block, dist.get_world_size())
-    return block
+    return apply_tensor_parallel(block, PLAN, dist.group.WORLD, **options)
+
+
+def ours_on_shares(block: Block) -> nn.Module:
+    """Apply it with sequence parallelism."""
+    return ours(block, sequence_parallel=True)
 
 
 def dtensor(block: Block) -> nn.Module:
@@ -121,7 +174,7 @@ def dtensor(block: Block) -> nn.Module:
 
     styles = {"column": ColwiseParallel, "row": RowwiseParallel}
     mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
-    plan = {name: styles[style]() for name, style in PLAN.items()}
+    plan = {name: styles[style]() for name, style in STYLES.items()}
     divide(block, dist.get_world_size())
     return parallelize_module(block, mesh, plan)
 
@@ -130,7 +183,10 @@ WAYS: dict[str, Callable[[Block], nn.Module]] = {
     "by hand": by_hand,
     "scaletorch": ours,
     "DTensor": dtensor,
+    "by hand, sequence parallel": by_hand_on_shares,
+    "scaletorch, sequence parallel": ours_on_shares,
 }
+FLOORS = {name: "by hand" + name.removeprefix(name.partition(",")[0]) for name in WAYS}
 
 
 def make(hidden: int, dtype: torch.dtype) -> Block:
@@ -143,11 +199,24 @@ def make(hidden: int, dtype: torch.dtype) -> Block:
     return Block(config).to(dtype)
 
 
-def step(block: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """Run forward and backward; return the output and the input's gradient."""
+def step(
+    block: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor], summed: bool = False
+) -> tuple[Tensor, Tensor]:
+    """Run forward and backward; return the output and the input's gradient.
+
+    Args:
+        block: the block.
+        x: [B, L, H], or this rank's share of the sequence.
+        tables: of the rotary embedding.
+        summed: sum the norms' gradients over the ranks by hand.
+    """
     x = x.detach().requires_grad_()
     out = block(x, *tables)
     out.sum().backward()
+    if summed:
+        norms = [p.grad for n, p in block.named_parameters() if "norm" in n and p.grad is not None]
+        flat = torch.cat(norms)
+        dist.all_reduce(flat)
     for parameter in block.parameters():
         parameter.grad = None
     return out.detach(), torch.as_tensor(x.grad)
@@ -190,16 +259,22 @@ def measure(
     blocks = {name: way(copy.deepcopy(whole)) for name, way in WAYS.items()}
     bound = 1e-4 if dtype == torch.float32 else 1e-1
     expected = step(whole, x, tables)
+    share = x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+    runs = {}
     for name, block in blocks.items():
-        for mine, theirs in zip(step(block, x, tables), expected, strict=True):
-            error = float((mine - theirs).norm() / theirs.norm())
+        shares = "sequence" in name
+        by_hand_sum = shares and name.startswith("by hand")
+        runs[name] = partial(step, block, share if shares else x, tables, by_hand_sum)
+        for mine, theirs in zip(runs[name](), expected, strict=True):
+            part = theirs.chunk(dist.get_world_size(), 1)[dist.get_rank()] if shares else theirs
+            error = float((mine - part).norm() / part.norm())
             if error > bound:
                 raise SystemExit(f"{name} is wrong by {error:.1e}")
-    sent = {name: counted(partial(step, block, x, tables)) for name, block in blocks.items()}
+    sent = {name: counted(run) for name, run in runs.items()}
     seconds: dict[str, list[float]] = {name: [] for name in blocks}
     for _ in range(repeats):
-        for name, block in blocks.items():
-            seconds[name].append(timed(partial(step, block, x, tables)))
+        for name, run in runs.items():
+            seconds[name].append(timed(run))
     return {name: (seconds[name], sent[name]) for name in blocks}
 
 
@@ -237,17 +312,17 @@ def show(
     """Print one size."""
     batch, length = map(int, tokens.split("x"))
     formula = 4 * batch * length * hidden * DTYPES[dtype].itemsize
-    floor = statistics.median(found["by hand"][0])
-    for name, (seconds, sent) in found.items():
-        median = statistics.median(seconds)
-        volume = f"{sent}, {sent / formula:.2f}" if sent else "not seen: functional collectives"
+    medians = {name: statistics.median(seconds) for name, (seconds, _) in found.items()}
+    for name, (_, sent) in found.items():
+        median, floor = medians[name], medians[FLOORS[name]]
+        volume = f"{sent}, {sent / formula:.2f}" if sent else "other calls"
         print(
             f"| {hidden} | {tokens} | {dtype} | {name} | {1e3 * median:.2f} | "
             f"{median / floor:.3f} | {volume} |"
         )
     print(
         f"| {hidden} | {tokens} | {dtype} | one process, one thread | {1e3 * whole:.2f} | "
-        f"{whole / floor:.3f} | |",
+        f"{whole / medians['by hand']:.3f} | |",
         flush=True,
     )
 

@@ -19,8 +19,8 @@ from scaletorch.parallel.tensor_parallel import (
 )
 from scaletorch.parallel.tensor_parallel.plan import matching
 from scaletorch.parallel.tensor_parallel.sharding import (
+    head_cuts,
     nearest_divisors,
-    require_divisible,
     shard_sizes,
 )
 from scaletorch.parallel.tensor_parallel.validate import resolve_plan
@@ -75,11 +75,23 @@ def test_the_sizes_an_error_names_are_legal_and_nearest(length, size):
     assert (size in near) == (length % size == 0)
     between = range(near[0] + 1, near[-1])
     assert all(length % n or n in near for n in between)
-    if length % size == 0:
-        require_divisible("length", length, size)
-    else:
-        with pytest.raises(ValueError, match=f"tp = {size} ranks"):
-            require_divisible("length", length, size)
+    assert nearest_divisors(length, size, size) == tuple(n for n in near if n <= size)
+
+
+@given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 40))
+def test_every_rank_has_the_key_value_heads_that_its_queries_use(key_values, groups, tp):
+    tp = min(tp, key_values * groups)
+    query, key_value = head_cuts(key_values * groups, key_values, tp)
+    assert (query.whole, key_value.whole) == (key_values * groups, key_values)
+    assert not query.replicated
+    assert key_value.replicated == (key_values < tp)
+    for rank, (q, kv) in enumerate(zip(query.sizes, key_value.sizes, strict=True)):
+        assert q > 0
+        assert q % kv == 0
+        for head in range(q):  # as scaled_dot_product_attention pairs them
+            used = (query.start(rank) + head) // groups
+            assert used == key_value.start(rank) + head // (q // kv)
+    assert all(key_value.sizes[owner] for owner in key_value.owners)
 
 
 class Attention(nn.Module):
@@ -168,14 +180,17 @@ def test_a_tie_that_would_break_is_refused(plan):
 
 
 def test_heads_are_counted_also_where_the_module_has_no_counts():
-    refuse(Model(), None, 4, "tp = 4 does not divide", "num_kv_heads = 2", "legal tp sizes are 2")
+    refuse(Model(), None, 5, "tp = 5 leaves ranks without", "query heads of layers.0.self_attn = 4")
+    refuse(Model(), None, 5, "for this model and plan tp sizes up to 4 are legal")
+    odd = Model(heads=4, kv_heads=3)
+    refuse(odd, None, 4, "tp = 4 does not divide", "num_kv_heads = 3", "legal tp sizes are 1")
     model = Model()
     for block in model.layers:
         del block.self_attn.num_heads, block.self_attn.num_kv_heads
     refuse(model, None, 2, "does not say how the 8 output features", "pass a plan of your own")
     for block in model.layers:
         block.self_attn.head_dim = 2
-    refuse(model, None, 4, "heads of layers.0.self_attn.k_proj = 2")
+    refuse(model, None, 5, "query heads of layers.0.self_attn = 4")
     for block in model.layers:
         block.self_attn.head_dim = 3
     refuse(model, None, 2, "does not say how the 8 output features")
@@ -236,8 +251,8 @@ def message_of_a_typo():
     with pytest.raises(ValueError, match="matches no module") as caught:
         apply_tensor_parallel(model, {"**.up_proj": "column", "**.dwn_proj": "row"}, group.WORLD)
     assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
-    with pytest.raises(ValueError, match="tp = 2 does not divide"):
-        apply_tensor_parallel(Model(heads=3, kv_heads=1), None, group.WORLD)
+    with pytest.raises(ValueError, match="tp = 2 leaves ranks without a share"):
+        apply_tensor_parallel(Model(heads=1, kv_heads=1), None, group.WORLD)
     return str(caught.value)
 
 

@@ -7,7 +7,7 @@ from scaletorch.verify import parse_layout, verify
 from scaletorch.verify.cases import OPTIONS
 from scaletorch.verify.mutants import MUTANTS, hunt, to_markdown
 from scaletorch.verify.mutants.patch import patched
-from scaletorch.verify.mutants.specimen import PLAN, Specimen, batch
+from scaletorch.verify.mutants.specimen import PLAN, Shared, Specimen, batch
 
 
 @pytest.mark.timeout(300)
@@ -24,9 +24,17 @@ def test_every_fault_is_found_by_name():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", ["2x1x1x2", "1x2x2x1", "2x2x1x1", "1x1x2x2"])
 def test_the_specimen_itself_is_sound_under_every_option(layout):
-    report = verify(
-        Specimen, batch, layouts=[parse_layout(layout)], dtype="float64", plan=PLAN, options=OPTIONS
-    )
+    options = {**OPTIONS, "bucket_size": (1, 2**24), "sequence_parallel": ("off",)}
+    grids = [parse_layout(layout)]
+    report = verify(Specimen, batch, layouts=grids, dtype="float64", plan=PLAN, options=options)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("layout", ["1x1x1x2", "1x3x1x2", "2x1x1x2", "1x1x2x2"])
+def test_shares_of_sequences_are_sound(layout):
+    options = {"sequence_parallel": ("on",), "recompute": ("none", "layers")}
+    grids = [parse_layout(layout)]
+    report = verify(Shared, batch, layouts=grids, dtype="float64", plan=PLAN, options=options)
     assert report.passed, report
 
 

@@ -1,7 +1,7 @@
 """Unmodified models of transformers train on every layout as in one process."""
 
 import pytest
-from torch import nn
+from torch import Tensor, nn
 
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import verify
@@ -56,6 +56,54 @@ def tied_llama() -> nn.Module:
     return sharpened(LlamaForCausalLM(LlamaConfig(**SIZES, tie_word_embeddings=True)))
 
 
+def mistral() -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return sharpened(MistralForCausalLM(MistralConfig(**SIZES)))
+
+
+def gemma() -> nn.Module:
+    from transformers import GemmaConfig, GemmaForCausalLM
+
+    return sharpened(GemmaForCausalLM(GemmaConfig(**SIZES, head_dim=4)))
+
+
+class Norm(nn.Module):
+    """Gemma's norm in the model's own dtype: its own one computes in float32, whatever that is."""
+
+    def __init__(self, plain: nn.Module) -> None:
+        super().__init__()
+        self.weight, self.eps = plain.weight, plain.eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (x.square().mean(-1, keepdim=True) + self.eps).rsqrt() * (1.0 + self.weight)
+
+
+def exact_gemma() -> nn.Module:
+    model = gemma()
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child).__name__ == "GemmaRMSNorm":
+                setattr(module, name, Norm(child))
+    return model
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 64, "n_embd": 32, "n_layer": 4, "n_head": 8, "n_positions": 64}
+    # Attention reads this rate from a dropout module without calling that.
+    config = GPT2Config(**sizes, attn_pdrop=0.0, use_cache=False, bos_token_id=0, eos_token_id=1)
+    return sharpened(GPT2LMHeadModel(config))
+
+
+def gpt_neox() -> nn.Module:
+    from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
+
+    sizes = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"}
+    return sharpened(GPTNeoXForCausalLM(GPTNeoXConfig(**sizes)))
+
+
 def recomputed_qwen3() -> nn.Module:
     model = qwen3()
     # Newer versions have this name, older ones the other.
@@ -77,6 +125,18 @@ def test_every_layout_trains_like_one_process(model_fn):
         (tied_qwen3, "float64", Grid(tp=2, pp=2)),
         (recomputed_qwen3, "float64", Grid(tp=2, cp=2)),
         (qwen3, "float32", Grid(tp=2, cp=2)),
+        (mistral, "float64", Grid(tp=4)),
+        (mistral, "float64", Grid(tp=2, pp=2)),
+        (exact_gemma, "float64", Grid(tp=4)),
+        (exact_gemma, "float64", Grid(tp=2, pp=2)),
+        (gemma, "float32", Grid(tp=2, cp=2)),
+        (gpt_neox, "float64", Grid(tp=4)),
+        (gpt_neox, "float64", Grid(tp=2, pp=2)),
+        # No pipeline: a later stage would add position embeddings to its hidden states.
+        (gpt2, "float64", Grid(tp=2, dp=2)),
+        (gpt2, "float64", Grid(tp=2, cp=2)),
+        (gpt2, "float64", Grid(tp=3)),
+        (gpt2, "float64", Grid(tp=4)),
     ],
 )
 def test_a_layout_trains_like_one_process(model_fn, dtype, grid):

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..dist import all_reduce
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
-from ..parallel.tensor_parallel import shard_dims
+from ..parallel.tensor_parallel import shard_owners
 
 
 def counted_gradients(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[Tensor]:
@@ -18,12 +18,12 @@ def counted_gradients(model: DataParallelBucket, manager: ProcessGroupManager) -
 
     A parameter replicated over tp counts on its first rank, one tied across stages on its first.
     """
-    dims = shard_dims(model)
+    owners = shard_owners(model)
     tied: dict[str, tuple[int, ...]] = model.tied_parameters  # of the stage within
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
             continue
-        replica = dims[name] is None and manager.tp_rank != 0
+        replica = owners[name] != manager.tp_rank
         if not replica and tied.get(name, (manager.pp_rank,))[0] == manager.pp_rank:
             yield parameter.grad
 

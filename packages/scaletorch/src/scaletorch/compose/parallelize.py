@@ -23,6 +23,7 @@ def parallelize(
     split: Split | None = None,
     bucket_size: int = 2**24,
     recompute: bool = False,
+    sequence_parallel: bool = False,
 ) -> DataParallelBucket:
     """Put ``model`` on every axis of ``manager``'s grid, in place.
 
@@ -35,13 +36,14 @@ def parallelize(
         plan: tensor parallel plan; None recognises the model's family.
         split: pipeline split; None infers it from the module.
         bucket_size: elements per gradient bucket.
+        sequence_parallel: between sharded layers each tp rank holds its share of every sequence.
         recompute: layers drop their activations in forward and run again in backward.
 
     Returns:
         The model's stage of this rank, with gradients summed over CP x DP.
     """
     if manager.tp_size > 1:  # one rank needs no plan: any model will do
-        apply_tensor_parallel(model, plan, manager.tp_group)
+        apply_tensor_parallel(model, plan, manager.tp_group, sequence_parallel=sequence_parallel)
     apply_context_parallel(model, manager.cp_group)
     if recompute:  # around all that a layer does, communication included
         recompute_layers(model, split)

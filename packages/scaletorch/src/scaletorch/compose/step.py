@@ -15,6 +15,7 @@ from ..parallel.context_parallel import shard_batch
 from ..parallel.data_parallel import DataParallelBucket, global_token_count
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel import train_step_pipeline_1f1b, train_step_pipeline_afab
+from ..parallel.tensor_parallel import sequence_share
 
 Batch = Mapping[str, Tensor]
 
@@ -91,10 +92,11 @@ def train_step(
         return token_loss_sum(output, batch["labels"]) / max(count, 1)
 
     parameter = next(model.parameters())
+    rows, length = micro_batches[0]["input_ids"].shape
     loss = SCHEDULES[schedule](
         model,
         micro_batches,
-        (*micro_batches[0]["input_ids"].shape, hidden_size),
+        (rows, sequence_share(model, length), hidden_size),
         parameter.device,
         parameter.dtype,
         loss_fn=loss_fn,

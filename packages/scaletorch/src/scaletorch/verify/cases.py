@@ -17,6 +17,7 @@ OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "micro_batches": (2, 1),
     "bucket_size": (2**14, 1, 2**24),
     "recompute": ("none", "layers"),
+    "sequence_parallel": ("off", "on"),
 }
 
 
@@ -31,6 +32,7 @@ class Case:
         micro_batches: micro-batches per data-parallel rank.
         bucket_size: elements per gradient bucket.
         recompute: 'layers' drop their activations and run again in backward, or 'none' do.
+        sequence_parallel: 'on' shares sequences out over tp between sharded layers.
     """
 
     grid: Grid
@@ -39,6 +41,7 @@ class Case:
     micro_batches: int = 2
     bucket_size: int = 2**14
     recompute: str = "none"
+    sequence_parallel: str = "off"
 
     def __str__(self) -> str:
         """Return the layout, the dtype and the options that are not the default."""
@@ -96,7 +99,11 @@ def enumerate_cases(
     _check(dtypes, options)
     chosen = {name: options.get(name, values[:1]) for name, values in OPTIONS.items()}
     for grid in grids:
-        matters = {"schedule": grid.pp > 1, "bucket_size": grid.cp * grid.dp > 1}
+        matters = {
+            "schedule": grid.pp > 1,
+            "bucket_size": grid.cp * grid.dp > 1,
+            "sequence_parallel": grid.tp > 1,
+        }
         values = [v if matters.get(name, True) else OPTIONS[name][:1] for name, v in chosen.items()]
         for dtype, combination in itertools.product(dtypes, itertools.product(*values)):
             yield Case(grid, dtype, **dict(zip(chosen, combination, strict=True)))  # type: ignore[arg-type]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..compose import (
     clip_grad_norm_,
@@ -28,7 +28,7 @@ from ..parallel.pg_manager import (
     setup_process_group_manager,
 )
 from ..parallel.pipeline_parallel import Split
-from ..parallel.tensor_parallel import load_full_state_dict, shard_dims
+from ..parallel.tensor_parallel import load_full_state_dict, shard_owners, take_own
 from . import dropout
 from .cases import Case
 from .compare import Difference, Shard, compare_named, compare_tensor
@@ -118,6 +118,7 @@ def compare_case(
         split=subject.split,
         bucket_size=case.bucket_size,
         recompute=case.recompute == "layers",
+        sequence_parallel=case.sequence_parallel == "on",
     )
     dropout.switch(parallel, on=False)
     yield from train_and_compare(case, parallel, manager, saved, subject.hidden_size)
@@ -127,13 +128,7 @@ def compare_case(
 
 def own_shard(model: nn.Module, manager: ProcessGroupManager) -> Shard:
     """Return a function of a parameter's name and whole tensor that keeps this rank's shard."""
-    dims = shard_dims(model)
-
-    def shard(name: str, full: Tensor) -> Tensor:
-        dim = dims.get(name)
-        return full if dim is None else full.tensor_split(manager.tp_size, dim)[manager.tp_rank]
-
-    return shard
+    return functools.partial(take_own, model)
 
 
 def train_and_compare(
@@ -145,7 +140,7 @@ def train_and_compare(
 ) -> Iterator[Difference]:
     """Train through all steps; compare this rank's part after each, and the whole at the end."""
     shard = own_shard(model, manager)
-    shards = {n: None if d is None else manager.tp_rank for n, d in shard_dims(model).items()}
+    shards = shard_owners(model)
     stages: list[set[str]] = all_gather_object(set(shards), manager.pp_group)
     yield from doubled(stages, model.tied_parameters, saved["bound"])
     for step, (batch, theirs) in enumerate(zip(saved["batches"], saved["steps"], strict=True)):

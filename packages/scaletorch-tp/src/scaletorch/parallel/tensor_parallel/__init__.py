@@ -2,10 +2,23 @@
 
 from ._version import __version__
 from .base import TensorParallelLayer
+from .cross_entropy import vocab_parallel_cross_entropy
+from .explain import explain
+from .explanation import Communication, ExplainedParameter, Explanation
+from .families import FAMILIES, Family
+from .fused import Fused
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .plan import FAMILIES, STYLES, Divide, Family, Plan, Style
+from .plan import STYLES, Divide, Plan, Style
 from .random import common_random, sharded_random
-from .state import gather_state_dict, gather_tensors, load_full_state_dict, shard_dims
+from .sequence import sequence_share
+from .state import (
+    gather_state_dict,
+    gather_tensors,
+    load_full_state_dict,
+    shard_dims,
+    shard_owners,
+    take_own,
+)
 from .tensor_parallel import apply_tensor_parallel
 from .tp_comms import (
     CopyToModelParallelRegion,
@@ -21,9 +34,13 @@ __all__ = [
     "FAMILIES",
     "STYLES",
     "ColumnParallelLinear",
+    "Communication",
     "CopyToModelParallelRegion",
     "Divide",
+    "ExplainedParameter",
+    "Explanation",
     "Family",
+    "Fused",
     "GatherFromModelParallelRegion",
     "Plan",
     "ReduceFromModelParallelRegion",
@@ -34,13 +51,18 @@ __all__ = [
     "__version__",
     "apply_tensor_parallel",
     "common_random",
+    "explain",
     "gather_state_dict",
     "gather_tensors",
     "linear_with_all_reduce",
     "linear_with_async_all_reduce",
     "load_full_state_dict",
     "merge_first_two_dims",
+    "sequence_share",
     "shard_dims",
+    "shard_owners",
     "sharded_random",
     "split_tensor_along_last_dim",
+    "take_own",
+    "vocab_parallel_cross_entropy",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, MutableMapping
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,11 +12,15 @@ from torch.distributed import ProcessGroup
 
 from ...dist import get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError
+from ...dist.functional import gather, reduce
 from ..pg_manager import axis_group, describe_rank
-from .sharding import require_divisible, shard_sizes, take_shard
+from .sharding import Cut, require_shares, share_cut
 
-# A whole parameter -> the dim it was cut along and this rank's shard: tied ones stay tied.
-Memo = MutableMapping[Tensor, tuple[int, nn.Parameter]]
+if TYPE_CHECKING:
+    from .sequence import SequenceShares
+
+# A whole parameter -> the dim it was cut along, how, and this rank's shard: tied ones stay tied.
+Memo = MutableMapping[Tensor, tuple[int, Cut, nn.Parameter]]
 
 
 class TensorParallelLayer(nn.Module):
@@ -26,18 +30,26 @@ class TensorParallelLayer(nn.Module):
         group: Ranks of the tensor-parallel axis; None in one process.
         tp_size: Number of these ranks; with 1 the layer is a plain one.
         tp_rank: This rank's place among them.
-        shard_sizes: Length of each rank's share of the divided size.
+        cut: How the divided size is cut, and which part each rank has.
+        sequence: How sequences are shared out between regions; None where every rank has them.
     """
 
     plain_class: ClassVar[type[nn.Module]]  # what it is a shard of
     sharded_size: ClassVar[str]  # the attribute of it that is divided over the ranks
     shard_dims: ClassVar[Mapping[str, int]]  # parameter -> dim; others are whole on every rank
+    replicable: ClassVar[bool] = False  # whether several ranks may have one part
     options: ClassVar[Mapping[str, Any]]  # further attributes and their defaults
 
     group: ProcessGroup | None
     tp_size: int
     tp_rank: int
-    shard_sizes: tuple[int, ...]
+    cut: Cut
+    sequence: SequenceShares | None = None
+
+    @property
+    def shard_sizes(self) -> tuple[int, ...]:
+        """Length of each rank's share of the divided size."""
+        return self.cut.sizes
 
     @classmethod
     def from_plain(
@@ -46,6 +58,7 @@ class TensorParallelLayer(nn.Module):
         *,
         group: ProcessGroup | None = None,
         memo: Memo | None = None,
+        cut: Cut | None = None,
         **options: Any,
     ) -> Self:
         """Build this rank's shard of a plain module, which stays as it is.
@@ -57,36 +70,48 @@ class TensorParallelLayer(nn.Module):
             module: An `nn.Linear` or `nn.Embedding`, equal on every rank.
             group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
             memo: One dict passed to all calls for a model keeps tied parameters tied.
+            cut: How to cut the divided size; None gives each rank a share, the first the longer.
             options: The layer's own, such as `gather_output=True`.
 
         Raises:
-            InvalidArgumentError: The module is of another kind, or its size does not divide.
+            InvalidArgumentError: The module is of another kind, or leaves a rank no share.
         """
         twin = object.__new__(type(module))
         # The containers are copied, what they contain is shared.
         state = {k: copy.copy(v) if isinstance(v, dict) else v for k, v in vars(module).items()}
         vars(twin).update(state)
-        return cls.convert(twin, axis_group("tp", group), {} if memo is None else memo, **options)
+        memo = {} if memo is None else memo
+        return cls.convert(twin, axis_group("tp", group), memo, cut, **options)
 
     @classmethod
     def convert(
-        cls, module: nn.Module, group: ProcessGroup | None, memo: Memo, **options: Any
+        cls,
+        module: nn.Module,
+        group: ProcessGroup | None,
+        memo: Memo,
+        cut: Cut | None = None,
+        **options: Any,
     ) -> Self:
         """Turn a plain module itself into this rank's shard: its owners and hooks keep it."""
         reason = cls.misfit(module)
         if reason is not None:
             raise InvalidArgumentError(f"{cls.__name__} cannot be made of this module: {reason}")
-        cls._check(getattr(module, cls.sharded_size), group, options)
+        cls._check(getattr(module, cls.sharded_size), group, options, cut)
         layer: Any = module
         layer.__class__ = cls
-        layer._shard(group, memo, options)
+        layer._shard(group, memo, options, cut)
         converted: Self = layer
         return converted
 
     @classmethod
+    def takes(cls, module: nn.Module) -> bool:
+        """Tell whether `module` is of the kind this is a shard of."""
+        return type(module) is cls.plain_class
+
+    @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
         """Say why `module` cannot become this layer; None where it can."""
-        if type(module) is not cls.plain_class:
+        if not cls.takes(module):
             return f"it is a {type(module).__name__}, not a {cls.plain_class.__name__} itself"
         if "forward" in vars(module):
             return "its forward was replaced on the instance"
@@ -100,23 +125,46 @@ class TensorParallelLayer(nn.Module):
         return None
 
     @classmethod
-    def _check(cls, size: int, group: ProcessGroup | None, options: Mapping[str, Any]) -> None:
+    def _check(
+        cls,
+        size: int,
+        group: ProcessGroup | None,
+        options: Mapping[str, Any],
+        cut: Cut | None = None,
+    ) -> None:
         unknown = sorted(set(options) - set(cls.options))
         if unknown:
             raise InvalidArgumentError(
                 f"{cls.__name__} has no option {', '.join(unknown)}; it has {list(cls.options)}"
             )
-        require_divisible(f"{cls.__name__}: {cls.sharded_size}", size, get_world_size(group))
+        tp_size = get_world_size(group)
+        require_shares(f"{cls.__name__}: {cls.sharded_size}", size, tp_size)
+        if cut is not None and (cut.whole, len(cut.ranks)) != (size, tp_size):
+            raise InvalidArgumentError(
+                f"{cls.__name__}: expected a cut of {cls.sharded_size} = {size} over tp = "
+                f"{tp_size} ranks, got one of {cut.whole} over {len(cut.ranks)}"
+            )
+        if cut is not None and cut.replicated and not cls.replicable:
+            raise InvalidArgumentError(
+                f"{cls.__name__} sums the ranks' parts: each rank needs one of its own, but "
+                f"those of the given cut belong to ranks {cut.ranks}"
+            )
 
     def _build(self, plain: nn.Module, group: ProcessGroup | None, **options: Any) -> None:
         """Become this rank's shard of a layer drawn whole, as one process would draw it."""
         vars(self).update(vars(plain))
         self._shard(group, {}, options)
 
-    def _shard(self, group: ProcessGroup | None, memo: Memo, options: Mapping[str, Any]) -> None:
+    def _shard(
+        self,
+        group: ProcessGroup | None,
+        memo: Memo,
+        options: Mapping[str, Any],
+        cut: Cut | None = None,
+    ) -> None:
         vars(self).update({**self.options, **options})
         self.group, self.tp_size, self.tp_rank = group, get_world_size(group), get_rank(group)
-        self.shard_sizes = shard_sizes(getattr(self, self.sharded_size), self.tp_size)
+        self.cut = cut or share_cut(getattr(self, self.sharded_size), self.tp_size)
         for name, dim in self.shard_dims.items():
             whole = self._parameters.get(name)
             if whole is not None and self.tp_size > 1:
@@ -129,19 +177,33 @@ class TensorParallelLayer(nn.Module):
             shard = nn.Parameter(self._own(whole, dim), requires_grad=whole.requires_grad)
             vars(shard).update(vars(whole))
             shard.grad = None if whole.grad is None else self._own(whole.grad, dim)
-            memo[whole] = (dim, shard)
-        known, shard = memo[whole]
-        if known != dim:
+            memo[whole] = (dim, self.cut, shard)
+        known, cut, shard = memo[whole]
+        if (known, cut) != (dim, self.cut):
             raise InvalidArgumentError(
-                f"the {name} is tied to one that was sharded along dim {known}, and cannot be "
-                f"sharded along dim {dim} as well"
+                f"the {name} is tied to one that was sharded along dim {known} into {cut.sizes}, "
+                f"and cannot be sharded along dim {dim} into {self.cut.sizes} as well"
             )
         return shard
 
     def _own(self, whole: Tensor, dim: int) -> Tensor:
         """Copy this rank's shard, so that the whole can be freed."""
-        shard = take_shard(whole.detach(), dim, self.shard_sizes, self.tp_rank)
-        return shard.clone(memory_format=torch.contiguous_format)
+        return self.take(whole.detach(), dim).clone(memory_format=torch.contiguous_format)
+
+    def _leave(self, partial: Tensor) -> Tensor:
+        """End the region: sum the ranks' partial results, whole on each rank or in shares."""
+        if self.sequence is None:
+            return reduce(partial, self.group)
+        return self.sequence.leave(partial)
+
+    def take(self, whole: Tensor, dim: int) -> Tensor:
+        """Return this rank's shard of a whole tensor, a view where it is in one piece."""
+        return self.cut.take(whole, dim, self.tp_rank)
+
+    def join(self, shard: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
+        """Return the whole tensor on every rank; all ranks call it."""
+        joined = gather(shard, dim, self.group if group is None else group, sizes=self.cut.sizes)
+        return self.cut.arrange(joined, dim)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self.group)] = self.group  # a process group cannot be copied, only shared

@@ -10,10 +10,12 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from ...dist.errors import InvalidArgumentError
-from ...dist.functional import gather, reduce, split
+from ...dist.functional import copy, split
 from ..pg_manager import axis_group
 from .base import TensorParallelLayer
 from .random import end_sharded_random
+from .region import enter
+from .replicas import sum_replicas
 from .tp_comms import linear_with_all_reduce, linear_with_async_all_reduce
 
 
@@ -24,7 +26,7 @@ class ColumnParallelLinear(TensorParallelLayer):
 
     Args:
         in_features: Size of the input's last dim; every rank gets the same whole input.
-        out_features: Size of the whole output's last dim, divided by tp.
+        out_features: Size of the whole output's last dim; first ranks' shares may be longer by one.
         bias: Whether there is a bias, sharded as the output is.
         gather_output: Join the outputs, so that every rank returns the whole.
         async_all_reduce: In backward, sum the input's gradient while computing the weight's.
@@ -33,11 +35,12 @@ class ColumnParallelLinear(TensorParallelLayer):
         dtype: The parameters' dtype.
 
     Raises:
-        InvalidArgumentError: tp does not divide `out_features`.
+        InvalidArgumentError: `out_features` is less than tp.
     """
 
     plain_class = nn.Linear
     sharded_size = "out_features"
+    replicable = True
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
     options: ClassVar[dict[str, bool]] = {"gather_output": False, "async_all_reduce": False}
 
@@ -70,10 +73,23 @@ class ColumnParallelLinear(TensorParallelLayer):
         """Map [..., in_features] to [..., out_features / tp], or to the whole where gathered."""
         self._check_input(x, self.in_features, "every rank takes the whole input")
         if self.tp_size == 1:
-            return functional.linear(x, self.weight, self.bias)
-        linear = linear_with_async_all_reduce if self.async_all_reduce else linear_with_all_reduce
-        out = linear(x, self.weight, self.bias, self.group)
-        return gather(out, -1, self.group, sizes=self.shard_sizes) if self.gather_output else out
+            return functional.linear(x, self._matrix(), self.bias)
+        weight = self._matrix()
+        bias: Tensor | None = self.bias
+        if self.cut.replicated:
+            weight = sum_replicas(weight, self.cut, self.tp_rank, self.group)
+            bias = None if bias is None else sum_replicas(bias, self.cut, self.tp_rank, self.group)
+        if self.sequence is not None:
+            out = functional.linear(enter(x, self.group, self.sequence), weight, bias)
+        elif self.async_all_reduce:
+            out = linear_with_async_all_reduce(x, weight, bias, self.group)
+        else:
+            out = linear_with_all_reduce(x, weight, bias, self.group)
+        return self.join(out, -1) if self.gather_output else out
+
+    def _matrix(self) -> Tensor:
+        """Return the weight as [out_features, in_features], of which one is this rank's share."""
+        return self.weight
 
     def extra_repr(self) -> str:
         """Describe the whole layer and its division."""
@@ -89,7 +105,7 @@ class RowParallelLinear(TensorParallelLayer):
     A new layer holds the shard of what `nn.Linear` would draw in one process from the same seed.
 
     Args:
-        in_features: Size of the whole input's last dim, divided by tp.
+        in_features: Size of the whole input's last dim; first ranks' shares may be longer by one.
         out_features: Size of the output's last dim.
         bias: Whether there is a bias: whole on every rank, added once.
         input_is_parallel: The input is this rank's shard, as a column-parallel layer leaves it;
@@ -99,7 +115,7 @@ class RowParallelLinear(TensorParallelLayer):
         dtype: The parameters' dtype.
 
     Raises:
-        InvalidArgumentError: tp does not divide `in_features`.
+        InvalidArgumentError: `in_features` is less than tp.
     """
 
     plain_class = nn.Linear
@@ -133,18 +149,26 @@ class RowParallelLinear(TensorParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features / tp], or the whole input, to the whole [..., out_features]."""
         if self.input_is_parallel:
-            length = self.shard_sizes[self.tp_rank]
+            length = self.cut.sizes[self.tp_rank]
             self._check_input(x, length, "input_is_parallel=False cuts a whole input")
         else:
             self._check_input(x, self.in_features, "input_is_parallel=True takes a shard")
         if self.tp_size == 1:
-            return functional.linear(x, self.weight, self.bias)
+            return functional.linear(x, self._matrix(), self.bias)
         if not self.input_is_parallel:
-            x = split(x, -1, self.group, sizes=self.shard_sizes)
-        out = reduce(functional.linear(x, self.weight), self.group)
-        end_sharded_random()  # what follows works on whole activations
+            x = split(x, -1, self.group, sizes=self.cut.sizes)
+        out = self._leave(functional.linear(x, self._matrix()))
+        bias: Tensor | None = self.bias
+        if self.sequence is None:
+            end_sharded_random()  # what follows works on whole activations
+        elif bias is not None:
+            bias = copy(bias, self.group)  # it is added to a share of the tokens
         # Under autocast the output is narrower than the bias, and must stay so.
-        return out if self.bias is None else out + self.bias.to(out.dtype)
+        return out if bias is None else out + bias.to(out.dtype)
+
+    def _matrix(self) -> Tensor:
+        """Return the weight as [out_features, in_features], of which one is this rank's share."""
+        return self.weight
 
     def extra_repr(self) -> str:
         """Describe the whole layer and its division."""
@@ -161,15 +185,17 @@ class VocabParallelEmbedding(TensorParallelLayer):
     A new layer holds the shard of what `nn.Embedding` would draw in one process from that seed.
 
     Args:
-        num_embeddings: Number of rows in the whole table, divided by tp.
+        num_embeddings: Number of rows in the whole table; first ranks' shares may be longer by one.
         embedding_dim: Length of a row.
         padding_idx: As in `nn.Embedding`: a row that gets no gradient, zero at first.
+        max_norm: As in `nn.Embedding`: a longer row is shortened to it, in place, when looked up.
+        norm_type: The p of that norm.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
         device: Where the parameters live.
         dtype: The parameters' dtype.
 
     Raises:
-        InvalidArgumentError: tp does not divide `num_embeddings`.
+        InvalidArgumentError: `num_embeddings` is less than tp, or `padding_idx` no row.
     """
 
     plain_class = nn.Embedding
@@ -180,6 +206,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
     num_embeddings: int
     embedding_dim: int
     padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
     weight: nn.Parameter
 
     def __init__(
@@ -187,6 +215,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
         *,
         group: ProcessGroup | None = None,
         device: torch.device | str | None = None,
@@ -200,13 +230,14 @@ class VocabParallelEmbedding(TensorParallelLayer):
                 f"padding_idx {padding_idx} is not a row of a table of {num_embeddings}; "
                 f"choose from {-num_embeddings} to {num_embeddings - 1}"
             )
-        plain = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        sizes = (num_embeddings, embedding_dim, padding_idx, max_norm, norm_type)
+        plain = nn.Embedding(*sizes, device=device, dtype=dtype)
         self._build(plain, group)
 
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
         """Say why `module` cannot become this layer; None where it can."""
-        used = [n for n in ("max_norm", "scale_grad_by_freq", "sparse") if getattr(module, n, None)]
+        used = [n for n in ("scale_grad_by_freq", "sparse") if getattr(module, n, None)]
         if used and type(module) is cls.plain_class:
             return f"it uses {', '.join(used)}, which is not supported on shards"
         return super().misfit(module)
@@ -214,12 +245,18 @@ class VocabParallelEmbedding(TensorParallelLayer):
     def forward(self, ids: Tensor) -> Tensor:
         """Look up whole rows: ids of any shape to [..., embedding_dim]."""
         if self.tp_size == 1:
-            return functional.embedding(ids, self.weight, self.padding_idx)
-        first = sum(self.shard_sizes[: self.tp_rank])
-        last = first + self.shard_sizes[self.tp_rank]
+            norm = self.max_norm, self.norm_type
+            return functional.embedding(ids, self.weight, self.padding_idx, *norm)
+        first = self.cut.start(self.tp_rank)
+        last = first + self.cut.sizes[self.tp_rank]
         # Another rank's ids look up row 0 and count as zero. An id that is no rank's is left
         # out of range on all of them, and fails as it does in one process.
         elsewhere = ((ids >= 0) & (ids < first)) | ((ids >= last) & (ids < self.num_embeddings))
+        if self.max_norm is not None:
+            # These rows of the shard and no others; each row is on one rank.
+            own = ids[(ids >= first) & (ids < last)] - first
+            with torch.no_grad():
+                torch.embedding_renorm_(self.weight, own, self.max_norm, self.norm_type)
         padding = self.padding_idx
         own_padding = padding is not None and first <= padding < last
         rows = functional.embedding(
@@ -227,7 +264,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
             self.weight,
             padding - first if own_padding and padding is not None else None,
         )
-        return reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+        return self._leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
 
     def extra_repr(self) -> str:
         """Describe the whole table and its division."""

@@ -5,15 +5,18 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from ...dist.errors import InvalidArgumentError
 from .base import TensorParallelLayer
+from .conv1d import ColumnParallelConv1D, RowParallelConv1D
+from .fused import Fused
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from .random import CommonRandom, ShardedRandom
+from .scaled_embedding import ScaledVocabParallelEmbedding
 from .sum_grad import SumGradients
 from .surround import Surrounded
 
@@ -40,7 +43,7 @@ class Divide:
         object.__setattr__(self, "optional", optional)
 
 
-Style = str | Divide
+Style = str | Divide | Fused
 Plan = Mapping[str, Style]
 
 # Style -> the layer a plain module becomes and its options, or the mixin its class gets; None
@@ -51,65 +54,19 @@ STYLES: Mapping[
     "column": (ColumnParallelLinear, {}),
     "column_gather": (ColumnParallelLinear, {"gather_output": True}),
     "row": (RowParallelLinear, {}),
+    "row_split": (RowParallelLinear, {"input_is_parallel": False}),
     "vocab": (VocabParallelEmbedding, {}),
     "replicate": None,
     "replicate_sum_grad": SumGradients,
     "sharded": ShardedRandom,
 }
 
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A plan for every model whose modules have these names.
-
-    Args:
-        name: What messages call it.
-        plan: Patterns and styles.
-        may_lack: Patterns that need not match.
-        complete: Patterns of modules in which every parameter must be the plan's: one that is
-            not (a router) would get a part of its gradient only.
-        heads: Pattern of a module -> its projections, whose outputs are cut at head borders.
-            What sums gradients in it must be of the size of one head.
-    """
-
-    name: str
-    plan: Plan
-    may_lack: frozenset[str] = frozenset()
-    complete: tuple[str, ...] = ()
-    heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-
-
-FAMILIES: tuple[Family, ...] = (
-    Family(
-        name="Llama",
-        plan={
-            "**.embed_tokens": "vocab",
-            "**.layers.*.self_attn": Divide(
-                "num_heads", "num_kv_heads", "num_key_value_heads", optional=True
-            ),
-            "**.layers.*.self_attn.q_proj": "column",
-            "**.layers.*.self_attn.k_proj": "column",
-            "**.layers.*.self_attn.v_proj": "column",
-            "**.layers.*.self_attn.o_proj": "row",
-            "**.layers.*.self_attn.q_norm": "replicate_sum_grad",
-            "**.layers.*.self_attn.k_norm": "replicate_sum_grad",
-            "**.layers.*.mlp.gate_proj": "column",
-            "**.layers.*.mlp.up_proj": "column",
-            "**.layers.*.mlp.down_proj": "row",
-            "**.lm_head": "column_gather",
-        },
-        may_lack=frozenset(
-            {
-                "**.embed_tokens",
-                "**.layers.*.self_attn.q_norm",
-                "**.layers.*.self_attn.k_norm",
-                "**.lm_head",
-            }
-        ),
-        complete=("**.layers.*.self_attn", "**.layers.*.mlp"),
-        heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
-    ),
-)
+# A style's layer -> those it stands for where the plain module is of another class than torch's.
+VARIANTS: Mapping[type[TensorParallelLayer], tuple[type[TensorParallelLayer], ...]] = {
+    ColumnParallelLinear: (ColumnParallelConv1D,),
+    RowParallelLinear: (RowParallelConv1D,),
+    VocabParallelEmbedding: (ScaledVocabParallelEmbedding,),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +77,51 @@ class Match:
     module: nn.Module
     pattern: str
     style: Style
+
+    @property
+    def layer(self) -> type[TensorParallelLayer] | None:
+        """What the module becomes; None where it stays of its class."""
+        style = _named_style(self.style)
+        if not isinstance(style, tuple):
+            return None
+        variants = VARIANTS.get(style[0], ())
+        return next((layer for layer in variants if layer.takes(self.module)), style[0])
+
+    @property
+    def options(self) -> Mapping[str, Any]:
+        """The options of that layer."""
+        style = _named_style(self.style)
+        return style[1] if isinstance(style, tuple) else {}
+
+    @property
+    def mixin(self) -> type[Surrounded] | None:
+        """What comes before the module's class by its style alone."""
+        style = _named_style(self.style)
+        return style if isinstance(style, type) else None
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Length of each part that is divided over the ranks: one, but of a fused layer more."""
+        if self.layer is None:
+            return ()
+        length = int(getattr(self.module, self.layer.sharded_size))
+        return self.style.lengths(length) if isinstance(self.style, Fused) else (length,)
+
+    def misfit(self) -> str | None:
+        """Say why the module cannot become its layer; None where it can, or becomes none."""
+        layer = self.layer
+        reason = None if layer is None else layer.misfit(self.module)
+        if layer is None or reason or not isinstance(self.style, Fused):
+            return reason
+        return self.style.misfit(int(getattr(self.module, layer.sharded_size)))
+
+
+def _named_style(
+    style: Style,
+) -> tuple[type[TensorParallelLayer], Mapping[str, Any]] | type[Surrounded] | None:
+    if isinstance(style, Divide):
+        return None
+    return STYLES[style.style if isinstance(style, Fused) else style]
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
@@ -178,13 +180,12 @@ def find_mixins(matches: Sequence[Match]) -> dict[nn.Module, type[Surrounded]]:
     it holds sharded layers deeper than its children: then it is a block or a whole model, that
     also works on whole activations. A replicated module inside a sharded one draws in common.
     """
-    styles = {m.module: None if isinstance(m.style, Divide) else STYLES[m.style] for m in matches}
-    layers = {module for module, style in styles.items() if isinstance(style, tuple)}
+    layers = {match.module for match in matches if match.layer is not None}
     mixins: dict[nn.Module, type[Surrounded]] = {}
     for match in matches:
-        module, style = match.module, styles[match.module]
-        if isinstance(style, type):
-            mixins[module] = style
+        module = match.module
+        if match.mixin is not None:
+            mixins[module] = match.mixin
         elif isinstance(match.style, Divide):
             deeper = layers.intersection(module.modules()) - {*module.children()}
             mixins |= {} if deeper else {module: ShardedRandom}
@@ -195,11 +196,11 @@ def find_mixins(matches: Sequence[Match]) -> dict[nn.Module, type[Surrounded]]:
 
 
 def _check_style(pattern: str, style: Style) -> None:
-    known = isinstance(style, Divide) or (isinstance(style, str) and style in STYLES)
+    known = isinstance(style, Divide | Fused) or (isinstance(style, str) and style in STYLES)
     if not known:
         raise InvalidArgumentError(
             f"the plan gives '{pattern}' the unknown style {style!r}; expected one of "
-            f"{', '.join(map(repr, STYLES))}, or Divide('attribute', ...)"
+            f"{', '.join(map(repr, STYLES))}, Divide('attribute', ...) or Fused('column', parts)"
         )
 
 
@@ -207,22 +208,3 @@ def _no_match(pattern: str, names: Iterable[str]) -> str:
     close = difflib.get_close_matches(pattern.replace("**.", ""), [n for n in names if n], n=3)
     hint = f"; nearest module names: {', '.join(close)}" if close else ""
     return f"pattern '{pattern}' of the plan matches no module{hint}"
-
-
-def find_family(model: nn.Module) -> tuple[Family, list[Match]]:
-    """Find the known family whose names the model has, and match its plan.
-
-    Raises:
-        InvalidArgumentError: No family is recognised.
-    """
-    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    missing: list[str] = []
-    for family in FAMILIES:
-        absent = [p for p in family.plan if p not in family.may_lack and not matching(p, names)]
-        if not absent:
-            return family, match_plan(model, family.plan, family.may_lack)
-        missing.append(f"{family.name} (nothing matches {', '.join(absent)})")
-    raise InvalidArgumentError(
-        f"{type(model).__name__} is of no known model family: {'; '.join(missing)}; "
-        "pass plan={'pattern of module names': 'column' | 'row' | 'vocab' | ...}"
-    )

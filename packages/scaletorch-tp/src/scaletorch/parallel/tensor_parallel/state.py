@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,10 +11,8 @@ from torch.distributed import ProcessGroup
 
 from ...dist import all_gather_object, get_world_size
 from ...dist.errors import InvalidArgumentError, MismatchError
-from ...dist.functional import gather
 from ..pg_manager import describe_rank
 from .base import TensorParallelLayer
-from .sharding import take_shard
 
 
 class _Cut(NamedTuple):
@@ -22,6 +20,16 @@ class _Cut(NamedTuple):
 
     layer: TensorParallelLayer
     dim: int
+
+    @property
+    def owner(self) -> int:
+        """The first rank of this rank's part."""
+        cut = self.layer.cut
+        return cut.owners[cut.ranks[self.layer.tp_rank]]
+
+    def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Return the shape of the whole from that of a shard."""
+        return (*shape[: self.dim], self.layer.cut.whole, *shape[self.dim + 1 :])
 
 
 def shard_dims(model: nn.Module) -> dict[str, int | None]:
@@ -32,6 +40,39 @@ def shard_dims(model: nn.Module) -> dict[str, int | None]:
     cuts = _cuts(model)
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
     return {name: cuts[name].dim if name in cuts else None for name in names}
+
+
+def shard_owners(model: nn.Module) -> dict[str, int]:
+    """Return parameter name -> the first tp rank that holds what this rank holds of it.
+
+    It is 0 for what every rank has the whole of and this rank for a shard of its own. Count a
+    shard on its owner, and each element of the model is counted once.
+    """
+    cuts = _cuts(model)
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return {name: cuts[name].owner if name in cuts else 0 for name in names}
+
+
+def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
+    """Return this rank's shard of a whole tensor, as a view where it can be one.
+
+    Args:
+        model: A model with tensor-parallel layers.
+        name: A parameter's, or any other: what is not sharded comes back as it is.
+        whole: The plain model's tensor of that name, or its gradient or an optimizer's state.
+
+    Raises:
+        InvalidArgumentError: `whole` is not of the plain parameter's length.
+    """
+    cut = _cuts(model).get(name)
+    if cut is None or cut.layer.tp_size == 1:
+        return whole
+    if whole.dim() <= cut.dim or whole.shape[cut.dim] != cut.layer.cut.whole:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: '{name}' has shape {tuple(whole.shape)}, but the whole has "
+            f"{cut.layer.cut.whole} along dim {cut.dim}"
+        )
+    return cut.layer.take(whole, cut.dim)
 
 
 def gather_tensors(
@@ -111,9 +152,8 @@ def load_full_state_dict(
         cut, shape = cuts.get(name), tuple(own[name].shape)
         if cut is not None:
             _check_group(cut.layer, group)
-            whole = (*shape[: cut.dim], sum(cut.layer.shard_sizes), *shape[cut.dim + 1 :])
-            _check_shape(name, state[name], whole, "the whole")
-            local[name] = take_shard(state[name], cut.dim, cut.layer.shard_sizes, cut.layer.tp_rank)
+            _check_shape(name, state[name], cut.whole(shape), "the whole")
+            local[name] = cut.layer.take(state[name], cut.dim)
         else:
             _check_shape(name, state[name], shape, "the whole")
     model.load_state_dict(local, strict=False)
@@ -132,9 +172,7 @@ def _cuts(model: nn.Module) -> dict[str, _Cut]:
 def _gather(tensor: Tensor, cut: _Cut | None, group: ProcessGroup | None) -> Tensor:
     if cut is None or cut.layer.tp_size == 1:
         return tensor.detach().clone()
-    layer = cut.layer
-    group = layer.group if group is None else group
-    return gather(tensor.detach(), cut.dim, group, sizes=layer.shard_sizes)
+    return cut.layer.join(tensor.detach(), cut.dim, group)
 
 
 def _check_names(problem: str, names: Iterable[str]) -> None:
@@ -173,7 +211,9 @@ def _check_agreement(
     for cut in cuts.values():
         _check_group(cut.layer, group)
     mine = {
-        name: (tuple(tensors[name].shape), tensors[name].dtype) for name in tensors if name in cuts
+        name: (cuts[name].whole(tensor.shape), tensor.dtype)
+        for name, tensor in tensors.items()
+        if name in cuts
     }
     theirs = all_gather_object(mine, layer.group if group is None else group)
     for rank, other in enumerate(theirs):

@@ -8,14 +8,17 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from ...dist import get_world_size
+from ...dist import get_rank, get_world_size
 from ..pg_manager import axis_group
 from .base import Memo, TensorParallelLayer
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .plan import STYLES, Divide, Match, Plan, find_mixins
-from .region import SharedInputs
+from .plan import Match, Plan, find_mixins
+from .region import Region
+from .sequence import share_sequences
+from .sharding import Cut
+from .sum_grad import SumGradients
 from .surround import cannot_surround, surround
-from .validate import resolve_plan
+from .validate import resolve
 
 __all__ = [
     "ColumnParallelLinear",
@@ -29,7 +32,11 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def apply_tensor_parallel(
-    model: M, plan: Plan | None = None, group: ProcessGroup | None = None
+    model: M,
+    plan: Plan | None = None,
+    group: ProcessGroup | None = None,
+    *,
+    sequence_parallel: bool = False,
 ) -> M:
     """Turn a model into this rank's shard of it, in place, without communication.
 
@@ -41,52 +48,73 @@ def apply_tensor_parallel(
         model: The whole model, equal on every rank.
         plan: Pattern of module names -> style. `*` stands for any text inside one component of a
             name, a component `**` for any number of components; "" is the root. Styles are
-            "column", "column_gather", "row", "vocab", "replicate", "replicate_sum_grad",
-            "sharded" and `Divide`. None is the plan of the known family whose names the model has.
+            "column", "column_gather", "row", "row_split", "vocab", "replicate",
+            "replicate_sum_grad", "sharded", `Fused` and `Divide`. None is the model's own plan
+            (transformers), or that of the known family whose names it has.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
+        sequence_parallel: Between sharded layers each rank holds its share of every sequence.
 
     Returns:
         The model.
 
     Raises:
         InvalidArgumentError: The plan does not fit the model: a pattern matches nothing, two
-            match one module, a style does not fit a module, or tp does not divide a size. It is
-            the same error on every rank, and the model is as before.
+            match one module, a style does not fit a module, or a size leaves a rank no share. It
+            is the same error on every rank, and the model is as before.
 
     Example:
         >>> apply_tensor_parallel(model, {"**.fc1": "column", "**.fc2": "row"})
     """
     group = axis_group("tp", group)
     tp_size = get_world_size(group)
-    matches = resolve_plan(model, plan, tp_size)
+    matches, cuts, attributes = resolve(model, plan, tp_size)
     mixins = find_mixins(matches) if tp_size > 1 else {}
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for match in matches:
-        _rewrite(match, tp_size, group, memo)
+        _rewrite(match, group, memo, cuts.get(match.module))
+    for module, values in attributes.items():
+        vars(module).update({name: ranks[get_rank(group)] for name, ranks in values.items()})
     for module, mixin in mixins.items():
         surround(module, mixin, group)
-    for module in _sharing(model) if tp_size > 1 else ():
-        surround(module, SharedInputs, group)
+    if tp_size > 1:
+        for module in find_regions(model):
+            # A model is called with ids, not with a share of hidden states.
+            if module is not model or not sequence_parallel:
+                surround(module, Region, group)
+        if sequence_parallel:
+            whole = [match.module for match in matches if match.style == "replicate"]
+            share_sequences(model, group, whole)
     return model
 
 
-def _sharing(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of which several children are column parallel."""
-    column = ColumnParallelLinear
+def find_regions(model: nn.Module) -> list[nn.Module]:
+    """Return the modules that begin with column-parallel layers and end with one row-parallel.
+
+    All parameters of their other children are summed or sharded: a block with a norm of whole
+    hidden states is none.
+    """
     return [
         module
         for module in model.modules()
-        if sum(isinstance(child, column) for child in module.children()) > 1
-        and cannot_surround(module, SharedInputs) is None
+        if _is_region(module) and cannot_surround(module, Region) is None
     ]
 
 
-def _rewrite(match: Match, tp_size: int, group: ProcessGroup | None, memo: Memo) -> None:
-    if isinstance(match.style, Divide):
-        own = vars(match.module)
-        own.update({k: own[k] // tp_size for k in match.style.attributes if k in own})
-        return
-    style = STYLES[match.style]
-    if isinstance(style, tuple):
-        layer, options = style
-        layer.convert(match.module, group, memo, **options)
+def _is_region(module: nn.Module) -> bool:
+    children = list(module.children())
+    columns = [child for child in children if isinstance(child, ColumnParallelLinear)]
+    rows = [child for child in children if isinstance(child, RowParallelLinear)]
+    inside = TensorParallelLayer, SumGradients
+    return (
+        bool(columns)
+        and len(rows) == 1
+        and all(
+            isinstance(child, inside) or next(child.parameters(), None) is None
+            for child in children
+        )
+    )
+
+
+def _rewrite(match: Match, group: ProcessGroup | None, memo: Memo, cut: Cut | None) -> None:
+    if match.layer is not None:
+        match.layer.convert(match.module, group, memo, cut, **match.options)

@@ -2,73 +2,96 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from torch import nn
 
 from ...dist.errors import InvalidArgumentError
-from .plan import (
-    STYLES,
-    Divide,
-    Family,
-    Match,
-    Plan,
-    find_family,
-    find_mixins,
-    match_plan,
-    matching,
-)
-from .sharding import legal_sizes
+from .families import find_family
+from .fused import Fused, fuse
+from .heads import find_attentions
+from .lengths import Length, check_lengths, find_lengths, local_attributes
+from .plan import Divide, Match, Plan, find_mixins, match_plan
+from .recognised import check_recognised
+from .sharding import Cut, share_cut
 from .sum_grad import SumGradients, cannot_sum
 from .surround import cannot_surround
+from .transformers_plan import find_own_plan
 
-# What must divide by tp: where it is, and how long.
-Length = tuple[str, int]
+
+class Resolved(NamedTuple):
+    """What a plan does to a model.
+
+    Attributes:
+        matches: The modules it speaks for.
+        cuts: Module -> how its sharded size is cut, where that is not a share for each rank.
+        attributes: Module -> attribute -> its value on each rank.
+    """
+
+    matches: list[Match]
+    cuts: Mapping[nn.Module, Cut]
+    attributes: Mapping[nn.Module, Mapping[str, tuple[int, ...]]]
 
 
 def resolve_plan(model: nn.Module, plan: Plan | None, tp_size: int) -> list[Match]:
-    """Find the modules that a plan, or else the model's family, speaks for and check each.
+    """Find the modules that a plan, or else the model's family, speaks for and check each."""
+    return resolve(model, plan, tp_size).matches
+
+
+def resolve(model: nn.Module, plan: Plan | None, tp_size: int) -> Resolved:
+    """Find what a plan, or else the model's own or its family's, does to it, and check that.
 
     Args:
         model: The whole model; it is not changed.
-        plan: Pattern of module names -> style; None looks for a known family.
+        plan: Pattern of module names -> style; None looks for a plan of the model's own
+            (transformers), then for a known family.
         tp_size: Number of ranks it will be sharded over; none need exist.
 
     Raises:
         InvalidArgumentError: The plan does not match the model, a style does not fit its module,
-            a size does not divide, a tied parameter would be sharded in two ways, or the model
-            is not quite of its family.
+            a size has no share for each rank, an attribute does not divide, a tied parameter
+            would be sharded in two ways, or the model is not quite of its family.
     """
+    heads: list[Length] = []
+    named: set[nn.Module] = set()
     if plan is None:
-        family, matches = find_family(model)
-        _check_complete(model, matches, family)
-        heads = list(_head_counts(model, family))
-        _check_head_size(model, matches, family)
+        known = find_own_plan(model) or find_family(model)
+        matches, heads = known.matches, check_recognised(model, known)
+        named = {model.get_submodule(name) for name in known.heads}
     else:
-        matches, heads = match_plan(model, plan), []
-    lengths = [length for match in matches for length in _lengths(match)]
+        matches = match_plan(model, plan)
+    _check_styles(matches)
     _check_mixins(matches)
-    _check_lengths(lengths + heads, tp_size)
-    _check_ties(model, matches)
-    return matches
+    attentions = {a.module: a for a in find_attentions(model, matches, named)}
+    lengths = find_lengths(model, matches, attentions, tp_size)
+    if named - attentions.keys():
+        lengths.divided.extend(heads)
+    check_lengths(lengths, tp_size)
+    cuts = {layer: cut for a in attentions.values() for layer, cut in a.cuts(tp_size).items()}
+    cuts |= _fused_cuts((m for m in matches if m.module not in cuts), tp_size)
+    _check_ties(model, matches, cuts, tp_size)
+    return Resolved(matches, cuts, local_attributes(matches, attentions, tp_size))
 
 
-def _lengths(match: Match) -> Iterator[Length]:
-    """Check that the style fits and yield what it divides."""
-    where = _place(match)
-    if isinstance(match.style, Divide):
-        yield from _divided(match, match.style, where)
-        return
-    style = STYLES[match.style]
-    if not isinstance(style, tuple):
-        return
-    layer, _ = style
-    reason = layer.misfit(match.module)
-    if reason is not None:
-        raise InvalidArgumentError(f"{where} cannot be sharded: {reason}")
-    size: int = getattr(match.module, layer.sharded_size)
-    yield f"{match.name}.{layer.sharded_size}".lstrip("."), size
+def _fused_cuts(matches: Iterable[Match], tp_size: int) -> dict[nn.Module, Cut]:
+    """Return how fused layers are cut that are not heads: each part into shares."""
+    return {
+        match.module: fuse([share_cut(n, tp_size) for n in match.lengths], match.name)
+        for match in matches
+        if isinstance(match.style, Fused)
+    }
+
+
+def _check_styles(matches: Sequence[Match]) -> None:
+    """Check that each style fits its module."""
+    for match in matches:
+        if isinstance(match.style, Divide):
+            _check_divide(match, match.style)
+            continue
+        reason = match.misfit()
+        if reason is not None:
+            raise InvalidArgumentError(f"{_place(match)} cannot be sharded: {reason}")
 
 
 def _place(match: Match) -> str:
@@ -85,8 +108,8 @@ def _check_mixins(matches: Sequence[Match]) -> None:
             raise InvalidArgumentError(f"{_place(match)} cannot be given that style: {reason}")
 
 
-def _divided(match: Match, style: Divide, where: str) -> list[Length]:
-    """Check the attributes a `Divide` names and return those that are there."""
+def _check_divide(match: Match, style: Divide) -> None:
+    """Check the attributes a `Divide` names."""
     own = vars(match.module)
     integers = [name for name, value in own.items() if type(value) is int]
     found = [name for name in style.attributes if name in own]
@@ -94,108 +117,37 @@ def _divided(match: Match, style: Divide, where: str) -> list[Length]:
     wrong = [name for name in found if name not in integers]
     if wrong or (missing and not style.optional):
         raise InvalidArgumentError(
-            f"{where} cannot divide {', '.join(wrong or missing)}: the integer attributes that "
-            f"the module itself has are {integers}"
-        )
-    return [(f"{match.name}.{name}".lstrip("."), own[name]) for name in found]
-
-
-def _check_lengths(lengths: Sequence[Length], tp_size: int) -> None:
-    wrong = [f"{where} = {length}" for where, length in lengths if length % tp_size]
-    if wrong:
-        shown = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")
-        common = math.gcd(*(length for _, length in lengths))
-        raise InvalidArgumentError(
-            f"tp = {tp_size} does not divide {shown}; for this model and plan "
-            f"{legal_sizes(common, tp_size)}"
+            f"{_place(match)} cannot divide {', '.join(wrong or missing)}: the integer attributes "
+            f"that the module itself has are {integers}"
         )
 
 
-def _check_ties(model: nn.Module, matches: Sequence[Match]) -> None:
+def _check_ties(
+    model: nn.Module, matches: Sequence[Match], cuts: Mapping[nn.Module, Cut], tp_size: int
+) -> None:
     """Refuse a parameter that two modules share and the plan shards in two ways."""
-    styles = {m.module: STYLES[m.style] for m in matches if not isinstance(m.style, Divide)}
-    seen: dict[nn.Parameter, tuple[str, int | None]] = {}
+    layers = {m.module: m.layer for m in matches if m.layer is not None}
+    seen: dict[nn.Parameter, tuple[str, int | None, Cut | None]] = {}
     for module_name, module in model.named_modules():
-        style = styles.get(module)
-        dims = style[0].shard_dims if isinstance(style, tuple) else {}
+        layer = layers.get(module)
+        dims = {} if layer is None else layer.shard_dims
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             full_name = f"{module_name}.{name}".lstrip(".")
-            other, dim = seen.setdefault(parameter, (full_name, dims.get(name)))
-            if dim != dims.get(name):
+            dim = dims.get(name)
+            cut = None
+            if dim is not None:
+                cut = cuts.get(module) or share_cut(parameter.shape[dim], tp_size)
+            other, other_dim, other_cut = seen.setdefault(parameter, (full_name, dim, cut))
+            if (dim, cut) != (other_dim, other_cut):
                 raise InvalidArgumentError(
                     f"'{other}' and '{full_name}' are one tied parameter, but the plan "
-                    f"{_sharding(dim)} the first and {_sharding(dims.get(name))} the second; "
-                    "give both modules styles that agree"
+                    f"{_sharding(other_dim, other_cut)} the first and {_sharding(dim, cut)} the "
+                    "second; give both modules styles that agree"
                 )
 
 
-def _sharding(dim: int | None) -> str:
-    return "replicates" if dim is None else f"shards along dim {dim}"
-
-
-def _check_complete(model: nn.Module, matches: Sequence[Match], family: Family) -> None:
-    """Refuse a model that has parameters where its family has none."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    planned = {m.module for m in matches if not isinstance(m.style, Divide)}
-    for name in (n for pattern in family.complete for n in matching(pattern, modules)):
-        for inner, module in modules[name].named_modules(prefix=name):
-            if module not in planned and module._parameters:
-                raise InvalidArgumentError(
-                    f"the names are those of the {family.name} family, but '{inner}' has "
-                    f"parameters {sorted(module._parameters)} that its plan does not know; "
-                    "pass a plan of your own"
-                )
-
-
-def _head_counts(model: nn.Module, family: Family) -> Iterator[Length]:
-    """Yield how many heads each projection has, so that none is cut in two."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    for pattern, projections in family.heads.items():
-        for name in matching(pattern, modules):
-            found = {p: modules[f"{name}.{p}"] for p in projections if f"{name}.{p}" in modules}
-            sizes = {p: int(getattr(found[p], "out_features", 0)) for p in found}
-            head_dim = _head_dim(modules[name], next(iter(sizes.values()), 0))
-            for projection, size in sizes.items():
-                if head_dim < 1 or size % head_dim:
-                    raise InvalidArgumentError(
-                        f"'{name}' does not say how the {size} output features of its "
-                        f"{projection} are divided into heads: expected a head_dim, or a number "
-                        "of heads, on the module or its config; pass a plan of your own"
-                    )
-                yield f"heads of {name}.{projection}", size // head_dim
-
-
-def _check_head_size(model: nn.Module, matches: Sequence[Match], family: Family) -> None:
-    """Refuse a norm over all heads: its statistics would be of this rank's heads only."""
-    modules = dict(model.named_modules(remove_duplicate=False))
-    attentions = {
-        n: p[0] for pattern, p in family.heads.items() for n in matching(pattern, modules)
-    }
-    for match in (m for m in matches if m.style == "replicate_sum_grad"):
-        attention = match.name.rpartition(".")[0]
-        if attention not in attentions:
-            continue
-        query = getattr(modules[f"{attention}.{attentions[attention]}"], "out_features", 0)
-        head_dim = _head_dim(modules[attention], int(query))
-        for name, parameter in match.module.named_parameters():
-            if parameter.numel() != head_dim:
-                raise InvalidArgumentError(
-                    f"'{match.name}.{name}' has {parameter.numel()} elements, but a head has "
-                    f"{head_dim}: a norm over several heads does not divide over ranks; only one "
-                    "over each head can be tensor parallel"
-                )
-
-
-def _head_dim(attention: nn.Module, query_size: int) -> int:
-    """Return the length of a head, 0 where nothing tells it."""
-    for place in (attention, getattr(attention, "config", None)):
-        head_dim = getattr(place, "head_dim", None)
-        if isinstance(head_dim, int):
-            return head_dim
-        for name in ("num_heads", "num_attention_heads"):
-            count = getattr(place, name, None)
-            if isinstance(count, int) and count > 0:
-                return query_size // count
-    return 0
+def _sharding(dim: int | None, cut: Cut | None) -> str:
+    sizes = "" if cut is None else f" into {', '.join(map(str, cut.sizes[:8]))}"
+    return "replicates" if dim is None else f"shards along dim {dim}{sizes}"

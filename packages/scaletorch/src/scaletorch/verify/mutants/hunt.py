@@ -17,9 +17,9 @@ from ..runner import RankReport, Subject, run_case
 from ..verify import Task, run_all, save_reference
 from .catalogue import MUTANTS
 from .mutant import Mutant
-from .specimen import HIDDEN, PLAN, Sharded, Specimen, batch
+from .specimen import HIDDEN, PLAN, Sharded, Shared, Specimen, batch
 
-MODELS = {"specimen": (Specimen, PLAN), "sharded": (Sharded, {})}
+MODELS = {"specimen": (Specimen, PLAN), "shared": (Shared, PLAN), "sharded": (Sharded, {})}
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,8 @@ class Mutant:
         targets: what is replaced; see `patch.patched`.
         mutate: makes the replacement out of each target's original.
         case: where the fault must show.
-        model: 'specimen', or 'sharded' for the model that is written with sharded layers.
+        model: 'specimen', 'shared' for one that can be sequence parallel, or 'sharded' for one
+            that is written with sharded layers.
     """
 
     name: str

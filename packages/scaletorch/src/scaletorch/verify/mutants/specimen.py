@@ -98,7 +98,8 @@ class Specimen(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN, padding_idx=PADDING)
-        self.rare, self.spare = Rare(), nn.Linear(2, 2)
+        self.rare: nn.Module = Rare()
+        self.spare = nn.Linear(2, 2)
         self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm = nn.RMSNorm(HIDDEN)
         self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
@@ -114,6 +115,22 @@ class Specimen(nn.Module):
             x = layer(x, cos, sin)
         logits: Tensor = self.lm_head(self.norm(x))
         return logits
+
+
+class Aligned(nn.Module):
+    """Stands for `Rare` where hidden states are shares of a sequence and ids are not."""
+
+    def forward(self, x: Tensor, _ids: Tensor) -> Tensor:
+        """Return ``x``."""
+        return x
+
+
+class Shared(Specimen):
+    """A specimen for sequence parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rare = Aligned()
 
 
 class Sharded(nn.Module):

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dist.functional import gather, split
 from ...parallel.pg_manager import get_process_group_manager
 from .mutant import Catalogue
 
@@ -14,13 +15,13 @@ TENSOR = Catalogue("parallel.tensor_parallel")
 fault = TENSOR.fault
 
 
-@fault("layers:reduce", layout="1x1x1x2")
+@fault("base:reduce", layout="1x1x1x2")
 def partial_sums_not_reduced(reduce: Any) -> Any:
     """Row-parallel and embedding outputs miss their all-reduce."""
     return lambda x, _group: x
 
 
-@fault("layers:reduce", layout="1x1x1x2")
+@fault("base:reduce", layout="1x1x1x2")
 def partial_sums_reduced_twice(reduce: Any) -> Any:
     """Row-parallel and embedding outputs are all-reduced twice."""
     return lambda x, group: reduce(reduce(x, group), group)
@@ -86,7 +87,7 @@ def head_norm_gradient_not_summed(copy: Any) -> Any:
     return lambda x, _group: x
 
 
-@fault("layers:gather", layout="1x1x1x2")
+@fault("base:gather", layout="1x1x1x2")
 def gathered_logits_gradient_summed(gather: Any) -> Any:
     """The gradient of joined outputs is summed over ranks that computed the same loss."""
 
@@ -97,16 +98,29 @@ def gathered_logits_gradient_summed(gather: Any) -> Any:
     return doubled
 
 
-@fault("base:take_shard", layout="1x1x1x2")
-def row_shards_in_wrong_order(take_shard: Any) -> Any:
+def _as_rank(own: Any, choose: Any) -> Any:
+    """Cut a parameter as another rank would."""
+
+    def other(self: Any, whole: Tensor, dim: int) -> Any:
+        rank, self.tp_rank = self.tp_rank, choose(self.tp_rank, self.tp_size, dim)
+        try:
+            return own(self, whole, dim)
+        finally:
+            self.tp_rank = rank
+
+    return other
+
+
+@fault("base:TensorParallelLayer._own", layout="1x1x1x2")
+def row_shards_in_wrong_order(own: Any) -> Any:
     """A row-parallel weight's shards are dealt in another order than its inputs."""
-    return lambda x, dim, sizes, rank: take_shard(x, dim, sizes, (rank + dim) % len(sizes))
+    return _as_rank(own, lambda rank, size, dim: (rank + dim) % size)
 
 
-@fault("base:take_shard", layout="1x1x1x2", model="sharded")
-def shards_initialised_alike(take_shard: Any) -> Any:
+@fault("base:TensorParallelLayer._own", layout="1x1x1x2", model="sharded")
+def shards_initialised_alike(own: Any) -> Any:
     """Every rank draws the same shard of a new layer."""
-    return lambda x, dim, sizes, _rank: take_shard(x, dim, sizes, 0)
+    return _as_rank(own, lambda _rank, _size, _dim: 0)
 
 
 @fault("base:TensorParallelLayer._shard_parameter", layout="1x1x1x2")
@@ -118,4 +132,43 @@ def tied_parameters_sharded_apart(shard: Any) -> Any:
 @fault("random:get_rank", layout="1x1x1x2")
 def dropout_alike_on_shards(get_rank: Any) -> Any:
     """Ranks drop the same elements of activations of which each holds another part."""
+    return lambda _group: 0
+
+
+@fault("replicas:sum_parts", layout="1x1x1x4")
+def replicated_heads_not_summed(sum_parts: Any) -> Any:
+    """Ranks that share a key head each keep the gradient of their own queries."""
+    return lambda x, _cut, _rank, _group: x
+
+
+SEQUENCE = {"layout": "1x1x1x2", "model": "shared", "sequence_parallel": "on"}
+
+
+@fault("sum_grad:copy", **SEQUENCE)
+def sequence_norm_gradient_not_summed(copy: Any) -> Any:
+    """A norm on a share of the sequence keeps the gradient of this share."""
+    return lambda x, _group: x
+
+
+@fault("layers:copy", **SEQUENCE)
+def sequence_bias_gradient_not_summed(copy: Any) -> Any:
+    """A row-parallel bias added to a share of the sequence keeps the gradient of this share."""
+    return lambda x, _group: x
+
+
+@fault("sequence:all_gather", **SEQUENCE)
+def sequence_gradient_not_scattered(all_gather: Any) -> Any:
+    """The gradient at a region's beginning is cut, and the ranks' parts are not summed."""
+    return lambda x, dim, group, sizes: gather(x, dim, group, sizes=sizes)
+
+
+@fault("sequence:reduce_scatter", **SEQUENCE)
+def sequence_partial_sums_not_reduced(reduce_scatter: Any) -> Any:
+    """A region's partial results are cut, and not summed."""
+    return lambda x, dim, group, sizes: split(x, dim, group, sizes=sizes)
+
+
+@fault("random:get_rank", **SEQUENCE)
+def dropout_alike_on_sequence_shares(get_rank: Any) -> Any:
+    """Ranks drop the same elements of their shares of the sequence."""
     return lambda _group: 0

@@ -1,0 +1,161 @@
+"""The loss of logits whose vocabulary is divided over two ranks: time and peak memory.
+
+Ours, torch's `loss_parallel`, and the plain loss on gathered logits, on two ranks of one thread;
+and the plain loss on whole logits in one process, beside which memory is measured. Times are of
+forward and backward, the slower rank's, every way in turn. Memory is the most that torch's CPU
+allocator had handed out at a time (profiler events; what gloo buffers is not in it), including the
+logits themselves and their gradient.
+
+    python benchmarks/vocab_loss.py --tokens 512 --vocabulary 32000 --repeats 15
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import time
+from collections.abc import Callable
+from typing import cast
+
+import torch
+import torch.distributed as torch_dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import loss_parallel
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+from scaletorch.dist import launch
+from scaletorch.dist.functional import gather
+from scaletorch.parallel.tensor_parallel import vocab_parallel_cross_entropy
+
+RANKS = 2
+OURS, PLAIN = "vocab_parallel_cross_entropy", "plain, one process"
+Step = Callable[[Tensor, Tensor], Tensor]  # this rank's logits and the targets -> the loss
+Figures = dict[str, tuple[float, int, float]]  # way -> ms, peak bytes, error of the loss
+
+
+def ours(logits: Tensor, targets: Tensor) -> Tensor:
+    """Communicate three numbers a token."""
+    group, vocabulary = torch_dist.group.WORLD, RANKS * logits.shape[-1]
+    loss = vocab_parallel_cross_entropy(logits, targets, group=group, vocab_size=vocabulary)
+    loss.backward()
+    return loss
+
+
+def gathered(logits: Tensor, targets: Tensor) -> Tensor:
+    """Join the logits on every rank, then compute as one process does."""
+    loss = functional.cross_entropy(gather(logits, -1, torch_dist.group.WORLD), targets)
+    loss.backward()
+    return loss
+
+
+def plain(logits: Tensor, targets: Tensor) -> Tensor:
+    """Compute in one process."""
+    loss = functional.cross_entropy(logits, targets)
+    loss.backward()
+    return loss
+
+
+def torch_parallel(mesh: DeviceMesh) -> Step:
+    """Return torch's own loss on sharded logits."""
+
+    def step(logits: Tensor, targets: Tensor) -> Tensor:
+        with loss_parallel():
+            whole = DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False)
+            loss = functional.cross_entropy(whole, targets)
+            loss.backward()
+        return cast(DTensor, loss).to_local()
+
+    return step
+
+
+def timed(step: Step, logits: Tensor, targets: Tensor) -> float:
+    """Milliseconds of one step on the slower rank."""
+    leaf = logits.clone().requires_grad_()
+    torch_dist.barrier()
+    begin = time.perf_counter()
+    step(leaf, targets)
+    elapsed = torch.tensor(time.perf_counter() - begin)
+    torch_dist.all_reduce(elapsed, torch_dist.ReduceOp.MAX)
+    return elapsed.item() * 1e3
+
+
+def peak(step: Step, logits: Tensor, targets: Tensor) -> int:
+    """Bytes of tensors alive at most, from making the logits on."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        leaf = logits.clone().requires_grad_()
+        step(leaf, targets)
+        del leaf
+    results = profiler.profiler.kineto_results
+    events = [event for event in results.events() if event.name() == "[memory]"]
+    alive = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        most = max(most, alive)
+    return most
+
+
+def measure(dtype: torch.dtype, tokens: int, vocabulary: int, repeats: int) -> Figures:
+    """Measure every way in turn on this rank."""
+    torch.set_num_threads(1)
+    rank = torch_dist.get_rank()
+    mesh = init_device_mesh("cpu", (RANKS,))
+    torch.manual_seed(0)
+    whole = (torch.randn(tokens, vocabulary) * 2).to(dtype)
+    targets = torch.randint(vocabulary, (tokens,))
+    part = whole.chunk(RANKS, -1)[rank].contiguous()
+    exact = functional.cross_entropy(whole.double(), targets)
+    ways: dict[str, tuple[Step, Tensor]] = {
+        OURS: (ours, part),
+        "loss_parallel": (torch_parallel(mesh), part),
+        "plain, gathered logits": (gathered, part),
+        PLAIN: (plain, whole),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for repeat in range(repeats + 1):
+        for name, (step, logits) in ways.items():
+            elapsed = timed(step, logits, targets)
+            times[name] += [elapsed] if repeat else []  # the first use of each warms up
+    figures: Figures = {}
+    for name, (step, logits) in ways.items():
+        error = step(logits.clone().requires_grad_(), targets).detach() - exact
+        figures[name] = (
+            statistics.median(times[name]),
+            peak(step, logits, targets),
+            abs(error.item()),
+        )
+    return figures
+
+
+def report(title: str, ranks: list[Figures]) -> None:
+    """Print a table, of the rank that needs most memory."""
+    print(f"\n{title}")
+    print(f"{'':30}{'ms':>9}{'ratio':>8}{'peak MiB':>10}{'of plain':>10}{'loss error':>12}")
+    base, whole = ranks[0][OURS][0], ranks[0][PLAIN][1]
+    for name, (median, _, error) in ranks[0].items():
+        most = max(figures[name][1] for figures in ranks)
+        row = f"{median:9.1f}{median / base:8.2f}{most / 2**20:10.1f}{most / whole:10.3f}"
+        print(f"{name:30}{row}{error:12.1e}")
+
+
+def main() -> None:
+    """Compare in float32 and in bf16."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=512, metavar="N")
+    parser.add_argument("--vocabulary", type=int, default=32000, metavar="N")
+    parser.add_argument("--repeats", type=int, default=15, metavar="N")
+    args = parser.parse_args()
+    if args.vocabulary % RANKS:
+        parser.error(f"--vocabulary must divide over {RANKS} ranks, got {args.vocabulary}")
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    for dtype in (torch.float32, torch.bfloat16):
+        size = (args.tokens, args.vocabulary)
+        ranks = launch(measure, RANKS, dtype, *size, args.repeats, timeout=600)
+        report(f"{dtype}, {size[0]} tokens, vocabulary {size[1]}, {RANKS} ranks", ranks)
+
+
+if __name__ == "__main__":
+    main()

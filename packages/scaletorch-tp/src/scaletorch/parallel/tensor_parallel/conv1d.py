@@ -1,0 +1,60 @@
+"""Shards of the transposed linear layer that transformers calls Conv1D: its weight is [in, out]."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .base import Memo, TensorParallelLayer
+from .layers import ColumnParallelLinear, RowParallelLinear
+from .sharding import Cut
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Tell a Conv1D by its name and structure, since its library may be absent."""
+    sizes = getattr(module, "nx", None), getattr(module, "nf", None)
+    weight = module._parameters.get("weight")
+    return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == sizes
+
+
+class Transposed(TensorParallelLayer):
+    """What both layers have in common, before the class of the layer for torch's own linear."""
+
+    nx: int
+    nf: int
+    weight: nn.Parameter
+
+    @classmethod
+    def takes(cls, module: nn.Module) -> bool:
+        """Tell whether `module` is of the kind this is a shard of."""
+        return is_conv1d(module)
+
+    def _matrix(self) -> Tensor:
+        return self.weight.t()
+
+    def _shard(
+        self,
+        group: ProcessGroup | None,
+        memo: Memo,
+        options: Mapping[str, Any],
+        cut: Cut | None = None,
+    ) -> None:
+        vars(self).update(in_features=self.nx, out_features=self.nf)
+        super()._shard(group, memo, options, cut)
+
+
+class ColumnParallelConv1D(Transposed, ColumnParallelLinear):
+    """A column-parallel layer whose weight is [in_features, out_features / tp]."""
+
+    sharded_size = "nf"
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 1, "bias": 0}
+
+
+class RowParallelConv1D(Transposed, RowParallelLinear):
+    """A row-parallel layer whose weight is [in_features / tp, out_features]."""
+
+    sharded_size = "nx"
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0}

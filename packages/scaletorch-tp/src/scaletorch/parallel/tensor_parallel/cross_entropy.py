@@ -1,0 +1,274 @@
+"""Cross entropy over a vocabulary of which each rank holds a part: logits are never gathered."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...dist import all_gather, get_rank, get_world_size
+from ...dist.errors import InvalidArgumentError, StateError
+from ..pg_manager import axis_group, describe_rank
+from .sharding import shard_sizes
+
+REDUCTIONS = ("none", "sum", "mean")
+BLOCK = 2**17  # logits worked on at a time on a CPU: as float32 they fit a core's cache
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    group: ProcessGroup | None = None,
+    vocab_size: int | None = None,
+) -> Tensor:
+    """Return the cross entropy of logits whose last dim is divided over the ranks.
+
+    Each rank sends three numbers a token (four with smoothing), once, in forward; backward sends
+    nothing. Work is done in blocks of rows, in float32 at least (float64 for float64). What is
+    kept for backward is the logits themselves and two numbers a token.
+
+    Args:
+        logits: [..., V_local], this rank's part of the vocabulary; parts follow one another in
+            the group's order and may differ in length.
+        targets: [...], int64 ids of the whole vocabulary, the same on every rank.
+        ignore_index: Tokens with this target count nowhere.
+        reduction: "none" (zero for ignored tokens), "sum", or "mean" over the tokens that are
+            not ignored (NaN if there are none).
+        label_smoothing: Share of each target, from 0 to 1, that is spread over the vocabulary.
+        z_loss: Adds `z_loss * logsumexp(logits) ** 2` for every token that is not ignored, which
+            keeps logits from drifting (PaLM, arXiv:2204.02311).
+        group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
+        vocab_size: The whole vocabulary, if each part is its share by this package's division
+            (equal, or one more on the first ranks). Without it the ranks first exchange lengths,
+            which waits for the accelerator; with it nothing does.
+
+    Returns:
+        The loss, the same on every rank: float64 for float64 logits, else float32. Its gradient
+        has the logits' dtype and cannot be differentiated again.
+
+    Raises:
+        InvalidArgumentError: Shapes, dtypes or options do not fit, or, where targets are on the
+            CPU, one of them is no id. Elsewhere such a target fails as an index does there.
+        StateError: In backward, with `create_graph=True`.
+    """
+    _check_options(reduction, label_smoothing, z_loss)
+    _check_tensors(logits, targets)
+    group = axis_group("tp", group)
+    lengths = _lengths(logits, group, vocab_size)
+    ignored = targets == ignore_index
+    if targets.device.type == "cpu":  # elsewhere a look at them would wait for the device
+        _check_targets(targets, ignored, sum(lengths), ignore_index)
+    terms = _Terms(label_smoothing, z_loss, lengths, get_rank(group), group)
+    function: type[torch.autograd.Function] = _CrossEntropy
+    losses: Tensor = function.apply(logits, targets, ignored, terms)
+    if reduction == "none":
+        return losses
+    total = losses.sum()
+    return total if reduction == "sum" else total / ignored.logical_not().sum()
+
+
+@dataclass(frozen=True, slots=True)
+class _Terms:
+    """What the loss is made of, and how the vocabulary is divided."""
+
+    smoothing: float
+    z: float
+    lengths: tuple[int, ...]
+    rank: int
+    group: ProcessGroup | None
+
+    def place(self, targets: Tensor, ignored: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the targets' indices in this rank's part, and which of them are not in it.
+
+        Those stand at 0. A target that is no id is left out of range on every rank.
+        """
+        first = sum(self.lengths[: self.rank])
+        last = first + self.lengths[self.rank]
+        elsewhere = ignored | ((targets >= 0) & (targets < first))
+        elsewhere |= (targets >= last) & (targets < sum(self.lengths))
+        return (targets - first).masked_fill_(elsewhere, 0), elsewhere
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """The loss of every token; softmax is computed again in backward, into the gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logits: Tensor, targets: Tensor, ignored: Tensor, terms: _Terms
+    ) -> Tensor:
+        index, elsewhere = terms.place(targets, ignored)
+        own = _statistics(logits, index, elsewhere, terms)
+        highest, total, target, *spread = _combined(own, terms)
+        ctx.terms = terms
+        ctx.save_for_backward(logits, targets, ignored, highest, total)
+        log_total = total.log()
+        losses = log_total - target * (1 - terms.smoothing)
+        if spread:
+            losses -= spread[0] * (terms.smoothing / sum(terms.lengths))
+        if terms.z:
+            losses += (highest + log_total).square_().mul_(terms.z)
+        return losses.masked_fill_(ignored, 0)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # once_differentiable lets a constant `grad` pass in silence
+            raise StateError(
+                "the gradient of vocab_parallel_cross_entropy cannot be differentiated again; call "
+                "backward without create_graph=True"
+            )
+        logits, targets, ignored, highest, total = ctx.saved_tensors
+        terms: _Terms = ctx.terms
+        index, elsewhere = terms.place(targets, ignored)
+        grad = grad.masked_fill(ignored, 0)
+        softmax = grad / total  # what exp(x - highest) is multiplied by
+        if terms.z:
+            softmax *= 1 + 2 * terms.z * (highest + total.log())
+        hit = (grad * (terms.smoothing - 1)).masked_fill_(elsewhere, 0)
+        spread = grad * (terms.smoothing / sum(terms.lengths))
+        result = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        for out, x, *rows in _blocks(result, logits, index, highest, softmax, hit, spread):
+            at, high, scale, step, even = (row.unsqueeze(-1) for row in rows)
+            x = x.to(high.dtype)  # as in forward
+            y = torch.sub(x, high, out=out if out.dtype == x.dtype else x)
+            y.exp_().mul_(scale)
+            if terms.smoothing:
+                y -= even
+            y.scatter_add_(-1, at, step)
+            if y is not out:
+                out.copy_(y)
+        return result, None, None, None
+
+
+def _statistics(logits: Tensor, index: Tensor, elsewhere: Tensor, terms: _Terms) -> Tensor:
+    """Return what is to be known of this rank's logits, for every token.
+
+    It is [3, ...]: the highest, the sum of exp(logit - highest), the target's (0 elsewhere), and
+    as a fourth, for smoothing, the sum of logit - highest.
+    """
+    dtype = torch.float64 if logits.dtype == torch.float64 else torch.float32
+    own = logits.new_zeros((4 if terms.smoothing else 3, *index.shape), dtype=dtype)
+    own[0] = -math.inf
+    for x, at, away, highest, total, target, *spread in _blocks(logits, index, elsewhere, *own):
+        x = x.to(dtype)  # of a 16-bit block a copy, which is then worked on in place
+        highest.copy_(x.amax(-1))
+        target.copy_(x.gather(-1, at.unsqueeze(-1)).squeeze(-1)).masked_fill_(away, 0)
+        shift = _finite(highest).unsqueeze(-1)
+        y = x - shift if logits.dtype == dtype else x.sub_(shift)
+        if spread:
+            spread[0].copy_(y.sum(-1))
+        total.copy_(y.exp_().sum(-1))
+    return own
+
+
+def _combined(own: Tensor, terms: _Terms) -> list[Tensor]:
+    """Return the statistics of the whole vocabulary; the last ones relative to its highest logit.
+
+    One collective, in which every rank gets the parts in one order: so the bits are the same on
+    all, and a NaN reaches them all, which it need not in a maximum over ranks.
+    """
+    parts = all_gather(own, terms.group) if len(terms.lengths) > 1 else [own]
+    highest = torch.stack([part[0] for part in parts]).amax(0)
+    result = [highest, torch.zeros_like(highest), -highest]
+    if terms.smoothing:
+        result.append(torch.zeros_like(highest))
+    for part, length in zip(parts, terms.lengths, strict=True):
+        result[1] += part[1] * (part[0] - highest).exp_()
+        result[2] += part[2]
+        if terms.smoothing:
+            result[3] += part[3] + (_finite(part[0]) - highest) * length
+    return result
+
+
+def _finite(highest: Tensor) -> Tensor:
+    """Return what can be subtracted from logits, also where all of them are -inf or none is."""
+    return highest.masked_fill(highest == -math.inf, 0)
+
+
+def _blocks(x: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Cut tensors into blocks of whole rows (the last dim of `x`) without copying any.
+
+    What `x` has as its first dims the others have too, so that rows need no common stride.
+    """
+    if x.numel() == 0:
+        return
+    if x.dim() == 1:
+        yield tuple(tensor.unsqueeze(0) for tensor in (x, *others))
+        return
+    limit = BLOCK if x.device.type == "cpu" else max(BLOCK, x.numel() // 32)
+    yield from _cut((x, *others), limit)
+
+
+def _cut(tensors: tuple[Tensor, ...], limit: int) -> Iterator[tuple[Tensor, ...]]:
+    rows_each = math.prod(tensors[0].shape[1:])
+    if tensors[0].dim() > 2 and rows_each > limit:
+        for parts in zip(*tensors, strict=True):
+            yield from _cut(parts, limit)
+    else:
+        length = max(1, limit // rows_each)
+        yield from zip(*(tensor.split(length) for tensor in tensors), strict=True)
+
+
+def _lengths(logits: Tensor, group: ProcessGroup | None, vocab_size: int | None) -> tuple[int, ...]:
+    """Return the length of each rank's part."""
+    size, own = get_world_size(group), logits.shape[-1]
+    if vocab_size is not None:
+        lengths = shard_sizes(vocab_size, size)
+        if own != lengths[get_rank(group)]:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: of a vocabulary of {vocab_size} over tp = {size} this rank's "
+                f"share is {lengths[get_rank(group)]}, but its logits have {own} in their last "
+                "dim; without vocab_size parts may have any length"
+            )
+        return lengths
+    if size == 1:
+        return (own,)
+    parts = all_gather(torch.tensor([own], device=logits.device), group)
+    return tuple(torch.cat(parts).tolist())
+
+
+def _check_options(reduction: str, label_smoothing: float, z_loss: float) -> None:
+    if reduction not in REDUCTIONS:
+        raise InvalidArgumentError(f"reduction must be one of {REDUCTIONS}, got {reduction!r}")
+    if not 0 <= label_smoothing <= 1:
+        raise InvalidArgumentError(f"label_smoothing must be from 0 to 1, got {label_smoothing}")
+    if not 0 <= z_loss < math.inf:
+        raise InvalidArgumentError(f"z_loss must be finite and not negative, got {z_loss}")
+
+
+def _check_tensors(logits: Tensor, targets: Tensor) -> None:
+    if not logits.is_floating_point() or logits.dim() == 0:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: expected floating-point logits [..., V_local], got {logits.dtype} "
+            f"of shape {tuple(logits.shape)}"
+        )
+    if targets.dtype != torch.int64 or targets.shape != logits.shape[:-1]:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: logits of shape {tuple(logits.shape)} need int64 targets of shape "
+            f"{tuple(logits.shape[:-1])} (the vocabulary is the last dim), got {targets.dtype} of "
+            f"shape {tuple(targets.shape)}"
+        )
+    if targets.device != logits.device:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: logits are on {logits.device}, targets on {targets.device}; "
+            "move the targets there"
+        )
+
+
+def _check_targets(targets: Tensor, ignored: Tensor, vocab_size: int, ignore_index: int) -> None:
+    wrong = ((targets < 0) | (targets >= vocab_size)) & ~ignored
+    if bool(wrong.any()):
+        found = targets[wrong].unique()[:4].tolist()
+        raise InvalidArgumentError(
+            f"{describe_rank()}: targets must be ids from 0 to {vocab_size - 1} or ignore_index = "
+            f"{ignore_index}, got {', '.join(map(str, found))}; is vocab_size the whole one?"
+        )

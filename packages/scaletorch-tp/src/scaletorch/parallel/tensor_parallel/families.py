@@ -1,0 +1,129 @@
+"""Known model families as data: names of modules, and the plan for models that have them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torch import nn
+
+from ...dist.errors import InvalidArgumentError
+from .fused import Fused
+from .plan import Divide, Plan, match_plan, matching
+from .recognised import Recognised
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """A plan for every model whose modules have these names.
+
+    Args:
+        name: What messages call it.
+        plan: Patterns and styles.
+        may_lack: Patterns that need not match.
+        complete: Patterns of modules in which every parameter must be the plan's: one that is
+            not (a router) would get a part of its gradient only.
+        heads: Pattern of a module -> its projections, whose outputs are cut at head borders.
+            What sums gradients in it must be of the size of one head.
+    """
+
+    name: str
+    plan: Plan
+    may_lack: frozenset[str] = frozenset()
+    complete: tuple[str, ...] = ()
+    heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+LLAMA = Family(
+    name="Llama",
+    plan={
+        "**.embed_tokens": "vocab",
+        "**.layers.*.self_attn": Divide(
+            "num_heads", "num_kv_heads", "num_key_value_heads", optional=True
+        ),
+        "**.layers.*.self_attn.q_proj": "column",
+        "**.layers.*.self_attn.k_proj": "column",
+        "**.layers.*.self_attn.v_proj": "column",
+        "**.layers.*.self_attn.o_proj": "row",
+        "**.layers.*.self_attn.q_norm": "replicate_sum_grad",
+        "**.layers.*.self_attn.k_norm": "replicate_sum_grad",
+        "**.layers.*.mlp.gate_proj": "column",
+        "**.layers.*.mlp.up_proj": "column",
+        "**.layers.*.mlp.down_proj": "row",
+        "**.lm_head": "column_gather",
+    },
+    may_lack=frozenset(
+        {
+            "**.embed_tokens",
+            "**.layers.*.self_attn.q_norm",
+            "**.layers.*.self_attn.k_norm",
+            "**.lm_head",
+        }
+    ),
+    complete=("**.layers.*.self_attn", "**.layers.*.mlp"),
+    heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
+)
+
+GPT2 = Family(
+    name="GPT-2",
+    plan={
+        "**.wte": "vocab",
+        "**.tokens_embed": "vocab",  # what the first GPT calls it
+        "**.h.*.attn": Divide(
+            "num_heads", "n_head", "split_size", "embed_dim", "n_embd", optional=True
+        ),
+        "**.h.*.attn.c_attn": Fused("column", 3),
+        "**.h.*.attn.c_proj": "row",
+        "**.h.*.mlp.c_fc": "column",
+        "**.h.*.mlp.c_proj": "row",
+        "**.lm_head": "column_gather",
+    },
+    may_lack=frozenset({"**.wte", "**.tokens_embed", "**.lm_head"}),
+    complete=("**.h.*.attn", "**.h.*.mlp"),
+    heads={"**.h.*.attn": ("c_attn",)},
+)
+
+GPT_NEOX = Family(
+    name="GPT-NeoX",
+    plan={
+        "**.embed_in": "vocab",
+        "**.layers.*.attention": Divide(
+            "num_attention_heads", "num_heads", "hidden_size", optional=True
+        ),
+        # Query, key and value of one head follow one another: the weight is cut between heads.
+        "**.layers.*.attention.query_key_value": "column",
+        "**.layers.*.attention.dense": "row",
+        "**.layers.*.mlp.dense_h_to_4h": "column",
+        "**.layers.*.mlp.dense_4h_to_h": "row",
+        "**.embed_out": "column_gather",
+        "**.lm_head": "column_gather",  # what newer models call it
+    },
+    may_lack=frozenset({"**.embed_in", "**.embed_out", "**.lm_head"}),
+    complete=("**.layers.*.attention", "**.layers.*.mlp"),
+    heads={"**.layers.*.attention": ("query_key_value",)},
+)
+
+FAMILIES: tuple[Family, ...] = (LLAMA, GPT2, GPT_NEOX)
+
+
+def find_family(model: nn.Module) -> Recognised:
+    """Find the known family whose names the model has, and match its plan.
+
+    Raises:
+        InvalidArgumentError: No family is recognised.
+    """
+    names = [name for name, _ in model.named_modules(remove_duplicate=False)]
+    missing: list[str] = []
+    for family in FAMILIES:
+        absent = [p for p in family.plan if p not in family.may_lack and not matching(p, names)]
+        if not absent:
+            matches = match_plan(model, family.plan, family.may_lack)
+            complete = tuple(n for pattern in family.complete for n in matching(pattern, names))
+            heads = {n: own for p, own in family.heads.items() for n in matching(p, names)}
+            return Recognised(f"the {family.name} family", matches, complete, heads)
+        missing.append(f"{family.name} (nothing matches {', '.join(absent)})")
+    raise InvalidArgumentError(
+        f"{type(model).__name__} has no plan of its own for its layers (_tp_plan of transformers), "
+        f"and is of no known model family: {'; '.join(missing)}; "
+        "pass plan={'pattern of module names': 'column' | 'row' | 'vocab' | ...}"
+    )

@@ -1,0 +1,142 @@
+"""Sequence parallelism: between sharded regions each rank holds its share of every sequence.
+
+A region begins with an all-gather and ends with a reduce-scatter, in place of the all-reduces:
+the same bytes, while norms, dropout and residuals work on 1/tp of the tokens, and keep 1/tp of
+the activations. What is whole on every rank there sees a share of the tokens: its gradients are
+summed. Source: https://arxiv.org/abs/2205.05198.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ...dist import get_rank, get_world_size
+from ...dist.errors import InvalidArgumentError
+from ...dist.functional import all_gather, reduce_scatter, split
+from ..pg_manager import describe_rank
+from .base import TensorParallelLayer
+from .random import sharded_random
+from .region import Region
+from .sharding import shard_sizes
+from .sum_grad import SumGradients
+from .surround import SharedGroup, Surrounded, surround
+
+M = TypeVar("M", bound=nn.Module)
+
+DIM = -2  # of tokens in [..., L, H]
+
+
+@dataclass(slots=True)
+class SequenceShares:
+    """How the sequences of one model are shared out; its layers hold one and the same.
+
+    Attributes:
+        holder: Ranks of the tensor-parallel axis.
+        length: Tokens of the whole sequence in the last forward; None takes shares for equal.
+    """
+
+    holder: SharedGroup
+    length: int | None = None
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the whole sequence of a share; in backward the ranks' gradients are summed."""
+        sizes = self._sizes(self.length or x.shape[DIM] * get_world_size(self.holder.group))
+        own = sizes[get_rank(self.holder.group)]
+        if x.shape[DIM] != own:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: expected this rank's {own} of {sum(sizes)} tokens, got a "
+                f"tensor of shape {tuple(x.shape)}; with sequence parallelism pass the model "
+                "input_ids or position_ids of the whole sequence"
+            )
+        return all_gather(x, DIM, self.holder.group, sizes=sizes)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """Return this rank's share of the sum of the ranks' partial results."""
+        return reduce_scatter(x, DIM, self.holder.group, sizes=self._sizes(x.shape[DIM]))
+
+    def split(self, x: Tensor) -> Tensor:
+        """Return this rank's share of what every rank has whole."""
+        return split(x, DIM, self.holder.group, sizes=self._sizes(x.shape[DIM]))
+
+    def _sizes(self, length: int) -> tuple[int, ...]:
+        size = get_world_size(self.holder.group)
+        if length < size:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: a sequence of {length} tokens leaves some of {size} ranks "
+                f"without one; sequence parallelism needs at least {size}"
+            )
+        return shard_sizes(length, size)
+
+
+class SequenceRoot(Surrounded):
+    """The model: it learns how long sequences are, and draws as on shards."""
+
+    _sequence: SequenceShares
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward."""
+        self._sequence.length = _whole_length(args, kwargs)
+        with sharded_random(self._tp_group.group) if self.training else nullcontext():
+            return super().forward(*args, **kwargs)
+
+
+class SplitSequence(Surrounded):
+    """A module that makes whole sequences out of whole inputs: an embedding on every rank."""
+
+    _sequence: SequenceShares
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, and keep this rank's share."""
+        return self._sequence.split(super().forward(*args, **kwargs))
+
+
+def share_sequences(
+    model: M, group: ProcessGroup | None, replicated: Sequence[nn.Module] = ()
+) -> M:
+    """Make a model with tensor-parallel layers sequence parallel, in place.
+
+    Its sharded layers gather and scatter. Embeddings that every rank holds keep their share, and
+    all other parameters' gradients are summed, except those of ``replicated`` modules.
+    """
+    shares = SequenceShares(SharedGroup(group))
+    summed = [module for module in model.modules() if isinstance(module, SumGradients)]
+    for module in list(model.modules()):
+        if isinstance(module, TensorParallelLayer):
+            vars(module)["sequence"] = shares
+        elif isinstance(module, Region):
+            vars(module)["_sequence"] = shares
+        elif isinstance(module, nn.Embedding):
+            vars(surround(module, SplitSequence, group))["_sequence"] = shares
+        elif module._parameters and module not in (*replicated, *summed):
+            surround(module, SumGradients, group)
+    vars(surround(model, SequenceRoot, group))["_sequence"] = shares
+    return model
+
+
+def sequence_share(model: nn.Module, length: int) -> int:
+    """Return how many of ``length`` tokens the hidden states between layers have on this rank.
+
+    Args:
+        model: A model, wrapped or not; without sequence parallelism all tokens are there.
+        length: Tokens of the sequence that the model is called with.
+    """
+    for module in model.modules():
+        shares = vars(module).get("_sequence")
+        if isinstance(shares, SequenceShares):
+            group = shares.holder.group
+            return shard_sizes(length, get_world_size(group))[get_rank(group)]
+    return length
+
+
+def _whole_length(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Return the length of the token ids or positions that a model is called with."""
+    for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids")):
+        if isinstance(value, Tensor) and value.ndim > 1 and not value.is_floating_point():
+            return value.shape[-1]
+    return None

@@ -1,0 +1,183 @@
+"""The tensor-parallel plan that a model of transformers brings along, read as it stands.
+
+It says which modules are sharded; where heads end it does not say. That comes from the attention
+modules and their config, as for any plan.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+
+from torch import nn
+
+from ...dist.errors import InvalidArgumentError
+from .fused import Fused
+from .heads import has_heads, head_length, is_column, is_row
+from .plan import Match, Style
+from .recognised import Recognised
+
+# Their style -> ours; what is missing here cannot be done.
+TRANSFORMERS_STYLES: Mapping[str, Style] = {
+    "colwise": "column",
+    "colwise_gather_output": "column_gather",
+    "colwise_rep": "column_gather",
+    "packed_colwise": Fused("column", 2),
+    "rowwise": "row",
+    "rowwise_split_input": "row_split",
+    "rowwise_rep": "row_split",
+    "embedding_rowwise": "vocab",
+    "replicated_with_grad_allreduce": "replicate_sum_grad",
+    "replicate": "replicate",
+}
+_OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # alone, these shard no layer
+_NORMS_OF_HEADS = ("q_norm", "k_norm")  # which plans of older versions do not name
+
+
+def own_plan(model: nn.Module) -> dict[str, str]:
+    """Return the plan of a model, or of models inside it: generic module name -> their style."""
+    plan: dict[str, str] = {}
+    for name, module in model.named_modules():
+        for own in _plans(module):
+            for pattern, style in own.items():
+                plan.setdefault(f"{name}.{pattern}".lstrip("."), style)
+    return plan
+
+
+def find_own_plan(model: nn.Module) -> Recognised | None:
+    """Match the model's own plan; None where it has none, or one for its head alone.
+
+    Raises:
+        InvalidArgumentError: It gives a module an unknown style, or shards a single parameter, or
+            does not name parameters that see a part of the activations.
+    """
+    plan = own_plan(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    matches = _match(plan, modules)
+    if all(match.style in _OF_THE_HEAD for match in matches.values()):
+        return None
+    for name in (n for n, _ in model.named_parameters() if n.rpartition(".")[0] not in plan):
+        pattern = _pattern(plan, name)
+        if pattern is not None and plan[pattern] != "replicate":
+            raise InvalidArgumentError(
+                f"the plan of {type(model).__name__} gives the single parameter '{name}' the "
+                f"style '{plan[pattern]}', but only modules are sharded; pass a plan of your own"
+            )
+    heads = dict(_attentions(modules, matches))
+    for match in [*_norms(modules, heads), *_tied(modules, matches)]:
+        matches.setdefault(match.module, match)
+    for name in heads:  # dropout there is of this rank's heads
+        matches.setdefault(modules[name], Match(name, modules[name], name, "sharded"))
+    _check_regions(modules, matches)
+    ordered = [matches[module] for module in model.modules() if module in matches]
+    return Recognised(f"{type(model).__name__}._tp_plan", ordered, (), heads)
+
+
+def _plans(module: nn.Module) -> Iterator[Mapping[str, str]]:
+    """Yield what a module says of itself: the instance, and the config of a base model."""
+    own = getattr(module, "_tp_plan", None)
+    if isinstance(own, Mapping):
+        yield own
+    if getattr(module, "base_model", None) is module:
+        config = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
+        if isinstance(config, Mapping):
+            yield config
+
+
+def _pattern(plan: Mapping[str, str], name: str) -> str | None:
+    """Return what matches a name: `*` stands for a number, and for nothing else."""
+    generic = re.sub(r"\d+", "*", name)
+    return next((pattern for pattern in (name, generic) if pattern in plan), None)
+
+
+def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn.Module, Match]:
+    matches: dict[nn.Module, Match] = {}
+    for name, module in modules.items():
+        pattern = _pattern(plan, name)
+        if pattern is None:
+            continue
+        theirs = plan[pattern]
+        if theirs not in TRANSFORMERS_STYLES:
+            raise InvalidArgumentError(
+                f"the model's own plan (_tp_plan) gives '{pattern}' the style {theirs!r}, which "
+                f"is none of {', '.join(map(repr, TRANSFORMERS_STYLES))}; pass a plan of your own"
+            )
+        style = TRANSFORMERS_STYLES[theirs]
+        if style == "row" and isinstance(module, nn.Embedding):
+            style = "vocab"  # rows of a table are its words
+        matches.setdefault(module, Match(name, module, pattern, style))
+    return matches
+
+
+def _attentions(
+    modules: Mapping[str, nn.Module], matches: Mapping[nn.Module, Match]
+) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield the modules that work on this rank's heads, and their sharded projections."""
+    for name, module in modules.items():
+        children = dict(module.named_children())
+        mine = {n: matches[child] for n, child in children.items() if child in matches}
+        columns = tuple(n for n, match in mine.items() if is_column(match))
+        rows = any(is_row(match) for match in mine.values())
+        called = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
+        named = "attn" in called or "attention" in called
+        if columns and rows and (has_heads(module) or named):
+            yield name, columns
+
+
+def _norms(
+    modules: Mapping[str, nn.Module], heads: Mapping[str, tuple[str, ...]]
+) -> Iterator[Match]:
+    """Yield norms over a head of which each rank sees its own heads only."""
+    for attention, projections in heads.items():
+        query = modules[f"{attention}.{projections[0]}"]
+        length = head_length(modules[attention], int(getattr(query, "out_features", 0)))
+        for child in _NORMS_OF_HEADS:
+            norm = modules.get(f"{attention}.{child}")
+            sizes = () if norm is None else tuple(p.numel() for p in norm.parameters())
+            if norm is not None and sizes and {*sizes} == {length}:
+                name = f"{attention}.{child}"
+                yield Match(name, norm, name, "replicate_sum_grad")
+
+
+def _check_regions(modules: Mapping[str, nn.Module], matches: Mapping[nn.Module, Match]) -> None:
+    """Refuse parameters next to sharded layers that fit any number of features.
+
+    They may work on this rank's part, as an activation with a parameter does, where each rank has
+    a part of their gradient only. One as long as a whole input or output works on these.
+    """
+    for name, module in modules.items():
+        mine = [matches[child] for child in module.children() if child in matches]
+        columns = [match for match in mine if is_column(match)]
+        rows = [match for match in mine if is_row(match)]
+        if not columns or not rows:
+            continue
+        wholes = {getattr(match.module, "in_features", 0) for match in columns}
+        wholes |= {getattr(match.module, "out_features", 0) for match in rows}
+        for own, parameter in _beside(module, matches):
+            if parameter.ndim < 2 and parameter.numel() not in wholes:
+                raise InvalidArgumentError(
+                    f"the model's own plan (_tp_plan) does not name '{name}.{own}', of "
+                    f"{parameter.numel()} elements, next to sharded layers: on their activations "
+                    "each rank would have a part of its gradient; pass a plan of your own, with "
+                    "'replicate_sum_grad' for the module if it works there, else 'replicate'"
+                )
+
+
+def _beside(
+    module: nn.Module, matches: Mapping[nn.Module, Match]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield parameters of a module and of children in which the plan names nothing."""
+    yield from module.named_parameters(recurse=False)
+    for name, child in module.named_children():
+        if not any(inner in matches for inner in child.modules()):
+            yield from child.named_parameters(prefix=name)
+
+
+def _tied(modules: Mapping[str, nn.Module], matches: Mapping[nn.Module, Match]) -> Iterator[Match]:
+    """Yield the other side of a tied embedding and head of which the plan names one."""
+    sharded = {m.module.weight for m in matches.values() if m.layer is not None}
+    styles: dict[type[nn.Module], Style] = {nn.Embedding: "vocab", nn.Linear: "column_gather"}
+    for name, module in modules.items():
+        style = next((s for kind, s in styles.items() if isinstance(module, kind)), None)
+        if style is not None and module not in matches and module.weight in sharded:
+            yield Match(name, module, name, style)
