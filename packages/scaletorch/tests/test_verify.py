@@ -13,7 +13,7 @@ from scaletorch.dist import get_rank
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import Grid
-from scaletorch.verify import every_layout, layout_name, parse_layout, verify
+from scaletorch.verify import default_batch, every_layout, layout_name, parse_layout, verify
 from scaletorch.verify.cases import enumerate_cases
 from scaletorch.verify.compare import compare_named
 from scaletorch.verify.mutants import MUTANTS, hunt
@@ -185,6 +185,80 @@ class Doubled(nn.Module):
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
+
+
+class Placed(Doubled):
+    """Learned positions, which later stages must not add again; a norm that casts to float32."""
+
+    def __init__(self):
+        super().__init__()
+        self.places = nn.Embedding(16, 8)
+        self.last = Cast(8)
+
+    def forward(self, input_ids, position_ids):
+        x = self.tokens(input_ids) + self.places(position_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(self.last(x))
+
+
+class Cast(nn.RMSNorm):
+    def forward(self, x):
+        return super().forward(x.float()).to(x.dtype)
+
+
+def placed():
+    model = Placed()
+    # The split goes by the order of modules: that in which they are called.
+    order = ["tokens", "places", "layers", "last", "head"]
+    model._modules = {name: model._modules[name] for name in order}
+    return model
+
+
+def with_positions(step):
+    batch = dict(default_batch(step))
+    batch["position_ids"] = torch.arange(16).expand(16, 16).contiguous()
+    return batch
+
+
+def test_learned_positions_and_casts_to_float32():
+    layouts = [Grid(pp=2), Grid(cp=1, dp=2), Grid(pp=2, dp=2)]
+    report = verify(placed, with_positions, layouts=layouts, dtype="float64")
+    assert report.passed, report
+    assert max(result.worst.error for result in report.results) < 1e-14
+
+
+def six_heads():
+    return Llama(LlamaConfig(
+        vocab_size=67, hidden_size=24, intermediate_size=26, num_layers=2, num_heads=6,
+        num_kv_heads=6, tie_embeddings=True,
+    ))  # fmt: skip
+
+
+def two_key_heads():
+    return Llama(LlamaConfig(
+        vocab_size=67, hidden_size=16, intermediate_size=26, num_layers=1, num_heads=8,
+        num_kv_heads=2,
+    ))  # fmt: skip
+
+
+def large_vocabulary():
+    return Llama(LlamaConfig(
+        vocab_size=50257, hidden_size=8, intermediate_size=10, num_layers=1, num_heads=4,
+        num_kv_heads=4,
+    ))  # fmt: skip
+
+
+def uneven_batch(step):
+    return default_batch(step, rows=4, length=15)
+
+
+@pytest.mark.parametrize("model_fn", [six_heads, two_key_heads, large_vocabulary])
+def test_sizes_that_four_ranks_do_not_divide(model_fn):
+    """Heads, vocabulary, key heads and, with sequence parallelism, the sequence."""
+    options = {"sequence_parallel": ("off", "on")}
+    report = verify(model_fn, uneven_batch, layouts=[Grid(tp=4)], dtype="float64", options=options)
+    assert report.passed, report
 
 
 def test_a_plan_goes_with_a_model_of_no_known_family():

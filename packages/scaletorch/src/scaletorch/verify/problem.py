@@ -13,6 +13,7 @@ from ..compose import token_loss_sum
 from ..dist.errors import InvalidArgumentError
 from ..models import Llama, LlamaConfig
 from . import dropout
+from .precision import model_precision
 
 Batch = Mapping[str, Tensor]
 ModelFn = Callable[[], nn.Module]
@@ -101,8 +102,9 @@ def one_process(model: nn.Module, batches: Sequence[Batch]) -> list[Step]:
     for number, batch in enumerate(batches):
         labels = batch["labels"]
         inputs = {name: entry for name, entry in batch.items() if name != "labels"}
-        loss = token_loss_sum(model(**inputs), labels) / max(int((labels != -100).sum()), 1)
-        loss.backward()
+        with model_precision(next(model.parameters()).dtype):
+            loss = token_loss_sum(model(**inputs), labels) / max(int((labels != -100).sum()), 1)
+            loss.backward()
         named = list(model.named_parameters(remove_duplicate=False))
         gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
         optimizer = make_optimizer(model, number)

@@ -32,6 +32,7 @@ from ..parallel.tensor_parallel import load_full_state_dict, shard_owners, take_
 from . import dropout
 from .cases import Case
 from .compare import Difference, Shard, compare_named, compare_tensor
+from .precision import model_precision
 from .problem import MAX_NORM, SGD_STEPS, TORCH_DTYPES, make_optimizer
 from .replicas import doubled, missing, unlike
 
@@ -146,9 +147,10 @@ def train_and_compare(
     for step, (batch, theirs) in enumerate(zip(saved["batches"], saved["steps"], strict=True)):
         bound = saved["bound"] * (step + 1)  # what a step's weights are off by enters the next
         micro_batches = shard_global_batch(batch, case.micro_batches, manager)
-        loss = train_step(
-            model, micro_batches, manager, hidden_size=hidden_size, schedule=case.schedule
-        )
+        with model_precision(TORCH_DTYPES[case.dtype]):
+            loss = train_step(
+                model, micro_batches, manager, hidden_size=hidden_size, schedule=case.schedule
+            )
         yield compare_tensor("loss", step, loss, theirs["loss"], bound)
         named = model.named_parameters(remove_duplicate=False)
         gradients = {name: p.grad for name, p in named if p.grad is not None}

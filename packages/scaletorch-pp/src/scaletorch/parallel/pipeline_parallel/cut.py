@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .split import Placement
 
@@ -12,7 +13,9 @@ from .split import Placement
 class PassThrough(nn.Module):
     """Stands for a module of another stage: returns its first argument.
 
-    Plain attributes of the module (numbers, strings) are kept, since forwards read them.
+    An embedding that is given ids, not hidden states, returns zero: what a model adds to hidden
+    states, such as embedded positions, was added on the first stage. Plain attributes of the
+    module (numbers, strings) are kept, since forwards read them.
 
     Args:
         replaced: the module that it stands for; not kept.
@@ -26,10 +29,14 @@ class PassThrough(nn.Module):
             if not name.startswith("_") and isinstance(value, bool | int | float | str):
                 setattr(self, name, value)
         self._where = where
+        self._embeds = hasattr(replaced, "num_embeddings")
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the first positional argument, or else the first keyword argument."""
-        return args[0] if args else next(iter(kwargs.values()))
+        value = args[0] if args else next(iter(kwargs.values()))
+        if self._embeds and isinstance(value, Tensor) and not value.is_floating_point():
+            return torch.zeros((), device=value.device)
+        return value
 
     def __getattr__(self, name: str) -> Any:
         """Say where the module is when something of it is missing here."""

@@ -1,0 +1,71 @@
+"""Models that compute a part in float32 do so in float64 where float64 is verified.
+
+Many norms cast to float32 and back. Kept, such a cast would round there, and hide in float64 what
+float64 is to show: gradients would agree to 1e-7 at best.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = __package__.rsplit(".", 1)[0]
+COMPUTING = tuple(f"{ROOT}.{part}." for part in ("dist", "parallel", "compose"))
+CASTS = ("float", "to", "type", "softmax", "log_softmax", "mean", "sum")  # methods that can cast
+
+
+@contextmanager
+def model_precision(dtype: torch.dtype) -> Iterator[None]:
+    """Leave out a float64 model's casts to float32; other models compute as they say.
+
+    What this library casts is left alone: it must be right in float64 by itself. Methods are
+    replaced, since a mode of torch's is off while a backward recomputes.
+    """
+    if dtype != torch.float64:
+        yield
+        return
+    own = {name: vars(Tensor).get(name) for name in CASTS}
+    for name in CASTS:
+        setattr(Tensor, name, _keeping(getattr(Tensor, name)))
+    try:
+        yield
+    finally:
+        for name, method in own.items():
+            if method is None:  # inherited
+                delattr(Tensor, name)
+            else:
+                setattr(Tensor, name, method)
+
+
+def _keeping(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a method of tensors that keeps float64 where it would make float32."""
+
+    @functools.wraps(method)
+    def keeping(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype != torch.float64 or _called_by_library():
+            return method(self, *args, **kwargs)
+        if method.__name__ == "float":
+            return self
+        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
+        return method(self, *args, **kwargs)
+
+    return keeping
+
+
+def _called_by_library() -> bool:
+    """Tell whether the call came from this library's own code, through torch's or directly."""
+    frame: FrameType | None = sys._getframe(2)  # past this function and the method
+    while frame is not None:
+        name = frame.f_globals.get("__name__", "")
+        if not name.startswith("torch."):
+            return bool(name.startswith(COMPUTING))
+        frame = frame.f_back
+    return False
