@@ -57,6 +57,7 @@ STYLES: Mapping[
     "row_split": (RowParallelLinear, {"input_is_parallel": False}),
     "vocab": (VocabParallelEmbedding, {}),
     "replicate": None,
+    "sequence": None,  # what sequence parallelism makes of every module it is not told about
     "replicate_sum_grad": SumGradients,
     "sharded": ShardedRandom,
 }

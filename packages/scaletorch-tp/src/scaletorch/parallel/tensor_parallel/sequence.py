@@ -77,10 +77,12 @@ class SequenceShares:
 class SequenceRoot(Surrounded):
     """The model: it learns how long sequences are, and draws as on shards."""
 
-    _sequence: SequenceShares
+    _sequence: SequenceShares | None = None  # a slice of an nn.Sequential has none
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward."""
+        if self._sequence is None:
+            return super().forward(*args, **kwargs)
         self._sequence.length = _whole_length(args, kwargs)
         with sharded_random(self._tp_group.group) if self.training else nullcontext():
             return super().forward(*args, **kwargs)

@@ -48,7 +48,7 @@ def apply_tensor_parallel(
         model: The whole model, equal on every rank.
         plan: Pattern of module names -> style. `*` stands for any text inside one component of a
             name, a component `**` for any number of components; "" is the root. Styles are
-            "column", "column_gather", "row", "row_split", "vocab", "replicate",
+            "column", "column_gather", "row", "row_split", "vocab", "replicate", "sequence",
             "replicate_sum_grad", "sharded", `Fused` and `Divide`. None is the model's own plan
             (transformers), or that of the known family whose names it has.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
