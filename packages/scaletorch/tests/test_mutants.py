@@ -24,7 +24,8 @@ def test_every_fault_is_found_by_name():
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("layout", ["2x1x1x2", "1x2x2x1", "2x2x1x1", "1x1x2x2"])
 def test_the_specimen_itself_is_sound_under_every_option(layout):
-    options = {**OPTIONS, "bucket_size": (1, 2**24), "sequence_parallel": ("off",)}
+    options = {**OPTIONS, "bucket_size": (1, 2**24)}
+    options |= {"sequence_parallel": ("off",), "micro_batches": (2,)}
     grids = [parse_layout(layout)]
     report = verify(Specimen, batch, layouts=grids, dtype="float64", plan=PLAN, options=options)
     assert report.passed, report
@@ -32,7 +33,11 @@ def test_the_specimen_itself_is_sound_under_every_option(layout):
 
 @pytest.mark.parametrize("layout", ["1x1x1x2", "1x3x1x2", "2x1x1x2", "1x1x2x2"])
 def test_shares_of_sequences_are_sound(layout):
-    options = {"sequence_parallel": ("on",), "recompute": ("none", "layers")}
+    options = {
+        "sequence_parallel": ("on",),
+        "recompute": ("none", "layers"),
+        "loss_parallel": ("off", "on"),
+    }
     grids = [parse_layout(layout)]
     report = verify(Shared, batch, layouts=grids, dtype="float64", plan=PLAN, options=options)
     assert report.passed, report

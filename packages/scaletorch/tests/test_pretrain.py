@@ -150,7 +150,7 @@ def test_tokenizer_file(text, tmp_path):
         ({"cp": 3}, r"seq_len 16 must be a multiple of cp = 3; near it: \[15, 18\]"),
         ({"steps": 0}, "must be at least 1: steps=0"),
         ({"out": None, "resume": True}, "pass --out"),
-        ({"tp": 3}, "num_heads"),
+        ({"tp": 9}, "tp sizes up to 8 are legal"),
         ({"pp": 3}, "3 stages|layers"),
         ({"data": (Path("/nowhere"),)}, "neither a file nor a folder"),
         ({"seq_len": 10**6}, "add data or shorten seq_len"),

@@ -1,11 +1,12 @@
 """What needs the four strategies together: composing them, one training step, whole tensors."""
 
+from .loss import token_loss_sum
 from .norm import clip_grad_norm_, global_grad_norm
 from .parallelize import parallelize
 from .randomness import seed_ranks
 from .recompute import recompute_layers
 from .state import full_gradients, full_state_dict
-from .step import shard_global_batch, token_loss_sum, train_step
+from .step import shard_global_batch, train_step
 
 __all__ = [
     "clip_grad_norm_",

@@ -12,6 +12,7 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel import PipelineParallel, Split
 from ..parallel.tensor_parallel import apply_tensor_parallel
+from .loss import keep_logits_sharded
 from .recompute import recompute_layers
 
 
@@ -24,6 +25,7 @@ def parallelize(
     bucket_size: int = 2**24,
     recompute: bool = False,
     sequence_parallel: bool = False,
+    loss_parallel: bool = False,
 ) -> DataParallelBucket:
     """Put ``model`` on every axis of ``manager``'s grid, in place.
 
@@ -36,6 +38,8 @@ def parallelize(
         plan: tensor parallel plan; None recognises the model's family.
         split: pipeline split; None infers it from the module.
         bucket_size: elements per gradient bucket.
+        loss_parallel: logits stay divided over tp, and ``train_step`` takes the loss of the parts;
+            for a model whose head is "column_gather".
         sequence_parallel: between sharded layers each tp rank holds its share of every sequence.
         recompute: layers drop their activations in forward and run again in backward.
 
@@ -44,6 +48,8 @@ def parallelize(
     """
     if manager.tp_size > 1:  # one rank needs no plan: any model will do
         apply_tensor_parallel(model, plan, manager.tp_group, sequence_parallel=sequence_parallel)
+        if loss_parallel:
+            keep_logits_sharded(model)
     apply_context_parallel(model, manager.cp_group)
     if recompute:  # around all that a layer does, communication included
         recompute_layers(model, split)

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..dist import all_reduce
@@ -16,6 +14,7 @@ from ..parallel.data_parallel import DataParallelBucket, global_token_count
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel import train_step_pipeline_1f1b, train_step_pipeline_afab
 from ..parallel.tensor_parallel import sequence_share
+from .loss import find_sharded_head, token_loss_sum
 
 Batch = Mapping[str, Tensor]
 
@@ -51,18 +50,6 @@ def shard_global_batch(
     ]  # fmt: skip
 
 
-def token_loss_sum(output: Any, labels: Tensor) -> Tensor:
-    """Return the sum of token cross entropies, in float32 at least; labels of -100 count nothing.
-
-    Args:
-        output: logits [B, L, V], or a model's output that has them as its ``logits``.
-        labels: [B, L] int64, aligned with the logits.
-    """
-    logits: Tensor = getattr(output, "logits", output)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
-
-
 def train_step(
     model: DataParallelBucket,
     micro_batches: Sequence[Batch],
@@ -87,9 +74,10 @@ def train_step(
     if schedule not in SCHEDULES:
         raise InvalidArgumentError(f"schedule {schedule!r} is not one of {sorted(SCHEDULES)}")
     count = global_token_count([b["labels"] for b in micro_batches], group=manager.cp_dp_group)
+    head = find_sharded_head(model)
 
     def loss_fn(output: Any, batch: Batch) -> Tensor:
-        return token_loss_sum(output, batch["labels"]) / max(count, 1)
+        return token_loss_sum(output, batch["labels"], head) / max(count, 1)
 
     parameter = next(model.parameters())
     rows, length = micro_batches[0]["input_ids"].shape

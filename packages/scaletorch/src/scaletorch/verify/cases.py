@@ -18,6 +18,7 @@ OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "bucket_size": (2**14, 1, 2**24),
     "recompute": ("none", "layers"),
     "sequence_parallel": ("off", "on"),
+    "loss_parallel": ("off", "on"),
 }
 
 
@@ -32,6 +33,7 @@ class Case:
         micro_batches: micro-batches per data-parallel rank.
         bucket_size: elements per gradient bucket.
         recompute: 'layers' drop their activations and run again in backward, or 'none' do.
+        loss_parallel: 'on' leaves logits divided over tp.
         sequence_parallel: 'on' shares sequences out over tp between sharded layers.
     """
 
@@ -42,6 +44,7 @@ class Case:
     bucket_size: int = 2**14
     recompute: str = "none"
     sequence_parallel: str = "off"
+    loss_parallel: str = "off"
 
     def __str__(self) -> str:
         """Return the layout, the dtype and the options that are not the default."""
@@ -103,6 +106,7 @@ def enumerate_cases(
             "schedule": grid.pp > 1,
             "bucket_size": grid.cp * grid.dp > 1,
             "sequence_parallel": grid.tp > 1,
+            "loss_parallel": grid.tp > 1,
         }
         values = [v if matters.get(name, True) else OPTIONS[name][:1] for name, v in chosen.items()]
         for dtype, combination in itertools.product(dtypes, itertools.product(*values)):

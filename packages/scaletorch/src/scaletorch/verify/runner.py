@@ -120,6 +120,7 @@ def compare_case(
         bucket_size=case.bucket_size,
         recompute=case.recompute == "layers",
         sequence_parallel=case.sequence_parallel == "on",
+        loss_parallel=case.loss_parallel == "on",
     )
     dropout.switch(parallel, on=False)
     yield from train_and_compare(case, parallel, manager, saved, subject.hidden_size)

@@ -61,7 +61,7 @@ def mean_of_local_means(count: Any) -> Any:
 def masked_rank_gives_nan(loss_sum: Any) -> Any:
     """A rank without a valid token divides nothing by nothing."""
 
-    def mean_first(output: Tensor, labels: Tensor) -> Tensor:
+    def mean_first(output: Tensor, labels: Tensor, _head: Any) -> Tensor:
         mean = F.cross_entropy(output.flatten(0, -2), labels.flatten())
         return mean * (labels != -100).sum()
 
@@ -95,6 +95,18 @@ def labels_shifted_within_shards(shard: Any) -> Any:
         return shards
 
     return shortened
+
+
+@fault("loss:vocab_parallel_cross_entropy", layout="1x1x1x2", loss_parallel="on")
+def loss_of_own_vocabulary(loss: Any) -> Any:
+    """A rank's loss knows its own part of the vocabulary alone."""
+
+    def own(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        beyond = labels >= logits.shape[-1]
+        flat = labels.masked_fill(beyond, -100).flatten()
+        return F.cross_entropy(logits.flatten(0, -2), flat, reduction=options["reduction"])
+
+    return own
 
 
 @fault("norm:counted_gradients", layout="1x1x1x2")

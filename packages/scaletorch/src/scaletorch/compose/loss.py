@@ -1,0 +1,58 @@
+"""The sum of token losses, of whole logits or of each rank's part of the vocabulary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..dist.errors import InvalidArgumentError
+from ..parallel.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+
+_MARK = "_scaletorch_loss_parallel"
+
+
+def keep_logits_sharded(model: nn.Module) -> None:
+    """Let a tensor-parallel model's head return this rank's part of the vocabulary, in place.
+
+    Raises:
+        InvalidArgumentError: the model has no head of style "column_gather", or several.
+    """
+    heads = [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, ColumnParallelLinear) and module.gather_output
+    ]
+    if len(heads) != 1:
+        raise InvalidArgumentError(
+            "loss_parallel needs one head of style 'column_gather', whose logits stay divided; "
+            f"{type(model).__name__} has {', '.join(name for name, _ in heads) or 'none'}"
+        )
+    head = heads[0][1]
+    head.gather_output = False
+    vars(head)[_MARK] = True
+
+
+def find_sharded_head(model: nn.Module) -> ColumnParallelLinear | None:
+    """Return the head whose logits stay divided; None where they are whole, or on other stages."""
+    heads = (m for m in model.modules() if isinstance(m, ColumnParallelLinear) and _MARK in vars(m))
+    return next(heads, None)
+
+
+def token_loss_sum(output: Any, labels: Tensor, head: ColumnParallelLinear | None = None) -> Tensor:
+    """Return the sum of token cross entropies, in float32 at least; labels of -100 count nothing.
+
+    Args:
+        output: logits [B, L, V], or a model's output that has them as its ``logits``.
+        labels: [B, L] int64, aligned with the logits.
+        head: what made [B, L, V / tp], this rank's part of the logits; None for whole ones.
+    """
+    logits: Tensor = getattr(output, "logits", output)
+    if head is not None:
+        return vocab_parallel_cross_entropy(
+            logits, labels, reduction="sum", group=head.group, vocab_size=head.out_features
+        )
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
