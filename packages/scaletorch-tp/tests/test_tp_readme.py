@@ -1,4 +1,4 @@
-"""The README's program does what it says."""
+"""The README's programs do what it says."""
 
 import re
 import subprocess
@@ -8,14 +8,23 @@ from pathlib import Path
 README = Path(__file__).parents[1] / "README.md"
 
 
-def test_the_readme_program_runs(tmp_path):
-    [program] = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
-    script = tmp_path / "program.py"
-    script.write_text(program, encoding="utf-8")
+def output_of(number, folder):
+    programs = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    script = folder / "program.py"
+    script.write_text(programs[number], encoding="utf-8")
     done = subprocess.run(
-        [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=tmp_path
+        [sys.executable, str(script)], capture_output=True, text=True, check=False, cwd=folder
     )
     assert done.returncode == 0, done.stderr
-    first, second = done.stdout.splitlines()
+    return done.stdout
+
+
+def test_the_first_program_trains(tmp_path):
+    first, second = output_of(0, tmp_path).splitlines()
     assert first.removeprefix("rank 0") == second.removeprefix("rank 1")
     assert first.endswith("shard (16, 16) of (32, 16)")
+
+
+def test_the_sequence_parallel_program_holds_shares(tmp_path):
+    expected = "[((1, 5, 16), (1, 9, 64)), ((1, 4, 16), (1, 9, 64))]"
+    assert output_of(1, tmp_path).strip() == expected

@@ -3,13 +3,16 @@
 from ._version import __version__
 from .base import TensorParallelLayer
 from .cross_entropy import vocab_parallel_cross_entropy
+from .dtensors import PiecesTensor, as_dtensors
 from .explain import explain
 from .explanation import Communication, ExplainedParameter, Explanation
 from .families import FAMILIES, Family
 from .fused import Fused
 from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from .placements import Pieces, placements
 from .plan import STYLES, Divide, Plan, Style
 from .random import common_random, sharded_random
+from .safetensors_folder import load_safetensors
 from .sequence import sequence_share
 from .state import (
     gather_state_dict,
@@ -42,6 +45,8 @@ __all__ = [
     "Family",
     "Fused",
     "GatherFromModelParallelRegion",
+    "Pieces",
+    "PiecesTensor",
     "Plan",
     "ReduceFromModelParallelRegion",
     "RowParallelLinear",
@@ -50,6 +55,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "__version__",
     "apply_tensor_parallel",
+    "as_dtensors",
     "common_random",
     "explain",
     "gather_state_dict",
@@ -57,7 +63,9 @@ __all__ = [
     "linear_with_all_reduce",
     "linear_with_async_all_reduce",
     "load_full_state_dict",
+    "load_safetensors",
     "merge_first_two_dims",
+    "placements",
     "sequence_share",
     "shard_dims",
     "shard_owners",

@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 
 from ...dist import get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError
-from ...dist.functional import gather, reduce
 from ..pg_manager import axis_group, describe_rank
 from .sharding import Cut, require_shares, share_cut
+from .uncompiled import gather, reduce
 
 if TYPE_CHECKING:
     from .sequence import SequenceShares

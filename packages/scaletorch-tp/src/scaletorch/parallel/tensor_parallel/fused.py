@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -82,6 +83,15 @@ class FusedCut(Cut):
         wholes = full.split([cut.whole for cut in self.cuts], dim)
         shares = [cut.take(w, dim, rank) for cut, w in zip(self.cuts, wholes, strict=True)]
         return torch.cat(shares, dim)
+
+    def ranges(self, rank: int) -> tuple[range, ...]:
+        """Return which indices of the whole `rank` has: those of its share of each part."""
+        starts = accumulate((cut.whole for cut in self.cuts[:-1]), initial=0)
+        return tuple(
+            range(start + share.start, start + share.stop)
+            for start, cut in zip(starts, self.cuts, strict=True)
+            for share in cut.ranges(rank)
+        )
 
     def arrange(self, joined: Tensor, dim: int) -> Tensor:
         """Return the whole, given all ranks' parts in their order."""

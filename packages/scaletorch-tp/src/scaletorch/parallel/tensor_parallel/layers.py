@@ -10,13 +10,13 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from ...dist.errors import InvalidArgumentError
-from ...dist.functional import copy, split
 from ..pg_manager import axis_group
 from .base import TensorParallelLayer
 from .random import end_sharded_random
 from .region import enter
 from .replicas import sum_replicas
 from .tp_comms import linear_with_all_reduce, linear_with_async_all_reduce
+from .uncompiled import copy, split
 
 
 class ColumnParallelLinear(TensorParallelLayer):

@@ -18,6 +18,7 @@ from torch.distributed import ProcessGroup
 from ...dist import get_rank, get_world_size
 from ..pg_manager import axis_group
 from .surround import Surrounded
+from .uncompiled import around_compiled, uncompiled
 
 States = tuple[Tensor, Tensor | None]  # of the CPU's generator and of the accelerator's
 
@@ -26,6 +27,7 @@ _common: ContextVar[States | None] = ContextVar("_common", default=None)
 
 
 @contextmanager
+@around_compiled
 def sharded_random(group: ProcessGroup | None = None) -> Iterator[None]:
     """Let the body draw from a random stream of this rank's own, on the CPU and the accelerator.
 
@@ -60,6 +62,7 @@ def sharded_random(group: ProcessGroup | None = None) -> Iterator[None]:
 
 
 @contextmanager
+@around_compiled
 def common_random() -> Iterator[None]:
     """Let the body draw from the common stream, also within `sharded_random`."""
     common = _common.get()
@@ -75,6 +78,7 @@ def common_random() -> Iterator[None]:
         _set_states(own)
 
 
+@uncompiled
 def end_sharded_random() -> None:
     """Go on with the common stream where it was left; nothing where it is in use."""
     common = _common.get()
@@ -86,6 +90,7 @@ def end_sharded_random() -> None:
 class ShardedRandom(Surrounded):
     """A module that works on shards: in training it draws from this rank's own stream."""
 
+    @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
         if not self.training:
@@ -97,6 +102,7 @@ class ShardedRandom(Surrounded):
 class CommonRandom(Surrounded):
     """A module inside a `ShardedRandom` one that works on whole activations."""
 
+    @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
         with common_random():
@@ -111,17 +117,20 @@ def _accelerator() -> Any:
     return module if getattr(module, "is_initialized", lambda: True)() else None
 
 
+@uncompiled
 def _states() -> States:
     accelerator = _accelerator()
     return torch.get_rng_state(), None if accelerator is None else accelerator.get_rng_state()
 
 
+@uncompiled
 def _set_states(states: States) -> None:
     torch.set_rng_state(states[0])
     if states[1] is not None:
         _accelerator().set_rng_state(states[1])
 
 
+@uncompiled
 def _seed(seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     accelerator = _accelerator()

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ...dist.functional import copy
 from .surround import Surrounded
+from .uncompiled import around_compiled, uncompiled
 
 if TYPE_CHECKING:
     from .sequence import SequenceShares
@@ -32,6 +33,7 @@ class _Entry(NamedTuple):
 _entries: ContextVar[dict[tuple[Any, ...], _Entry] | None] = ContextVar("_entries", default=None)
 
 
+@uncompiled
 def enter(x: Tensor, group: ProcessGroup | None, sequence: SequenceShares | None = None) -> Tensor:
     """Return the whole `x` for this rank's shards; in backward its gradient is summed.
 
@@ -60,6 +62,7 @@ class Region(Surrounded):
 
     _sequence: SequenceShares | None = None
 
+    @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
         if self._sequence is not None:

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ...dist import all_reduce
 from .sharding import Cut
+from .uncompiled import uncompiled
 
 
 class SumReplicas(Function):
@@ -37,6 +38,7 @@ class SumReplicas(Function):
         return sum_parts(grads[0], ctx.cut, ctx.rank, ctx.group), None, None, None
 
 
+@uncompiled
 def sum_replicas(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
     """Return `x`, whose gradient is summed over the ranks that hold the same part of it.
 

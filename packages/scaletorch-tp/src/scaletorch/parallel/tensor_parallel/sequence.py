@@ -26,6 +26,7 @@ from .region import Region
 from .sharding import shard_sizes
 from .sum_grad import SumGradients
 from .surround import SharedGroup, Surrounded, surround
+from .uncompiled import around_compiled, uncompiled
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -44,6 +45,7 @@ class SequenceShares:
     holder: SharedGroup
     length: int | None = None
 
+    @uncompiled
     def enter(self, x: Tensor) -> Tensor:
         """Return the whole sequence of a share; in backward the ranks' gradients are summed."""
         sizes = self._sizes(self.length or x.shape[DIM] * get_world_size(self.holder.group))
@@ -56,10 +58,12 @@ class SequenceShares:
             )
         return all_gather(x, DIM, self.holder.group, sizes=sizes)
 
+    @uncompiled
     def leave(self, x: Tensor) -> Tensor:
         """Return this rank's share of the sum of the ranks' partial results."""
         return reduce_scatter(x, DIM, self.holder.group, sizes=self._sizes(x.shape[DIM]))
 
+    @uncompiled
     def split(self, x: Tensor) -> Tensor:
         """Return this rank's share of what every rank has whole."""
         return split(x, DIM, self.holder.group, sizes=self._sizes(x.shape[DIM]))
@@ -79,6 +83,7 @@ class SequenceRoot(Surrounded):
 
     _sequence: SequenceShares | None = None  # a slice of an nn.Sequential has none
 
+    @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model's own forward."""
         if self._sequence is None:
@@ -93,6 +98,7 @@ class SplitSequence(Surrounded):
 
     _sequence: SequenceShares
 
+    @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, and keep this rank's share."""
         return self._sequence.split(super().forward(*args, **kwargs))

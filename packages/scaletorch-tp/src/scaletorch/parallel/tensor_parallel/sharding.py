@@ -46,6 +46,11 @@ class Cut:
         """Return where the part of `rank` begins."""
         return sum(self.parts[: self.ranks[rank]])
 
+    def ranges(self, rank: int) -> tuple[range, ...]:
+        """Return which indices of the whole `rank` has, in the order of its part."""
+        start = self.start(rank)
+        return (range(start, start + self.sizes[rank]),)
+
     def times(self, length: int) -> Cut:
         """Return the cut of as many units of `length`, which stay whole."""
         return Cut(tuple(part * length for part in self.parts), self.ranks)

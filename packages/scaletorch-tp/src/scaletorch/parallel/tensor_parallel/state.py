@@ -15,7 +15,7 @@ from ..pg_manager import describe_rank
 from .base import TensorParallelLayer
 
 
-class _Cut(NamedTuple):
+class ParameterCut(NamedTuple):
     """The layer a parameter belongs to, and the dim it is sharded along."""
 
     layer: TensorParallelLayer
@@ -37,7 +37,7 @@ def shard_dims(model: nn.Module) -> dict[str, int | None]:
 
     Every name of a tied parameter is listed.
     """
-    cuts = _cuts(model)
+    cuts = find_cuts(model)
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
     return {name: cuts[name].dim if name in cuts else None for name in names}
 
@@ -48,7 +48,7 @@ def shard_owners(model: nn.Module) -> dict[str, int]:
     It is 0 for what every rank has the whole of and this rank for a shard of its own. Count a
     shard on its owner, and each element of the model is counted once.
     """
-    cuts = _cuts(model)
+    cuts = find_cuts(model)
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
     return {name: cuts[name].owner if name in cuts else 0 for name in names}
 
@@ -64,7 +64,7 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     Raises:
         InvalidArgumentError: `whole` is not of the plain parameter's length.
     """
-    cut = _cuts(model).get(name)
+    cut = find_cuts(model).get(name)
     if cut is None or cut.layer.tp_size == 1:
         return whole
     if whole.dim() <= cut.dim or whole.shape[cut.dim] != cut.layer.cut.whole:
@@ -93,11 +93,11 @@ def gather_tensors(
         InvalidArgumentError: A name is not the model's, or a tensor is not of its shard's shape.
         MismatchError: The ranks passed different names.
     """
-    cuts = _cuts(model)
+    cuts = find_cuts(model)
     known = dict(model.named_parameters(remove_duplicate=False)) | dict(
         model.named_buffers(remove_duplicate=False)
     )
-    _check_names("the model has no parameter or buffer", set(tensors) - set(known))
+    check_names("the model has no parameter or buffer", set(tensors) - set(known))
     for name, tensor in tensors.items():
         _check_shape(name, tensor, tuple(known[name].shape), "this rank's shard")
     _check_agreement(cuts, tensors, group)
@@ -141,12 +141,12 @@ def load_full_state_dict(
     Raises:
         InvalidArgumentError: Names or shapes are not the plain model's; nothing was loaded.
     """
-    cuts = _cuts(model)
+    cuts = find_cuts(model)
     own = model.state_dict(keep_vars=True)
     if strict:
         given = {id(own[name]) for name in state if name in own}
-        _check_names("the model has no", set(state) - set(own))
-        _check_names("the state lacks", {n for n, v in own.items() if id(v) not in given})
+        check_names("the model has no", set(state) - set(own))
+        check_names("the state lacks", {n for n, v in own.items() if id(v) not in given})
     local = dict(state)
     for name in (n for n in own if isinstance(state.get(n), Tensor)):
         cut, shape = cuts.get(name), tuple(own[name].shape)
@@ -159,23 +159,24 @@ def load_full_state_dict(
     model.load_state_dict(local, strict=False)
 
 
-def _cuts(model: nn.Module) -> dict[str, _Cut]:
+def find_cuts(model: nn.Module) -> dict[str, ParameterCut]:
     """Map the name of every sharded parameter to its layer and dim."""
     return {
-        f"{name}.{parameter}".lstrip("."): _Cut(module, dim)
+        f"{name}.{parameter}".lstrip("."): ParameterCut(module, dim)
         for name, module in model.named_modules(remove_duplicate=False)
         if isinstance(module, TensorParallelLayer)
         for parameter, dim in module.shard_dims.items()
     }
 
 
-def _gather(tensor: Tensor, cut: _Cut | None, group: ProcessGroup | None) -> Tensor:
+def _gather(tensor: Tensor, cut: ParameterCut | None, group: ProcessGroup | None) -> Tensor:
     if cut is None or cut.layer.tp_size == 1:
         return tensor.detach().clone()
     return cut.layer.join(tensor.detach(), cut.dim, group)
 
 
-def _check_names(problem: str, names: Iterable[str]) -> None:
+def check_names(problem: str, names: Iterable[str]) -> None:
+    """Refuse names, where there are any."""
     names = sorted(names)
     if names:
         raise InvalidArgumentError(f"{describe_rank()}: {problem} {', '.join(names)}")
@@ -202,7 +203,7 @@ def _check_group(layer: TensorParallelLayer, group: ProcessGroup | None) -> None
 
 
 def _check_agreement(
-    cuts: Mapping[str, _Cut], tensors: Mapping[str, Tensor], group: ProcessGroup | None
+    cuts: Mapping[str, ParameterCut], tensors: Mapping[str, Tensor], group: ProcessGroup | None
 ) -> None:
     """Compare the names across ranks, which would otherwise wait for one another."""
     layer = next((cut.layer for cut in cuts.values() if cut.layer.tp_size > 1), None)

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import nn
 
-from ...dist.functional import copy
 from .base import TensorParallelLayer
 from .surround import Surrounded, cannot_surround
+from .uncompiled import around_compiled, copy
 
 
 class SumGradients(Surrounded):
@@ -19,6 +19,7 @@ class SumGradients(Surrounded):
     are as in one process.
     """
 
+    @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward on its parameters as they enter a parallel region."""
         own, group = self._parameters, self._tp_group.group

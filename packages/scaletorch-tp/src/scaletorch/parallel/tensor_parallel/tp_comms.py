@@ -19,6 +19,7 @@ from ...dist.errors import InvalidArgumentError
 from ...dist.functional import Copy, Gather, Reduce
 from ..pg_manager import axis_group
 from .region import enter
+from .uncompiled import uncompiled
 
 
 class CopyToModelParallelRegion(Copy):
@@ -98,6 +99,7 @@ def linear_with_all_reduce(
     return functional.linear(enter(x, axis_group("tp", group)), weight, bias)
 
 
+@uncompiled
 def linear_with_async_all_reduce(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, group: ProcessGroup | None = None
 ) -> Tensor:

@@ -1,0 +1,62 @@
+"""How parameters lie over the ranks, in torch's terms where it has any."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from .state import ParameterCut, find_cuts
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import Replicate, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class Pieces:
+    """A placement that torch has no word for: shards of several pieces, shared, or cut elsewhere.
+
+    Args:
+        dim: The dim that is cut.
+        ranks: For each rank which indices of the whole it holds along `dim`, in their order there.
+    """
+
+    dim: int
+    ranks: tuple[tuple[range, ...], ...]
+
+
+def placements(model: nn.Module) -> dict[str, Shard | Replicate | Pieces]:
+    """Return parameter name -> how it lies over the tensor-parallel axis, on every rank the same.
+
+    `Replicate()` is what every rank has the whole of, `Shard(dim)` what is cut as DTensor cuts:
+    in shares of ceil(length / tp), of which the last may be shorter. `Pieces` is the rest: packed
+    parts, heads that several ranks hold, and lengths whose shares are not DTensor's (10 over 4
+    ranks is 3 3 2 2 here, and 3 3 3 1 there).
+
+    Args:
+        model: A model with tensor-parallel layers. Every name of a tied parameter is listed.
+    """
+    cuts = find_cuts(model)
+    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
+    return {name: place(cuts.get(name)) for name in names}
+
+
+def place(cut: ParameterCut | None) -> Shard | Replicate | Pieces:
+    """Return the placement of what is cut so, or not at all."""
+    from torch.distributed.tensor import Replicate, Shard  # a slow import
+
+    if cut is None or cut.layer.tp_size == 1:
+        return Replicate()
+    size = cut.layer.tp_size
+    ranks = tuple(cut.layer.cut.ranges(rank) for rank in range(size))
+    known = ranks == _chunks(cut.layer.cut.whole, size)
+    return Shard(cut.dim) if known else Pieces(cut.dim, ranks)
+
+
+def _chunks(length: int, size: int) -> tuple[tuple[range, ...], ...]:
+    """Return the indices that DTensor gives each rank of a length."""
+    share = -(-length // size)
+    starts = [min(share * rank, length) for rank in range(size + 1)]
+    return tuple((range(*pair),) for pair in pairwise(starts))

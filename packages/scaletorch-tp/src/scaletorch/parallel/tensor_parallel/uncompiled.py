@@ -1,0 +1,60 @@
+"""What `torch.compile` leaves to Python: communication, random streams, a module's surroundings.
+
+The graph ends before such a call and another begins behind it.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+from ...dist import functional
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_hides: list[Callable[[], None]] = []  # tell the compiler to leave what is decorated here alone
+
+
+def uncompiled(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorate what is not compiled, nor anything that it calls."""
+    return _outside(call, recursive=True)
+
+
+def around_compiled(call: Callable[P, R]) -> Callable[P, R]:
+    """Decorate what is not compiled itself, while what it calls is."""
+    return _outside(call, recursive=False)
+
+
+def _outside(call: Callable[P, R], recursive: bool) -> Callable[P, R]:
+    # torch's own decorator would import the compiler right here, which takes seconds.
+    hidden: list[Callable[P, R]] = []
+
+    def hide() -> None:
+        dynamo = importlib.import_module("torch._dynamo.decorators")
+        dynamo.skip(outside)
+        hidden[:] = [dynamo.disable(call) if recursive else dynamo.skip(call)]
+
+    @functools.wraps(call)
+    def outside(*args: P.args, **options: P.kwargs) -> R:
+        if torch.compiler.is_compiling():  # the first time, and after a reset of the compiler
+            _hide_all()
+        return hidden[0](*args, **options) if hidden else call(*args, **options)
+
+    _hides.append(hide)
+    return outside
+
+
+def _hide_all() -> None:
+    for hide in _hides:
+        hide()
+
+
+copy = uncompiled(functional.copy)
+reduce = uncompiled(functional.reduce)
+gather = uncompiled(functional.gather)
+split = uncompiled(functional.split)

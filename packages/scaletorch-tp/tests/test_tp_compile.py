@@ -1,0 +1,200 @@
+"""Compiled by `torch.compile`, sharded layers give the numbers that they give as they are."""
+
+import copy
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.parallel.tensor_parallel import (
+    ColumnParallelLinear,
+    Divide,
+    apply_tensor_parallel,
+    vocab_parallel_cross_entropy,
+)
+
+HIDDEN = 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def compiler():
+    preload("torch._dynamo")  # which every rank would import by itself
+
+
+class Feedforward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up = nn.Linear(HIDDEN, 16), nn.Linear(HIDDEN, 16)
+        self.down = nn.Linear(16, HIDDEN)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.heads = 4
+        self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+
+    def forward(self, x):
+        batch, length, _ = x.shape
+        q = self.q(x).view(batch, length, -1, 2).transpose(1, 2)
+        k = self.k(x).view(batch, length, self.heads, 2).transpose(1, 2)
+        v = self.v(x).view(batch, length, self.heads, 2).transpose(1, 2)
+        scores = F.dropout((q @ k.mT).softmax(-1), 0.5, self.training)
+        return self.o((scores @ v).transpose(1, 2).reshape(batch, length, -1))
+
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(20, HIDDEN)
+        self.first, self.attention = nn.LayerNorm(HIDDEN), Attention()
+        self.second, self.feedforward = nn.LayerNorm(HIDDEN), Feedforward()
+        self.head = nn.Linear(HIDDEN, 20)
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        x = x + F.dropout(self.attention(self.first(x)), 0.25, self.training)
+        return self.head(x + self.feedforward(self.second(x)))
+
+
+FEEDFORWARD = {"gate": "column", "up": "column", "down": "row"}
+ATTENTION = {"": Divide("heads"), "q": "column", "k": "column", "v": "column", "o": "row"}
+MODEL = {
+    "tokens": "vocab",
+    "head": "column_gather",
+    **{f"feedforward.{name}": style for name, style in FEEDFORWARD.items()},
+    **{f"attention.{name}".rstrip("."): style for name, style in ATTENTION.items()},
+}
+LAYERS = {
+    "column": (lambda: nn.Linear(HIDDEN, 6), {"": "column"}),
+    "column_gather": (lambda: nn.Linear(HIDDEN, 5), {"": "column_gather"}),
+    "row": (lambda: nn.Linear(HIDDEN, 6), {"": "row_split"}),
+    "vocab": (lambda: nn.Embedding(20, HIDDEN), {"": "vocab"}),
+    "feedforward": (Feedforward, FEEDFORWARD),
+    "attention": (Attention, ATTENTION),
+    "model": (Model, MODEL),
+}
+
+
+def sharded(kind, **options):
+    make, plan = LAYERS[kind]
+    torch.manual_seed(0)
+    return apply_tensor_parallel(make().double(), plan, dist.group.WORLD, **options)
+
+
+def inputs(kind, length):
+    generator = torch.Generator().manual_seed(length)
+    if kind in ("vocab", "model"):
+        return torch.randint(20, (2, length), generator=generator)
+    return torch.randn(2, length, HIDDEN, dtype=torch.float64, generator=generator)
+
+
+def counting(backend):
+    """Return the backend, and a list to which every run of a graph adds its operations."""
+    inner, runs = torch._dynamo.lookup_backend(backend), []
+
+    def compile_graph(graph, examples):
+        size = sum(node.op.startswith("call") for node in graph.graph.nodes)
+        compiled = inner(graph, examples)
+
+        def run(*args):
+            runs.append(size)
+            return compiled(*args)
+
+        return run
+
+    return compile_graph, runs
+
+
+def step(module, x):
+    """Return what one forward and backward, with its draws, leaves behind."""
+    x = x.clone().requires_grad_(x.is_floating_point())
+    torch.manual_seed(3)
+    out = module(x)
+    out.square().mean().backward()
+    return out, torch.rand(2), x.grad, *(p.grad for p in module.parameters())
+
+
+def compare(kind, backend, training, sequence_parallel=False, lengths=(6, 6, 9)):
+    torch._dynamo.reset()
+    module = sharded(kind, sequence_parallel=sequence_parallel).train(training)
+    twin = copy.deepcopy(module)
+    count, runs = counting(backend)
+    compiled = torch.compile(twin, backend=count)
+    for length in lengths:
+        x = inputs(kind, length)
+        runs.clear()
+        for own, other in zip(step(module, x), step(compiled, x), strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-12)
+    return runs
+
+
+def layers_alone():
+    return [compare(kind, "aot_eager", True, lengths=(6,)) for kind in LAYERS if kind != "model"]
+
+
+def test_layers_and_regions():
+    for runs in run_ranks(layers_alone, 2)[0]:
+        assert runs  # something was compiled
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a compiler")
+def test_inductor():
+    runs, _ = run_ranks(compare, 2, "feedforward", "inductor", True, lengths=(6,), timeout=120)
+    assert sum(runs) >= 5  # three products, silu and the product of both
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_a_whole_model(sequence_parallel):
+    """Also for another length."""
+    lengths = (6, 9) if sequence_parallel else (6,)
+    runs, _ = run_ranks(compare, 2, "model", "aot_eager", True, sequence_parallel, lengths)
+    assert sum(runs) > 30  # what it computes by itself is compiled, between the breaks
+
+
+def evaluated():
+    return [compare(kind, "eager", False, lengths=(6,)) for kind in ("attention", "model")]
+
+
+def test_evaluation():
+    run_ranks(evaluated, 2)
+
+
+def head_and_loss(async_all_reduce):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    head = ColumnParallelLinear(
+        HIDDEN, 20, async_all_reduce=async_all_reduce, group=dist.group.WORLD
+    )
+    x, ids = torch.randn(6, HIDDEN), torch.arange(6)
+
+    def loss(x):
+        logits = head(x.tanh())
+        return vocab_parallel_cross_entropy(logits, ids, group=dist.group.WORLD, vocab_size=20)
+
+    results = []
+    for function in (loss, torch.compile(loss, backend="aot_eager")):
+        own = x.clone().requires_grad_()
+        value = function(own)
+        results.append((value, *torch.autograd.grad(value, (own, head.weight))))
+    torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("async_all_reduce", [False, True])
+def test_head_and_loss(async_all_reduce):
+    run_ranks(head_and_loss, 2, async_all_reduce)
+
+
+def test_the_compiler_is_not_imported_for_those_who_do_not_compile():
+    lines = "import sys", "import scaletorch.parallel.tensor_parallel as _"
+    source = "; ".join((*lines, "sys.exit('torch._dynamo' in sys.modules)"))
+    subprocess.run([sys.executable, "-c", source], check=True)
