@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
@@ -46,18 +46,24 @@ def model_precision(dtype: torch.dtype) -> Iterator[None]:
 
 def _keeping(method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of tensors that keeps float64 where it would make float32."""
+    always = method.__name__ == "float"
 
     @functools.wraps(method)
     def keeping(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        if self.dtype != torch.float64 or _called_by_library():
+        narrows = always or _names_float32(args) or _names_float32(kwargs.values())
+        if not narrows or self.dtype != torch.float64 or _called_by_library():
             return method(self, *args, **kwargs)
-        if method.__name__ == "float":
+        if always:
             return self
         args = tuple(torch.float64 if value is torch.float32 else value for value in args)
         kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in kwargs.items()}
         return method(self, *args, **kwargs)
 
     return keeping
+
+
+def _names_float32(values: Iterable[Any]) -> bool:
+    return any(value is torch.float32 for value in values)
 
 
 def _called_by_library() -> bool:

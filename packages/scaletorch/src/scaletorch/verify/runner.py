@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
 
 from ..compose import (
     clip_grad_norm_,
@@ -31,7 +30,7 @@ from ..parallel.pipeline_parallel import Split
 from ..parallel.tensor_parallel import load_full_state_dict, shard_owners, take_own
 from . import dropout
 from .cases import Case
-from .compare import Difference, Shard, compare_named, compare_tensor
+from .compare import Difference, compare_named, compare_tensor
 from .precision import model_precision
 from .problem import MAX_NORM, SGD_STEPS, TORCH_DTYPES, make_optimizer
 from .replicas import doubled, missing, unlike
@@ -109,7 +108,7 @@ def compare_case(
 ) -> Iterator[Difference]:
     """Build the model, compare its initial weights, its training and its dropout."""
     model = find(subject.model_fn)().to(TORCH_DTYPES[case.dtype])
-    shard = own_shard(model, manager)
+    shard = functools.partial(take_own, model)
     yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, shard)
     load_full_state_dict(model, saved["state"])
     parallel = parallelize(
@@ -128,11 +127,6 @@ def compare_case(
         yield from compare_dropout(case, parallel, manager, saved, subject.hidden_size)
 
 
-def own_shard(model: nn.Module, manager: ProcessGroupManager) -> Shard:
-    """Return a function of a parameter's name and whole tensor that keeps this rank's shard."""
-    return functools.partial(take_own, model)
-
-
 def train_and_compare(
     case: Case,
     model: DataParallelBucket,
@@ -141,7 +135,7 @@ def train_and_compare(
     hidden_size: int,
 ) -> Iterator[Difference]:
     """Train through all steps; compare this rank's part after each, and the whole at the end."""
-    shard = own_shard(model, manager)
+    shard = functools.partial(take_own, model)
     shards = shard_owners(model)
     stages: list[set[str]] = all_gather_object(set(shards), manager.pp_group)
     yield from doubled(stages, model.tied_parameters, saved["bound"])

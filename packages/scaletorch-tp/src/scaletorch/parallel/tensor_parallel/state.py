@@ -64,15 +64,22 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     Raises:
         InvalidArgumentError: `whole` is not of the plain parameter's length.
     """
-    cut = find_cuts(model).get(name)
-    if cut is None or cut.layer.tp_size == 1:
+    owner, _, parameter = name.rpartition(".")
+    try:
+        layer = model.get_submodule(owner)
+    except AttributeError:
         return whole
-    if whole.dim() <= cut.dim or whole.shape[cut.dim] != cut.layer.cut.whole:
+    if not isinstance(layer, TensorParallelLayer) or layer.tp_size == 1:
+        return whole
+    dim = layer.shard_dims.get(parameter)
+    if dim is None:
+        return whole
+    if whole.dim() <= dim or whole.shape[dim] != layer.cut.whole:
         raise InvalidArgumentError(
             f"{describe_rank()}: '{name}' has shape {tuple(whole.shape)}, but the whole has "
-            f"{cut.layer.cut.whole} along dim {cut.dim}"
+            f"{layer.cut.whole} along dim {dim}"
         )
-    return cut.layer.take(whole, cut.dim)
+    return layer.take(whole, dim)
 
 
 def gather_tensors(
