@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import subprocess
 import sys
 
@@ -14,7 +15,8 @@ from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, every_layout, layout_name, parse_layout, verify
-from scaletorch.verify.cases import enumerate_cases
+from scaletorch.verify.__main__ import options_of, parse
+from scaletorch.verify.cases import OPTIONS, enumerate_cases
 from scaletorch.verify.compare import compare_named
 from scaletorch.verify.mutants import MUTANTS, hunt
 from scaletorch.verify.replicas import doubled, missing
@@ -75,6 +77,12 @@ def test_options_cross_only_where_they_matter():
     ]
 
 
+def test_the_command_crosses_the_values_that_it_is_given_or_all():
+    asked = options_of(parse(["--world-size", "2", "--recompute", "none", "layers"]))
+    assert asked == {name: v[:1] for name, v in OPTIONS.items()} | {"recompute": ["none", "layers"]}
+    assert options_of(parse(["--world-size", "2", "--every-option"])) == OPTIONS
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -110,6 +118,8 @@ def test_a_fault_is_named_and_can_be_repeated():
     text = str(report)
     assert "2x1x1x1 float64: FAILED" in text
     assert "python -m scaletorch.verify --layout 2x1x1x1 --dtype float64" in text
+    assert re.search(r"loss, step 0, rank [01]: relative error \S+, bound \S+; largest at", text)
+    assert re.search(r"largest at \[\]: \d+\.\d+, one process \d+\.\d+", text)
     first = report.results[0].ranks[0].failures[0]
     assert (first.what, first.step) == ("loss", 0)
     assert first.error > 1000 * first.bound
