@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed import group
 
 from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.tensor_parallel import Fused, apply_tensor_parallel, base, explain
+from scaletorch.parallel.tensor_parallel import Fused, apply_tensor_parallel, explain
+from scaletorch.parallel.tensor_parallel.layers import base
 
 VOCAB, HIDDEN, TOKENS = 13, 12, 10
 

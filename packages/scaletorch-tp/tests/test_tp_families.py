@@ -22,9 +22,9 @@ from scaletorch.parallel.tensor_parallel import (
     load_full_state_dict,
     shard_dims,
 )
-from scaletorch.parallel.tensor_parallel.fused import fuse
-from scaletorch.parallel.tensor_parallel.sharding import head_cuts, share_cut
-from scaletorch.parallel.tensor_parallel.validate import resolve_plan
+from scaletorch.parallel.tensor_parallel.cuts.cut import head_cuts, share_cut
+from scaletorch.parallel.tensor_parallel.cuts.fused import fuse
+from scaletorch.parallel.tensor_parallel.plans.validate import resolve_plan
 
 VOCAB, HIDDEN, HEADS, LENGTH = 13, 24, 4, 7
 

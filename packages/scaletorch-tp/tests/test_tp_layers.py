@@ -17,7 +17,7 @@ from scaletorch.parallel.tensor_parallel import (
     VocabParallelEmbedding,
     gather_tensors,
 )
-from scaletorch.parallel.tensor_parallel.sharding import Cut
+from scaletorch.parallel.tensor_parallel.cuts.cut import Cut
 
 FEW = settings(max_examples=12, deadline=None, database=None, phases=[Phase.generate])
 

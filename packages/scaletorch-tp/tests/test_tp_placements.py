@@ -24,7 +24,7 @@ from scaletorch.parallel.tensor_parallel import (
     load_full_state_dict,
     placements,
 )
-from scaletorch.parallel.tensor_parallel.sharding import Cut
+from scaletorch.parallel.tensor_parallel.cuts.cut import Cut
 
 HIDDEN, INNER, VOCAB, HEAD = 10, 7, 13, 2
 

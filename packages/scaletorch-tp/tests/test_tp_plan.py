@@ -17,13 +17,13 @@ from scaletorch.parallel.tensor_parallel import (
     RowParallelLinear,
     apply_tensor_parallel,
 )
-from scaletorch.parallel.tensor_parallel.plan import matching
-from scaletorch.parallel.tensor_parallel.sharding import (
+from scaletorch.parallel.tensor_parallel.cuts.cut import (
     head_cuts,
     nearest_divisors,
     shard_sizes,
 )
-from scaletorch.parallel.tensor_parallel.validate import resolve_plan
+from scaletorch.parallel.tensor_parallel.plans.plan import matching
+from scaletorch.parallel.tensor_parallel.plans.validate import resolve_plan
 
 NAMES = ["", "model", "model.layers.0.mlp.up", "model.layers.11.mlp.up", "layers.0.mlp.up", "up"]
 

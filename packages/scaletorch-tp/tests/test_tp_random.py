@@ -17,7 +17,7 @@ from scaletorch.parallel.tensor_parallel import (
     common_random,
     sharded_random,
 )
-from scaletorch.parallel.tensor_parallel.validate import resolve_plan
+from scaletorch.parallel.tensor_parallel.plans.validate import resolve_plan
 
 HIDDEN, HEADS = 16, 4
 MASKS = {"whole": ("embedding", "attended", "whole"), "sharded": ("attention", "mlp")}

@@ -17,7 +17,7 @@ from scaletorch.parallel.tensor_parallel import (
     gather_tensors,
     shard_dims,
 )
-from scaletorch.parallel.tensor_parallel.validate import resolve_plan
+from scaletorch.parallel.tensor_parallel.plans.validate import resolve_plan
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 16, 12, 4, 2, 6
 

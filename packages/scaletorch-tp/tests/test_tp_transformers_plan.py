@@ -15,8 +15,8 @@ from scaletorch.parallel.tensor_parallel import (
     explain,
     gather_tensors,
 )
-from scaletorch.parallel.tensor_parallel.transformers_plan import find_own_plan, own_plan
-from scaletorch.parallel.tensor_parallel.validate import resolve_plan
+from scaletorch.parallel.tensor_parallel.plans.transformers_plan import find_own_plan, own_plan
+from scaletorch.parallel.tensor_parallel.plans.validate import resolve_plan
 
 VOCAB, HIDDEN, HEADS, HEAD = 11, 8, 4, 2
 PLAN = {

@@ -22,8 +22,8 @@ from scaletorch.parallel.tensor_parallel import (
     shard_owners,
     take_own,
 )
-from scaletorch.parallel.tensor_parallel.sharding import Cut
-from scaletorch.parallel.tensor_parallel.validate import resolve
+from scaletorch.parallel.tensor_parallel.cuts.cut import Cut
+from scaletorch.parallel.tensor_parallel.plans.validate import resolve
 
 HEAD_DIM = 4
 

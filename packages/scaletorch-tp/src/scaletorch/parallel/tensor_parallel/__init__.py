@@ -1,20 +1,21 @@
 """Tensor parallelism: layers of which each rank holds a shard, and plans for whole models."""
 
 from ._version import __version__
-from .base import TensorParallelLayer
 from .cross_entropy import vocab_parallel_cross_entropy
-from .dtensors import PiecesTensor, as_dtensors
-from .explain import explain
-from .explanation import Communication, ExplainedParameter, Explanation
-from .families import FAMILIES, Family
-from .fused import Fused
-from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .placements import Pieces, placements
-from .plan import STYLES, Divide, Plan, Style
-from .random import common_random, sharded_random
-from .safetensors_folder import load_safetensors
-from .sequence import sequence_share
-from .state import (
+from .cuts.fused import Fused
+from .layers.base import TensorParallelLayer
+from .layers.embedding import VocabParallelEmbedding
+from .layers.linear import ColumnParallelLinear, RowParallelLinear
+from .plans.explain import explain
+from .plans.explanation import Communication, ExplainedParameter, Explanation
+from .plans.families import FAMILIES, Family
+from .plans.plan import STYLES, Divide, Plan, Style
+from .regions.random import common_random, sharded_random
+from .regions.sequence import sequence_share
+from .state.dtensors import PiecesTensor, as_dtensors
+from .state.placements import Pieces, placements
+from .state.safetensors_folder import load_safetensors
+from .state.whole import (
     gather_state_dict,
     gather_tensors,
     load_full_state_dict,

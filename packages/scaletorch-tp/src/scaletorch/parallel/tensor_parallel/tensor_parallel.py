@@ -10,15 +10,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...dist import get_rank, get_world_size
 from ..pg_manager import axis_group
-from .base import Memo, TensorParallelLayer
-from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .plan import Match, Plan, find_mixins
-from .region import Region
-from .sequence import share_sequences
-from .sharding import Cut
-from .sum_grad import SumGradients
-from .surround import cannot_surround, surround
-from .validate import resolve
+from .cuts.cut import Cut
+from .layers.base import Memo, TensorParallelLayer
+from .layers.embedding import VocabParallelEmbedding
+from .layers.linear import ColumnParallelLinear, RowParallelLinear
+from .plans.plan import Match, Plan, find_mixins
+from .plans.validate import resolve
+from .regions.region import Region
+from .regions.sequence import share_sequences
+from .regions.sum_grad import SumGradients
+from .regions.surround import cannot_surround, surround
 
 __all__ = [
     "ColumnParallelLinear",

@@ -18,8 +18,8 @@ from ...dist import all_reduce, get_world_size
 from ...dist.errors import InvalidArgumentError
 from ...dist.functional import Copy, Gather, Reduce
 from ..pg_manager import axis_group
-from .region import enter
-from .uncompiled import uncompiled
+from .regions.region import enter
+from .regions.uncompiled import uncompiled
 
 
 class CopyToModelParallelRegion(Copy):

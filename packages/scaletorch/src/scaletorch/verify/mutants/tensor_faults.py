@@ -15,31 +15,31 @@ TENSOR = Catalogue("parallel.tensor_parallel")
 fault = TENSOR.fault
 
 
-@fault("base:reduce", layout="1x1x1x2")
+@fault("layers.base:reduce", layout="1x1x1x2")
 def partial_sums_not_reduced(reduce: Any) -> Any:
     """Row-parallel and embedding outputs miss their all-reduce."""
     return lambda x, _group: x
 
 
-@fault("base:reduce", layout="1x1x1x2")
+@fault("layers.base:reduce", layout="1x1x1x2")
 def partial_sums_reduced_twice(reduce: Any) -> Any:
     """Row-parallel and embedding outputs are all-reduced twice."""
     return lambda x, group: reduce(reduce(x, group), group)
 
 
-@fault("region:copy", layout="1x1x1x2")
+@fault("regions.region:copy", layout="1x1x1x2")
 def input_gradient_not_reduced(copy: Any) -> Any:
     """A column-parallel layer's input gradient misses its all-reduce."""
     return lambda x, _group: x
 
 
-@fault("region:copy", layout="1x1x1x2")
+@fault("regions.region:copy", layout="1x1x1x2")
 def input_gradient_reduced_twice(copy: Any) -> Any:
     """A column-parallel layer's input gradient is all-reduced twice."""
     return lambda x, group: copy(copy(x, group), group)
 
 
-@fault("region:copy", layout="2x1x1x2")
+@fault("regions.region:copy", layout="2x1x1x2")
 def input_gradient_over_wrong_axis(copy: Any) -> Any:
     """A column-parallel layer's input gradient is all-reduced over dp in place of tp."""
 
@@ -50,13 +50,13 @@ def input_gradient_over_wrong_axis(copy: Any) -> Any:
     return over_dp
 
 
-@fault("layers:RowParallelLinear.forward", layout="1x1x1x2")
+@fault("layers.linear:RowParallelLinear.forward", layout="1x1x1x2")
 def row_bias_on_every_rank(forward: Any) -> Any:
     """Every rank adds the row-parallel bias before the sum."""
     return lambda self, x: forward(self, x) + (self.tp_size - 1) * self.bias
 
 
-@fault("layers:VocabParallelEmbedding.forward", layout="1x1x1x2")
+@fault("layers.embedding:VocabParallelEmbedding.forward", layout="1x1x1x2")
 def vocabulary_off_by_one(forward: Any) -> Any:
     """Ranks but the first look up the row after the one that is meant."""
 
@@ -67,7 +67,7 @@ def vocabulary_off_by_one(forward: Any) -> Any:
     return shifted
 
 
-@fault("layers:VocabParallelEmbedding.forward", layout="1x1x1x2")
+@fault("layers.embedding:VocabParallelEmbedding.forward", layout="1x1x1x2")
 def padding_row_gets_gradient(forward: Any) -> Any:
     """The padding row is trained like any other."""
 
@@ -81,13 +81,13 @@ def padding_row_gets_gradient(forward: Any) -> Any:
     return forgetful
 
 
-@fault("sum_grad:copy", layout="1x1x1x2")
+@fault("regions.sum_grad:copy", layout="1x1x1x2")
 def head_norm_gradient_not_summed(copy: Any) -> Any:
     """A norm of each rank's own heads keeps the gradient of these heads alone."""
     return lambda x, _group: x
 
 
-@fault("base:gather", layout="1x1x1x2")
+@fault("layers.base:gather", layout="1x1x1x2")
 def gathered_logits_gradient_summed(gather: Any) -> Any:
     """The gradient of joined outputs is summed over ranks that computed the same loss."""
 
@@ -111,31 +111,31 @@ def _as_rank(own: Any, choose: Any) -> Any:
     return other
 
 
-@fault("base:TensorParallelLayer._own", layout="1x1x1x2")
+@fault("layers.base:TensorParallelLayer._own", layout="1x1x1x2")
 def row_shards_in_wrong_order(own: Any) -> Any:
     """A row-parallel weight's shards are dealt in another order than its inputs."""
     return _as_rank(own, lambda rank, size, dim: (rank + dim) % size)
 
 
-@fault("base:TensorParallelLayer._own", layout="1x1x1x2", model="sharded")
+@fault("layers.base:TensorParallelLayer._own", layout="1x1x1x2", model="sharded")
 def shards_initialised_alike(own: Any) -> Any:
     """Every rank draws the same shard of a new layer."""
     return _as_rank(own, lambda _rank, _size, _dim: 0)
 
 
-@fault("base:TensorParallelLayer._shard_parameter", layout="1x1x1x2")
+@fault("layers.base:TensorParallelLayer._shard_parameter", layout="1x1x1x2")
 def tied_parameters_sharded_apart(shard: Any) -> Any:
     """A tied embedding and head become two parameters when they are sharded."""
     return lambda self, name, dim, whole, _memo: shard(self, name, dim, whole, {})
 
 
-@fault("random:get_rank", layout="1x1x1x2")
+@fault("regions.random:get_rank", layout="1x1x1x2")
 def dropout_alike_on_shards(get_rank: Any) -> Any:
     """Ranks drop the same elements of activations of which each holds another part."""
     return lambda _group: 0
 
 
-@fault("replicas:sum_parts", layout="1x1x1x4")
+@fault("regions.replicas:sum_parts", layout="1x1x1x4")
 def replicated_heads_not_summed(sum_parts: Any) -> Any:
     """Ranks that share a key head each keep the gradient of their own queries."""
     return lambda x, _cut, _rank, _group: x
@@ -144,31 +144,31 @@ def replicated_heads_not_summed(sum_parts: Any) -> Any:
 SEQUENCE = {"layout": "1x1x1x2", "model": "shared", "sequence_parallel": "on"}
 
 
-@fault("sum_grad:copy", **SEQUENCE)
+@fault("regions.sum_grad:copy", **SEQUENCE)
 def sequence_norm_gradient_not_summed(copy: Any) -> Any:
     """A norm on a share of the sequence keeps the gradient of this share."""
     return lambda x, _group: x
 
 
-@fault("layers:copy", **SEQUENCE)
+@fault("layers.linear:copy", **SEQUENCE)
 def sequence_bias_gradient_not_summed(copy: Any) -> Any:
     """A row-parallel bias added to a share of the sequence keeps the gradient of this share."""
     return lambda x, _group: x
 
 
-@fault("sequence:all_gather", **SEQUENCE)
+@fault("regions.sequence:all_gather", **SEQUENCE)
 def sequence_gradient_not_scattered(all_gather: Any) -> Any:
     """The gradient at a region's beginning is cut, and the ranks' parts are not summed."""
     return lambda x, dim, group, sizes: gather(x, dim, group, sizes=sizes)
 
 
-@fault("sequence:reduce_scatter", **SEQUENCE)
+@fault("regions.sequence:reduce_scatter", **SEQUENCE)
 def sequence_partial_sums_not_reduced(reduce_scatter: Any) -> Any:
     """A region's partial results are cut, and not summed."""
     return lambda x, dim, group, sizes: split(x, dim, group, sizes=sizes)
 
 
-@fault("random:get_rank", **SEQUENCE)
+@fault("regions.random:get_rank", **SEQUENCE)
 def dropout_alike_on_sequence_shares(get_rank: Any) -> Any:
     """Ranks drop the same elements of their shares of the sequence."""
     return lambda _group: 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .base import TensorParallelLayer
+from ..layers.base import TensorParallelLayer
 from .surround import Surrounded, cannot_surround
 from .uncompiled import around_compiled, copy
 

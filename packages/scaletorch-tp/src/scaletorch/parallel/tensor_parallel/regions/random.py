@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import get_rank, get_world_size
-from ..pg_manager import axis_group
+from ....dist import get_rank, get_world_size
+from ...pg_manager import axis_group
 from .surround import Surrounded
 from .uncompiled import around_compiled, uncompiled
 

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
-from .fused import Fused
+from ....dist.errors import InvalidArgumentError
+from ..cuts.fused import Fused
 from .heads import has_heads, head_length, is_column, is_row
 from .plan import Match, Style
 from .recognised import Recognised

@@ -13,8 +13,8 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ...dist import all_reduce
-from .sharding import Cut
+from ....dist import all_reduce
+from ..cuts.cut import Cut
 from .uncompiled import uncompiled
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...dist.errors import InvalidArgumentError, StateError
-from ..pg_manager import describe_rank
-from .state import ParameterCut, check_names, find_cuts
+from ....dist.errors import InvalidArgumentError, StateError
+from ...pg_manager import describe_rank
+from .whole import ParameterCut, check_names, find_cuts
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

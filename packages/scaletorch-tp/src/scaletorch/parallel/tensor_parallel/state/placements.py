@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
-from .state import ParameterCut, find_cuts
+from .whole import ParameterCut, find_cuts
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import Replicate, Shard

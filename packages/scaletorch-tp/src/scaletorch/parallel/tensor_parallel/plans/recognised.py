@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
 from .heads import head_length
 from .lengths import Length
 from .plan import Divide, Match

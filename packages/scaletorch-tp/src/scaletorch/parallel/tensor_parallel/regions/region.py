@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist.functional import copy
+from ....dist.functional import copy
 from .surround import Surrounded
 from .uncompiled import around_compiled, uncompiled
 

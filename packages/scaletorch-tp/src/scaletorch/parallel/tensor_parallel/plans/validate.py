@@ -7,16 +7,16 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
+from ..cuts.cut import Cut, share_cut
+from ..cuts.fused import Fused, fuse
+from ..regions.sum_grad import SumGradients, cannot_sum
+from ..regions.surround import cannot_surround
 from .families import find_family
-from .fused import Fused, fuse
 from .heads import find_attentions
 from .lengths import Length, check_lengths, find_lengths, local_attributes
 from .plan import Divide, Match, Plan, find_mixins, match_plan
 from .recognised import check_recognised
-from .sharding import Cut, share_cut
-from .sum_grad import SumGradients, cannot_sum
-from .surround import cannot_surround
 from .transformers_plan import find_own_plan
 
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
-from .base import TensorParallelLayer
-from .conv1d import ColumnParallelConv1D, RowParallelConv1D
-from .fused import Fused
-from .layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from .random import CommonRandom, ShardedRandom
-from .scaled_embedding import ScaledVocabParallelEmbedding
-from .sum_grad import SumGradients
-from .surround import Surrounded
+from ....dist.errors import InvalidArgumentError
+from ..cuts.fused import Fused
+from ..layers.base import TensorParallelLayer
+from ..layers.conv1d import ColumnParallelConv1D, RowParallelConv1D
+from ..layers.embedding import ScaledVocabParallelEmbedding, VocabParallelEmbedding
+from ..layers.linear import ColumnParallelLinear, RowParallelLinear
+from ..regions.random import CommonRandom, ShardedRandom
+from ..regions.sum_grad import SumGradients
+from ..regions.surround import Surrounded
 
 
 @dataclass(frozen=True, slots=True, init=False)

@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ..cuts.cut import Cut
 from .base import Memo, TensorParallelLayer
-from .layers import ColumnParallelLinear, RowParallelLinear
-from .sharding import Cut
+from .linear import ColumnParallelLinear, RowParallelLinear
 
 
 def is_conv1d(module: nn.Module) -> bool:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist import get_rank, get_world_size
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import axis_group, describe_rank
-from .sharding import Cut, require_shares, share_cut
-from .uncompiled import gather, reduce
+from ....dist import get_rank, get_world_size
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import axis_group, describe_rank
+from ..cuts.cut import Cut, require_shares, share_cut
+from ..regions.uncompiled import gather, reduce
 
 if TYPE_CHECKING:
-    from .sequence import SequenceShares
+    from ..regions.sequence import SequenceShares
 
 # A whole parameter -> the dim it was cut along, how, and this rank's shard: tied ones stay tied.
 Memo = MutableMapping[Tensor, tuple[int, Cut, nn.Parameter]]

@@ -8,11 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ...dist import get_comm_device
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
+from ....dist import get_comm_device
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
 from .placements import Pieces, place
-from .state import ParameterCut, find_cuts
+from .whole import ParameterCut, find_cuts
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex

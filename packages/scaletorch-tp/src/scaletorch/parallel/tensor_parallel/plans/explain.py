@@ -7,16 +7,16 @@ from typing import Literal
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
+from ..cuts.cut import share_cut
+from ..cuts.fused import Fused
+from ..layers.linear import ColumnParallelLinear, RowParallelLinear
+from ..regions.region import Region
+from ..regions.sum_grad import SumGradients
+from ..regions.surround import cannot_surround
 from .explanation import Communication, ExplainedParameter, Explanation
-from .fused import Fused
 from .heads import is_column, is_row
-from .layers import ColumnParallelLinear, RowParallelLinear
 from .plan import Match, Plan
-from .region import Region
-from .sharding import share_cut
-from .sum_grad import SumGradients
-from .surround import cannot_surround
 from .validate import Resolved, resolve
 
 

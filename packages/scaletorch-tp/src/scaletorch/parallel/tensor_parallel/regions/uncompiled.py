@@ -12,7 +12,7 @@ from typing import ParamSpec, TypeVar
 
 import torch
 
-from ...dist import functional
+from ....dist import functional
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from .fused import fuse
-from .layers import ColumnParallelLinear, RowParallelLinear
+from ..cuts.cut import Cut, head_cuts
+from ..cuts.fused import fuse
+from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from .plan import Match
-from .sharding import Cut, head_cuts
 
 _HEAD_LENGTHS = ("head_dim", "head_size")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")

@@ -9,8 +9,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from ...dist.errors import InvalidArgumentError
-from .sharding import Cut
+from ....dist.errors import InvalidArgumentError
+from .cut import Cut
 
 FUSABLE = ("column", "column_gather", "row")
 

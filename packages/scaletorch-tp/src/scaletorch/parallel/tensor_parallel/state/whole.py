@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist import all_gather_object, get_world_size
-from ...dist.errors import InvalidArgumentError, MismatchError
-from ..pg_manager import describe_rank
-from .base import TensorParallelLayer
+from ....dist import all_gather_object, get_world_size
+from ....dist.errors import InvalidArgumentError, MismatchError
+from ...pg_manager import describe_rank
+from ..layers.base import TensorParallelLayer
 
 
 class ParameterCut(NamedTuple):

@@ -16,14 +16,14 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist import get_rank, get_world_size
-from ...dist.errors import InvalidArgumentError
-from ...dist.functional import all_gather, reduce_scatter, split
-from ..pg_manager import describe_rank
-from .base import TensorParallelLayer
+from ....dist import get_rank, get_world_size
+from ....dist.errors import InvalidArgumentError
+from ....dist.functional import all_gather, reduce_scatter, split
+from ...pg_manager import describe_rank
+from ..cuts.cut import shard_sizes
+from ..layers.base import TensorParallelLayer
 from .random import sharded_random
 from .region import Region
-from .sharding import shard_sizes
 from .sum_grad import SumGradients
 from .surround import SharedGroup, Surrounded, surround
 from .uncompiled import around_compiled, uncompiled

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
-from .fused import Fused
+from ....dist.errors import InvalidArgumentError
+from ..cuts.fused import Fused
 from .plan import Divide, Plan, match_plan, matching
 from .recognised import Recognised
 

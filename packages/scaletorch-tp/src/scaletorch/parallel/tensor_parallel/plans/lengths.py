@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
+from ..cuts.cut import legal_sizes
 from .heads import Attention, has_heads, is_column, is_row, sharded_layers
 from .plan import Divide, Match
-from .sharding import legal_sizes
 
 # What is divided over the ranks: where it is, and how long.
 Length = tuple[str, int]

@@ -1,0 +1,1 @@
+"""How lengths are cut over ranks."""

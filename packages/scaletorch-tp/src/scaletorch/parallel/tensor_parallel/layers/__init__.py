@@ -1,0 +1,1 @@
+"""Layers of which each rank holds one shard."""

@@ -1,0 +1,128 @@
+"""The vocabulary-parallel embedding."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import axis_group
+from .base import TensorParallelLayer
+
+
+class VocabParallelEmbedding(TensorParallelLayer):
+    """`nn.Embedding` whose rows are divided over the ranks; the output is whole.
+
+    A new layer holds the shard of what `nn.Embedding` would draw in one process from that seed.
+
+    Args:
+        num_embeddings: Number of rows in the whole table; first ranks' shares may be longer by one.
+        embedding_dim: Length of a row.
+        padding_idx: As in `nn.Embedding`: a row that gets no gradient, zero at first.
+        max_norm: As in `nn.Embedding`: a longer row is shortened to it, in place, when looked up.
+        norm_type: The p of that norm.
+        group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
+        device: Where the parameters live.
+        dtype: The parameters' dtype.
+
+    Raises:
+        InvalidArgumentError: `num_embeddings` is less than tp, or `padding_idx` no row.
+    """
+
+    plain_class = nn.Embedding
+    sharded_size = "num_embeddings"
+    shard_dims: ClassVar[dict[str, int]] = {"weight": 0}
+    options: ClassVar[dict[str, bool]] = {}
+
+    num_embeddings: int
+    embedding_dim: int
+    padding_idx: int | None
+    max_norm: float | None
+    norm_type: float
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        *,
+        group: ProcessGroup | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        group = axis_group("tp", group)
+        self._check(num_embeddings, group, {})
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise InvalidArgumentError(
+                f"padding_idx {padding_idx} is not a row of a table of {num_embeddings}; "
+                f"choose from {-num_embeddings} to {num_embeddings - 1}"
+            )
+        sizes = (num_embeddings, embedding_dim, padding_idx, max_norm, norm_type)
+        plain = nn.Embedding(*sizes, device=device, dtype=dtype)
+        self._build(plain, group)
+
+    @classmethod
+    def misfit(cls, module: nn.Module) -> str | None:
+        """Say why `module` cannot become this layer; None where it can."""
+        used = [n for n in ("scale_grad_by_freq", "sparse") if getattr(module, n, None)]
+        if used and type(module) is cls.plain_class:
+            return f"it uses {', '.join(used)}, which is not supported on shards"
+        return super().misfit(module)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up whole rows: ids of any shape to [..., embedding_dim]."""
+        if self.tp_size == 1:
+            norm = self.max_norm, self.norm_type
+            return functional.embedding(ids, self.weight, self.padding_idx, *norm)
+        first = self.cut.start(self.tp_rank)
+        last = first + self.cut.sizes[self.tp_rank]
+        # Another rank's ids look up row 0 and count as zero. An id that is no rank's is left
+        # out of range on all of them, and fails as it does in one process.
+        elsewhere = ((ids >= 0) & (ids < first)) | ((ids >= last) & (ids < self.num_embeddings))
+        if self.max_norm is not None:
+            # These rows of the shard and no others; each row is on one rank.
+            own = ids[(ids >= first) & (ids < last)] - first
+            with torch.no_grad():
+                torch.embedding_renorm_(self.weight, own, self.max_norm, self.norm_type)
+        padding = self.padding_idx
+        own_padding = padding is not None and first <= padding < last
+        rows = functional.embedding(
+            (ids - first).masked_fill(elsewhere, 0),
+            self.weight,
+            padding - first if own_padding and padding is not None else None,
+        )
+        return self._leave(rows.masked_fill(elsewhere.unsqueeze(-1), 0))
+
+    def extra_repr(self) -> str:
+        """Describe the whole table and its division."""
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, padding_idx={self.padding_idx}, "
+            f"tp={self.tp_size}"
+        )
+
+
+class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
+    """A vocabulary-parallel embedding whose rows are scaled by `embed_scale` (Gemma, BART)."""
+
+    embed_scale: Tensor | float
+
+    @classmethod
+    def takes(cls, module: nn.Module) -> bool:
+        """Tell whether `module` is one, by name and structure: its library may be absent."""
+        kind = type(module)
+        named = kind.__name__.endswith("ScaledWordEmbedding") and kind.__bases__ == (nn.Embedding,)
+        return named and isinstance(getattr(module, "embed_scale", None), Tensor | float | int)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up whole rows and scale them: ids of any shape to [..., embedding_dim]."""
+        scale = self.embed_scale
+        rows = super().forward(ids)
+        return rows * (scale.to(self.weight.dtype) if isinstance(scale, Tensor) else scale)

@@ -1,0 +1,1 @@
+"""Plans as data: written, found, checked against a model, explained."""

@@ -1,0 +1,1 @@
+"""What surrounds the sharded layers: communication, replicas, random draws."""

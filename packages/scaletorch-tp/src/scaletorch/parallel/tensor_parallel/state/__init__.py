@@ -1,0 +1,1 @@
+"""Whole tensors from shards and back; checkpoints."""
