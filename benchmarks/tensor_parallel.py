@@ -1,228 +1,149 @@
-"""A Llama block over two ranks: ours, torch's DTensor plan, and linear layers written by hand.
+"""A Llama block over two ranks: ours, torch's DTensor plans, and linear layers written by hand.
 
-Forward and backward of one block on two ranks of one thread each. The floor is the least that any
-library must do: plain ``F.linear`` on shards, one ``all_reduce`` after each half of the block in
-forward and one for each in backward, by two autograd functions. All ways run in the same
-processes, one step of each in turn; medians are printed, with their ratio to the floor, and the
-bytes that each rank hands to all_reduce against the formula 4 x tokens x hidden x element size.
+Forward and backward of one block on two ranks of one thread each, without and with sequence
+parallelism (the block's input and output are shares of the sequence then), and of the whole block
+in one process of one thread. `by_hand.py` is the floor. Every repeat runs all ways once, in the
+same processes, shuffled. Every result is compared with one process.
 
     python benchmarks/tensor_parallel.py --hidden 512 1024 --tokens 1x8 1x64 1x512 4x256
+
+One table a size; of the two ranks the larger figure counts, but for exposed ms.
+
+- ms: median of the repeats.
+- x floor: median of each repeat's own ratio to the way by hand, and its quartiles.
+- bytes sent: by each rank, were every collective a ring. On two ranks all_reduce of n bytes sends
+  n; all_gather to n bytes, and reduce_scatter (also one made of all_to_all) of n bytes, send n / 2.
+- / formula: that over 4 x tokens x hidden x element size. With sequence parallelism it is the same,
+  and the norms' gradients.
+- peak MiB: the most that tensors took in forward and backward, beside weights and input.
+- exposed ms: median time in communication calls and in waiting for them, in repeats of its own; of
+  the rank that spends less there, since the other one also waits for it to come.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import itertools
+import os
+import random
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
+from gauges import Run, exposed, peak, sent
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
+from ways import NORMS, WAYS, Finish, nothing
 
 from scaletorch.dist import RankPool
 from scaletorch.models.llama import Block, LlamaConfig, rotary_tables
-from scaletorch.parallel.tensor_parallel import Divide, Plan, apply_tensor_parallel
 
+RANKS = 2
 HEAD_DIM = 64
-PLAN: Plan = {
-    "self_attn": Divide("num_heads", "num_kv_heads"),
-    **{f"self_attn.{name}_proj": "column" for name in "qkv"},
-    "self_attn.o_proj": "row",
-    "mlp.gate_proj": "column",
-    "mlp.up_proj": "column",
-    "mlp.down_proj": "row",
-}
-STYLES = {name: style for name, style in PLAN.items() if isinstance(style, str)}
+LEAST, MOST = 15, 200  # repeats
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+ALONE = "one process"
 
 
-class Enter(torch.autograd.Function):
-    """Identity forward, all_reduce backward."""
+@dataclass(frozen=True)
+class Size:
+    """What a block is run on."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return ``x``."""
-        return x.view_as(x)
+    hidden: int
+    batch: int
+    length: int
+    dtype: str
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Sum the gradient over the ranks."""
-        grad = grads[0].clone()
-        dist.all_reduce(grad)
-        return grad
-
-
-class Leave(torch.autograd.Function):
-    """all_reduce forward, identity backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return the sum of every rank's ``x``."""
-        x = x.clone()
-        dist.all_reduce(x)
-        return x
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Hand the gradient on."""
-        return grads[0]
+    def formula(self, sequence: bool) -> int:
+        """Return the bytes that two ranks need to send, each."""
+        tokens, norms = self.batch * self.length, len(NORMS) if sequence else 0
+        return (4 * tokens + norms) * self.hidden * DTYPES[self.dtype].itemsize
 
 
-class Gather(torch.autograd.Function):
-    """all_gather of the sequence forward, reduce_scatter backward."""
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of one way; a list has one entry for each repeat.
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return the whole sequence [B, L, H]."""
-        return gathered(x)
+    Attributes:
+        sent: bytes.
+        peak: bytes.
+        seconds: of forward and backward.
+        exposed: seconds in communication.
+    """
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Return this rank's share of the sum."""
-        return scattered(grads[0])
-
-
-class Scatter(torch.autograd.Function):
-    """reduce_scatter of the sequence forward, all_gather backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return this rank's share of the sum."""
-        return scattered(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Return the whole gradient."""
-        return gathered(grads[0])
+    sent: int
+    peak: int
+    seconds: list[float]
+    exposed: list[float]
 
 
-def gathered(x: Tensor) -> Tensor:
-    """Join shares [B, L / N, H] along the sequence."""
-    parts = x.new_empty((dist.get_world_size() * x.shape[0], *x.shape[1:]))
-    dist.all_gather_single(parts, x.contiguous())
-    return torch.cat(parts.split(x.shape[0]), 1)
-
-
-def scattered(x: Tensor) -> Tensor:
-    """Sum [B, L, H] over the ranks and keep this rank's share."""
-    parts = torch.cat(x.chunk(dist.get_world_size(), 1))
-    own = torch.empty_like(parts[: x.shape[0]])
-    dist.reduce_scatter_single(own, parts)
-    return own
-
-
-class Half(nn.Module):
-    """A half of the block written by hand: its input enters, its output leaves."""
-
-    def __init__(self, inner: nn.Module, enter: Any, leave: Any) -> None:
-        super().__init__()
-        self.inner, self.enter, self.leave = inner, enter, leave
-
-    def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
-        """Run the half on shards."""
-        inner: Any = self.inner
-        out: Tensor = self.leave.apply(inner(self.enter.apply(x), *rest))
-        return out
-
-
-def divide(block: Block, world_size: int) -> None:
-    """Give the attention of this rank its share of the heads."""
-    block.self_attn.num_heads //= world_size
-    block.self_attn.num_kv_heads //= world_size
-
-
-def by_hand(block: Block, enter: Any = Enter, leave: Any = Leave) -> nn.Module:
-    """Cut every weight by hand."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    for name, style in STYLES.items():
-        layer: Any = block.get_submodule(name)
-        shard = layer.weight.detach().chunk(world_size, 0 if style == "column" else 1)[rank]
-        layer.weight = nn.Parameter(shard.contiguous())
-    divide(block, world_size)
-    block.self_attn = Half(block.self_attn, enter, leave)  # type: ignore[assignment]
-    block.mlp = Half(block.mlp, enter, leave)  # type: ignore[assignment]
-    return block
-
-
-def by_hand_on_shares(block: Block) -> nn.Module:
-    """The same with sequence parallelism; `step` sums the norms' gradients."""
-    return by_hand(block, Gather, Scatter)
-
-
-def ours(block: Block, **options: Any) -> nn.Module:
-    """Apply a plan."""
-    return apply_tensor_parallel(block, PLAN, dist.group.WORLD, **options)
-
-
-def ours_on_shares(block: Block) -> nn.Module:
-    """Apply it with sequence parallelism."""
-    return ours(block, sequence_parallel=True)
-
-
-def dtensor(block: Block) -> nn.Module:
-    """Apply torch's plan."""
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    styles = {"column": ColwiseParallel, "row": RowwiseParallel}
-    mesh = DeviceMesh("cpu", list(range(dist.get_world_size())))
-    plan = {name: styles[style]() for name, style in STYLES.items()}
-    divide(block, dist.get_world_size())
-    return parallelize_module(block, mesh, plan)
-
-
-WAYS: dict[str, Callable[[Block], nn.Module]] = {
-    "by hand": by_hand,
-    "scaletorch": ours,
-    "DTensor": dtensor,
-    "by hand, sequence parallel": by_hand_on_shares,
-    "scaletorch, sequence parallel": ours_on_shares,
-}
-FLOORS = {name: "by hand" + name.removeprefix(name.partition(",")[0]) for name in WAYS}
-
-
-def make(hidden: int, dtype: torch.dtype) -> Block:
+def make(size: Size) -> Block:
     """Return the whole block, the same on every rank."""
     torch.manual_seed(0)
+    heads = size.hidden // HEAD_DIM
     config = LlamaConfig(
-        hidden_size=hidden, intermediate_size=hidden * 3, num_heads=hidden // HEAD_DIM,
-        num_kv_heads=hidden // HEAD_DIM,
+        hidden_size=size.hidden, intermediate_size=size.hidden * 3, num_heads=heads,
+        num_kv_heads=heads,
     )  # fmt: skip
-    return Block(config).to(dtype)
+    return Block(config).to(DTYPES[size.dtype])
+
+
+def own_share(x: Tensor) -> Tensor:
+    """Return this rank's share of a sequence [B, L, H]."""
+    return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
 
 
 def step(
-    block: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor], summed: bool = False
+    block: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor], finish: Finish = nothing
 ) -> tuple[Tensor, Tensor]:
-    """Run forward and backward; return the output and the input's gradient.
+    """Run forward and backward; return the output and the input's gradient, shaped as ``x``.
 
     Args:
         block: the block.
         x: [B, L, H], or this rank's share of the sequence.
         tables: of the rotary embedding.
-        summed: sum the norms' gradients over the ranks by hand.
+        finish: is called with the block after backward.
     """
     x = x.detach().requires_grad_()
     out = block(x, *tables)
     out.sum().backward()
-    if summed:
-        norms = [p.grad for n, p in block.named_parameters() if "norm" in n and p.grad is not None]
-        flat = torch.cat(norms)
-        dist.all_reduce(flat)
+    finish(block)
     for parameter in block.parameters():
         parameter.grad = None
     return out.detach(), torch.as_tensor(x.grad)
 
 
-def timed(run: Callable[[], object]) -> float:
+def prepare(size: Size) -> dict[str, Run]:
+    """Return each way's step, after a look at its results."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size.batch, size.length, size.hidden, generator=generator)
+    x = x.to(DTYPES[size.dtype])
+    tables = rotary_tables(torch.arange(size.length)[None], HEAD_DIM, 1e4, torch.float32)
+    whole = make(size)
+    alone = partial(step, whole, x, tables)
+    expected, runs = alone(), {}
+    for name, way in WAYS.items():
+        change = own_share if way.sequence else Tensor.contiguous
+        block = way.divide(copy.deepcopy(whole))
+        runs[name] = partial(step, block, change(x), tables, way.finish)
+        check(name, runs[name](), tuple(map(change, expected)), size.dtype)
+    return runs | {ALONE: alone if dist.get_rank() == 0 else lambda: None}  # the others wait
+
+
+def check(name: str, found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dtype: str) -> None:
+    """Stop where a way computes something else than one process."""
+    bound = 1e-4 if dtype == "float32" else 1e-1
+    for mine, theirs in zip(found, expected, strict=True):
+        error = float((mine - theirs).norm() / theirs.norm())
+        if error > bound:
+            raise SystemExit(f"{name} is wrong by {error:.1e}")
+
+
+def timed(run: Run) -> float:
     """Return the seconds of a call, from when all ranks are there."""
     dist.barrier()
     start = time.perf_counter()
@@ -230,101 +151,86 @@ def timed(run: Callable[[], object]) -> float:
     return time.perf_counter() - start
 
 
-def counted(run: Callable[[], object]) -> int:
-    """Return the bytes that a call hands to all_reduce."""
-    own, sent = dist.all_reduce, 0
-
-    def count(data: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal sent
-        sent += data.numel() * data.element_size()
-        return own(data, *args, **kwargs)
-
-    dist.all_reduce = count  # type: ignore[assignment]
-    try:
-        run()
-    finally:
-        dist.all_reduce = own
-    return sent
+def count_repeats(runs: Mapping[str, Run], seconds: float) -> int:
+    """Return how often to run all ways for about ``seconds`` each, the same on every rank."""
+    spent = torch.tensor(sum(map(timed, runs.values())))
+    dist.all_reduce(spent, dist.ReduceOp.MAX)
+    return min(MOST, max(LEAST, int(seconds * len(runs) / spent.item())))
 
 
-def measure(
-    hidden: int, tokens: tuple[int, int], dtype_name: str, repeats: int
-) -> dict[str, tuple[list[float], int]]:
-    """Return each way's seconds and bytes on this rank."""
-    dtype = DTYPES[dtype_name]
-    batch, length = tokens
-    x = torch.randn(batch, length, hidden, generator=torch.Generator().manual_seed(1)).to(dtype)
-    tables = rotary_tables(torch.arange(length)[None], HEAD_DIM, 1e4, torch.float32)
-    whole = make(hidden, dtype)
-    blocks = {name: way(copy.deepcopy(whole)) for name, way in WAYS.items()}
-    bound = 1e-4 if dtype == torch.float32 else 1e-1
-    expected = step(whole, x, tables)
-    share = x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
-    runs = {}
-    for name, block in blocks.items():
-        shares = "sequence" in name
-        by_hand_sum = shares and name.startswith("by hand")
-        runs[name] = partial(step, block, share if shares else x, tables, by_hand_sum)
-        for mine, theirs in zip(runs[name](), expected, strict=True):
-            part = theirs.chunk(dist.get_world_size(), 1)[dist.get_rank()] if shares else theirs
-            error = float((mine - part).norm() / part.norm())
-            if error > bound:
-                raise SystemExit(f"{name} is wrong by {error:.1e}")
-    sent = {name: counted(run) for name, run in runs.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in blocks}
+def repeated(
+    gauge: Callable[[Run], float], runs: Mapping[str, Run], repeats: int
+) -> dict[str, list[float]]:
+    """Return what was measured of every way, which take turns in the same order on all ranks."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    names, order = list(runs), random.Random(0)
     for _ in range(repeats):
-        for name, run in runs.items():
-            seconds[name].append(timed(run))
-    return {name: (seconds[name], sent[name]) for name in blocks}
+        order.shuffle(names)
+        for name in names:
+            found[name].append(gauge(runs[name]))
+    return found
 
 
-def alone(hidden: int, tokens: tuple[int, int], dtype_name: str, repeats: int) -> float:
-    """Return the median seconds of the whole block in one process of one thread."""
-    x = torch.randn(*tokens, hidden).to(DTYPES[dtype_name])
-    tables = rotary_tables(torch.arange(tokens[1])[None], HEAD_DIM, 1e4, torch.float32)
-    whole = make(hidden, DTYPES[dtype_name])
-    return statistics.median(timed(lambda: step(whole, x, tables)) for _ in range(repeats))
+def measure(size: Size, seconds: float) -> dict[str, Figures]:
+    """Measure every way on this rank, for about ``seconds`` each."""
+    runs = prepare(size)
+    repeats = count_repeats(runs, seconds)
+    times = repeated(timed, runs, repeats)
+    waits = repeated(exposed, runs, repeats // 3)
+    # Gloo's threads may free what they sent late: the lesser of two peaks is the way's own.
+    peaks = {name: min(peak(run) for _ in range(2)) for name, run in runs.items()}
+    return {
+        name: Figures(sent(run), peaks[name], times[name], waits[name])
+        for name, run in runs.items()
+    }
+
+
+def joint(ranks: Sequence[Figures]) -> Figures:
+    """Return the ranks' figures as one; waiting for a slower rank is not communication."""
+    return Figures(
+        max(rank.sent for rank in ranks),
+        max(rank.peak for rank in ranks),
+        [max(repeat) for repeat in zip(*(rank.seconds for rank in ranks), strict=True)],
+        [min(repeat) for repeat in zip(*(rank.exposed for rank in ranks), strict=True)],
+    )
+
+
+def show(size: Size, ranks: list[dict[str, Figures]]) -> None:
+    """Print one size."""
+    found = {name: joint([rank[name] for rank in ranks]) for name in ranks[0]}
+    repeats = len(found[ALONE].seconds)
+    title = f"hidden {size.hidden}, tokens {size.batch}x{size.length}, {size.dtype}"
+    print(f"\n{title}, {repeats} repeats\n")
+    print("| way | ms | x floor (quartiles) | bytes sent | / formula | peak MiB | exposed ms |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for name, figures in found.items():
+        sequence = name in WAYS and WAYS[name].sequence
+        floor = found["by hand, sequence" if sequence else "by hand"]
+        ratios = [a / b for a, b in zip(figures.seconds, floor.seconds, strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")
+        print(
+            f"| {name} | {1e3 * statistics.median(figures.seconds):.2f} | "
+            f"{middle:.3f} ({low:.3f}-{high:.3f}) | {figures.sent} | "
+            f"{figures.sent / size.formula(sequence):.2f} | {figures.peak / 2**20:.2f} | "
+            f"{1e3 * statistics.median(figures.exposed):.2f} |",
+            flush=True,
+        )
 
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--hidden", type=int, nargs="+", default=[512, 1024])
     parser.add_argument("--tokens", nargs="+", default=["1x8", "1x64", "1x512", "4x256"])
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--seconds", type=float, default=1.0, help="about, a way and size")
     options = parser.parse_args()
-    print("| hidden | tokens | dtype | way | median ms | x floor | bytes all-reduced, / formula |")
-    print("| --- | --- | --- | --- | --- | --- | --- |")
-    with RankPool(2, timeout=None) as pool, RankPool(1, timeout=None) as single:
-        for hidden in options.hidden:
-            for text in options.tokens:
-                tokens = tuple(map(int, text.split("x")))
-                for dtype in options.dtype:
-                    found = pool.run(measure, hidden, tokens, dtype, options.repeats)[0]
-                    whole = single.run(alone, hidden, tokens, dtype, options.repeats)[0]
-                    show(hidden, text, dtype, found, whole)
-
-
-def show(
-    hidden: int, tokens: str, dtype: str, found: dict[str, tuple[list[float], int]], whole: float
-) -> None:
-    """Print one size."""
-    batch, length = map(int, tokens.split("x"))
-    formula = 4 * batch * length * hidden * DTYPES[dtype].itemsize
-    medians = {name: statistics.median(seconds) for name, (seconds, _) in found.items()}
-    for name, (_, sent) in found.items():
-        median, floor = medians[name], medians[FLOORS[name]]
-        volume = f"{sent}, {sent / formula:.2f}" if sent else "other calls"
-        print(
-            f"| {hidden} | {tokens} | {dtype} | {name} | {1e3 * median:.2f} | "
-            f"{median / floor:.3f} | {volume} |"
-        )
-    print(
-        f"| {hidden} | {tokens} | {dtype} | one process, one thread | {1e3 * whole:.2f} | "
-        f"{whole / medians['by hand']:.3f} | |",
-        flush=True,
-    )
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    with RankPool(RANKS, timeout=None) as pool:
+        for hidden, text, dtype in itertools.product(options.hidden, options.tokens, options.dtype):
+            batch, length = map(int, text.split("x"))
+            size = Size(hidden, batch, length, dtype)
+            show(size, pool.run(measure, size, options.seconds))
 
 
 if __name__ == "__main__":

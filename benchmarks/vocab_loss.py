@@ -20,12 +20,12 @@ from typing import cast
 
 import torch
 import torch.distributed as torch_dist
+from gauges import peak
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import loss_parallel
 from torch.nn import functional
-from torch.profiler import ProfilerActivity, profile
 
 from scaletorch.dist import launch
 from scaletorch.dist.functional import gather
@@ -83,19 +83,9 @@ def timed(step: Step, logits: Tensor, targets: Tensor) -> float:
     return elapsed.item() * 1e3
 
 
-def peak(step: Step, logits: Tensor, targets: Tensor) -> int:
+def used(step: Step, logits: Tensor, targets: Tensor) -> int:
     """Bytes of tensors alive at most, from making the logits on."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        leaf = logits.clone().requires_grad_()
-        step(leaf, targets)
-        del leaf
-    results = profiler.profiler.kineto_results
-    events = [event for event in results.events() if event.name() == "[memory]"]
-    alive = most = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        alive += event.nbytes()
-        most = max(most, alive)
-    return most
+    return peak(lambda: step(logits.clone().requires_grad_(), targets))
 
 
 def measure(dtype: torch.dtype, tokens: int, vocabulary: int, repeats: int) -> Figures:
@@ -124,7 +114,7 @@ def measure(dtype: torch.dtype, tokens: int, vocabulary: int, repeats: int) -> F
         error = step(logits.clone().requires_grad_(), targets).detach() - exact
         figures[name] = (
             statistics.median(times[name]),
-            peak(step, logits, targets),
+            used(step, logits, targets),
             abs(error.item()),
         )
     return figures
