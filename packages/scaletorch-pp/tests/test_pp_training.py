@@ -70,6 +70,29 @@ class Llama(nn.Module):
         return self.lm_head(self.norm(x))
 
 
+class ShapesOfIds(Llama):
+    """Its shapes are those of ids, and hidden states have a name of their own."""
+
+    def forward(self, input_ids=None, position_ids=None, inputs_embeds=None):
+        shape = inputs_embeds.shape[:-1] if input_ids is None else input_ids.shape
+        x = self.embed_tokens(input_ids.view(shape)) if inputs_embeds is None else inputs_embeds
+        cos, sin = self.rotary(x, position_ids)
+        for layer in self.layers:
+            x = layer(x, cos, sin)
+        return self.lm_head(self.norm(x).view(*shape, HIDDEN))
+
+
+class PassesOn(ShapesOfIds):
+    def forward(self, *args, **kwargs):
+        return super().forward(*args, **kwargs)
+
+
+class ByPosition(ShapesOfIds):
+    def forward(self, input_or_hidden, **kwargs):
+        name = "inputs_embeds" if input_or_hidden.is_floating_point() else "input_ids"
+        return super().forward(**{name: input_or_hidden}, **kwargs)
+
+
 def make_batches(count, seed=0):
     generator = torch.Generator().manual_seed(seed)
     batches = []
@@ -152,6 +175,23 @@ def recomputed():
 
 def test_recomputed_layers():
     run_ranks(recomputed, 2)
+
+
+def named_embeds(kind):
+    torch.manual_seed(0)
+    plain = kind().double()
+    stage = PipelineParallel(copy.deepcopy(plain), group=torch.distributed.group.WORLD)
+    batches = make_batches(3)
+    serial_step(plain, batches)
+    train_step_pipeline_1f1b(stage, batches, SHAPE, "cpu", torch.float64)
+    references = dict(plain.named_parameters())
+    for name, parameter in stage.named_parameters():
+        assert torch.equal(parameter.grad, references[name].grad)
+
+
+@pytest.mark.parametrize("kind", [ShapesOfIds, PassesOn, ByPosition])
+def test_hidden_states_as_inputs_embeds(kind):
+    run_ranks(named_embeds, 2, kind)
 
 
 def autocast(wire_dtype):

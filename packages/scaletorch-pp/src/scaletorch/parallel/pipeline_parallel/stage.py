@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -24,7 +25,8 @@ class PipelineParallel(ModuleWrapper):
     ``model`` itself is rewritten: modules of other stages become `PassThrough`, and their
     parameters are freed. Names stay: ``layers.5.mlp.up_proj.weight`` is called so on the stage that
     has it. The module's forward is run as it is, with hidden states in place of ``input_ids`` on
-    every stage but the first. Build the optimizer afterwards.
+    every stage but the first, or as ``inputs_embeds`` where it has an argument of that name. Build
+    the optimizer afterwards.
 
     Every rank of the pipeline passes the same whole model; they compare names, shapes, dtypes and
     the split here. A parameter shared by modules of several stages starts from the first owner's
@@ -53,6 +55,7 @@ class PipelineParallel(ModuleWrapper):
         self.placement = placement
         ties = find_ties(model, placement, self.stage)
         own_layers = cut(model, placement, self.stage)
+        self._embeds = not self.is_first_stage and _takes(model, "inputs_embeds")
         self._flow = HiddenFlow(own_layers, first=self.is_first_stage, last=self.is_last_stage)
         self._tied = TiedGradients(ties, ranks, self.stage, group)
         self._tied.share_values()
@@ -96,7 +99,10 @@ class PipelineParallel(ModuleWrapper):
         """
         self._flow.start(input_or_hidden)
         try:
-            output = self.module(input_or_hidden, **kwargs)
+            if self._embeds:
+                output = self.module(inputs_embeds=input_or_hidden, **kwargs)
+            else:
+                output = self.module(input_or_hidden, **kwargs)
             self._flow.finish(output)
         finally:
             self._flow.reset()
@@ -140,6 +146,17 @@ class PipelineParallel(ModuleWrapper):
         backward of an accumulation that began without gradients.
         """
         self._tied.sync()
+
+
+def _takes(model: nn.Module, argument: str) -> bool:
+    """Tell whether the forward has an argument, also where subclasses pass all on to it."""
+    passing = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    for base in type(model).__mro__:
+        if "forward" in vars(base):
+            parameters = inspect.signature(vars(base)["forward"]).parameters
+            if argument in parameters or not passing <= {p.kind for p in parameters.values()}:
+                return argument in parameters
+    return False
 
 
 def _parameter_facts(model: nn.Module) -> list[str]:
