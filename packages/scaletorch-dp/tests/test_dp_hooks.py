@@ -460,6 +460,18 @@ def test_a_parameter_has_one_wrapper():
     run_ranks(check_double_wrap, 2)
 
 
+def check_main_grad():
+    net = Net()
+    weight = net.first[0].weight
+    weight.main_grad = torch.zeros_like(weight)
+    with pytest.raises(StateError, match=r"rank .: the gradient of 0.weight goes to its main_grad"):
+        wrap(net.first)
+
+
+def test_gradients_that_go_past_the_wrapper_are_refused():
+    run_ranks(check_main_grad, 2)
+
+
 def check_memory():
     net = Net().double()
     model = wrap(net)

@@ -12,7 +12,7 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.parallel.tensor_parallel import tp_comms
+from scaletorch.parallel.tensor_parallel.regions import overlap
 from scaletorch.parallel.tensor_parallel.tp_comms import (
     CopyToModelParallelRegion,
     GatherFromModelParallelRegion,
@@ -99,7 +99,7 @@ def test_overlapped_linear_is_the_plain_one(shape, bias, frozen, needs_input_gra
 def order_of_backward():
     """The calls of one backward, in order, with the communication and the products watched."""
     calls = []
-    real = tp_comms.all_reduce
+    real = overlap.all_reduce
 
     class Watched:
         def __init__(self, *args, **kwargs):
@@ -118,12 +118,12 @@ def order_of_backward():
 
     x, weight = torch.randn(2, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
     out = linear_with_async_all_reduce(x, weight, None, group.WORLD).sum()
-    tp_comms.all_reduce = Watched
+    overlap.all_reduce = Watched
     try:
         with Products():
             out.backward()
     finally:
-        tp_comms.all_reduce = real
+        overlap.all_reduce = real
     return calls
 
 

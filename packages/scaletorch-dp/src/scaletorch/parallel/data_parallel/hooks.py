@@ -55,9 +55,11 @@ class GradientSync:
         """Put the hooks in place; without them nothing is ever communicated.
 
         Raises:
-            StateError: A parameter belongs to another wrapper that is still alive.
+            StateError: A parameter belongs to another wrapper that is still alive, or its
+                gradients go elsewhere.
         """
         self._refuse_shared_parameters()
+        self._refuse_main_grads()
         weakref.finalize(self, _remove_hooks, self._register_hooks()).atexit = False
         self._attached = True
         _alive.add(self)
@@ -194,6 +196,17 @@ class GradientSync:
                 f"{describe_rank()}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''} "
                 "would be synchronised twice: a data-parallel wrapper that is alive has it; "
                 "use that one, or drop it first"
+            )
+            raise StateError(message)
+
+    def _refuse_main_grads(self) -> None:
+        slots = self.manager.slots
+        names = [slot.name for slot in slots if hasattr(slot.parameter, "main_grad")]
+        if names:
+            message = (
+                f"{describe_rank()}: the gradient of {names[0]} goes to its main_grad, past this "
+                "wrapper, which would synchronise nothing: sum main gradients over the group "
+                "yourself, or remove them"
             )
             raise StateError(message)
 

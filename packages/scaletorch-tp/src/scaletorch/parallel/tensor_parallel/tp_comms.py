@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from ...dist import all_reduce, get_world_size
+from ...dist import get_world_size
 from ...dist.errors import InvalidArgumentError
 from ...dist.functional import Copy, Gather, Reduce
 from ..pg_manager import axis_group
+from .regions.overlap import Entrance
 from .regions.region import enter
 from .regions.uncompiled import uncompiled
 
@@ -109,61 +109,6 @@ def linear_with_async_all_reduce(
     those of `linear_with_all_reduce`, also under `torch.autocast`.
     """
     group = axis_group("tp", group)
-    if get_world_size(group) == 1:
+    if get_world_size(group) == 1 or not (torch.is_grad_enabled() and x.requires_grad):
         return functional.linear(x, weight, bias)
-    dtype = _autocast_dtype(x)
-    if dtype is not None:
-        # The parameters' casts are autograd's, so that their gradients come in their own dtype;
-        # that of x is inside, so that its gradient travels in x's dtype, as without overlap.
-        weight = _cast(weight, dtype)
-        bias = None if bias is None else _cast(bias, dtype)
-    overlapped: type[torch.autograd.Function] = _OverlappedLinear
-    out: Tensor = overlapped.apply(x, weight, bias, dtype, group)
-    return out
-
-
-def _autocast_dtype(x: Tensor) -> torch.dtype | None:
-    """Return the dtype that autocast would compute in, None where it is off."""
-    if not torch.is_autocast_enabled(x.device.type):
-        return None
-    return torch.get_autocast_dtype(x.device.type)
-
-
-def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """Cast as autocast does, which leaves float64 alone."""
-    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
-
-
-class _OverlappedLinear(torch.autograd.Function):
-    """A linear layer that sends its input's gradient before it computes the weight's."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        dtype: torch.dtype | None,
-        group: ProcessGroup | None,
-    ) -> Tensor:
-        ctx.group, ctx.input_dtype = group, x.dtype
-        x = _cast(x, dtype)
-        ctx.save_for_backward(x, weight)
-        return functional.linear(x, weight, bias)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        grad_x = grad_weight = grad_bias = work = None
-        if ctx.needs_input_grad[0]:
-            grad_x = grad.matmul(weight).to(ctx.input_dtype)
-            work = all_reduce(grad_x, group=ctx.group, async_op=True)
-        rows = grad.reshape(-1, grad.shape[-1])
-        if ctx.needs_input_grad[1]:
-            grad_weight = rows.t().matmul(x.reshape(-1, x.shape[-1]))
-        if ctx.needs_input_grad[2]:
-            grad_bias = rows.sum(0)
-        if work is not None:
-            work.wait()
-        return grad_x, grad_weight, grad_bias, None, None
+    return Entrance(x, {"layer": (weight, bias)}, group).linear("layer")

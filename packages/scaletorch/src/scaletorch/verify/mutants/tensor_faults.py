@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dist.functional import gather, split
+from ...dist.functional import split
 from ...parallel.pg_manager import get_process_group_manager
 from .mutant import Catalogue
 
@@ -27,27 +27,33 @@ def partial_sums_reduced_twice(reduce: Any) -> Any:
     return lambda x, group: reduce(reduce(x, group), group)
 
 
-@fault("regions.region:copy", layout="1x1x1x2")
-def input_gradient_not_reduced(copy: Any) -> Any:
+@fault("regions.overlap:send", layout="1x1x1x2")
+def input_gradient_not_reduced(send: Any) -> Any:
     """A column-parallel layer's input gradient misses its all-reduce."""
-    return lambda x, _group: x
+    return lambda grad, _group, _sizes: lambda: grad
 
 
-@fault("regions.region:copy", layout="1x1x1x2")
-def input_gradient_reduced_twice(copy: Any) -> Any:
+@fault("regions.overlap:send", layout="1x1x1x2")
+def input_gradient_reduced_twice(send: Any) -> Any:
     """A column-parallel layer's input gradient is all-reduced twice."""
-    return lambda x, group: copy(copy(x, group), group)
+    return lambda grad, group, sizes: send(send(grad, group, sizes)(), group, sizes)
 
 
-@fault("regions.region:copy", layout="2x1x1x2")
-def input_gradient_over_wrong_axis(copy: Any) -> Any:
+@fault("regions.overlap:send", layout="2x1x1x2")
+def input_gradient_over_wrong_axis(send: Any) -> Any:
     """A column-parallel layer's input gradient is all-reduced over dp in place of tp."""
 
-    def over_dp(x: Tensor, _group: Any) -> Any:
+    def over_dp(grad: Tensor, _group: Any, sizes: Any) -> Any:
         manager = get_process_group_manager()
-        return x if manager is None else copy(x, manager.dp_group)
+        return send(grad, None if manager is None else manager.dp_group, sizes)
 
     return over_dp
+
+
+@fault("regions.overlap:weight_grad", layout="1x1x1x2")
+def late_weight_gradient_incomplete(weight_grad: Any) -> Any:
+    """A weight's gradient, computed while its input's travels, leaves out a sequence."""
+    return lambda products, main: weight_grad([(g[1:], x[1:]) for g, x in products], main)
 
 
 @fault("layers.linear:RowParallelLinear.forward", layout="1x1x1x2")
@@ -156,10 +162,10 @@ def sequence_bias_gradient_not_summed(copy: Any) -> Any:
     return lambda x, _group: x
 
 
-@fault("regions.sequence:all_gather", **SEQUENCE)
-def sequence_gradient_not_scattered(all_gather: Any) -> Any:
+@fault("regions.overlap:send", **SEQUENCE)
+def sequence_gradient_not_scattered(send: Any) -> Any:
     """The gradient at a region's beginning is cut, and the ranks' parts are not summed."""
-    return lambda x, dim, group, sizes: gather(x, dim, group, sizes=sizes)
+    return lambda grad, group, sizes: lambda: split(grad, -2, group, sizes=sizes)
 
 
 @fault("regions.sequence:reduce_scatter", **SEQUENCE)

@@ -10,11 +10,11 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from ...pg_manager import axis_group
+from ..regions.overlap import linear_to_main_grad
 from ..regions.random import end_sharded_random
-from ..regions.region import enter
+from ..regions.region import enter, overlapped_linear
 from ..regions.replicas import sum_replicas
 from ..regions.uncompiled import copy, split
-from ..tp_comms import linear_with_all_reduce, linear_with_async_all_reduce
 from .base import TensorParallelLayer
 
 
@@ -28,7 +28,8 @@ class ColumnParallelLinear(TensorParallelLayer):
         out_features: Size of the whole output's last dim; first ranks' shares may be longer by one.
         bias: Whether there is a bias, sharded as the output is.
         gather_output: Join the outputs, so that every rank returns the whole.
-        async_all_reduce: In backward, sum the input's gradient while computing the weight's.
+        async_all_reduce: In backward, sum the input's gradient while computing the weight's;
+            `apply_tensor_parallel` sets it. Compiled layers do not overlap.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
         device: Where the parameters live.
         dtype: The parameters' dtype.
@@ -73,18 +74,22 @@ class ColumnParallelLinear(TensorParallelLayer):
         self._check_input(x, self.in_features, "every rank takes the whole input")
         if self.tp_size == 1:
             return functional.linear(x, self._matrix(), self.bias)
-        weight = self._matrix()
-        bias: Tensor | None = self.bias
-        if self.cut.replicated:
-            weight = sum_replicas(weight, self.cut, self.tp_rank, self.group)
-            bias = None if bias is None else sum_replicas(bias, self.cut, self.tp_rank, self.group)
-        if self.sequence is not None:
-            out = functional.linear(enter(x, self.group, self.sequence), weight, bias)
-        elif self.async_all_reduce:
-            out = linear_with_async_all_reduce(x, weight, bias, self.group)
-        else:
-            out = linear_with_all_reduce(x, weight, bias, self.group)
+        overlap = self.async_all_reduce and not torch.compiler.is_compiling()
+        out = overlapped_linear(self, x) if overlap else None
+        if out is None:
+            out = functional.linear(enter(x, self.group, self.sequence), *self.operands())
         return self.join(out, -1) if self.gather_output else out
+
+    def operands(self) -> tuple[Tensor, Tensor | None]:
+        """Return this rank's weight [out_features / tp, in_features] and bias [out_features / tp].
+
+        The gradients of what other ranks have too are summed over these.
+        """
+        weight, bias = self._matrix(), self.bias
+        if not self.cut.replicated:
+            return weight, bias
+        where = self.cut, self.tp_rank, self.group
+        return sum_replicas(weight, *where), None if bias is None else sum_replicas(bias, *where)
 
     def _matrix(self) -> Tensor:
         """Return the weight as [out_features, in_features], of which one is this rank's share."""
@@ -156,7 +161,7 @@ class RowParallelLinear(TensorParallelLayer):
             return functional.linear(x, self._matrix(), self.bias)
         if not self.input_is_parallel:
             x = split(x, -1, self.group, sizes=self.cut.sizes)
-        out = self._leave(functional.linear(x, self._matrix()))
+        out = self._leave(linear_to_main_grad(x, self._matrix()))
         bias: Tensor | None = self.bias
         if self.sequence is None:
             end_sharded_random()  # what follows works on whole activations

@@ -6,31 +6,59 @@ gradient is summed over the ranks once, after the layers' shares have been added
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any, NamedTuple
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....dist.functional import copy
+from .overlap import Entrance
 from .surround import Surrounded
 from .uncompiled import around_compiled, uncompiled
 
 if TYPE_CHECKING:
     from .sequence import SequenceShares
 
+T = TypeVar("T")
+
 
 class _Entry(NamedTuple):
     """An input, held so that its id stays its own, and what it became in the region."""
 
     x: Tensor
-    entered: Tensor
+    entered: Any
 
 
-# Inputs of the module whose forward is running; None outside of any `Region`.
-_entries: ContextVar[dict[tuple[Any, ...], _Entry] | None] = ContextVar("_entries", default=None)
+@dataclass(slots=True)
+class _Running:
+    """A module whose forward is running.
+
+    Attributes:
+        overlapping: Its layers whose weights' gradients are computed while the inputs' travel.
+        entries: What layers took in: tensors that entered, and entrances of those layers.
+        gathered: The entrance of the sequence, with sequence parallelism.
+    """
+
+    overlapping: list[Any]
+    entries: dict[Any, _Entry] = field(default_factory=dict)
+    gathered: Entrance | None = None
+
+    def once(self, x: Tensor, call: Callable[..., T], *args: Any) -> T:
+        """Return `call(x, *args)`, made for the first layer that takes in `x`."""
+        key = call, id(x), x._version, torch.is_grad_enabled()
+        if key not in self.entries:
+            self.entries[key] = _Entry(x, call(x, *args))
+        entered: T = self.entries[key].entered
+        return entered
+
+
+# The `Region` that runs; None outside of any.
+_running: ContextVar[_Running | None] = ContextVar("_running", default=None)
 
 
 @uncompiled
@@ -42,15 +70,28 @@ def enter(x: Tensor, group: ProcessGroup | None, sequence: SequenceShares | None
         group: Ranks of the tensor-parallel axis.
         sequence: How sequences are shared out; None where every rank has `x`.
     """
-    entries = _entries.get()
+    running = _running.get()
     if sequence is not None:  # a region gathers at its beginning, and sums there in backward
-        return sequence.enter(x) if entries is None else x
-    if entries is None:
-        return copy(x, group)
-    key = id(x), x._version, group, torch.is_grad_enabled()
-    if key not in entries:
-        entries[key] = _Entry(x, copy(x, group))
-    return entries[key].entered
+        return sequence.enter(x) if running is None else x
+    return copy(x, group) if running is None else running.once(x, copy, group)
+
+
+@uncompiled
+def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
+    """Return a column-parallel layer's output [..., out / tp], made to overlap in backward.
+
+    None where its input is not what entered, or needs no gradient: there is nothing to overlap.
+    """
+    if not _needs_grad(x):
+        return None
+    running = _running.get()
+    if running is None:
+        entrance: Entrance | None = _entrance(x, [layer])
+    elif layer.sequence is not None:
+        entrance = running.gathered if running.gathered and running.gathered.x is x else None
+    else:
+        entrance = running.once(x, _entrance, running.overlapping)
+    return None if entrance is None or layer not in entrance else entrance.linear(layer)
 
 
 class Region(Surrounded):
@@ -65,13 +106,36 @@ class Region(Surrounded):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
+        children = self._modules.values()
+        running = _Running([each for each in children if getattr(each, "async_all_reduce", False)])
         if self._sequence is not None:
-            args, kwargs = _with_first_tensor(self._sequence.enter, args, kwargs)
-        token = _entries.set({})
+            gather = partial(_gather, running, self._sequence)
+            args, kwargs = _with_first_tensor(gather, args, kwargs)
+        token = _running.set(running)
         try:
             return super().forward(*args, **kwargs)
         finally:
-            _entries.reset(token)
+            _running.reset(token)
+
+
+@uncompiled
+def _gather(running: _Running, sequence: SequenceShares, x: Tensor) -> Tensor:
+    """Return the whole sequence, entered for the overlapping layers where there are any."""
+    if not running.overlapping or not _needs_grad(x):
+        return sequence.enter(x)
+    running.gathered = _entrance(x, running.overlapping)
+    return running.gathered.x
+
+
+def _entrance(x: Tensor, layers: Sequence[Any]) -> Entrance:
+    """Let `x` enter for column-parallel layers of one group."""
+    first = layers[0]
+    sizes = None if first.sequence is None else first.sequence.sizes(x)
+    return Entrance(x, {layer: layer.operands() for layer in layers}, first.group, sizes)
+
+
+def _needs_grad(x: Tensor) -> bool:
+    return torch.is_grad_enabled() and x.requires_grad
 
 
 def _with_first_tensor(

@@ -1,0 +1,167 @@
+"""Linear layers whose backward communicates and computes at once.
+
+The gradient of what layers take in is a sum over the ranks, and can leave as soon as every layer
+has given its part. So the products give only that part; the gradients of weights are computed
+where the input entered, while the sum travels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn import functional
+
+from ....dist import all_reduce, get_rank, reduce_scatter
+from ....dist import functional as collectives
+from .main_grads import Products, bias_grad, weight_grad
+
+Operands = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
+
+DIM = -2  # of tokens in [..., L, H]
+
+
+class Entrance:
+    """What some layers take in, with the layers' weights and biases.
+
+    Args:
+        x: [..., in]; what every rank has, or with `sizes` this rank's share of a sequence.
+        operands: Weight [out, in] and bias [out] of each layer.
+        group: Ranks over which the gradient of `x` is summed; None where it is not.
+        sizes: How many tokens each rank has, where `x` is a share of a sequence.
+
+    Attributes:
+        x: The whole, which the layers multiply.
+    """
+
+    __slots__ = ("_operands", "_waiting", "x")
+
+    def __init__(
+        self,
+        x: Tensor,
+        operands: Mapping[Hashable, Operands],
+        group: ProcessGroup | None,
+        sizes: Sequence[int] | None = None,
+    ) -> None:
+        enter: Any = _Enter
+        self._operands = operands
+        self._waiting: dict[Hashable, list[tuple[Tensor, Tensor]]] = {key: [] for key in operands}
+        flat = [each for pair in operands.values() for each in pair]
+        self.x: Tensor = enter.apply(x, list(self._waiting.values()), group, sizes, *flat)
+
+    def __contains__(self, key: Hashable) -> bool:
+        return key in self._operands
+
+    def linear(self, key: Hashable) -> Tensor:
+        """Return the whole input times a layer's weight, plus its bias: [..., out]."""
+        multiply: Any = _Multiply
+        out: Tensor = multiply.apply(self.x, *self._operands[key], self._waiting[key])
+        return out
+
+
+def linear_to_main_grad(x: Tensor, weight: Tensor) -> Tensor:
+    """Return `x` times a weight whose gradient goes straight to its `main_grad`, if it has one."""
+    if torch.compiler.is_compiling() or not hasattr(weight, "main_grad"):
+        return functional.linear(x, weight)
+    if not (torch.is_grad_enabled() and x.requires_grad):
+        return functional.linear(x, weight)
+    return Entrance(x, {"layer": (weight, None)}, None).linear("layer")
+
+
+class _Enter(torch.autograd.Function):
+    """Identity or all-gather forward; sum or reduce-scatter backward, and the weights' gradients.
+
+    Weights are inputs only so that autograd takes their gradients from here.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        waiting: list[list[tuple[Tensor, Tensor]]],
+        group: ProcessGroup | None,
+        sizes: Sequence[int] | None,
+        *operands: Tensor | None,
+    ) -> Tensor:
+        ctx.waiting, ctx.group, ctx.sizes = waiting, group, sizes
+        ctx.main_grads = [getattr(each, "main_grad", None) for each in operands]
+        return x.view_as(x) if sizes is None else collectives.all_gather(x, DIM, group, sizes=sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        x_needed, _, _, _, *needed = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # then the products gave the gradients of their weights
+            summed = _summed(grad, ctx.group, ctx.sizes) if x_needed else None
+            return summed, None, None, None, *(None for _ in needed)
+        arrive = send(grad, ctx.group, ctx.sizes) if x_needed else None
+        found: list[Tensor | None] = []
+        for products in ctx.waiting:
+            for compute in (weight_grad, bias_grad):
+                at = len(found)
+                found.append(compute(products, ctx.main_grads[at]) if needed[at] else None)
+            products.clear()
+        return None if arrive is None else arrive(), None, None, None, *found
+
+
+class _Multiply(torch.autograd.Function):
+    """A linear layer that leaves the gradients of its weight and bias to the entrance."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        waiting: list[tuple[Tensor, Tensor]],
+    ) -> Tensor:
+        ctx.waiting = waiting
+        ctx.save_for_backward(x, weight)
+        return functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = grads
+        # Under autocast the layer was computed in the dtype of its output.
+        x, weight = (saved.to(grad.dtype) for saved in ctx.saved_tensors)
+        weight_needed, bias_needed = ctx.needs_input_grad[1:3]
+        if not torch.is_grad_enabled():
+            if weight_needed or bias_needed:
+                ctx.waiting.append((grad, x))
+            return grad.matmul(weight), None, None, None
+        # With create_graph these are differentiated again: they belong where their graph is.
+        products: Products = [(grad, x)]
+        return (
+            grad.matmul(weight),
+            weight_grad(products) if weight_needed else None,
+            bias_grad(products) if bias_needed else None,
+            None,
+        )
+
+
+def send(
+    grad: Tensor, group: ProcessGroup | None, sizes: Sequence[int] | None
+) -> Callable[[], Tensor]:
+    """Send the gradient of the whole input; return what waits for this rank's sum."""
+    if group is None:
+        return lambda: grad
+    if sizes is None:
+        # In place: it comes from products alone, and nobody else has it.
+        work = all_reduce(grad, group=group, async_op=True)
+        return lambda: work.wait() or grad
+    parts = grad.split(list(sizes), DIM)
+    share = torch.empty_like(parts[get_rank(group)], memory_format=torch.contiguous_format)
+    work = reduce_scatter(share, parts, group=group, async_op=True)
+    return lambda: work.wait() or share
+
+
+def _summed(grad: Tensor, group: ProcessGroup | None, sizes: Sequence[int] | None) -> Tensor:
+    """Return this rank's sum of the gradient, differentiably."""
+    if group is None:
+        return grad
+    if sizes is None:
+        return collectives.reduce(grad, group)
+    return collectives.reduce_scatter(grad, DIM, group, sizes=sizes)

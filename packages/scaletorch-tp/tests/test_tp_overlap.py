@@ -1,0 +1,266 @@
+"""Weights' gradients are computed while inputs' gradients travel, and are the same."""
+
+import copy
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+from scaletorch.dist.errors import StateError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.tensor_parallel import (
+    ColumnParallelLinear,
+    apply_tensor_parallel,
+    gather_tensors,
+    keep_main_grads,
+)
+from scaletorch.parallel.tensor_parallel.regions import main_grads, overlap
+
+PLAN = {"**.up": "column", "**.gate": "column", "**.down": "row"}
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.gate, self.down = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def forward(self, x):
+        return self.down(self.up(x) * torch.sigmoid(self.gate(x)))
+
+
+class Blocks(nn.Module):
+    """Two blocks behind a norm, as a whole model has them."""
+
+    def __init__(self, recompute=None):
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(6), Gated(), Gated()
+        self.recompute = recompute
+
+    def forward(self, x):
+        x = self.norm(x)
+        if self.recompute is None:
+            return x + self.second(x + self.first(x))
+        inner = checkpoint(self.first, x, use_reentrant=self.recompute)
+        return x + checkpoint(self.second, x + inner, use_reentrant=self.recompute)
+
+
+def plain(**options):
+    torch.manual_seed(0)
+    return Blocks(**options).double()
+
+
+def sharded(model, *, sequence=False, overlapped=True):
+    model = apply_tensor_parallel(
+        copy.deepcopy(model), PLAN, dist.group.WORLD, sequence_parallel=sequence
+    )
+    for module in model.modules():
+        if isinstance(module, ColumnParallelLinear):
+            assert module.async_all_reduce
+            module.async_all_reduce = overlapped
+    return model
+
+
+def batch(sequence=False):
+    """Return [B, L, H], and the part of it that this rank is given."""
+    x = torch.randn(2, 4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return x, x.chunk(dist.get_world_size(), 1)[dist.get_rank()] if sequence else x
+
+
+class Watched:
+    """Watches products, and when a collective starts and is waited for."""
+
+    def __init__(self, name):
+        self.calls, self.own, self.name = [], getattr(overlap, name), name
+
+    def __call__(self, *args, **options):
+        self.calls.append("start")
+        self.work = self.own(*args, **options)
+        return self
+
+    def wait(self):
+        self.calls.append("wait")
+        self.work.wait()
+
+    def run(self, call):
+        calls = self.calls
+
+        class Products(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+                if function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
+                    calls.append("mm")
+                return function(*args, **(kwargs or {}))
+
+        with patch.object(overlap, self.name, self), Products():
+            call()
+        return calls
+
+
+def order(sequence):
+    model, (_, x) = sharded(plain(), sequence=sequence).first, batch(sequence)
+    out = model(x.clone().requires_grad_()).sum()
+    return Watched("reduce_scatter" if sequence else "all_reduce").run(out.backward)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_region_sends_before_it_computes_the_gradients_of_its_weights(sequence):
+    for calls in run_ranks(order, 2, sequence):
+        # the row layer's two, the columns' for their input, then the columns' for their weights
+        assert calls == ["mm", "mm", "mm", "mm", "start", "mm", "mm", "wait"]
+
+
+def same_as_one_process(sequence, recompute):
+    reference = plain()
+    x, own = batch(sequence)
+    x = x.requires_grad_()
+    own = own.detach().clone().requires_grad_()
+    reference(x).square().sum().backward()
+    model = sharded(plain(recompute=recompute), sequence=sequence)
+    for _ in range(2):  # gradients add up
+        model(own).square().sum().backward()
+    grads = gather_tensors(model, {n: p.grad / 2 for n, p in model.named_parameters()})
+    for name, parameter in reference.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
+    expected = x.grad.chunk(2, 1)[dist.get_rank()] if sequence else x.grad
+    torch.testing.assert_close(own.grad / 2, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("recompute", [None, False, True])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_gradients_are_those_of_one_process(sequence, recompute):
+    run_ranks(same_as_one_process, 2, sequence, recompute)
+
+
+def bitwise(sequence, autocast, frozen):
+    results = []
+    for overlapped in (False, True):
+        model = sharded(plain().float(), sequence=sequence, overlapped=overlapped)
+        model.first.up.weight.requires_grad_(not frozen)
+        x = batch(sequence)[1].float().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            out = model(x)
+        out.float().square().sum().backward()
+        results.append([out, x.grad, *(p.grad for p in model.parameters())])
+    for one, other in zip(*results, strict=True):
+        assert (one is None and other is None) or one.dtype == other.dtype
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_overlap_changes_no_bit(sequence, autocast, frozen):
+    run_ranks(bitwise, 2, sequence, autocast, frozen)
+
+
+def twice_differentiated(sequence):
+    """The gradient of a gradient's norm, where products and sums are differentiated again."""
+
+    def penalty(model, x):
+        x = x.detach().clone().requires_grad_()
+        (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        grad.square().sum().backward()
+        return x.grad
+
+    reference, model = plain().first, sharded(plain(), sequence=sequence).first
+    x, own = batch(sequence)
+    expected, got = penalty(reference, x), penalty(model, own)
+    if sequence:
+        expected = expected.chunk(2, 1)[dist.get_rank()]
+    torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
+    for name in ("up", "gate"):
+        whole = reference.get_submodule(name).weight.grad.chunk(2)[dist.get_rank()]
+        torch.testing.assert_close(
+            model.get_submodule(name).weight.grad, whole, rtol=1e-12, atol=1e-12
+        )
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_second_derivatives(sequence):
+    run_ranks(twice_differentiated, 2, sequence)
+
+
+def only_some_gradients():
+    model, (_, x) = sharded(plain()), batch()
+    x = x.clone().requires_grad_()
+    (alone,) = torch.autograd.grad(model(x).square().sum(), x)
+    weight = model.first.up.weight
+    (one,) = torch.autograd.grad(model(x).square().sum(), weight)
+    model(x).square().sum().backward()
+    torch.testing.assert_close(alone, x.grad, rtol=0, atol=0)
+    torch.testing.assert_close(one, weight.grad, rtol=0, atol=0)
+
+
+def test_gradients_of_some_inputs_only():
+    run_ranks(only_some_gradients, 2)
+
+
+def main_gradients(sequence, dtype):
+    """Return the largest relative error of eight micro-batches' sum, without and with them."""
+    reference, errors = plain(), []
+    batches = [batch(sequence) for _ in range(8)]
+    shares = [torch.randn(2, generator=torch.Generator().manual_seed(i)) for i in range(8)]
+    for (x, _), (scale, shift) in zip(batches, shares, strict=True):
+        reference(x * scale + shift).square().sum().backward()
+    for main in (False, True):
+        model = sharded(plain(), sequence=sequence).to(dtype)
+        if main:
+            keep_main_grads(model, torch.float64 if dtype == torch.float64 else torch.float32)
+        for (_, x), (scale, shift) in zip(batches, shares, strict=True):
+            model((x * scale + shift).to(dtype).requires_grad_()).square().sum().backward()
+        if main:
+            assert all(p.grad is None for p in model.parameters())
+        own = {n: (p.main_grad if main else p.grad) for n, p in model.named_parameters()}
+        whole = gather_tensors(model, own)
+        errors.append(
+            max(
+                float((whole[name].double() - p.grad).norm() / p.grad.norm())
+                for name, p in reference.named_parameters()
+            )
+        )
+    return errors
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_main_gradients_are_the_sum(sequence):
+    for _, error in run_ranks(main_gradients, 2, sequence, torch.float64):
+        assert error < 1e-12
+
+
+def test_main_gradients_lose_less():
+    for without, error in run_ranks(main_gradients, 2, False, torch.bfloat16):
+        assert error < without < 0.1
+
+
+def straight():
+    """Return which parameters had a gradient of their own, that was added to the main one."""
+    model, added = sharded(plain()), []
+    names = {id(p): name for name, p in model.named_parameters()}
+    own = main_grads.add_own
+
+    def watched(parameter):
+        if parameter.grad is not None:
+            added.append(names[id(parameter)])
+        own(parameter)
+
+    with patch.object(main_grads, "add_own", watched):
+        keep_main_grads(model)
+    model(batch()[1].clone().requires_grad_()).square().sum().backward()
+    return sorted(added)
+
+
+def test_products_go_straight_to_main_gradients():
+    for added in run_ranks(straight, 2):
+        assert added == ["first.down.bias", "norm.bias", "norm.weight", "second.down.bias"]
+
+
+def test_main_gradients_need_parameters_without_hooks():
+    model = nn.Linear(2, 2)
+    model.bias.register_post_accumulate_grad_hook(print)
+    with pytest.raises(StateError, match="bias has gradient hooks"):
+        keep_main_grads(model)
+    assert not hasattr(model.weight, "main_grad")
