@@ -19,7 +19,7 @@ from scaletorch.parallel.tensor_parallel import (
     gather_tensors,
     load_full_state_dict,
     shard_dims,
-    shard_owners,
+    split_by_owner,
     take_own,
 )
 from scaletorch.parallel.tensor_parallel.cuts.cut import Cut
@@ -184,14 +184,15 @@ def as_one_process(options, plan=None, asynchronous=False):
     for name, weight in gather_state_dict(model).items():
         close(weight, plain.state_dict()[name], f"stepped {name}")
     # Each element counts once in the norm.
-    owners = shard_owners(model)
-    total = sum(g.square().sum() for n, g in grads.items() if owners[n] == get_rank())
+    owned = split_by_owner(model, grads)
+    mine = [piece for pieces in owned.values() for owner, piece in pieces if owner == get_rank()]
+    total = sum(piece.square().sum() for piece in mine)
     total = torch.as_tensor(total, dtype=torch.float64)
     all_reduce(total)
     close(total, sum(g.square().sum() for g in expected.values()), "squared norm")
     attention = model.layers[0].self_attn
     sizes = [getattr(attention, n).weight.shape[0] // HEAD_DIM for n in ("q_proj", "k_proj")]
-    parts = {(n, owners[n]): g for n, g in grads.items() if "k_proj" in n}
+    parts = {(n, owner): g for n in grads if "k_proj" in n for owner, g in owned[n]}
     return sizes, parts
 
 
@@ -249,7 +250,7 @@ def round_trip(state, options):
     own = {name: take_own(model, name, whole) for name, whole in state.items()}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         assert torch.equal(own[name], parameter), name
-    assert set(shard_owners(model)) == set(shard_dims(model))
+    assert set(shard_dims(model)) == set(own)
     with pytest.raises(ValueError, match=r"has shape \(1, 10\), but the whole has 8 along dim 0"):
         take_own(model, "layers.0.self_attn.k_proj.weight", torch.ones(1, 10))
     return gather_state_dict(copy.deepcopy(model))
@@ -383,7 +384,9 @@ def replicas_gathered():
         for name, parameter in plain.named_parameters():
             close(grads[name], parameter.grad, name)
             close(getattr(layer, name).grad, take_own(layer, name, parameter.grad), f"own {name}")
-    assert shard_owners(layer) == dict.fromkeys(("weight", "bias"), (0, 0, 2)[get_rank()])
+    own = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    for [(owner, _)] in split_by_owner(layer, own).values():
+        assert owner == (0, 0, 2)[get_rank()]
 
 
 def test_an_output_of_replicas_is_gathered_once():

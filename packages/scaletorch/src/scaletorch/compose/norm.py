@@ -10,22 +10,20 @@ from torch import Tensor
 from ..dist import all_reduce
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
-from ..parallel.tensor_parallel import shard_owners
+from ..parallel.tensor_parallel import split_by_owner
 
 
 def counted_gradients(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[Tensor]:
     """Yield the gradients that this rank adds to the norm.
 
-    A parameter replicated over tp counts on its first rank, one tied across stages on its first.
+    What is replicated over tp counts on its first rank, a parameter tied across stages on its
+    first.
     """
-    owners = shard_owners(model)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     tied: dict[str, tuple[int, ...]] = model.tied_parameters  # of the stage within
-    for name, parameter in model.named_parameters():
-        if parameter.grad is None:
-            continue
-        replica = owners[name] != manager.tp_rank
-        if not replica and tied.get(name, (manager.pp_rank,))[0] == manager.pp_rank:
-            yield parameter.grad
+    for name, pieces in split_by_owner(model, gradients).items():
+        if tied.get(name, (manager.pp_rank,))[0] == manager.pp_rank:
+            yield from (piece for owner, piece in pieces if owner == manager.tp_rank)
 
 
 def global_grad_norm(model: DataParallelBucket, manager: ProcessGroupManager) -> Tensor:

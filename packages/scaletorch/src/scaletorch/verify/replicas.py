@@ -11,7 +11,8 @@ from torch import Tensor
 from ..dist import all_gather_object
 from .compare import INFINITE, Difference
 
-Shards = Mapping[str, int | None]
+# The first rank that holds a piece of a tensor, and the piece.
+Owned = tuple[int, Tensor]
 
 
 def missing(
@@ -35,18 +36,21 @@ def doubled(
 
 
 def unlike(
-    kind: str, step: int, tensors: Mapping[str, Tensor], shards: Shards, bound: float
+    kind: str, step: int, tensors: Mapping[str, Iterable[Owned]], bound: float
 ) -> Iterator[Difference]:
     """Report tensors of which another rank that holds the same part has other bits.
 
     Args:
         kind: what they are.
         step: 0-based.
-        tensors: this rank's, by plain names.
-        shards: which shard of each this rank holds; None for the whole.
+        tensors: pieces of this rank's, by plain names.
         bound: what to report as the bound.
     """
-    mine = {(name, shards[name]): digest(tensor) for name, tensor in tensors.items()}
+    mine = {
+        (name, number, owner): digest(piece)
+        for name, pieces in tensors.items()
+        for number, (owner, piece) in enumerate(pieces)
+    }
     everyone = all_gather_object(mine)
     for part, bits in mine.items():
         others = [rank for rank, each in enumerate(everyone) if each.get(part, bits) != bits]

@@ -27,7 +27,7 @@ from ..parallel.pg_manager import (
     setup_process_group_manager,
 )
 from ..parallel.pipeline_parallel import Split
-from ..parallel.tensor_parallel import load_full_state_dict, shard_owners, take_own
+from ..parallel.tensor_parallel import load_full_state_dict, split_by_owner, take_own
 from . import dropout
 from .cases import Case
 from .compare import Difference, compare_named, compare_tensor
@@ -136,8 +136,8 @@ def train_and_compare(
 ) -> Iterator[Difference]:
     """Train through all steps; compare this rank's part after each, and the whole at the end."""
     shard = functools.partial(take_own, model)
-    shards = shard_owners(model)
-    stages: list[set[str]] = all_gather_object(set(shards), manager.pp_group)
+    mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    stages: list[set[str]] = all_gather_object(mine, manager.pp_group)
     yield from doubled(stages, model.tied_parameters, saved["bound"])
     for step, (batch, theirs) in enumerate(zip(saved["batches"], saved["steps"], strict=True)):
         bound = saved["bound"] * (step + 1)  # what a step's weights are off by enters the next
@@ -151,9 +151,9 @@ def train_and_compare(
         gradients = {name: p.grad for name, p in named if p.grad is not None}
         expected = set(theirs["gradients"])
         yield from missing("gradient", step, set().union(*stages), expected, bound)
-        yield from missing("gradient", step, gradients, expected & set(shards), bound)
+        yield from missing("gradient", step, gradients, expected & mine, bound)
         yield from compare_named("gradient", step, gradients, theirs["gradients"], bound, shard)
-        yield from unlike("gradient", step, gradients, shards, bound)
+        yield from unlike("gradient", step, split_by_owner(model, gradients), bound)
         optimizer = make_optimizer(model, step)
         if step < SGD_STEPS:
             norm = global_grad_norm(model, manager)

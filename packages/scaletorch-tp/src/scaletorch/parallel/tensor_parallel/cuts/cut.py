@@ -38,6 +38,11 @@ class Cut:
         return len(self.parts) < len(self.ranks)
 
     @property
+    def packed(self) -> tuple[Cut, ...]:
+        """How each of several packed lengths is cut; this cut itself where there is one."""
+        return (self,)
+
+    @property
     def owners(self) -> tuple[int, ...]:
         """The first rank that has each part."""
         return tuple(self.ranks.index(part) for part in range(len(self.parts)))

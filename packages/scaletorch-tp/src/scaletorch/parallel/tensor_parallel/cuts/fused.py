@@ -68,7 +68,7 @@ class Fused:
 
 @dataclass(frozen=True, slots=True)
 class FusedCut(Cut):
-    """A length of several parts, of each of which every rank has a share of its own.
+    """A length of several parts, of each of which every rank has a share, its own or a replica.
 
     Args:
         parts: Length of all that each rank has.
@@ -77,6 +77,21 @@ class FusedCut(Cut):
     """
 
     cuts: tuple[Cut, ...]
+
+    @property
+    def whole(self) -> int:
+        """The length that was cut."""
+        return sum(cut.whole for cut in self.cuts)
+
+    @property
+    def replicated(self) -> bool:
+        """Whether several ranks have one share of a part."""
+        return any(cut.replicated for cut in self.cuts)
+
+    @property
+    def packed(self) -> tuple[Cut, ...]:
+        """How each part is cut."""
+        return self.cuts
 
     def take(self, full: Tensor, dim: int, rank: int) -> Tensor:
         """Return a copy of what `rank` has along `dim`: its share of each part, joined."""
@@ -100,27 +115,13 @@ class FusedCut(Cut):
             part.split([cut.sizes[rank] for cut in self.cuts], dim)
             for rank, part in enumerate(ranks)
         ]
-        return torch.cat([share for part in zip(*shares, strict=True) for share in part], dim)
+        parts = zip(self.cuts, zip(*shares, strict=True), strict=True)
+        return torch.cat([part[rank] for cut, part in parts for rank in cut.owners], dim)
 
 
-def fuse(cuts: Sequence[Cut], where: str) -> Cut:
-    """Return the cut of several parts in one length; one part is its own.
-
-    Args:
-        cuts: How each part is cut.
-        where: What they are, for messages.
-
-    Raises:
-        InvalidArgumentError: A part is replicated, so that ranks' shards would overlap.
-    """
+def fuse(cuts: Sequence[Cut]) -> Cut:
+    """Return the cut of several parts in one length, each cut so; one part is its own."""
     if len(cuts) == 1:
         return cuts[0]
-    short = [cut for cut in cuts if cut.replicated]
-    if short:
-        raise InvalidArgumentError(
-            f"tp = {len(short[0].ranks)} leaves ranks without a share of {where}: a part of a "
-            f"fused weight has {len(short[0].parts)}, and is not replicated; "
-            f"tp sizes up to {len(short[0].parts)} are legal"
-        )
     sizes = tuple(map(sum, zip(*(cut.sizes for cut in cuts), strict=True)))
     return FusedCut(sizes, tuple(range(len(sizes))), tuple(cuts))

@@ -22,7 +22,7 @@ class SumReplicas(Function):
     """Identity forward; backward sums the gradient over the ranks that hold the same part.
 
     What travels is the whole gradient, zero in other ranks' parts, over the whole group: it needs
-    no group of its own, replicas get the same bits, and a replicated parameter is a small one.
+    no group of its own, replicas get the same bits, and what is replicated is small.
     """
 
     @staticmethod
@@ -42,6 +42,8 @@ class SumReplicas(Function):
 def sum_replicas(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
     """Return `x`, whose gradient is summed over the ranks that hold the same part of it.
 
+    Of packed parts each is summed over its own replicas.
+
     Args:
         x: [part, ...], cut along the first dim.
         cut: Which part each rank has.
@@ -54,8 +56,17 @@ def sum_replicas(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> 
 
 
 def sum_parts(x: Tensor, cut: Cut, rank: int, group: ProcessGroup | None) -> Tensor:
-    """Return the sum of `x` over the ranks that hold the same part."""
-    whole = x.new_zeros((cut.whole, *x.shape[1:]))
-    cut.take(whole, 0, rank).copy_(x)
+    """Return the sum of `x` over the ranks that hold the same part.
+
+    Of packed parts those that are replicated are summed, in one collective: others stay here.
+    """
+    shares = list(x.split([part.sizes[rank] for part in cut.packed]))
+    shared = [number for number, part in enumerate(cut.packed) if part.replicated]
+    lengths = [cut.packed[number].whole for number in shared]
+    whole = x.new_zeros((sum(lengths), *x.shape[1:]))
+    for number, part in zip(shared, whole.split(lengths), strict=True):
+        mine = cut.packed[number].take(part, 0, rank)
+        mine.copy_(shares[number])
+        shares[number] = mine
     all_reduce(whole, group=group)
-    return cut.take(whole, 0, rank).clone()
+    return torch.cat(shares)

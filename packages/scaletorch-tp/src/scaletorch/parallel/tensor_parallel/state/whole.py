@@ -21,12 +21,6 @@ class ParameterCut(NamedTuple):
     layer: TensorParallelLayer
     dim: int
 
-    @property
-    def owner(self) -> int:
-        """The first rank of this rank's part."""
-        cut = self.layer.cut
-        return cut.owners[cut.ranks[self.layer.tp_rank]]
-
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole from that of a shard."""
         return (*shape[: self.dim], self.layer.cut.whole, *shape[self.dim + 1 :])
@@ -40,17 +34,6 @@ def shard_dims(model: nn.Module) -> dict[str, int | None]:
     cuts = find_cuts(model)
     names = (name for name, _ in model.named_parameters(remove_duplicate=False))
     return {name: cuts[name].dim if name in cuts else None for name in names}
-
-
-def shard_owners(model: nn.Module) -> dict[str, int]:
-    """Return parameter name -> the first tp rank that holds what this rank holds of it.
-
-    It is 0 for what every rank has the whole of and this rank for a shard of its own. Count a
-    shard on its owner, and each element of the model is counted once.
-    """
-    cuts = find_cuts(model)
-    names = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    return {name: cuts[name].owner if name in cuts else 0 for name in names}
 
 
 def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
@@ -100,13 +83,7 @@ def gather_tensors(
         InvalidArgumentError: A name is not the model's, or a tensor is not of its shard's shape.
         MismatchError: The ranks passed different names.
     """
-    cuts = find_cuts(model)
-    known = dict(model.named_parameters(remove_duplicate=False)) | dict(
-        model.named_buffers(remove_duplicate=False)
-    )
-    check_names("the model has no parameter or buffer", set(tensors) - set(known))
-    for name, tensor in tensors.items():
-        _check_shape(name, tensor, tuple(known[name].shape), "this rank's shard")
+    cuts, known = find_cuts(model), check_shards(model, tensors)
     _check_agreement(cuts, tensors, group)
     # A tied parameter is gathered once: the same tensor under two names stays one.
     whole: dict[int, Tensor] = {}
@@ -187,6 +164,17 @@ def check_names(problem: str, names: Iterable[str]) -> None:
     names = sorted(names)
     if names:
         raise InvalidArgumentError(f"{describe_rank()}: {problem} {', '.join(names)}")
+
+
+def check_shards(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Refuse tensors that are not of this rank's shapes; return the model's own, in its order."""
+    known = dict(model.named_parameters(remove_duplicate=False)) | dict(
+        model.named_buffers(remove_duplicate=False)
+    )
+    check_names("the model has no parameter or buffer", set(tensors) - set(known))
+    for name, tensor in tensors.items():
+        _check_shape(name, tensor, tuple(known[name].shape), "this rank's shard")
+    return known
 
 
 def _check_shape(name: str, tensor: Tensor, expected: tuple[int, ...], what: str) -> None:
