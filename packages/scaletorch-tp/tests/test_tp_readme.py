@@ -25,6 +25,10 @@ def test_the_first_program_trains(tmp_path):
     assert first.endswith("shard (16, 16) of (32, 16)")
 
 
+def test_the_explanation_is_the_one_that_is_shown(tmp_path):
+    assert f"```\n{output_of(1, tmp_path)}```\n" in README.read_text(encoding="utf-8")
+
+
 def test_the_sequence_parallel_program_holds_shares(tmp_path):
     expected = "[((1, 5, 16), (1, 9, 64)), ((1, 4, 16), (1, 9, 64))]"
-    assert output_of(1, tmp_path).strip() == expected
+    assert output_of(2, tmp_path).strip() == expected

@@ -10,9 +10,11 @@ from .plans.explain import explain
 from .plans.explanation import Communication, ExplainedParameter, Explanation
 from .plans.families import FAMILIES, Family
 from .plans.plan import STYLES, Divide, Plan, Style
+from .regions.main_grads import keep_main_grads
 from .regions.random import common_random, sharded_random
 from .regions.sequence import sequence_share
 from .state.dtensors import PiecesTensor, as_dtensors
+from .state.owners import split_by_owner
 from .state.placements import Pieces, placements
 from .state.safetensors_folder import load_safetensors
 from .state.whole import (
@@ -20,7 +22,6 @@ from .state.whole import (
     gather_tensors,
     load_full_state_dict,
     shard_dims,
-    shard_owners,
     take_own,
 )
 from .tensor_parallel import apply_tensor_parallel
@@ -61,6 +62,7 @@ __all__ = [
     "explain",
     "gather_state_dict",
     "gather_tensors",
+    "keep_main_grads",
     "linear_with_all_reduce",
     "linear_with_async_all_reduce",
     "load_full_state_dict",
@@ -69,8 +71,8 @@ __all__ = [
     "placements",
     "sequence_share",
     "shard_dims",
-    "shard_owners",
     "sharded_random",
+    "split_by_owner",
     "split_tensor_along_last_dim",
     "take_own",
     "vocab_parallel_cross_entropy",

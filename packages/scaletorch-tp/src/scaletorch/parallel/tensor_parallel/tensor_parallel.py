@@ -15,7 +15,7 @@ from .layers.base import Memo, TensorParallelLayer
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .plans.plan import Match, Plan, find_mixins
-from .plans.validate import resolve
+from .plans.validate import check_joined, resolve
 from .regions.region import Region
 from .regions.sequence import share_sequences
 from .regions.sum_grad import SumGradients
@@ -50,8 +50,8 @@ def apply_tensor_parallel(
         plan: Pattern of module names -> style. `*` stands for any text inside one component of a
             name, a component `**` for any number of components; "" is the root. Styles are
             "column", "column_gather", "row", "row_split", "vocab", "replicate", "sequence",
-            "replicate_sum_grad", "sharded", `Fused` and `Divide`. None is the model's own plan
-            (transformers), or that of the known family whose names it has.
+            "sequence_join", "replicate_sum_grad", "sharded", `Fused` and `Divide`. None is the
+            model's own plan (transformers), or that of the known family whose names it has.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
         sequence_parallel: Between sharded layers each rank holds its share of every sequence.
 
@@ -69,6 +69,8 @@ def apply_tensor_parallel(
     group = axis_group("tp", group)
     tp_size = get_world_size(group)
     matches, cuts, attributes = resolve(model, plan, tp_size)
+    if sequence_parallel:
+        check_joined(matches)
     mixins = find_mixins(matches) if tp_size > 1 else {}
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for match in matches:

@@ -144,10 +144,11 @@ class TensorParallelLayer(nn.Module):
                 f"{cls.__name__}: expected a cut of {cls.sharded_size} = {size} over tp = "
                 f"{tp_size} ranks, got one of {cut.whole} over {len(cut.ranks)}"
             )
-        if cut is not None and cut.replicated and not cls.replicable:
+        shared = [part for part in (cut.packed if cut else ()) if part.replicated]
+        if shared and not cls.replicable:
             raise InvalidArgumentError(
                 f"{cls.__name__} sums the ranks' parts: each rank needs one of its own, but "
-                f"those of the given cut belong to ranks {cut.ranks}"
+                f"those of the given cut belong to ranks {shared[0].ranks}"
             )
 
     def _build(self, plain: nn.Module, group: ProcessGroup | None, **options: Any) -> None:

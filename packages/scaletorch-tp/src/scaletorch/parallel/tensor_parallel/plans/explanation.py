@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
-# Sent by each rank of a ring, in units of the tensor times (tp - 1) / tp.
-_RING = {"all_reduce": 2, "all_gather": 1}
+from .table import table
+
+Operation = Literal["all_reduce", "all_gather", "reduce_scatter"]
+
+# Sent by each rank of a ring, in units of the whole tensor times (tp - 1) / tp.
+_RING: dict[Operation, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +39,27 @@ class ExplainedParameter:
 class Communication:
     """One collective of a step.
 
+    Its size is that of the whole tensor: what an all_reduce sums, what an all_gather joins the
+    ranks' shares to, and what each rank gives to a reduce_scatter, to get its share of the sum.
+
     Attributes:
         module: Where it happens.
         phase: "forward" or "backward".
-        operation: "all_reduce" or "all_gather".
+        operation: "all_reduce", "all_gather" or "reduce_scatter".
         tensor: What is summed or joined.
-        per_token: Elements of the result for each token (batch times sequence length).
-        fixed: Elements of the result whatever the number of tokens.
+        per_token: Elements of the whole for each token (batch times sequence length).
+        fixed: Elements of the whole whatever the number of tokens.
     """
 
     module: str
     phase: Literal["forward", "backward"]
-    operation: Literal["all_reduce", "all_gather"]
+    operation: Operation
     tensor: str
     per_token: int = 0
     fixed: int = 0
 
     def bytes(self, tokens: int, element_size: int) -> int:
-        """Return the result's bytes, for so many tokens (B x L) and bytes an element."""
+        """Return the whole tensor's bytes, for so many tokens (B x L) and bytes an element."""
         return (self.per_token * tokens + self.fixed) * element_size
 
 
@@ -71,7 +78,11 @@ class Explanation:
     communications: tuple[Communication, ...]
 
     def bytes(self, tokens: int, element_size: int) -> int:
-        """Return the bytes of all communicated tensors of one forward and backward."""
+        """Return the bytes of all communicated tensors, each whole, of one forward and backward.
+
+        An all_reduce counts once here, a reduce_scatter and an all_gather in its place twice;
+        `bytes_sent` compares them.
+        """
         return sum(c.bytes(tokens, element_size) for c in self.communications)
 
     def bytes_by_layer(self, tokens: int, element_size: int) -> dict[str, int]:
@@ -82,28 +93,42 @@ class Explanation:
         return dict(layers)
 
     def bytes_sent(self, tokens: int, element_size: int) -> int:
-        """Return what each rank sends where collectives run as rings."""
+        """Return what each rank sends where collectives run as rings.
+
+        Of a whole tensor that is (tp - 1) / tp for an all_gather and for a reduce_scatter, and
+        both for an all_reduce: sequence parallelism sends the same for each region.
+        """
         units = sum(_RING[c.operation] * c.bytes(tokens, element_size) for c in self.communications)
         return units * (self.tp - 1) // self.tp
+
+    def bytes_sent_by_layer(self, tokens: int, element_size: int) -> dict[str, int]:
+        """Return the same for each numbered layer, and each module outside of these."""
+        layers: dict[str, list[Communication]] = {}
+        for c in self.communications:
+            layers.setdefault(_layer(c.module), []).append(c)
+        return {
+            layer: replace(self, communications=tuple(own)).bytes_sent(tokens, element_size)
+            for layer, own in layers.items()
+        }
 
     def __str__(self) -> str:
         held = [
             (_generic(p.name), p.style or "-", _sizes(p.shape), _local(p)) for p in self.parameters
         ]
         sent = [
-            (_generic(c.module), c.phase, c.operation, c.tensor, _formula(c.per_token, c.fixed))
+            (_generic(c.module), c.phase, c.operation, c.tensor, _formula([c]))
             for c in self.communications
         ]
-        total = _formula(
-            sum(c.per_token for c in self.communications), sum(c.fixed for c in self.communications)
-        )
+        rings = [c for c in self.communications for _ in range(_RING[c.operation])]
         return "\n".join(
             [
-                *_table(("parameter", "style", "whole", f"on each of {self.tp} ranks"), held),
+                *table(("parameter", "style", "whole", f"on each of {self.tp} ranks"), held),
                 "",
-                *_table(("module", "when", "operation", "of", "elements"), sent),
+                *table(("module", "when", "operation", "of", "elements"), sent),
                 "",
-                f"one forward and backward: {total} elements, T = batch x sequence length",
+                f"one forward and backward: {_formula(self.communications)} elements, "
+                "T = batch x sequence length",
+                f"each rank of a ring sends {self.tp - 1}/{self.tp} of {_formula(rings)} elements",
             ]
         )
 
@@ -129,17 +154,8 @@ def _local(parameter: ExplainedParameter) -> str:
     return " or ".join(map(_sizes, shapes))
 
 
-def _formula(per_token: int, fixed: int) -> str:
+def _formula(communications: Sequence[Communication]) -> str:
+    per_token = sum(c.per_token for c in communications)
+    fixed = sum(c.fixed for c in communications)
     terms = [f"{per_token} T"] * bool(per_token) + [str(fixed)] * bool(fixed)
     return " + ".join(terms) or "0"
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Return lines of columns; equal rows, as layers have, are one with their number."""
-    counted = Counter(map(tuple, rows))
-    lines = [(*head, "times"), *((*row, str(times)) for row, times in counted.items())]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-        for line in lines
-    ]

@@ -76,9 +76,10 @@ GPT2 = Family(
         "**.h.*.attn.c_proj": "row",
         "**.h.*.mlp.c_fc": "column",
         "**.h.*.mlp.c_proj": "row",
+        "**.ln_f": "sequence_join",  # what follows reshapes by the whole length
         "**.lm_head": "column_gather",
     },
-    may_lack=frozenset({"**.wte", "**.tokens_embed", "**.lm_head"}),
+    may_lack=frozenset({"**.wte", "**.tokens_embed", "**.ln_f", "**.lm_head"}),
     complete=("**.h.*.attn", "**.h.*.mlp"),
     heads={"**.h.*.attn": ("c_attn",)},
 )

@@ -46,10 +46,7 @@ class Attention:
             heads = query if count >= self.query else key_value
             return heads.times(self.head_dim * max(1, count // self.query))
 
-        where = f"the heads of {self.name}"
-        return {
-            layer: fuse([cut(n) for n in parts], where) for layer, parts in self.lengths.items()
-        }
+        return {layer: fuse([cut(n) for n in parts]) for layer, parts in self.lengths.items()}
 
     def share(self, attribute: str, value: int, tp_size: int) -> tuple[int, ...] | None:
         """Return each rank's value of a counting attribute; None where it counts no heads."""

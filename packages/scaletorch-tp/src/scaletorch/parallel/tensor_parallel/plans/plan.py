@@ -17,6 +17,7 @@ from ..layers.conv1d import ColumnParallelConv1D, RowParallelConv1D
 from ..layers.embedding import ScaledVocabParallelEmbedding, VocabParallelEmbedding
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..regions.random import CommonRandom, ShardedRandom
+from ..regions.sequence import JoinSequence
 from ..regions.sum_grad import SumGradients
 from ..regions.surround import Surrounded
 
@@ -51,13 +52,14 @@ Plan = Mapping[str, Style]
 STYLES: Mapping[
     str, tuple[type[TensorParallelLayer], Mapping[str, Any]] | type[Surrounded] | None
 ] = {
-    "column": (ColumnParallelLinear, {}),
-    "column_gather": (ColumnParallelLinear, {"gather_output": True}),
+    "column": (ColumnParallelLinear, {"async_all_reduce": True}),
+    "column_gather": (ColumnParallelLinear, {"async_all_reduce": True, "gather_output": True}),
     "row": (RowParallelLinear, {}),
     "row_split": (RowParallelLinear, {"input_is_parallel": False}),
     "vocab": (VocabParallelEmbedding, {}),
     "replicate": None,
     "sequence": None,  # what sequence parallelism makes of every module it is not told about
+    "sequence_join": JoinSequence,
     "replicate_sum_grad": SumGradients,
     "sharded": ShardedRandom,
 }

@@ -70,17 +70,49 @@ def resolve(model: nn.Module, plan: Plan | None, tp_size: int) -> Resolved:
     check_lengths(lengths, tp_size)
     cuts = {layer: cut for a in attentions.values() for layer, cut in a.cuts(tp_size).items()}
     cuts |= _fused_cuts((m for m in matches if m.module not in cuts), tp_size)
+    _check_replicas(matches, cuts)
     _check_ties(model, matches, cuts, tp_size)
     return Resolved(matches, cuts, local_attributes(matches, attentions, tp_size))
+
+
+def check_joined(matches: Sequence[Match]) -> None:
+    """Refuse sharded layers on shares of sequences after the module that joins these.
+
+    Raises:
+        InvalidArgumentError: More than heads are registered after it.
+    """
+    joins = [index for index, match in enumerate(matches) if match.style == "sequence_join"]
+    after = matches[joins[0] + 1 :] if joins else ()
+    wrong = [m.name for m in after if m.layer is not None and not m.options.get("gather_output")]
+    if wrong:
+        raise InvalidArgumentError(
+            f"{_place(matches[joins[0]])} joins the sequences for heads ('column_gather') alone, "
+            f"but {', '.join(wrong[:4])} are registered after it; register them before, or do "
+            "without sequence parallelism"
+        )
 
 
 def _fused_cuts(matches: Iterable[Match], tp_size: int) -> dict[nn.Module, Cut]:
     """Return how fused layers are cut that are not heads: each part into shares."""
     return {
-        match.module: fuse([share_cut(n, tp_size) for n in match.lengths], match.name)
+        match.module: fuse([share_cut(n, tp_size) for n in match.lengths])
         for match in matches
         if isinstance(match.style, Fused)
     }
+
+
+def _check_replicas(matches: Iterable[Match], cuts: Mapping[nn.Module, Cut]) -> None:
+    """Refuse replicated heads in a layer that sums the ranks' parts: they would count twice."""
+    for match in (m for m in matches if m.layer is not None and not m.layer.replicable):
+        cut = cuts.get(match.module)
+        short = [part for part in (cut.packed if cut else ()) if part.replicated]
+        if short:
+            most = min(len(part.parts) for part in short)
+            raise InvalidArgumentError(
+                f"tp = {len(short[0].ranks)} leaves ranks without a share of the heads of "
+                f"{_place(match)}: a part of it has {most}, and is not replicated, since the "
+                f"layer sums what ranks have; tp sizes up to {most} are legal"
+            )
 
 
 def _check_styles(matches: Sequence[Match]) -> None:

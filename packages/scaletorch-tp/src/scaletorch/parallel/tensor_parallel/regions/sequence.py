@@ -18,11 +18,11 @@ from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
-from ....dist.functional import all_gather, reduce_scatter, split
+from ....dist.functional import all_gather, gather, reduce_scatter, split
 from ...pg_manager import describe_rank
 from ..cuts.cut import shard_sizes
 from ..layers.base import TensorParallelLayer
-from .random import sharded_random
+from .random import end_sharded_random, sharded_random
 from .region import Region
 from .sum_grad import SumGradients
 from .surround import SharedGroup, Surrounded, surround
@@ -48,6 +48,20 @@ class SequenceShares:
     @uncompiled
     def enter(self, x: Tensor) -> Tensor:
         """Return the whole sequence of a share; in backward the ranks' gradients are summed."""
+        return all_gather(x, DIM, self.holder.group, sizes=self.sizes(x))
+
+    @uncompiled
+    def join(self, x: Tensor) -> Tensor:
+        """Return the whole sequence of a share, for what every rank then does alike."""
+        end_sharded_random()  # what follows draws for whole activations
+        return gather(x, DIM, self.holder.group, sizes=self.sizes(x))
+
+    def sizes(self, x: Tensor) -> tuple[int, ...]:
+        """Return how many tokens each rank has of the sequence of which `x` is a share.
+
+        Raises:
+            InvalidArgumentError: It is not this rank's share.
+        """
         sizes = self._sizes(self.length or x.shape[DIM] * get_world_size(self.holder.group))
         own = sizes[get_rank(self.holder.group)]
         if x.shape[DIM] != own:
@@ -56,7 +70,7 @@ class SequenceShares:
                 f"tensor of shape {tuple(x.shape)}; with sequence parallelism pass the model "
                 "input_ids or position_ids of the whole sequence"
             )
-        return all_gather(x, DIM, self.holder.group, sizes=sizes)
+        return sizes
 
     @uncompiled
     def leave(self, x: Tensor) -> Tensor:
@@ -104,17 +118,30 @@ class SplitSequence(Surrounded):
         return self._sequence.split(super().forward(*args, **kwargs))
 
 
+class JoinSequence(Surrounded):
+    """A module after which sequences are whole, as the model's own code there takes them to be."""
+
+    _sequence: SequenceShares | None = None  # without sequence parallelism they are whole already
+
+    @around_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, and join the ranks' shares."""
+        out = super().forward(*args, **kwargs)
+        return out if self._sequence is None else self._sequence.join(out)
+
+
 def share_sequences(
     model: M, group: ProcessGroup | None, replicated: Sequence[nn.Module] = ()
 ) -> M:
     """Make a model with tensor-parallel layers sequence parallel, in place.
 
     Its sharded layers gather and scatter. Embeddings that every rank holds keep their share, and
-    all other parameters' gradients are summed, except those of ``replicated`` modules.
+    all other parameters' gradients are summed, except those of ``replicated`` modules. What is
+    registered after a `JoinSequence` stays as it is, since it works on whole sequences.
     """
     shares = SequenceShares(SharedGroup(group))
     summed = [module for module in model.modules() if isinstance(module, SumGradients)]
-    for module in list(model.modules()):
+    for module in _until_joined(model):
         if isinstance(module, TensorParallelLayer):
             vars(module)["sequence"] = shares
         elif isinstance(module, Region):
@@ -123,6 +150,8 @@ def share_sequences(
             vars(surround(module, SplitSequence, group))["_sequence"] = shares
         elif module._parameters and module not in (*replicated, *summed):
             surround(module, SumGradients, group)
+        if isinstance(module, JoinSequence):
+            vars(module)["_sequence"] = shares
     vars(surround(model, SequenceRoot, group))["_sequence"] = shares
     return model
 
@@ -140,6 +169,15 @@ def sequence_share(model: nn.Module, length: int) -> int:
             group = shares.holder.group
             return shard_sizes(length, get_world_size(group))[get_rank(group)]
     return length
+
+
+def _until_joined(model: nn.Module) -> list[nn.Module]:
+    """Return the modules in their order, up to the first that joins sequences."""
+    modules = list(model.modules())
+    joins = [module for module in modules if isinstance(module, JoinSequence)]
+    inside = {*joins[0].modules()} if joins else {*modules}
+    last = max(index for index, module in enumerate(modules) if module in inside)
+    return modules[: last + 1]
 
 
 def _whole_length(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
