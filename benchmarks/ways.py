@@ -61,7 +61,7 @@ class Way:
     finish: Finish = nothing
 
 
-def ours(block: Block, *, sequence: bool = False, overlap: bool = False) -> nn.Module:
+def ours(block: Block, *, sequence: bool = False, overlap: bool = True) -> nn.Module:
     """Apply a plan."""
     apply_tensor_parallel(block, PLAN, dist.group.WORLD, sequence_parallel=sequence)
     for layer in block.modules():
@@ -99,10 +99,10 @@ def sum_dtensor_norms(block: nn.Module) -> None:
 WAYS = {
     "by hand": Way(partial(by_hand, styles=STYLES)),
     "scaletorch": Way(ours),
-    "scaletorch, overlapped": Way(partial(ours, overlap=True)),
+    "scaletorch, no overlap": Way(partial(ours, overlap=False)),
     "DTensor": Way(dtensor),
     "by hand, sequence": Way(partial(by_hand, styles=STYLES, sequence=True), True, sum_norms),
     "scaletorch, sequence": Way(partial(ours, sequence=True), True),
-    "scaletorch, sequence, overlapped": Way(partial(ours, sequence=True, overlap=True), True),
+    "scaletorch, sequence, no overlap": Way(partial(ours, sequence=True, overlap=False), True),
     "DTensor, sequence": Way(partial(dtensor, sequence=True), True, sum_dtensor_norms),
 }

@@ -155,6 +155,65 @@ def test_a_join_makes_what_follows_work_on_whole_sequences(world_size, length):
     assert logits == logits[:1] * world_size  # dropout behind the join agrees
 
 
+class Counting(Model):
+    """Without positions it counts its tokens, as models of transformers do."""
+
+    def forward(self, input_ids, position_ids=None):
+        hidden = self.tokens(input_ids)
+        if position_ids is None:
+            position_ids = torch.arange(hidden.shape[1])[None]
+        return self.head(self.block(hidden + self.places(position_ids)))
+
+
+def called_with_ids_alone():
+    torch.manual_seed(0)
+    one = Counting().double()
+    many = apply_tensor_parallel(copy.deepcopy(one), PLAN, dist.group.WORLD, sequence_parallel=True)
+    ids, _ = batch(9)
+    for arguments, options in (((ids,), {}), ((), {"input_ids": ids, "position_ids": None})):
+        torch.testing.assert_close(many(*arguments, **options), one(ids), rtol=1e-12, atol=1e-12)
+
+
+def test_a_model_is_told_the_positions_that_it_would_count():
+    run_ranks(called_with_ids_alone, 2)
+
+
+class Listed(Model):
+    def __init__(self):
+        super().__init__()
+        self.scales = nn.ParameterList([nn.Parameter(torch.ones(12))])
+
+
+class Called(Model):
+    def __init__(self):
+        super().__init__()
+        self.first.forward = lambda x: x
+
+
+class Multihead(Model):
+    def __init__(self):
+        super().__init__()
+        self.mixer = nn.MultiheadAttention(12, 2)
+
+
+def refused_before_anything_changes():
+    for kind, message in (
+        (Listed, r"'scales' has parameters .* an nn.ParameterList is not called"),
+        (Called, r"'first' has parameters .* its forward was replaced on the instance"),
+        (Multihead, r"'mixer.out_proj' has parameters .* nn.MultiheadAttention does not call it"),
+    ):
+        model = kind()
+        classes = [type(module) for module in model.modules()]
+        with pytest.raises(InvalidArgumentError, match=message):
+            apply_tensor_parallel(model, PLAN, dist.group.WORLD, sequence_parallel=True)
+        assert [type(module) for module in model.modules()] == classes
+        apply_tensor_parallel(model, PLAN, dist.group.WORLD)
+
+
+def test_parameters_whose_gradients_cannot_be_summed_are_refused():
+    run_ranks(refused_before_anything_changes, 2)
+
+
 def joined_too_early():
     model = reshaping()
     styles = [type(module) for module in model.modules()]

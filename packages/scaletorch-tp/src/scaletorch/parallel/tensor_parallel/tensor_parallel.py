@@ -15,7 +15,8 @@ from .layers.base import Memo, TensorParallelLayer
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .plans.plan import Match, Plan, find_mixins
-from .plans.validate import check_joined, resolve
+from .plans.shares import check_shares
+from .plans.validate import resolve
 from .regions.region import Region
 from .regions.sequence import share_sequences
 from .regions.sum_grad import SumGradients
@@ -70,7 +71,7 @@ def apply_tensor_parallel(
     tp_size = get_world_size(group)
     matches, cuts, attributes = resolve(model, plan, tp_size)
     if sequence_parallel:
-        check_joined(matches)
+        check_shares(model, matches)
     mixins = find_mixins(matches) if tp_size > 1 else {}
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for match in matches:

@@ -12,7 +12,8 @@ from ..cuts.fused import Fused
 from .communications import communications
 from .explanation import ExplainedParameter, Explanation
 from .plan import Match, Plan
-from .validate import Resolved, check_joined, resolve
+from .shares import check_shares
+from .validate import Resolved, resolve
 
 
 def explain(
@@ -41,7 +42,7 @@ def explain(
         raise InvalidArgumentError(f"tp is a number of ranks, at least 1, got {tp!r}")
     resolved = resolve(model, plan, tp)
     if sequence_parallel:
-        check_joined(resolved.matches)
+        check_shares(model, resolved.matches)
     parameters = tuple(_parameters(model, resolved, tp))
     sent = tuple(communications(model, resolved, sequence_parallel)) if tp > 1 else ()
     return Explanation(tp, parameters, sent)

@@ -75,23 +75,6 @@ def resolve(model: nn.Module, plan: Plan | None, tp_size: int) -> Resolved:
     return Resolved(matches, cuts, local_attributes(matches, attentions, tp_size))
 
 
-def check_joined(matches: Sequence[Match]) -> None:
-    """Refuse sharded layers on shares of sequences after the module that joins these.
-
-    Raises:
-        InvalidArgumentError: More than heads are registered after it.
-    """
-    joins = [index for index, match in enumerate(matches) if match.style == "sequence_join"]
-    after = matches[joins[0] + 1 :] if joins else ()
-    wrong = [m.name for m in after if m.layer is not None and not m.options.get("gather_output")]
-    if wrong:
-        raise InvalidArgumentError(
-            f"{_place(matches[joins[0]])} joins the sequences for heads ('column_gather') alone, "
-            f"but {', '.join(wrong[:4])} are registered after it; register them before, or do "
-            "without sequence parallelism"
-        )
-
-
 def _fused_cuts(matches: Iterable[Match], tp_size: int) -> dict[nn.Module, Cut]:
     """Return how fused layers are cut that are not heads: each part into shares."""
     return {

@@ -125,8 +125,9 @@ class _Multiply(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         (grad,) = grads
-        # Under autocast the layer was computed in the dtype of its output.
-        x, weight = (saved.to(grad.dtype) for saved in ctx.saved_tensors)
+        x, weight = ctx.saved_tensors
+        if not x.dtype == weight.dtype == grad.dtype:  # autocast computed in the output's dtype
+            x, weight = x.to(grad.dtype), weight.to(grad.dtype)
         weight_needed, bias_needed = ctx.needs_input_grad[1:3]
         if not torch.is_grad_enabled():
             if weight_needed or bias_needed:

@@ -8,11 +8,13 @@ summed. Source: https://arxiv.org/abs/2205.05198.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -102,7 +104,11 @@ class SequenceRoot(Surrounded):
         """Run the model's own forward."""
         if self._sequence is None:
             return super().forward(*args, **kwargs)
-        self._sequence.length = _whole_length(args, kwargs)
+        ids = _find_ids(args, kwargs)
+        self._sequence.length = None if ids is None else ids.shape[-1]
+        if ids is not None and _lacks_positions(self, args, kwargs):
+            # Left to count its tokens, it would count those of its share.
+            kwargs["position_ids"] = torch.arange(ids.shape[-1], device=ids.device)[None]
         with sharded_random(self._tp_group.group) if self.training else nullcontext():
             return super().forward(*args, **kwargs)
 
@@ -141,7 +147,8 @@ def share_sequences(
     """
     shares = SequenceShares(SharedGroup(group))
     summed = [module for module in model.modules() if isinstance(module, SumGradients)]
-    for module in _until_joined(model):
+    joins = [module for module in model.modules() if isinstance(module, JoinSequence)]
+    for module in until_joined(model, joins):
         if isinstance(module, TensorParallelLayer):
             vars(module)["sequence"] = shares
         elif isinstance(module, Region):
@@ -171,18 +178,26 @@ def sequence_share(model: nn.Module, length: int) -> int:
     return length
 
 
-def _until_joined(model: nn.Module) -> list[nn.Module]:
-    """Return the modules in their order, up to the first that joins sequences."""
+def until_joined(model: nn.Module, joins: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules in their order, up to the first of ``joins`` and what it contains."""
     modules = list(model.modules())
-    joins = [module for module in modules if isinstance(module, JoinSequence)]
     inside = {*joins[0].modules()} if joins else {*modules}
     last = max(index for index, module in enumerate(modules) if module in inside)
     return modules[: last + 1]
 
 
-def _whole_length(args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
-    """Return the length of the token ids or positions that a model is called with."""
+def _find_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the token ids or positions, [B, L], that a model is called with."""
     for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids")):
         if isinstance(value, Tensor) and value.ndim > 1 and not value.is_floating_point():
-            return value.shape[-1]
+            return value
     return None
+
+
+def _lacks_positions(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Tell whether a model takes `position_ids` and is called without."""
+    kind: Any = next(each for each in type(model).__mro__ if not issubclass(each, Surrounded))
+    signature = inspect.signature(kind.forward)
+    if "position_ids" not in signature.parameters or kwargs.get("position_ids") is not None:
+        return False
+    return "position_ids" not in signature.bind_partial(model, *args).arguments
