@@ -155,3 +155,9 @@ def test_sequence_parallelism(model_fn, mixed):
         options={"sequence_parallel": ["on"]},
     )
     assert report.passed, str(report)
+
+
+def test_gpt2_reshapes_by_whole_sequences_which_stages_do_not_pass_on():
+    options = {"sequence_parallel": ["on"]}
+    report = verify(gpt2, layouts=[Grid(tp=2, pp=2)], dtype="float64", options=options)
+    assert "takes sequences to be whole behind its blocks" in str(report)

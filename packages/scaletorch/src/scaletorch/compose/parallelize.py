@@ -7,11 +7,12 @@ from typing import Any
 
 from torch import nn
 
+from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import apply_context_parallel
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel import PipelineParallel, Split
-from ..parallel.tensor_parallel import apply_tensor_parallel
+from ..parallel.tensor_parallel import apply_tensor_parallel, joins_sequences
 from .loss import keep_logits_sharded
 from .recompute import recompute_layers
 
@@ -45,9 +46,19 @@ def parallelize(
 
     Returns:
         The model's stage of this rank, with gradients summed over CP x DP.
+
+    Raises:
+        InvalidArgumentError: The plan does not fit, or the model cannot be a pipeline with
+            sequence parallelism.
     """
     if manager.tp_size > 1:  # one rank needs no plan: any model will do
         apply_tensor_parallel(model, plan, manager.tp_group, sequence_parallel=sequence_parallel)
+        if manager.pp_size > 1 and joins_sequences(model):
+            raise InvalidArgumentError(
+                "this model takes sequences to be whole behind its blocks (its plan styles a "
+                "module 'sequence_join'), but with sequence parallelism the stages of a pipeline "
+                "pass on shares: use one of the two"
+            )
         if loss_parallel:
             keep_logits_sharded(model)
     apply_context_parallel(model, manager.cp_group)

@@ -12,7 +12,7 @@ from .plans.families import FAMILIES, Family
 from .plans.plan import STYLES, Divide, Plan, Style
 from .regions.main_grads import keep_main_grads
 from .regions.random import common_random, sharded_random
-from .regions.sequence import sequence_share
+from .regions.sequence import joins_sequences, sequence_share
 from .state.dtensors import PiecesTensor, as_dtensors
 from .state.owners import split_by_owner
 from .state.placements import Pieces, placements
@@ -62,6 +62,7 @@ __all__ = [
     "explain",
     "gather_state_dict",
     "gather_tensors",
+    "joins_sequences",
     "keep_main_grads",
     "linear_with_all_reduce",
     "linear_with_async_all_reduce",

@@ -178,6 +178,12 @@ def sequence_share(model: nn.Module, length: int) -> int:
     return length
 
 
+def joins_sequences(model: nn.Module) -> bool:
+    """Tell whether a sequence-parallel model works on whole sequences behind its blocks."""
+    modules = (module for module in model.modules() if isinstance(module, JoinSequence))
+    return any(module._sequence is not None for module in modules)
+
+
 def until_joined(model: nn.Module, joins: Sequence[nn.Module]) -> list[nn.Module]:
     """Return the modules in their order, up to the first of ``joins`` and what it contains."""
     modules = list(model.modules())
