@@ -1,0 +1,146 @@
+"""Layouts: which positions of a sequence each rank holds, as data.
+
+A rank's share is a few runs of positions in the order in which it holds them. All runs of a
+layout have one step, and all ranks hold equally many positions, so lengths that do not divide
+are padded at the end: positions from the length on are padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...dist.errors import InvalidArgumentError
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Who holds which positions of a sequence; made by `contiguous`, `zigzag` and `stripe`.
+
+    Attributes:
+        name: The layout's name in `LAYOUTS`.
+        length: Length of the whole sequence, without padding.
+        ranks: Each rank's runs of positions, in local order.
+    """
+
+    name: str
+    length: int
+    ranks: tuple[tuple[range, ...], ...]
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return len(self.ranks)
+
+    @property
+    def local_length(self) -> int:
+        """The number of positions that every rank holds, padding included."""
+        return sum(map(len, self.ranks[0]))
+
+    @property
+    def padded_length(self) -> int:
+        """The length of the whole sequence with its padding, `size * local_length`."""
+        return self.size * self.local_length
+
+    def positions(self, rank: int, device: torch.device | str | None = None) -> Tensor:
+        """Return the positions that a rank holds, int64 [local_length], in local order.
+
+        They are also the index that takes the rank's share out of the padded whole.
+
+        Args:
+            rank: Index of the rank in its ring.
+            device: Where to put the result.
+
+        Raises:
+            InvalidArgumentError: No such rank.
+        """
+        if not 0 <= rank < self.size:
+            message = f"a {self.name} layout of {self.size} ranks has no rank {rank}"
+            raise InvalidArgumentError(message)
+        return _indices(self.ranks[rank], device)
+
+    def padding(self, rank: int) -> int:
+        """Return how many of a rank's positions are padding.
+
+        Raises:
+            InvalidArgumentError: No such rank.
+        """
+        return int((self.positions(rank) >= self.length).sum())
+
+    def order(self, device: torch.device | str | None = None) -> Tensor:
+        """Return the index that joins the ranks' shares to the whole, int64 [length].
+
+        Entry i is where position i lies in the shares put together in the order of the ranks,
+        so `torch.cat(shares).index_select(0, order)` is the whole without padding.
+        """
+        held = _indices((run for share in self.ranks for run in share), device)
+        return held.argsort()[: self.length]
+
+
+def contiguous(length: int, size: int) -> Layout:
+    """Give rank r the r-th of `size` equal parts: balanced where every row sees every key.
+
+    Args:
+        length: Length of the whole sequence; padded to a multiple of `size`.
+        size: The number of ranks.
+
+    Raises:
+        InvalidArgumentError: A length or size below 1.
+    """
+    part = _divided(length, size, size)
+    ranks = tuple((range(rank * part, (rank + 1) * part),) for rank in range(size))
+    return Layout("contiguous", length, ranks)
+
+
+def zigzag(length: int, size: int) -> Layout:
+    """Give rank r the chunks r and 2N − 1 − r of 2N equal chunks: balanced for causal attention.
+
+    Args:
+        length: Length of the whole sequence; padded to a multiple of 2 * `size`.
+        size: The number of ranks, N.
+
+    Raises:
+        InvalidArgumentError: A length or size below 1.
+    """
+    part = _divided(length, size, 2 * size)
+    chunks = [range(chunk * part, (chunk + 1) * part) for chunk in range(2 * size)]
+    return Layout("zigzag", length, tuple(zip(chunks[:size], reversed(chunks), strict=False)))
+
+
+def stripe(length: int, size: int) -> Layout:
+    """Give rank r the positions r, r + N, r + 2N, …: nearly balanced for most masks.
+
+    Args:
+        length: Length of the whole sequence; padded to a multiple of `size`.
+        size: The number of ranks, N.
+
+    Raises:
+        InvalidArgumentError: A length or size below 1.
+    """
+    padded = _divided(length, size, size) * size
+    return Layout("stripe", length, tuple((range(rank, padded, size),) for rank in range(size)))
+
+
+LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
+    "contiguous": contiguous,
+    "zigzag": zigzag,
+    "stripe": stripe,
+}
+
+
+def _divided(length: int, size: int, parts: int) -> int:
+    """Return the length of each of `parts` equal parts that hold `length` positions."""
+    if length < 1 or size < 1:
+        message = (
+            "a layout needs a length and a number of ranks of at least 1; "
+            f"it got length {length} and {size} ranks"
+        )
+        raise InvalidArgumentError(message)
+    return -(-length // parts)
+
+
+def _indices(runs: Iterable[range], device: torch.device | str | None) -> Tensor:
+    return torch.cat([torch.arange(r.start, r.stop, r.step, device=device) for r in runs])
