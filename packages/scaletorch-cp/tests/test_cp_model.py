@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from scaletorch.dist.errors import InvalidArgumentError, StateError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import apply_context_parallel, shard_batch
+from scaletorch.parallel.context_parallel.methods import METHODS
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -102,17 +103,17 @@ def _loss(model, batch, count):
     return F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum") / count
 
 
-def _step(recompute, in_thread=False):
+def _step(recompute, in_thread=False, length=12, layout="contiguous", **how):
     """Return the largest relative difference of loss and gradients to one process."""
     random = torch.Generator().manual_seed(3)
-    tokens = torch.randint(VOCAB, (2, 13), generator=random)
+    tokens = torch.randint(VOCAB, (2, length + 1), generator=random)
     batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
     reference = _model()
-    expected = _loss(reference, shard_whole(batch), 24)
+    expected = _loss(reference, shard_whole(batch), 2 * length)
     expected.backward()
 
-    model = apply_context_parallel(_model(recompute), c10d.group.WORLD)
-    loss = _loss(model, shard_batch(batch, c10d.group.WORLD), 24)
+    model = apply_context_parallel(_model(recompute), c10d.group.WORLD, layout=layout, **how)
+    loss = _loss(model, shard_batch(batch, c10d.group.WORLD, layout=layout), 2 * length)
     if in_thread:
         thread = threading.Thread(target=loss.backward)
         thread.start()
@@ -144,6 +145,27 @@ def test_gradients_equal_one_process(recompute):
 @pytest.mark.parametrize("size", [1, 3, 4])
 def test_gradients_equal_one_process_on_more_ranks(size):
     assert max(run_ranks(_step, size, "plain")) < 1e-12
+
+
+LAYOUTS_AND_METHODS = [
+    *(("zigzag", method) for method in ("auto", *METHODS)),
+    ("stripe", "ring"),
+    ("contiguous", "ulysses"),
+]
+
+
+def _steps():
+    return [
+        _step("plain", length=16, layout=layout, method=method)
+        for layout, method in LAYOUTS_AND_METHODS
+    ]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_gradients_equal_one_process_by_every_method(size):
+    for errors in run_ranks(_steps, size):
+        for case, error in zip(LAYOUTS_AND_METHODS, errors, strict=True):
+            assert error < 1e-12, case
 
 
 def test_recomputation_in_another_thread():
@@ -303,3 +325,14 @@ def test_one_process_is_left_as_it_is():
     assert model(torch.ones(1, 2, 3, 4)).shape == (1, 2, 3, 4)
     with pytest.raises(StateError, match="context parallel already"):
         apply_context_parallel(model)
+
+
+@pytest.mark.parametrize(
+    ("names", "match"),
+    [({"layout": "ring"}, "layout must be .*'ring'"), ({"method": "best"}, "'ulysses'; .* 'best'")],
+)
+def test_names_that_do_not_exist_are_refused_before_anything_changes(names, match):
+    model = _model()
+    with pytest.raises(InvalidArgumentError, match=match):
+        apply_context_parallel(model, **names)
+    apply_context_parallel(model)

@@ -9,11 +9,14 @@ import torch.distributed as c10d
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import (
+    LAYOUTS,
     positions,
     shard_batch,
     shard_sequence,
+    stripe,
     unshard_sequence,
     update_rope_for_context_parallel,
+    zigzag,
 )
 
 
@@ -36,24 +39,70 @@ def test_shards_are_contiguous_in_rank_order(size):
     assert torch.equal(torch.cat([ids for _, ids in results]), torch.arange(12))
 
 
-def _gradients():
+def _any_layout(kind, as_object):
+    """Share out 12 positions and join them; return this rank's shard and positions."""
+    world, x = c10d.group.WORLD, torch.arange(2 * 12 * 3).reshape(2, 12, 3)
+    layout = LAYOUTS[kind](12, world.size()) if as_object else kind
+    shard = shard_sequence(x, group=world, layout=layout)
+    last = shard_sequence(x.mT, -1, world, layout=layout)
+    assert torch.equal(last, shard.mT)
+    assert torch.equal(unshard_sequence(shard, group=world, layout=layout), x)
+    assert torch.equal(unshard_sequence(last, -1, world, layout=layout), x.mT)
+    assert torch.equal(shard_batch({"input_ids": x[..., 0]}, world, layout=layout)["input_ids"],
+                       shard[..., 0])  # fmt: skip
+    held = positions(12, world, layout=layout)
+    assert torch.equal(shard, x[:, held])
+    cos, sin = update_rope_for_context_parallel(x[0], -x[0], world, length=12, layout=kind)
+    assert torch.equal(cos, x[0, held])
+    assert torch.equal(sin, -cos)
+    return held.tolist()
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(("kind", "as_object"), [("zigzag", False), ("stripe", True)])
+def test_shards_of_a_layout(kind, as_object, size):
+    expected = [LAYOUTS[kind](12, size).positions(rank).tolist() for rank in range(size)]
+    assert run_ranks(_any_layout, size, kind, as_object) == expected
+
+
+def _padded(kind):
+    world = c10d.group.WORLD
+    layout = LAYOUTS[kind](13, world.size())
+    x = torch.arange(layout.padded_length)
+    shard = shard_sequence(x, 0, world, layout=layout)
+    joined = [
+        unshard_sequence(shard, 0, world, layout=layout),
+        unshard_sequence(shard, 0, world, layout=kind, length=13),
+    ]
+    assert all(torch.equal(whole, torch.arange(13)) for whole in joined)
+    return shard.tolist()
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_padding_is_shared_out_and_not_joined(kind):
+    for rank, shard in enumerate(run_ranks(_padded, 2, kind)):
+        assert shard == LAYOUTS[kind](13, 2).positions(rank).tolist()
+
+
+def _gradients(layout):
     world = c10d.group.WORLD
     x = torch.arange(8.0, requires_grad=True)
-    (shard_sequence(x, 0, world) ** 2).sum().backward()
+    (shard_sequence(x, 0, world, layout=layout) ** 2).sum().backward()
     shard = torch.ones(4, requires_grad=True)
-    (unshard_sequence(shard, 0, world) * torch.arange(8.0)).sum().backward()
+    (unshard_sequence(shard, 0, world, layout=layout) * torch.arange(8.0)).sum().backward()
     return x.grad, shard.grad
 
 
-def test_gradients_of_whole_and_shard():
-    for rank, (whole, shard) in enumerate(run_ranks(_gradients, 2)):
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_whole_and_shard(layout):
+    for rank, (whole, shard) in enumerate(run_ranks(_gradients, 2, layout)):
         assert torch.equal(whole, 2 * torch.arange(8.0))
-        assert torch.equal(shard, torch.arange(4.0) + 4 * rank)
+        assert torch.equal(shard, LAYOUTS[layout](8, 2).positions(rank).float())
 
 
-def _batch(batch):
+def _batch(batch, layout="contiguous"):
     kept = {name: value.clone() for name, value in batch.items() if torch.is_tensor(value)}
-    shard = shard_batch(batch, c10d.group.WORLD)
+    shard = shard_batch(batch, c10d.group.WORLD, layout=layout)
     assert all(torch.equal(batch[name], value) for name, value in kept.items())
     assert all(value.is_contiguous() for value in shard.values() if torch.is_tensor(value))
     return shard
@@ -75,6 +124,18 @@ def test_batch_is_cut_and_gets_positions():
     assert torch.equal(ids, torch.arange(8).repeat(3, 1))
     assert all(torch.equal(shard["document"], torch.arange(3)) for shard in shards)
     assert all(shard["name"] == "text" for shard in shards)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "stripe"])
+def test_batch_is_cut_by_any_layout(layout):
+    ids = torch.randint(99, (3, 12))
+    shards = run_ranks(_batch, 2, {"input_ids": ids, "labels": ids + 1, "name": "text"}, layout)
+    for rank, shard in enumerate(shards):
+        held = LAYOUTS[layout](12, 2).positions(rank)
+        assert torch.equal(shard["input_ids"], ids[:, held])
+        assert torch.equal(shard["labels"], ids[:, held] + 1)
+        assert torch.equal(shard["position_ids"], held.repeat(3, 1))
+        assert shard["name"] == "text"
 
 
 @pytest.mark.parametrize("rows", [1, 3])
@@ -103,6 +164,8 @@ def _uneven():
         lambda: shard_batch({"input_ids": torch.ones(1, 2, dtype=torch.int64)}, world),
         lambda: positions(11, world),
         lambda: update_rope_for_context_parallel(torch.ones(13, 2), torch.ones(13, 2), world),
+        lambda: shard_sequence(torch.ones(1, 9), group=world, layout="zigzag"),
+        lambda: positions(3, world, layout="zigzag"),
     ]
     for call in calls:
         with pytest.raises(InvalidArgumentError) as error:
@@ -113,9 +176,26 @@ def _uneven():
 
 def test_a_length_that_does_not_divide_names_those_near_it_that_do():
     for rank, messages in enumerate(run_ranks(_uneven, 3)):
-        for message, near in zip(messages, ("9 and 12", "3", "9 and 12", "12 and 15"), strict=True):
+        nearby = ("9 and 12", "3", "9 and 12", "12 and 15", "6 and 12", "6")
+        for message, near in zip(messages, nearby, strict=True):
             assert message.startswith(f"rank {rank}: a sequence of")
-            assert message.endswith(f"lengths near it that do: {near}")
+            assert message.endswith(f" layout; lengths near it that do: {near}")
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda x: shard_sequence(x, layout="ring"), "contiguous, zigzag, stripe; it is 'ring'"),
+        (lambda x: shard_sequence(x, layout=zigzag(13, 1)), "13 positions .* 14 .* has 12"),
+        (lambda x: positions(12, layout=stripe(12, 2)), "each of 2 ranks 6.* the group 1 ranks"),
+        (lambda x: unshard_sequence(x, layout="zigzag", length=13), "1 ranks 14.* has 12, of 13"),
+        (lambda x: unshard_sequence(x, layout=stripe(12, 1), length=11), "12 pos.* has 12, of 11"),
+        (lambda x: unshard_sequence(x[:, :11], layout="zigzag"), "11 positions .* has 11, of 11"),
+    ],
+)  # fmt: skip
+def test_a_layout_that_does_not_fit_is_refused(call, match):
+    with pytest.raises(InvalidArgumentError, match=match):
+        call(torch.ones(1, 12))
 
 
 @pytest.mark.parametrize(

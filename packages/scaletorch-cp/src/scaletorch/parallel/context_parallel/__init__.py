@@ -1,26 +1,38 @@
 """Context parallelism: sequences in shards, exact attention over all of them."""
 
 from ._version import __version__
-from .blocks import update_out_and_lse
+from .attention import attention
+from .choose import choose_method
 from .context_parallel import (
     apply_context_parallel,
     ring_attention,
     update_rope_for_context_parallel,
 )
 from .cp_comms import ContextCommunicate
-from .ring import RingAttention
+from .kernels.merge import update_out_and_lse
+from .layouts import LAYOUTS, Layout, contiguous, stripe, zigzag
+from .masks import Mask
+from .sequences import ShardedSequences
 from .sharding import positions, shard_batch, shard_sequence, unshard_sequence
 
 __all__ = [
+    "LAYOUTS",
     "ContextCommunicate",
-    "RingAttention",
+    "Layout",
+    "Mask",
+    "ShardedSequences",
     "__version__",
     "apply_context_parallel",
+    "attention",
+    "choose_method",
+    "contiguous",
     "positions",
     "ring_attention",
     "shard_batch",
     "shard_sequence",
+    "stripe",
     "unshard_sequence",
     "update_out_and_lse",
     "update_rope_for_context_parallel",
+    "zigzag",
 ]

@@ -1,7 +1,7 @@
 """What all ranks of a ring must have alike, compared before tensors travel.
 
 A receiver that expects another size ends the whole process, so unequal shards have to be found
-first. The comparison is one collective of 72 bytes a rank. A cache of what was compared cannot
+first. The comparison is one collective of 112 bytes a rank. A cache of what was compared cannot
 replace it where shapes vary, since a rank that knows its shape would skip what another rank
 waits in. On CPU backends it runs in every call; on others, where reading the answer would stop
 the device's queue, at the first use of a signature.
@@ -10,6 +10,7 @@ the device's queue, at the first use of a signature.
 from __future__ import annotations
 
 import struct
+import zlib
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -21,6 +22,9 @@ from ...dist.dist import all_gather
 from ...dist.errors import MismatchError
 from ..pg_manager import describe_rank
 from .cp_comms import Ring
+from .layouts import LAYOUTS
+from .methods import METHODS
+from .methods.call import Call
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -28,7 +32,7 @@ _agreed: WeakKeyDictionary[ProcessGroup, set[Signature]] = WeakKeyDictionary()
 
 
 class Signature(NamedTuple):
-    """What one rank brings to a call of ring attention, as integers."""
+    """What one rank brings to a call of attention, as integers."""
 
     batch: int
     heads: int
@@ -36,29 +40,40 @@ class Signature(NamedTuple):
     length: int
     head_dim: int
     dtype: int
-    causal: int
     gradient: int
     scale: int
+    causal: int
+    window: int
+    documents: int
+    layout: int
+    whole: int
+    method: int
 
     def __str__(self) -> str:
         """Return it as a reader of an error message wants it."""
         scale = struct.unpack("<d", struct.pack("<q", self.scale))[0]
+        window = f", window {self.window}" if self.window else ""
+        documents = f", documents of digest {self.documents:x}" if self.documents else ""
         return (
-            f"q [{self.batch}, {self.heads}, {self.length}, {self.head_dim}], "
-            f"{self.kv_heads} key/value heads, {DTYPES[self.dtype]}, is_causal "
-            f"{bool(self.causal)}, scale {scale:.6g}, needs gradient {bool(self.gradient)}"
+            f"{sorted(METHODS)[self.method]} on q [{self.batch}, {self.heads}, {self.length}, "
+            f"{self.head_dim}], {self.kv_heads} key/value heads, {DTYPES[self.dtype]}, causal "
+            f"{bool(self.causal)}{window}{documents}, {sorted(LAYOUTS)[self.layout]} layout of "
+            f"{self.whole} positions, scale {scale:.6g}, needs gradient {bool(self.gradient)}"
         )
 
 
-def signature(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> Signature:
+def signature(q: Tensor, k: Tensor, v: Tensor, call: Call, method: str) -> Signature:
     """Describe this rank's call."""
     batch, heads, length, head_dim = q.shape
     gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    bits = struct.unpack("<q", struct.pack("<d", scale))[0]
-    dtype = DTYPES.index(q.dtype)
+    bits = struct.unpack("<q", struct.pack("<d", call.scale))[0]
+    mask = call.mask
+    documents = zlib.crc32(repr(mask.documents).encode()) if mask.documents else 0
     return Signature(
-        batch, heads, k.shape[1], length, head_dim, dtype, int(causal), int(gradient), bits
-    )
+        batch, heads, k.shape[1], length, head_dim, DTYPES.index(q.dtype), int(gradient), bits,
+        int(mask.causal), mask.window or 0, documents, sorted(LAYOUTS).index(call.layout.name),
+        call.layout.length, sorted(METHODS).index(method),
+    )  # fmt: skip
 
 
 def require_agreement(mine: Signature, device: torch.device, ring: Ring) -> None:
@@ -80,7 +95,7 @@ def require_agreement(mine: Signature, device: torch.device, ring: Ring) -> None
 
 
 def _difference(calls: list[Signature], ring: Ring) -> str:
-    lines = [f"ring attention on {describe_rank()}: the ranks of the ring differ"]
+    lines = [f"context-parallel attention on {describe_rank()}: the ranks differ"]
     for call in dict.fromkeys(calls):
         ranks = [str(rank) for rank, other in zip(ring.ranks, calls, strict=True) if other == call]
         lines.append(f"  rank {', '.join(ranks)}: {call}")

@@ -2,26 +2,26 @@
 
 `ring_attention` is attention over the whole sequence from the ranks' shards, and
 `apply_context_parallel` puts it into a model that calls `F.scaled_dot_product_attention`.
-Rank r of N holds positions r·L/N up to (r + 1)·L/N, as `shard_batch` cuts them.
+Who holds which positions is a layout, by default contiguous shards, as `shard_batch` cuts them.
 """
 
 from __future__ import annotations
 
 from typing import TypeVar
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
-from .agreement import DTYPES, require_agreement, signature
-from .blocks import update_out_and_lse
+from .attention import attention, require_method
 from .cp_comms import ring_of
+from .inputs import autocast, check_inputs
+from .kernels.merge import update_out_and_lse
+from .lookup import layout_of_whole, named_layout
 from .override import install, mark
-from .ring import RingAttention
-from .sharding import shard_bounds
+from .sharding import own_share
 
 __all__ = [
     "apply_context_parallel",
@@ -66,22 +66,25 @@ def ring_attention(
         StateError: Several ranks, and neither a group nor a process group manager.
     """
     ring = ring_of(group)
-    q, k, v = (_autocast(x) for x in (q, k, v))
-    _check_inputs(q, k, v)
-    scale = q.shape[-1] ** -0.5 if sm_scale is None else float(sm_scale)
     if ring.size == 1:
+        q, k, v = (autocast(x) for x in (q, k, v))
+        check_inputs(q, k, v)
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
-            q, k, v, is_causal=is_causal, scale=scale, enable_gqa=grouped
+            q, k, v, is_causal=is_causal, scale=sm_scale, enable_gqa=grouped
         )
-    require_agreement(signature(q, k, v, scale, is_causal), q.device, ring)
-    out: Tensor = RingAttention.apply(  # type: ignore[no-untyped-call]
-        q, k, v, scale, is_causal, ring
+    return attention(
+        q, k, v, causal=is_causal, scale=sm_scale, layout="contiguous", method="ring", group=group
     )
-    return out
 
 
-def apply_context_parallel(model: M, group: ProcessGroup | None = None) -> M:
+def apply_context_parallel(
+    model: M,
+    group: ProcessGroup | None = None,
+    *,
+    layout: str = "contiguous",
+    method: str = "ring",
+) -> M:
     """Make every `F.scaled_dot_product_attention` inside `model` attend to the whole sequence.
 
     In place: the model and its submodules get a wrapped `forward`; their class, parameters,
@@ -90,8 +93,8 @@ def apply_context_parallel(model: M, group: ProcessGroup | None = None) -> M:
     covered. With one rank nothing changes. Apply it after tensor parallelism, before pipeline
     and data parallelism.
 
-    The model is then called with its shard of the batch and must take positions from its
-    arguments (`position_ids`), not count them itself: see `shard_batch`.
+    The model is then called with its shard of the batch, in the same layout, and must take
+    positions from its arguments (`position_ids`), not count them itself: see `shard_batch`.
 
     Refused when they are met: `attn_mask`, dropout, keys of another length than the queries
     (decoding, cross attention), nn.MultiheadAttention, a checkpointed function that holds the
@@ -100,28 +103,41 @@ def apply_context_parallel(model: M, group: ProcessGroup | None = None) -> M:
     Args:
         model: Any module; plain `nn.Module` code that knows nothing of this.
         group: The ranks in order of their shards; by default the manager's cp axis.
+        layout: Which positions each rank has: a name of `LAYOUTS`; "zigzag" balances causal
+            attention.
+        method: "ring", "all_gather", "ulysses", or "auto": see `choose_method`.
 
     Returns:
         The same model.
 
     Raises:
+        InvalidArgumentError: No such layout or method.
         StateError: The model or a part of it is context parallel already; or several ranks, and
             neither a group nor a process group manager.
         NotInGroupError: This rank is outside `group`.
     """
     ring = ring_of(group)
+    named_layout(layout, 1, ring)  # refused here, before the model runs
+    require_method(method)
     mark(model)
 
-    def attention(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
-        return ring_attention(q, k, v, scale, causal, ring.group)
+    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
+        return attention(
+            q, k, v, causal=causal, scale=scale, layout=layout, method=method, group=ring.group
+        )
 
     if ring.size > 1:
-        install(model, attention)
+        install(model, attend)
     return model
 
 
 def update_rope_for_context_parallel(
-    cos: Tensor, sin: Tensor, group: ProcessGroup | None = None, *, length: int | None = None
+    cos: Tensor,
+    sin: Tensor,
+    group: ProcessGroup | None = None,
+    *,
+    length: int | None = None,
+    layout: str = "contiguous",
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of rotary tables for this rank's positions.
 
@@ -134,12 +150,14 @@ def update_rope_for_context_parallel(
         group: The ranks; by default the manager's cp axis.
         length: Length of the whole sequence, if the tables are longer than that; a longer table
             cut into N would give wrong positions.
+        layout: Which positions each rank has: a name of `LAYOUTS`.
 
     Returns:
-        Views [L / N, D] or [B, L / N, D].
+        [L / N, D] or [B, L / N, D]; views where the layout is contiguous.
 
     Raises:
-        InvalidArgumentError: Other shapes, or a length that the tables or the ranks do not fit.
+        InvalidArgumentError: Other shapes, no such layout, or a length that the tables or the
+            ranks do not fit.
     """
     if cos.shape != sin.shape or cos.ndim not in (2, 3):
         message = (
@@ -152,45 +170,7 @@ def update_rope_for_context_parallel(
     if not 0 < length <= rows:
         message = f"{describe_rank()}: length must be 1 to {rows}, the tables' rows; it is {length}"
         raise InvalidArgumentError(message)
-    start, stop = shard_bounds(length, group)
-    return cos[..., start:stop, :], sin[..., start:stop, :]
-
-
-def _autocast(x: Tensor) -> Tensor:
-    """Cast as autocast casts an input of scaled_dot_product_attention."""
-    device = x.device.type
-    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
-        return x
-    return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x
-
-
-def _check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Refuse what does not fit together on this rank."""
-    if any(x.ndim != 4 or not x.numel() for x in (q, k, v)):
-        raise _misfit("q, k and v must be [B, heads, L, D], none of them 0", q, k, v)
-    rules = {
-        f"dtypes must be equal, one of {', '.join(map(str, DTYPES))}": (
-            q.dtype == k.dtype == v.dtype and q.dtype in DTYPES
-        ),
-        "devices must be equal": q.device == k.device == v.device,
-        "k and v must have one shape": k.shape == v.shape,
-        "batch size and head dim must be those of q": (
-            (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
-        ),
-        "as many positions in k as in q, both one shard of the same sequence (neither decoding "
-        "with a cache nor cross attention)": q.shape[2] == k.shape[2],
-        "the number of key heads must divide the number of query heads": (
-            q.shape[1] % k.shape[1] == 0
-        ),
-    }
-    for rule, holds in rules.items():
-        if not holds:
-            raise _misfit(rule, q, k, v)
-
-
-def _misfit(rule: str, *qkv: Tensor) -> InvalidArgumentError:
-    came = ", ".join(
-        f"{name} {list(x.shape)} {x.dtype} on {x.device}"
-        for name, x in zip("qkv", qkv, strict=True)
-    )
-    return InvalidArgumentError(f"ring attention on {describe_rank()}: {rule}; got {came}")
+    ring = ring_of(group)
+    found = layout_of_whole(layout, length, ring)
+    cos, sin = (own_share(x.narrow(-2, 0, length), -2, found, ring.index) for x in (cos, sin))
+    return cos, sin

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from .bands import CAUSAL, FULL, Band
+from .bands import CAUSAL, Band
 
 TILE = 256
 

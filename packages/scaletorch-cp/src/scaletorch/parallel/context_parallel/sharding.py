@@ -1,4 +1,4 @@
-"""Who holds which positions of a sequence: rank r of N holds the r-th of N equal shards."""
+"""Who holds which positions of a sequence: shards of tensors and batches under any layout."""
 
 from __future__ import annotations
 
@@ -12,10 +12,18 @@ from torch.distributed import ProcessGroup
 from ...dist import functional
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
-from .cp_comms import Ring, ring_of
+from .cp_comms import ring_of
+from .layouts import Layout
+from .lookup import layout_of_shards, layout_of_whole
 
 
-def shard_sequence(x: Tensor, dim: int = 1, group: ProcessGroup | None = None) -> Tensor:
+def shard_sequence(
+    x: Tensor,
+    dim: int = 1,
+    group: ProcessGroup | None = None,
+    *,
+    layout: Layout | str = "contiguous",
+) -> Tensor:
     """Return this rank's shard of a whole sequence.
 
     Nothing is sent forward. In backward the shards' gradients are joined, so that the gradient
@@ -23,22 +31,35 @@ def shard_sequence(x: Tensor, dim: int = 1, group: ProcessGroup | None = None) -
 
     Args:
         x: The whole sequence, the same on every rank; any dtype.
-        dim: The sequence dim; the number of ranks must divide its length.
+        dim: The sequence dim; its length divides as the layout needs it.
         group: The ranks; by default the manager's cp axis.
+        layout: Which positions each rank gets: a `Layout`, or a name of `LAYOUTS`.
 
     Returns:
         A new tensor of length L / N along `dim`; `x` itself on one rank.
 
     Raises:
-        InvalidArgumentError: No such dim, or a length that does not divide.
+        InvalidArgumentError: No such dim or layout, or a length that does not divide.
     """
     ring = ring_of(group)
     dim = _dim(x, dim)
-    _bounds(x.shape[dim], ring)
-    return x if ring.size == 1 else functional.split(x, dim, ring.group)
+    found = layout_of_whole(layout, x.shape[dim], ring)
+    if ring.size == 1:
+        return x
+    if not _in_order(found):
+        shares = [found.positions(rank, x.device) for rank in range(ring.size)]
+        x = x.index_select(dim, torch.cat(shares))
+    return functional.split(x, dim, ring.group)
 
 
-def unshard_sequence(x: Tensor, dim: int = 1, group: ProcessGroup | None = None) -> Tensor:
+def unshard_sequence(
+    x: Tensor,
+    dim: int = 1,
+    group: ProcessGroup | None = None,
+    *,
+    layout: Layout | str = "contiguous",
+    length: int | None = None,
+) -> Tensor:
     """Join the ranks' shards into the whole sequence, on every rank.
 
     The gradient of a shard is this rank's shard of the gradient: right where every rank goes on
@@ -48,84 +69,98 @@ def unshard_sequence(x: Tensor, dim: int = 1, group: ProcessGroup | None = None)
         x: This rank's shard, of equal shape on all ranks; any dtype.
         dim: The sequence dim.
         group: The ranks; by default the manager's cp axis.
+        layout: Which positions each rank has: a `Layout`, or a name of `LAYOUTS`.
+        length: Length of the whole sequence without padding; by default the layout's own, or of
+            a name all that the ranks have.
+
+    Returns:
+        The whole sequence in order, without padding.
 
     Raises:
-        InvalidArgumentError: No such dim.
+        InvalidArgumentError: No such dim or layout, or a length that the shards do not fit.
     """
     ring = ring_of(group)
     dim = _dim(x, dim)
-    return x if ring.size == 1 else functional.gather(x, dim, ring.group)
+    found = layout_of_shards(layout, x.shape[dim], length, ring)
+    whole = x if ring.size == 1 else functional.gather(x, dim, ring.group)
+    if not _in_order(found):
+        return whole.index_select(dim, found.order(x.device))
+    return whole if found.length == whole.shape[dim] else whole.narrow(dim, 0, found.length)
 
 
 def positions(
-    length: int, group: ProcessGroup | None = None, *, device: torch.device | str | None = None
+    length: int,
+    group: ProcessGroup | None = None,
+    *,
+    layout: Layout | str = "contiguous",
+    device: torch.device | str | None = None,
 ) -> Tensor:
     """Return the global positions, int64 [L / N], of this rank's shard of `length` positions.
 
     Args:
-        length: Length of the whole sequence, L; the number of ranks N must divide it.
+        length: Length of the whole sequence, L, which divides as the layout needs it.
         group: The ranks; by default the manager's cp axis.
+        layout: Which positions each rank has: a `Layout`, or a name of `LAYOUTS`.
         device: Where to put the result.
 
     Raises:
-        InvalidArgumentError: The length does not divide.
+        InvalidArgumentError: No such layout, or a length that does not divide.
     """
-    start, stop = _bounds(length, ring_of(group))
-    return torch.arange(start, stop, device=device)
+    ring = ring_of(group)
+    return layout_of_whole(layout, length, ring).positions(ring.index, device)
 
 
-def shard_batch(batch: Mapping[str, Any], group: ProcessGroup | None = None) -> dict[str, Any]:
+def shard_batch(
+    batch: Mapping[str, Any],
+    group: ProcessGroup | None = None,
+    *,
+    layout: Layout | str = "contiguous",
+) -> dict[str, Any]:
     """Return a batch with this rank's shard of every sequence in it.
 
     LABELS MUST BE SHIFTED ALREADY: `labels[:, i]` is the target of `input_ids[:, i]`. A model or
-    loss that shifts labels itself would lose a target at every border between ranks.
+    loss that shifts labels itself would lose a target at every border between shards.
+    `ShardedSequences.shard` shifts them, and pads lengths that do not divide.
 
     Args:
         batch: `input_ids` [B, L], the same on every rank. `labels` [B, L] where there are any.
             `position_ids` [B, L] or [1, L], global positions; made where they are absent. Any
             other tensor of shape [B, L] is a sequence as well; everything else is passed on.
-        group: The ranks; by default the manager's cp axis. Their number must divide L.
+        group: The ranks; by default the manager's cp axis. L divides as the layout needs it.
+        layout: Which positions each rank gets: a `Layout`, or a name of `LAYOUTS`.
 
     Returns:
         A new dict; sequences are [B, L / N], and `position_ids` says which positions they are.
 
     Raises:
-        InvalidArgumentError: No `input_ids` [B, L], labels or position_ids of another shape, or
-            a length that does not divide, with the legal lengths near it.
+        InvalidArgumentError: No `input_ids` [B, L], labels or position_ids of another shape, no
+            such layout, or a length that does not divide, with the legal lengths near it.
     """
     ring = ring_of(group)
-    shape = _batch_shape(batch)
-    start, stop = _bounds(shape[1], ring)
+    shape = batch_shape(batch)
+    found = layout_of_whole(layout, shape[1], ring)
     whole = dict(batch)
     if whole.get("position_ids") is None:
         ids = torch.arange(shape[1], device=whole["input_ids"].device)
         whole["position_ids"] = ids.expand(shape)
     return {
-        name: value[:, start:stop].contiguous() if _is_sequence(name, value, shape) else value
+        name: own_share(value, 1, found, ring.index).contiguous()
+        if is_sequence(name, value, shape)
+        else value
         for name, value in whole.items()
     }
 
 
-def shard_bounds(length: int, group: ProcessGroup | None = None) -> tuple[int, int]:
-    """Return the first position of this rank's shard of `length` positions, and its end.
-
-    Raises:
-        InvalidArgumentError: The number of ranks does not divide `length`.
-    """
-    return _bounds(length, ring_of(group))
+def own_share(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
+    """Return what a rank holds of a padded whole: a view where its positions lie together."""
+    if _in_order(layout):
+        return x.narrow(dim, rank * layout.local_length, layout.local_length)
+    return x.index_select(dim, layout.positions(rank, x.device))
 
 
-def _bounds(length: int, ring: Ring) -> tuple[int, int]:
-    shard, rest = divmod(length, ring.size)
-    if rest:
-        near = [n * ring.size for n in (shard, shard + 1) if n]
-        message = (
-            f"{describe_rank()}: a sequence of {length} positions does not divide over "
-            f"{ring.size} context-parallel ranks; lengths near it that do: "
-            f"{' and '.join(map(str, near))}"
-        )
-        raise InvalidArgumentError(message)
-    return ring.index * shard, (ring.index + 1) * shard
+def _in_order(layout: Layout) -> bool:
+    """Tell whether the shares put together are the padded whole as it is."""
+    return layout.name == "contiguous" or layout.size == 1
 
 
 def _dim(x: Tensor, dim: int) -> int:
@@ -135,8 +170,12 @@ def _dim(x: Tensor, dim: int) -> int:
     return dim % x.ndim
 
 
-def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
-    """Return [B, L] of a batch whose entries fit together."""
+def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
+    """Return [B, L] of a batch whose entries fit together.
+
+    Raises:
+        InvalidArgumentError: No `input_ids` [B, L], or labels or position_ids of another shape.
+    """
     ids = batch.get("input_ids")
     if not isinstance(ids, Tensor) or ids.ndim != 2:
         came = list(ids.shape) if isinstance(ids, Tensor) else type(ids).__name__
@@ -155,5 +194,6 @@ def _batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     return shape
 
 
-def _is_sequence(name: str, value: Any, shape: tuple[int, int]) -> bool:
+def is_sequence(name: str, value: Any, shape: tuple[int, int]) -> bool:
+    """Tell whether an entry of a batch [B, L] is cut along the sequence."""
     return isinstance(value, Tensor) and (name == "position_ids" or tuple(value.shape) == shape)

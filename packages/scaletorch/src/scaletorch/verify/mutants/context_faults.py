@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ CONTEXT = Catalogue("parallel.context_parallel")
 fault = CONTEXT.fault
 
 
-@fault("ring:ring_backward", layout="1x1x2x1")
+@fault("methods.ring:backward", layout="1x1x2x1")
 def stale_keys_in_backward(backward: Any) -> Any:
     """The ring's backward goes on with the keys and values of its first step."""
 
@@ -26,7 +27,7 @@ def stale_keys_in_backward(backward: Any) -> Any:
         return first_again
 
     def faulty(*args: Any) -> Any:
-        with patched("parallel.context_parallel.ring:_travelling", stale):
+        with patched("parallel.context_parallel.methods.ring:_travelling", stale):
             return backward(*args)
 
     return faulty
@@ -44,19 +45,28 @@ def ring_turns_the_other_way(neighbour: Any) -> Any:
     return mirrored
 
 
-@fault("ring:_sees", layout="1x1x2x1")
-def queries_see_later_shards(sees: Any) -> Any:
+@fault("methods.call:_blocks", layout="1x1x2x1")
+def queries_see_later_shards(blocks: Any) -> Any:
     """The causal mask holds within a shard and not across shards."""
-    return lambda _step, _causal, _ring: True
+
+    def across(mask: Any, rows: Any, keys: Any, length: int) -> Any:
+        return blocks(mask if rows == keys else replace(mask, causal=False), rows, keys, length)
+
+    return across
 
 
-@fault("ring:_sees", layout="1x1x2x1")
-def last_block_skipped(sees: Any) -> Any:
+@fault("methods.call:Call.blocks", layout="1x1x2x1")
+def last_block_skipped(blocks: Any) -> Any:
     """The last block that travels around the ring is left out."""
-    return lambda step, causal, ring: sees(step, causal, ring) and step < ring.size - 1
+
+    def skipped(self: Any, source: int) -> Any:
+        last = (self.ring.index + 1) % self.ring.size
+        return () if source == last else blocks(self, source)
+
+    return skipped
 
 
-@fault("ring:block_backward", layout="1x1x2x1")
+@fault("methods.call:backward", layout="1x1x2x1")
 def grouped_gradients_averaged(backward: Any) -> Any:
     """A key head's gradient is the mean over its query heads, not the sum."""
 
@@ -68,17 +78,19 @@ def grouped_gradients_averaged(backward: Any) -> Any:
     return averaged
 
 
-@fault("ring:update_out_and_lse", layout="1x1x2x1")
-def merge_loses_weight(update: Any) -> Any:
+@fault("methods.call:merge_into", layout="1x1x2x1")
+def merge_loses_weight(merge: Any) -> Any:
     """Merging two blocks keeps the larger log-sum-exp in place of their sum."""
 
-    def merged(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Any:
-        return update(out, lse, block_out, block_lse)[0], torch.maximum(lse, block_lse)
+    def merged(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+        larger = torch.maximum(lse, block_lse)
+        merge(out, lse, block_out, block_lse)
+        lse.copy_(larger)
 
     return merged
 
 
-@fault("ring:_with_arrived", layout="1x1x2x1")
+@fault("methods.ring:_with_arrived", layout="1x1x2x1")
 def own_share_overwritten(arrived: Any) -> Any:
     """What arrives of dK and dV replaces this rank's own share."""
 
@@ -89,13 +101,23 @@ def own_share_overwritten(arrived: Any) -> Any:
     return replaced
 
 
-@fault("ring:row_delta", layout="1x1x2x1")
-def softmax_rows_forgotten(delta: Any) -> Any:
+@fault("methods.call:backward", layout="1x1x2x1")
+def softmax_rows_forgotten(backward: Any) -> Any:
     """Backward leaves out the row sums of the softmax's derivative."""
-    return lambda grad, out: torch.zeros_like(delta(grad, out))
+
+    def forgetful(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Any:
+        return backward(grad, q, k, v, torch.zeros_like(out), *rest)
+
+    return forgetful
 
 
-@fault("ring:statistics_dtype", "blocks:statistics_dtype", layout="1x1x2x1", dtype="float32")
-def statistics_in_bfloat16(dtype_of: Any) -> Any:
+@fault("methods.call:merge_into", layout="1x1x2x1", dtype="float32")
+def statistics_in_bfloat16(merge: Any) -> Any:
     """Sums over keys and ranks are kept in bfloat16 where float32 is promised."""
-    return lambda _dtype: torch.bfloat16
+
+    def merged(out: Tensor, lse: Tensor, *block: Tensor) -> None:
+        merge(out, lse, *block)
+        out.copy_(out.bfloat16())
+        lse.copy_(lse.bfloat16())
+
+    return merged

@@ -1,0 +1,119 @@
+"""Attention over a sequence that is divided over ranks: one call for every method and mask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from ...dist.errors import InvalidArgumentError
+from .agreement import require_agreement, signature
+from .choose import choose_method
+from .cp_comms import ring_of
+from .documents import read_documents
+from .inputs import autocast, check_inputs
+from .layouts import Layout
+from .lookup import layout_of_shards
+from .masks import Mask
+from .methods import METHODS, Method
+from .methods.call import Call
+from .methods.ulysses import check_heads
+
+
+class ContextAttention(torch.autograd.Function):
+    """Attention by one method. Backward communicates: every rank must run it, in one order."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, method: Method, call: Call) -> Tensor:
+        """Return this rank's output [B, H, L, D] in q's dtype."""
+        with torch.autocast(q.device.type, enabled=False):
+            out, saved = method.forward(q, k, v, call)
+        ctx.save_for_backward(*saved)
+        ctx.method, ctx.call = method, call
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of q, k and v in their dtypes."""
+        with torch.autocast(grad_out.device.type, enabled=False):
+            grads = ctx.method.backward(grad_out, ctx.saved_tensors, ctx.call)
+        return (*(grad.to(grad_out.dtype) for grad in grads), None, None)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    window: int | None = None,
+    cu_seqlens: Sequence[int] | Tensor | None = None,
+    layout: Layout | str | None = None,
+    method: str = "auto",
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Attend this rank's queries to the keys and values of the whole sequence.
+
+    What `F.scaled_dot_product_attention` computes of the whole, forward and backward. Sums over
+    keys and over ranks are kept and sent in float32 at least (float64 for float64). Rows that see
+    nothing, such as padding, give 0. Every rank of the group must call it, and run its backward,
+    in the same order.
+
+    Args:
+        q: This rank's queries [B, H, L, D] in float16, bfloat16, float32 or float64.
+        k: Its keys [B, K, L, D]; K divides H, and each key head serves H / K query heads.
+        v: Its values [B, K, L, D].
+        causal: Each position sees itself and those before it.
+        scale: Factor of the scores; 1 / sqrt(D) by default.
+        window: Each position sees the `window` positions that end with it; without `causal` also
+            the `window` - 1 after it.
+        cu_seqlens: Where packed documents begin in the whole sequence, and its length: integers
+            (0, a, ..., length), on every rank the same. Each position sees its own document.
+        layout: Which positions each rank has: a `Layout`, or a name of `LAYOUTS` where nothing is
+            padded; "zigzag" for causal attention by default, otherwise "contiguous".
+        method: "ring", "all_gather", "ulysses", or "auto": see `choose_method`.
+        group: The ranks in order of their shares; by default the manager's cp axis.
+
+    Returns:
+        The output [B, H, L, D] for this rank's queries, in their dtype.
+
+    Raises:
+        InvalidArgumentError: What does not fit together, or an unknown layout or method.
+        MismatchError: The ranks' shapes, dtypes or options differ; raised on every rank.
+        NotInGroupError: This rank is outside `group`.
+        StateError: Several ranks, and neither a group nor a process group manager.
+    """
+    ring = ring_of(group)
+    require_method(method)
+    q, k, v = (autocast(x) for x in (q, k, v))
+    check_inputs(q, k, v)
+    layout = layout or ("zigzag" if causal else "contiguous")
+    place = layout_of_shards(layout, q.shape[2], None, ring)
+    documents = None if cu_seqlens is None else read_documents(cu_seqlens, place.length)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if method == "auto":
+        method, _ = choose_method(q, k, ring.size)
+    if method == "ulysses":
+        check_heads(q, k, ring.size)
+    call = Call(Mask(causal, window, documents), place, scale, k.shape[1], ring)
+    require_agreement(signature(q, k, v, call, method), q.device, ring)
+    apply: Any = ContextAttention.apply
+    out: Tensor = apply(q, k, v, METHODS[method], call)
+    return out
+
+
+def require_method(method: str) -> None:
+    """Refuse a name that is no method's.
+
+    Raises:
+        InvalidArgumentError: It is neither "auto" nor one of `METHODS`.
+    """
+    if method not in ("auto", *METHODS):
+        legal = ", ".join(map(repr, ("auto", *METHODS)))
+        raise InvalidArgumentError(f"method must be one of {legal}; it is {method!r}")

@@ -1,0 +1,57 @@
+"""Packed documents of one sequence: where they begin, what their tokens count and predict."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import describe_rank
+from .masks import Mask
+
+IGNORED = -100  # the label of a position without a target, as F.cross_entropy ignores it
+
+Documents = tuple[int, ...]  # where they begin, and the length: (0, a, ..., length)
+
+
+def read_documents(cu_seqlens: Sequence[int] | Tensor, length: int) -> Documents:
+    """Return cumulative lengths as integers.
+
+    Raises:
+        InvalidArgumentError: They do not ascend from 0 to `length`.
+    """
+    values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    documents = tuple(map(int, values))
+    Mask(causal=True, documents=documents)  # refuses what does not ascend from 0
+    if documents[-1] != length:
+        message = (
+            f"{describe_rank()}: cu_seqlens must end with the length of the sequences, {length}; "
+            f"it ends with {documents[-1]}"
+        )
+        raise InvalidArgumentError(message)
+    return documents
+
+
+def positions_within(documents: Documents, device: torch.device | str | None = None) -> Tensor:
+    """Return each position counted from where its document begins, int64 [length]."""
+    bounds = torch.tensor(documents, device=device)
+    starts = bounds[:-1].repeat_interleave(bounds.diff())
+    return torch.arange(documents[-1], device=device) - starts
+
+
+def next_labels(labels: Tensor, documents: Documents) -> Tensor:
+    """Return what each position has to predict: the next label of its own document.
+
+    Args:
+        labels: [B, length], each position's own label.
+        documents: Where documents begin, and the length.
+
+    Returns:
+        [B, length]; -100 at each document's end.
+    """
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    targets[:, [end - 1 for end in documents[1:] if end]] = IGNORED
+    return targets

@@ -1,0 +1,15 @@
+"""Attention over one block of keys, by the kernel that suits it, and the merge of blocks."""
+
+from .merge import merge_into, statistics_dtype, update_out_and_lse
+from .table import KERNELS, Kernel, backward, forward, kernel_for
+
+__all__ = [
+    "KERNELS",
+    "Kernel",
+    "backward",
+    "forward",
+    "kernel_for",
+    "merge_into",
+    "statistics_dtype",
+    "update_out_and_lse",
+]

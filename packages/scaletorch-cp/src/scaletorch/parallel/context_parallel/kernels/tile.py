@@ -1,0 +1,159 @@
+"""Attention over one block of keys by plain matrix products: any band, dtype and device.
+
+Scores exist one tile at a time: some rows of some heads, with the keys that these rows can see.
+So memory is linear in the block's length, and what nothing sees is not computed. Everything is
+computed and returned in float32, in float64 for float64. The heads of a group become rows of one
+matrix product, so K and V are never expanded and a group's gradients are summed in float32.
+
+Shapes, where B and K become one dim of U key/value heads, with G query heads each:
+
+    q, out, grad_out, dq   [B, H, L, D], inside [U, G, L, D]
+    k, v, dk, dv           [B, K, S, D], inside [U, S, D]; v's head dim may be another
+    lse                    [B, H, L], inside [U, G, L]; natural logarithm
+
+The formulas are those of FlashAttention-2 (https://arxiv.org/abs/2307.08691).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..bands import Band
+from .merge import statistics_dtype
+from .operands import without_unseeing_rows
+from .strips import Strip, hide_, strips
+
+# Rows of a group's heads together, and scores at most unless these rows alone have more: what a
+# core's cache holds two of. Other sizes between half and four times these were no faster.
+TILE_ROWS = 128
+TILE_SCORES = 1 << 18
+
+
+class _Tile(NamedTuple):
+    """A strip of the query rows of some key/value heads' groups."""
+
+    heads: slice
+    strip: Strip
+
+    @property
+    def rows(self) -> slice:
+        """The strip's rows."""
+        return slice(self.strip.rows.start, self.strip.rows.stop)
+
+    @property
+    def keys(self) -> slice:
+        """The strip's keys."""
+        return slice(self.strip.keys.start, self.strip.keys.stop)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
+    """Attend `q` to one block of keys.
+
+    Args:
+        q: Queries [B, H, L, D].
+        k: Keys [B, K, S, D]; K divides H.
+        v: Values [B, K, S, Dv].
+        scale: Factor of the scores.
+        band: Row i sees key j where lower <= j - i <= upper.
+
+    Returns:
+        out [B, H, L, Dv] and lse [B, H, L], in `statistics_dtype`. Rows that see nothing have
+        out 0 and lse −inf.
+    """
+    queries, keys, values = _grouped(q, k), _flat(k), _flat(v)
+    out = queries.new_zeros((*queries.shape[:3], v.shape[-1]))
+    lse = queries.new_full(queries.shape[:3], -torch.inf)
+    for tile in _tiles(queries, keys, band):
+        scores = _scores(_rows(queries, tile) * scale, keys, band, tile)
+        top = scores.amax(-1, keepdim=True)
+        weights = scores.sub_(top).exp_()
+        total = weights.sum(-1, keepdim=True)
+        _put(out, (weights @ values[tile.heads, tile.keys]).div_(total), tile)
+        _put(lse, top.add_(total.log_()).squeeze(-1), tile)
+    return out.view(*q.shape[:3], v.shape[-1]), lse.view(q.shape[:3])
+
+
+def backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    band: Band,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return one block's share of the gradients of attention over several blocks.
+
+    With `out` and `lse` of the *merged* result, the sum of all blocks' shares is exact.
+
+    Args:
+        grad_out: Gradient of the merged output [B, H, L, Dv].
+        q: Queries [B, H, L, D].
+        k: The block's keys [B, K, S, D].
+        v: The block's values [B, K, S, Dv].
+        out: Merged output [B, H, L, Dv], in q's dtype or in `statistics_dtype`.
+        lse: Merged log-sum-exp [B, H, L].
+        scale: As in `forward`.
+        band: As in `forward`.
+
+    Returns:
+        dq, dk, dv in the shapes of q, k, v and in `statistics_dtype`.
+    """
+    queries, keys, values = _grouped(q, k), _flat(k), _flat(v)
+    grads, lses = _grouped(grad_out, k), _grouped(without_unseeing_rows(lse).unsqueeze(-1), k)
+    delta = (grads * _grouped(out, k)).sum(-1, keepdim=True)
+    dq, dk, dv = (
+        torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values)
+    )
+    for tile in _tiles(queries, keys, band):
+        heads, seen = tile.heads, tile.keys
+        q_rows, grad_rows = _rows(queries, tile) * scale, _rows(grads, tile)
+        weights = _scores(q_rows, keys, band, tile).sub_(_rows(lses, tile)).exp_()
+        dv[heads, seen].baddbmm_(weights.mT, grad_rows)
+        d_scores = grad_rows @ values[heads, seen].mT
+        d_scores.sub_(_rows(delta, tile)).mul_(weights)
+        _put(dq, (d_scores @ keys[heads, seen]).mul_(scale), tile)
+        dk[heads, seen].baddbmm_(d_scores.mT, q_rows)
+    return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
+
+
+def _tiles(queries: Tensor, keys: Tensor, band: Band) -> Iterator[_Tile]:
+    heads, group, length, _ = queries.shape
+    step = max(1, TILE_ROWS // group)
+    for strip in strips(band, length, keys.shape[1], step):
+        scores = group * len(strip.rows) * len(strip.keys)
+        some = max(1, TILE_SCORES // scores)
+        for first in range(0, heads, some):
+            yield _Tile(slice(first, min(first + some, heads)), strip)
+
+
+def _grouped(x: Tensor, k: Tensor) -> Tensor:
+    """Return x [B, H, L, *] as [U, G, L, *], in `statistics_dtype`."""
+    return _flat(x.unflatten(1, (k.shape[1], -1)))
+
+
+def _flat(x: Tensor) -> Tensor:
+    """Return x with its first two dims as one, in `statistics_dtype`."""
+    return x.to(statistics_dtype(x.dtype)).flatten(0, 1)
+
+
+def _rows(x: Tensor, tile: _Tile) -> Tensor:
+    """Return a tile's rows of x [U, G, L, *] as [heads, G · rows, *]."""
+    return x[tile.heads, :, tile.rows].flatten(1, 2)
+
+
+def _put(x: Tensor, rows: Tensor, tile: _Tile) -> None:
+    """Write rows [heads, G · rows, *] into x [U, G, L, *]."""
+    x[tile.heads, :, tile.rows] = rows.unflatten(1, (x.shape[1], -1))
+
+
+def _scores(q_rows: Tensor, keys: Tensor, band: Band, tile: _Tile) -> Tensor:
+    """Return scores [heads, G · rows, keys] of scaled rows, −inf where a row may not look."""
+    scores = q_rows @ keys[tile.heads, tile.keys].mT
+    hide_(scores.unflatten(1, (-1, len(tile.strip.rows))), band, tile.strip)
+    return scores

@@ -1,0 +1,248 @@
+"""Attention over divided sequences is that of the whole, by every method, layout and mask."""
+
+from random import Random
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from scaletorch.dist.errors import InvalidArgumentError, MismatchError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.context_parallel import LAYOUTS, attention, choose_method
+
+METHODS = ("ring", "all_gather", "ulysses")
+
+
+def dense(q, k, v, causal, window, documents, scale=None):
+    """Return attention of the whole in q's dtype; rows that see nothing do not exist here."""
+    length = q.shape[2]
+    row, key = torch.arange(length)[:, None], torch.arange(length)[None]
+    sees = torch.ones(length, length, dtype=torch.bool)
+    if causal:
+        sees &= key <= row
+    if window is not None:
+        sees &= (row - key < window) & (key - row < window)
+    if documents is not None:
+        which = torch.bucketize(torch.arange(length), torch.tensor(documents), right=True)
+        sees &= which[:, None] == which[None]
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    return scores.masked_fill(~sees, -torch.inf).softmax(-1) @ v
+
+
+def whole(seed, batch, heads, kv_heads, length, dim, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = [(batch, h, length, dim) for h in (heads, kv_heads, kv_heads, heads)]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype) for shape in shapes
+    ]
+
+
+def share(x, layout):
+    """Return this rank's share [B, H, L, D] of a whole, its padding filled with rubbish."""
+    held = layout.positions(dist.get_rank())
+    padded = torch.nn.functional.pad(x, (0, 0, 0, layout.padded_length - x.shape[2]), value=9.0)
+    return padded[:, :, held].clone()
+
+
+def joined(x, layout):
+    """Return the whole of which every rank has a share."""
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous())
+    return torch.cat(parts, 2).index_select(2, layout.order())
+
+
+def differentiated(cases):
+    """Return each case's largest error of the output and the gradients, relative."""
+    errors = []
+    for method, kind, sizes, causal, window, documents in cases:
+        q, k, v, grad = whole(0, *sizes)
+        layout = LAYOUTS[kind](q.shape[2], dist.get_world_size())
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        expected = dense(*leaves, causal, window, documents)
+        expected.backward(grad)
+        own = [share(x, layout).requires_grad_() for x in (q, k, v)]
+        out = attention(
+            *own, causal=causal, window=window, cu_seqlens=documents, layout=layout,
+            method=method, group=dist.group.WORLD,
+        )  # fmt: skip
+        out.backward(share(grad, layout))
+        found = [out.detach(), *(x.grad for x in own)]
+        wanted = [expected.detach(), *(x.grad for x in leaves)]
+        errors.append(
+            max(
+                float((joined(a, layout) - b).abs().max() / b.abs().max().clamp_min(1.0))
+                for a, b in zip(found, wanted, strict=True)
+            )
+        )
+    return errors
+
+
+def draw(random, world_size):
+    """Return one case: method, layout, sizes (B, H, K, L, D), and the mask."""
+    method = random.choice(METHODS)
+    kv_heads = random.choice([1, 2, 3])
+    heads = kv_heads * random.choice([1, 2])
+    if method == "ulysses":
+        kv_heads = random.choice([1, world_size, 2 * world_size])
+        heads = 2 * max(kv_heads, world_size)
+    length = random.randint(1, 40)
+    cuts = {random.randint(1, length) for _ in range(random.randint(0, 4))}
+    documents = random.choice([None, (0, *sorted(cuts - {length}), length)])
+    window = random.choice([None, random.randint(1, length + 2)])
+    sizes = random.randint(1, 2), heads, kv_heads, length, random.choice([4, 8])
+    return method, random.choice(list(LAYOUTS)), sizes, random.random() < 0.5, window, documents
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_method_layout_and_mask(world_size):
+    random = Random(world_size)
+    cases = [draw(random, world_size) for _ in range(150)]
+    for errors in run_ranks(differentiated, world_size, cases):
+        for case, error in zip(cases, errors, strict=True):
+            assert error < 1e-12, case
+
+
+def probed(method):
+    """Change one token of the second of three documents; return what else changes, bit by bit."""
+    documents, changed = (0, 11, 25, 32), 14
+    layout = LAYOUTS["zigzag"](32, dist.get_world_size())
+    options = {"causal": True, "cu_seqlens": documents, "layout": layout, "method": method}
+    results = []
+    for step in (0.0, 1.0):
+        q, k, v, grad = whole(3, 1, 4, 4, 32, 8, torch.float32)
+        for x in (q, k, v, grad):
+            x[:, :, changed] += step
+        leaves = [share(x, layout).requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, **options, group=dist.group.WORLD)
+        out.backward(share(grad, layout))
+        results.append([joined(x, layout) for x in (out.detach(), *(x.grad for x in leaves))])
+    others = [*range(documents[1]), *range(documents[2], 32)]
+    before = range(documents[1], changed)  # of the same document: their outputs see no change
+    pairs = zip(*results, strict=True)
+    leaks = [not torch.equal(a[:, :, others], b[:, :, others]) for a, b in pairs]
+    leaks.append(not torch.equal(results[0][0][:, :, before], results[1][0][:, :, before]))
+    return leaks
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_nothing_leaks_between_documents_nor_backwards(method):
+    for leaks in run_ranks(probed, 4, method):
+        assert leaks == [False] * 5
+
+
+def padded(method, kind):
+    """Return the largest value in padding, of the output and of the gradients."""
+    layout = LAYOUTS[kind](13, dist.get_world_size())
+    tensors = whole(4, 1, 4, 4, 13, 8)
+    q, k, v, grad = (share(x, layout) for x in tensors)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, causal=True, layout=layout, method=method, group=dist.group.WORLD)
+    out.backward(grad)
+    outside = layout.positions(dist.get_rank()) >= layout.length
+    found = torch.stack([x[:, :, outside] for x in (out.detach(), *(x.grad for x in leaves))])
+    return float(found.abs().sum())
+
+
+@pytest.mark.parametrize("kind", list(LAYOUTS))
+@pytest.mark.parametrize("method", METHODS)
+def test_padding_sees_nothing_and_has_no_gradient(method, kind):
+    assert run_ranks(padded, 4, method, kind) == [0.0] * 4
+
+
+def repeated(method):
+    """Run forward and backward twice; return whether every bit is the same."""
+    runs = []
+    for _ in range(2):
+        q, k, v, grad = whole(5, 2, 4, 4, 64, 16, torch.bfloat16)
+        layout = LAYOUTS["zigzag"](64, dist.get_world_size())
+        leaves = [share(x, layout).requires_grad_() for x in (q, k, v)]
+        out = attention(*leaves, causal=True, layout=layout, method=method, group=dist.group.WORLD)
+        out.backward(share(grad, layout))
+        runs.append([out, *(x.grad for x in leaves)])
+    return all(torch.equal(a, b) for a, b in zip(*runs, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_results_are_bitwise_repeatable(method):
+    assert all(run_ranks(repeated, 4, method))
+
+
+def rounded(method):
+    """Return the errors in bfloat16 of the output and the gradients, against float64."""
+    exact = whole(6, 1, 8, 8, 256, 16)
+    inputs = [x.to(torch.bfloat16) for x in exact]
+    leaves = [x.double().requires_grad_() for x in inputs[:3]]
+    expected = dense(*leaves, True, None, None)
+    expected.backward(inputs[3].double())
+    layout = LAYOUTS["zigzag"](256, dist.get_world_size())
+    own = [share(x, layout).requires_grad_() for x in inputs[:3]]
+    out = attention(*own, causal=True, layout=layout, method=method, group=dist.group.WORLD)
+    out.backward(share(inputs[3], layout))
+    found = [joined(x, layout).double() for x in (out.detach(), *(x.grad for x in own))]
+    wanted = [expected.detach(), *(x.grad for x in leaves)]
+    return [float((a - b).norm() / b.norm()) for a, b in zip(found, wanted, strict=True)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_bfloat16_loses_no_more_on_many_ranks(method):
+    (one,) = run_ranks(rounded, 1, method)
+    for world_size in (2, 8):
+        for errors in run_ranks(rounded, world_size, method):
+            assert all(a <= 1.25 * b for a, b in zip(errors, one, strict=True)), (errors, one)
+
+
+def differing(options):
+    q, k, v, _ = whole(7, 1, 4, 4, 8, 8)
+    with pytest.raises(MismatchError) as caught:
+        attention(q, k, v, **options[dist.get_rank()], group=dist.group.WORLD)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (({"method": "ring"}, {"method": "all_gather"}), "rank 1: all_gather on q"),
+        (({"window": 3}, {"window": 4}), "window 4"),
+        (({"cu_seqlens": (0, 5, 16)}, {"cu_seqlens": (0, 6, 16)}), "documents of digest"),
+        (({"layout": "zigzag"}, {"layout": "stripe"}), "stripe layout of 16 positions"),
+    ],
+)
+def test_ranks_that_differ_are_told_on_every_rank(options, said):
+    first, second = run_ranks(differing, 2, options)
+    assert said in first
+    assert said in second
+
+
+def refused(options, message):
+    q, k, v, _ = whole(7, 1, 3, 3, 8, 8)
+    with pytest.raises(InvalidArgumentError, match=message):
+        attention(q, k, v, **options, group=dist.group.WORLD)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "rings"}, "method must be one of 'auto', 'ring'"),
+        ({"layout": "snake"}, "layout must be a Layout or one of contiguous"),
+        ({"layout": LAYOUTS["zigzag"](20, 2)}, "gives each of 2 ranks 10, .*each of 2 ranks has 8"),
+        ({"cu_seqlens": (0, 8)}, "must end with the length of the sequences, 16"),
+        ({"window": 0}, "window must be at least 1"),
+        ({"method": "ulysses"}, "divides heads over 2 ranks: .* there are 3 and 3"),
+    ],
+)
+def test_what_does_not_fit_is_refused(options, message):
+    run_ranks(refused, 2, options, message)
+
+
+def test_the_choice_says_why():
+    def tensors(heads, kv_heads, length):
+        return torch.empty(1, heads, length, 64), torch.empty(1, kv_heads, length, 64)
+
+    assert choose_method(*tensors(8, 8, 4096), 1)[0] == "ring"
+    assert choose_method(*tensors(8, 8, 64), 4) == (
+        "all_gather", "one message for 64 positions a rank, not one for each hop",
+    )  # fmt: skip
+    assert choose_method(*tensors(8, 8, 4096), 8)[0] == "ulysses"
+    assert choose_method(*tensors(8, 2, 4096), 4)[0] == "ring"

@@ -1,0 +1,441 @@
+"""Kernels for one block of keys, and the merge of blocks, against dense attention in float64."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaletorch.parallel.context_parallel import kernels
+from scaletorch.parallel.context_parallel.bands import CAUSAL, FULL
+from scaletorch.parallel.context_parallel.kernels import (
+    cpu_flash,
+    flash_attn,
+    fused,
+    merge_into,
+    table,
+    tile,
+    update_out_and_lse,
+)
+from scaletorch.parallel.context_parallel.kernels.strips import strips
+
+KERNELS = [cpu_flash, tile, kernels]
+BOUNDS = st.none() | st.integers(-40, 40)
+by_kernel = pytest.mark.parametrize("kernel", KERNELS, ids=["cpu_flash", "tile", "table"])
+
+
+def _inputs(heads, kv_heads, rows, keys, dim, *, batch=1, dtype=torch.float64, seed=0):
+    """Return q, k, v and the gradient of the output."""
+    random = torch.Generator().manual_seed(seed)
+    shapes = [(heads, rows), (kv_heads, keys), (kv_heads, keys), (heads, rows)]
+    return [
+        torch.randn(batch, n, length, dim, generator=random, dtype=torch.float64).to(dtype)
+        for n, length in shapes
+    ]
+
+
+def _seen(band, rows, keys):
+    lower = -999 if band[0] is None else band[0]
+    upper = 999 if band[1] is None else band[1]
+    distance = torch.arange(keys) - torch.arange(rows).unsqueeze(1)
+    return (distance >= lower) & (distance <= upper)
+
+
+def _dense(q, k, v, grad, scale, band):
+    """Return out, lse, dq, dk, dv in float64, with the whole matrix of scores."""
+    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    group = q.shape[1] // k.shape[1]
+    queries, (keys, values) = leaves[0], (x.repeat_interleave(group, 1) for x in leaves[1:])
+    seen = _seen(band, q.shape[2], k.shape[2])
+    scores = (queries @ keys.mT * scale).masked_fill(~seen, -math.inf)
+    lse = scores.logsumexp(-1)
+    weights = torch.where(seen, scores - lse.nan_to_num(neginf=0).unsqueeze(-1), -math.inf).exp()
+    out = weights @ values
+    out.backward(grad.double())
+    return [out.detach(), lse.detach(), *(x.grad for x in leaves)]
+
+
+def _run(kernel, q, k, v, grad, scale, band):
+    """Return out, lse, dq, dk, dv of one block that is everything there is."""
+    out, lse = kernel.forward(q, k, v, scale, band)
+    return [out, lse, *kernel.backward(grad, q, k, v, out, lse, scale, band)]
+
+
+def _assert_close(mine, expected, limit):
+    for name, a, b in zip(("out", "lse", "dq", "dk", "dv"), mine, expected, strict=True):
+        assert a.shape == b.shape
+        torch.testing.assert_close(
+            a.double(), b, rtol=limit, atol=limit, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+@by_kernel
+@settings(max_examples=60, deadline=None)
+@given(
+    batch=st.integers(1, 2),
+    kv_heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    rows=st.integers(1, 37),
+    keys=st.integers(1, 37),
+    dim=st.integers(1, 9),
+    band=st.tuples(BOUNDS, BOUNDS),
+    step=st.sampled_from([1, 5, 16, 256]),
+)
+def test_any_band_of_any_shape(kernel, batch, kv_heads, group, rows, keys, dim, band, step):
+    inputs = _inputs(kv_heads * group, kv_heads, rows, keys, dim, batch=batch, seed=rows)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_flash, "STRIP_ROWS", step)
+        patch.setattr(tile, "TILE_ROWS", step)
+        patch.setattr(tile, "TILE_SCORES", step * 20)
+        mine = _run(kernel, *inputs, 0.3, band)
+    _assert_close(mine, _dense(*inputs, 0.3, band), 1e-11)
+
+
+@by_kernel
+@pytest.mark.parametrize("band", [FULL, CAUSAL, (-99, 0), (-700, -300), (-40, 41), (512, None)])
+@pytest.mark.parametrize("heads", [(2, 2), (4, 1)], ids=["mha", "mqa"])
+def test_blocks_larger_than_the_kernels_tiles(kernel, heads, band):
+    inputs = _inputs(*heads, 781, 781, 16)
+    _assert_close(_run(kernel, *inputs, 0.25, band), _dense(*inputs, 0.25, band), 1e-11)
+    in_float32 = [x.float() for x in inputs]
+    mine = _run(kernel, *in_float32, 0.25, band)
+    assert {x.dtype for x in mine} == {torch.float32}
+    _assert_close(mine, _dense(*in_float32, 0.25, band), 2e-5)
+
+
+@by_kernel
+@pytest.mark.parametrize("band", [(0, -1), (40, None), (None, -40), (35, 38)])
+def test_blocks_that_nothing_sees(kernel, band):
+    inputs = _inputs(4, 2, 33, 33, 8)
+    out, lse, *grads = _run(kernel, *inputs, 0.3, band)
+    assert (lse == -math.inf).all()
+    assert not any(x.any() for x in (out, *grads))
+
+
+@by_kernel
+def test_a_row_that_saw_nothing_anywhere_has_no_gradient(kernel):
+    q, k, v, grad = _inputs(2, 1, 9, 9, 4)
+    out, lse = kernel.forward(q, k, v, 1.0, FULL)
+    out[:, :, 4], lse[:, :, 4] = 0, -math.inf
+    dq, dk, dv = kernel.backward(grad, q, k, v, out, lse, 1.0, FULL)
+    grad[:, :, 4] = 0
+    expected = kernel.backward(grad, q, k, v, out, lse, 1.0, FULL)
+    assert not dq[:, :, 4].any()
+    assert torch.equal(dk, expected[1])
+    assert torch.equal(dv, expected[2])
+
+
+@by_kernel
+@pytest.mark.parametrize(("rows", "keys"), [(0, 3), (3, 0)])
+def test_empty_blocks(kernel, rows, keys):
+    if kernel is cpu_flash:
+        assert not cpu_flash.fits(*_inputs(2, 1, rows, keys, 4)[:3], FULL)
+        return
+    out, lse, *grads = _run(kernel, *_inputs(2, 1, rows, keys, 4), 1.0, FULL)
+    assert out.shape == (1, 2, rows, 4)
+    assert (lse == -math.inf).all()
+    assert not any(x.any() for x in (out, *grads))
+
+
+@by_kernel
+@pytest.mark.parametrize("band", [FULL, CAUSAL, (-3, 2)])
+def test_strided_operands_and_their_safety(kernel, band):
+    """As models hold them, [B, L, H, D]; with another stride in the last dim; and expanded."""
+    plain = _inputs(4, 2, 21, 21, 8, batch=2)
+    expected = _run(kernel, *plain, 0.3, band)
+    layouts = [
+        lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+        lambda x: x.mT.contiguous().mT,
+        lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    ]
+    for layout in layouts:
+        inputs = [layout(x) for x in plain]
+        before = [x.clone() for x in inputs]
+        _assert_close(_run(kernel, *inputs, 0.3, band), expected, 1e-13)
+        assert all(torch.equal(a, b) for a, b in zip(inputs, before, strict=True))
+    ones = torch.ones((), dtype=torch.float64).expand(plain[3].shape)
+    mine = _run(kernel, *plain[:3], ones, 0.3, band)
+    _assert_close(mine, _dense(*plain[:3], ones.clone(), 0.3, band), 1e-12)
+
+
+@by_kernel
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("band", [FULL, CAUSAL, (-100, 0)])
+def test_bitwise_repeatable(kernel, dtype, band):
+    inputs = _inputs(4, 2, 800, 800, 16, dtype=dtype)
+    first, second = (_run(kernel, *inputs, 0.25, band) for _ in range(2))
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@by_kernel
+def test_large_scores_do_not_overflow(kernel):
+    q, k, v, grad = _inputs(1, 1, 9, 9, 4)
+    mine = _run(kernel, q * 1e4, k * 1e4, v, grad, 1.0, CAUSAL)
+    assert all(x.isfinite().all() for x in mine)
+
+
+def test_head_dim_of_values_may_differ():
+    q, k, v, grad = _inputs(4, 2, 9, 11, 6)
+    v, grad = v[..., :4], grad[..., :4]
+    assert kernels.kernel_for(q, k, v, FULL) is table.TILE
+    _assert_close(
+        _run(kernels, q, k, v, grad, 0.3, (-5, 2)), _dense(q, k, v, grad, 0.3, (-5, 2)), 1e-12
+    )
+
+
+def _in_blocks(tensors, band, count, scale):
+    """Return out and gradients of attention in blocks, and merged, as ranks compute it."""
+    q, k, v, grad = tensors
+    step = q.shape[2] // count
+    parts = [slice(first, first + step) for first in range(0, q.shape[2], step)]
+    blocks = [(a, b) for a in parts for b in parts if band == FULL or b.start <= a.start]
+    bands = [band if a == b else FULL for a, b in blocks]
+    out, lse = torch.zeros(q.shape), torch.full(q.shape[:3], -math.inf)
+    for (rows, keys), each in zip(blocks, bands, strict=True):
+        part = kernels.forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], scale, each)
+        merge_into(out[:, :, rows], lse[:, :, rows], *part)
+    out, totals = out.to(q.dtype), [torch.zeros(x.shape) for x in (q, k, v)]
+    for (rows, keys), each in zip(blocks, bands, strict=True):
+        shares = kernels.backward(
+            grad[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys], out[:, :, rows],
+            lse[:, :, rows], scale, each,
+        )  # fmt: skip
+        for total, share, place in zip(totals, shares, (rows, keys, keys), strict=True):
+            total[:, :, place] += share
+    return [x.to(q.dtype) for x in (out, *totals)]
+
+
+@pytest.mark.parametrize("peak", [1, 4], ids=["flat", "peaked"])
+@pytest.mark.parametrize("mean", [0, 1])
+@pytest.mark.parametrize("band", [FULL, CAUSAL])
+@pytest.mark.parametrize(
+    ("dtype", "length", "count"),
+    [
+        (torch.bfloat16, 256, 2),
+        (torch.bfloat16, 256, 8),
+        (torch.bfloat16, 1024, 2),
+        (torch.bfloat16, 2048, 2),
+        (torch.float16, 512, 4),
+    ],
+)
+def test_half_precision_in_blocks_loses_no_more_than_one_process(
+    dtype, length, count, band, mean, peak
+):
+    q, k, v, grad = _inputs(2, 1, length, length, 32)
+    tensors = [x.to(dtype) for x in (q * peak, k, v + mean, grad + mean)]
+    reference = _dense(*tensors, 32**-0.5, band)
+    leaves = [x.clone().requires_grad_() for x in tensors[:3]]
+    plain = F.scaled_dot_product_attention(*leaves, is_causal=band == CAUSAL, enable_gqa=True)
+    plain.backward(tensors[3])
+    mine = _in_blocks(tensors, band, count, 32**-0.5)
+    theirs = [plain, *(x.grad for x in leaves)]
+    for name, a, b, exact in zip(
+        ("out", "dq", "dk", "dv"), mine, theirs, [reference[0], *reference[2:]], strict=True
+    ):
+        lost, allowed = ((x.double() - exact).norm().item() for x in (a, b))
+        assert lost <= 1.1 * allowed, f"{name}: {lost:.3e} against {allowed:.3e} of one process"
+
+
+@pytest.mark.parametrize("kv_heads", [16, 1])
+def test_gradients_of_a_group_are_summed_in_float32(kv_heads):
+    tensors = _inputs(16, kv_heads, 800, 800, 16, dtype=torch.bfloat16)
+    mine, exact = _run(kernels, *tensors, 0.25, FULL), _dense(*tensors, 0.25, FULL)
+    for a, b in zip(mine[3:], exact[3:], strict=True):
+        assert (a.double() - b).norm() <= 4e-3 * b.norm()
+
+
+class _Blocks(torch.autograd.Function):
+    """Attention over several blocks of keys, merged: a ring without ranks."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, scale, count, kernel):
+        out = lse = None
+        for keys, values in zip(k.chunk(count, 2), v.chunk(count, 2), strict=True):
+            out, lse = update_out_and_lse(out, lse, *kernel.forward(q, keys, values, scale, FULL))
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.options = (scale, count, kernel)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        scale, count, kernel = ctx.options
+        dq, dks, dvs = torch.zeros_like(q), [], []
+        for keys, values in zip(k.chunk(count, 2), v.chunk(count, 2), strict=True):
+            share, dk, dv = kernel.backward(grad, q, keys, values, out, lse, scale, FULL)
+            dq += share
+            dks.append(dk)
+            dvs.append(dv)
+        return dq, torch.cat(dks, 2), torch.cat(dvs, 2), None, None, None
+
+
+@by_kernel
+def test_gradcheck_through_merged_blocks_and_grouped_heads(kernel):
+    inputs = [x.requires_grad_() for x in _inputs(4, 2, 3, 6, 4)[:3]]
+    assert torch.autograd.gradcheck(lambda *x: _Blocks.apply(*x, 0.5, 3, kernel), inputs)
+
+
+def test_tile_keeps_one_tile_of_scores(monkeypatch):
+    monkeypatch.setattr(tile, "TILE_ROWS", 8)
+    monkeypatch.setattr(tile, "TILE_SCORES", 4096)
+    sizes, plain = [], tile._scores
+    monkeypatch.setattr(tile, "_scores", lambda *a: sizes.append(s := plain(*a)) or s)
+    _run(tile, *_inputs(4, 2, 256, 256, 4), 1.0, (-31, 0))
+    assert max(s.numel() for s in sizes) <= 4096
+    # Rows and the keys that they see: 8 · (8 + 31) at most, for each of the 32 strips and 4 heads.
+    assert sum(s.numel() for s in sizes) <= 2 * 32 * 4 * 8 * 39
+
+
+def test_strips_skip_what_nothing_sees():
+    assert list(strips((-2, -1), 10, 5, 3)) == [
+        (range(1, 4), range(0, 3)),
+        (range(4, 7), range(2, 5)),
+    ]
+    assert list(strips(FULL, 3, 0, 2)) == []
+
+
+def test_merge_equals_attention_over_all_keys():
+    q, k, v, _ = _inputs(2, 2, 7, 10, 4)
+    expected, expected_lse = kernels.forward(q, k, v, 0.5, FULL)
+    left = kernels.forward(q, k[:, :, :3], v[:, :, :3], 0.5, FULL)
+    right = kernels.forward(q, k[:, :, 3:], v[:, :, 3:], 0.5, FULL)
+    copies = [x.clone() for x in (*left, *right)]
+    for first, second in ((left, right), (right, left)):
+        out, lse = update_out_and_lse(*update_out_and_lse(None, None, *first), *second)
+        torch.testing.assert_close(out, expected, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-13, atol=1e-13)
+        whole, whole_lse = (
+            torch.zeros(1, 2, 9, 4).double(),
+            torch.full((1, 2, 9), -math.inf).double(),
+        )
+        for part in (first, second):
+            merge_into(whole[:, :, 1:8], whole_lse[:, :, 1:8], *part)
+        torch.testing.assert_close(whole[:, :, 1:8], expected, rtol=1e-13, atol=1e-13)
+        torch.testing.assert_close(whole_lse[:, :, 1:8], expected_lse, rtol=1e-13, atol=1e-13)
+        assert not whole[:, :, ::8].any()
+    for before, after in zip(copies, (*left, *right), strict=True):
+        assert torch.equal(before, after), "an argument was changed"
+
+
+def test_merge_keeps_rows_that_nothing_has_seen():
+    nothing = torch.full((1, 1, 3), -math.inf)
+    out, lse = torch.zeros(1, 1, 3, 2), nothing.clone()
+    block_out, block_lse = torch.ones(1, 1, 3, 2), torch.tensor([[[-math.inf, 0.5, 2.0]]])
+    block_out[:, :, 0] = 0
+    merged, merged_lse = update_out_and_lse(out, lse, block_out, block_lse)
+    merge_into(out, lse, block_out, block_lse)
+    for a, b in ((merged, merged_lse), (out, lse)):
+        assert torch.equal(a, block_out)
+        assert torch.equal(b, block_lse)
+    zeros = torch.zeros_like(out)
+    again = update_out_and_lse(merged, merged_lse, zeros, nothing)
+    merge_into(out, lse, zeros, nothing)
+    for a, b in (again, (out, lse)):
+        assert torch.equal(a, block_out)
+        assert torch.equal(b, block_lse)
+
+
+def test_merge_is_differentiable_with_unseen_rows():
+    out = torch.zeros(1, 1, 2, 2, dtype=torch.float64, requires_grad=True)
+    lse = torch.tensor([[[-math.inf, 0.3]]], dtype=torch.float64, requires_grad=True)
+    block_lse = torch.tensor([[[-math.inf, 0.5]]], dtype=torch.float64)
+    merged, _ = update_out_and_lse(out, lse, torch.ones_like(out), block_lse)
+    merged.sum().backward()
+    assert out.grad.isfinite().all()
+    assert lse.grad.isfinite().all()
+
+
+def test_merge_is_float32_for_half_precision():
+    out, lse = torch.zeros(1, 1, 2, 2).bfloat16(), torch.zeros(1, 1, 2).bfloat16()
+    first = update_out_and_lse(None, None, out, lse)
+    assert [x.dtype for x in first] == [torch.float32] * 2
+    assert [x.dtype for x in update_out_and_lse(out, lse, out, lse)] == [torch.float32] * 2
+
+
+FUSED = {
+    "flash": fused.FLASH,
+    "efficient": fused.EFFICIENT,
+    "cudnn": fused.CUDNN,
+    "overrideable": fused.OVERRIDEABLE,
+}
+
+
+@pytest.mark.parametrize("operator", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("band", [FULL, CAUSAL])
+def test_fused_operators_take_and_give_what_their_schemas_say(operator, band):
+    """Shapes and dtypes alone: nothing is computed on meta tensors."""
+    q, grad = torch.empty(2, 2, 4, 40, 64, device="meta", dtype=torch.bfloat16).unbind()
+    k, v = torch.empty(2, 2, 2, 40, 64, device="meta", dtype=torch.bfloat16).unbind()
+    out, lse = fused.forward(operator, q, k, v, 0.1, band)
+    grads = fused.backward(operator, grad, q, k, v, out, lse, 0.1, band)
+    assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
+    assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
+    assert {x.dtype for x in (out, lse, *grads)} == {torch.float32}
+
+
+def _reference_operator(lse_layout):
+    """An operator on CPU with the calling convention of the fused ones."""
+
+    def backward(grad, q, k, v, out, lse, scale, causal):
+        assert q.shape[1] == k.shape[1]
+        assert lse.shape == q.shape[:3]
+        return cpu_flash.backward(grad, q, k, v, out, lse, scale, CAUSAL if causal else FULL)
+
+    def forward(q, k, v, scale, causal):
+        assert q.shape[1] == k.shape[1]
+        out, lse = cpu_flash.forward(q, k, v, scale, CAUSAL if causal else FULL)
+        return out, lse_layout(lse)
+
+    return fused.Operator(forward, backward)
+
+
+@pytest.mark.parametrize("band", [FULL, CAUSAL])
+@pytest.mark.parametrize(
+    "lse_layout",
+    [lambda x: x, lambda x: x.unsqueeze(-1), lambda x: F.pad(x, (0, 3), value=math.inf)],
+    ids=["flash", "cudnn", "efficient"],
+)
+def test_frame_of_fused_operators(lse_layout, band):
+    operator = _reference_operator(lse_layout)
+    kernel = table._fused("stand-in", operator, fused.plain)
+    inputs = _inputs(6, 2, 29, 29, 8)
+    assert kernel.fits(*inputs[:3], band)
+    _assert_close(_run(kernel, *inputs, 0.3, band), _dense(*inputs, 0.3, band), 1e-12)
+
+
+def test_table_falls_back_to_the_tile():
+    q, k, v, _ = _inputs(2, 2, 8, 8, 8)
+    assert kernels.kernel_for(q, k, v, FULL) is table.CPU_FLASH
+    assert kernels.kernel_for(q, k, v, (-2, 0)) is table.CPU_FLASH
+    half = [x.to("meta", torch.bfloat16) for x in (q, k, v)]
+    assert kernels.kernel_for(*half, FULL) is table.TILE
+    # PyTorch says of its kernels for CUDA that they could not run here.
+    assert not any(kernel.fits(*half, FULL) for kernel in (*table.CUDA, *table.VENDOR))
+    assert not fused.plain(q, k, v, (-2, 0))
+    assert not fused.plain(q, k[:, :, 1:], v[:, :, 1:], CAUSAL)
+    assert not fused.plain(q, k, v[..., :4], FULL)
+    assert not fused.plain(q.float(), k, v, FULL)
+
+
+def test_flash_attn_is_asked_for_only_where_it_is_installed():
+    q, k, v, _ = _inputs(2, 2, 8, 8, 8)
+    assert flash_attn.is_installed.__wrapped__() is False
+    assert not table._fits_flash_attn(q, k, v, FULL)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [kernel.name for kernel in table.CUDA])
+@pytest.mark.parametrize("band", [FULL, CAUSAL])
+def test_kernels_of_cuda(name, band):
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    kernel = next(kernel for kernel in table.CUDA if kernel.name == name)
+    tensors = [x.to("cuda") for x in _inputs(4, 2, 200, 200, 64, dtype=torch.float16)]
+    if not kernel.fits(*tensors[:3], band):
+        pytest.skip(f"{name} does not fit this device")
+    mine = [x.cpu() for x in _run(kernel, *tensors, 0.125, band)]
+    _assert_close(mine, _dense(*(x.cpu() for x in tensors), 0.125, band), 1e-2)

@@ -1,0 +1,214 @@
+"""Sequences of any length through ShardedSequences: one process's loss, gradients and answers."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as c10d
+import torch.nn.functional as F
+from torch import nn
+
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.context_parallel import LAYOUTS, ShardedSequences
+
+VOCAB, WIDTH, LENGTH = 13, 8, 17
+PACKED = (0, 1, 7, 7, 12, 17)
+
+
+class Model(nn.Module):
+    """One layer of grouped attention; `attend` is given with each call."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, WIDTH)
+        self.places = nn.Embedding(LENGTH, WIDTH)
+        self.qkv = nn.Linear(WIDTH, 16)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids, position_ids, attend):
+        x = self.tokens(input_ids) + self.places(position_ids)
+        heads = self.qkv(x).unflatten(-1, (8, 2)).transpose(1, 2)
+        out = attend(*heads.split([4, 2, 2], 1))
+        return self.head(x + out.transpose(1, 2).flatten(2))
+
+
+def _model():
+    torch.manual_seed(1)
+    return Model().double()
+
+
+def _batch():
+    random = torch.Generator().manual_seed(2)
+    ids = torch.randint(1, VOCAB, (2, LENGTH), generator=random)
+    labels = ids.masked_fill(torch.rand(ids.shape, generator=random) < 0.2, -100)
+    return {"input_ids": ids, "labels": labels}
+
+
+def _one_process(documents):
+    """Return the model, the loss and the logits where each document goes through by itself."""
+    model, batch = _model(), _batch()
+    total, count, logits = 0.0, 0, []
+    for start, stop in pairwise(documents):
+        if start == stop:
+            continue
+        part = {name: value[:, start:stop] for name, value in batch.items()}
+        places = torch.arange(stop - start).expand_as(part["input_ids"])
+        out = model(part["input_ids"], places, _whole_attention)
+        logits.append(out)
+        targets = part["labels"][:, 1:]
+        total += F.cross_entropy(out[:, :-1].mT, targets, reduction="sum")
+        count += (targets != -100).sum()
+    loss = total / count
+    loss.backward()
+    return model, loss.detach(), torch.cat(logits, 1).detach()
+
+
+def _whole_attention(q, k, v):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+
+
+def _sharded(layout, documents, method):
+    """Return the largest difference of loss, logits and gradients to one process."""
+    reference, expected, whole = _one_process(documents or (0, LENGTH))
+    cu_seqlens = None if documents is None else torch.tensor(documents)
+    world = c10d.group.WORLD
+    sequences = ShardedSequences(LENGTH, layout=layout, cu_seqlens=cu_seqlens, group=world)
+    mine, model = sequences.shard(_batch()), _model()
+    logits = model(
+        mine["input_ids"],
+        mine["position_ids"],
+        lambda q, k, v: sequences.attention(q, k, v, method=method),
+    )
+    labels = mine["labels"]
+    loss = sequences.loss(
+        F.cross_entropy(logits.mT, labels, reduction="sum"), (labels != -100).sum()
+    )
+    loss.backward()
+    pairs = [(loss.detach(), expected), (sequences.unshard(logits.detach()), whole)]
+    for own, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        c10d.all_reduce(own.grad)
+        pairs.append((own.grad, theirs.grad))
+    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize(
+    ("layout", "documents", "method"),
+    [
+        ("zigzag", None, "ring"),
+        ("zigzag", PACKED, "auto"),
+        ("stripe", PACKED, "ring"),
+        ("contiguous", PACKED, "all_gather"),
+    ],
+)
+def test_loss_and_gradients_equal_one_process(layout, documents, method, size):
+    assert max(run_ranks(_sharded, size, layout, documents, method)) < 1e-12
+
+
+def _whole_of(name, batch, **options):
+    """Return one entry of the shards, joined again, and this rank's padding of it."""
+    sequences = ShardedSequences(LENGTH, group=c10d.group.WORLD, **options)
+    own = sequences.shard(batch)[name]
+    return sequences.unshard(own), own[:, sequences.positions() >= LENGTH]
+
+
+@pytest.mark.parametrize("documents", [None, PACKED])
+def test_labels_are_shifted_within_documents_before_they_are_cut(documents):
+    batch = _batch()
+    kept = batch["labels"].clone()
+    expected = torch.full_like(kept, -100)
+    for start, stop in pairwise(documents or (0, LENGTH)):
+        expected[:, start : stop - 1] = kept[:, start + 1 : stop]
+    results = run_ranks(_whole_of, 2, "labels", batch, cu_seqlens=documents)
+    for labels, padding in results:
+        assert torch.equal(labels, expected)
+        assert (padding == -100).all()
+    assert sum(padding.shape[1] for _, padding in results) == 3
+    assert torch.equal(batch["labels"], kept)
+
+
+def test_positions_count_within_documents():
+    expected = torch.tensor([0, *range(6), *range(5), *range(5)]).repeat(2, 1)
+    for ids, padding in run_ranks(_whole_of, 3, "position_ids", _batch(), cu_seqlens=PACKED):
+        assert torch.equal(ids, expected)
+        assert not padding.any()
+    for ids, _ in run_ranks(_whole_of, 2, "position_ids", _batch()):
+        assert torch.equal(ids, torch.arange(LENGTH).repeat(2, 1))
+
+
+def test_given_positions_are_kept():
+    given = torch.arange(LENGTH).flip(0)[None]
+    for ids, _ in run_ranks(_whole_of, 2, "position_ids", {**_batch(), "position_ids": given}):
+        assert torch.equal(ids, given)
+
+
+def _round_trip(layout):
+    sequences = ShardedSequences(LENGTH, layout=layout, group=c10d.group.WORLD)
+    batch = {
+        "input_ids": _batch()["input_ids"],
+        "weights": torch.randn(2, LENGTH, generator=torch.Generator().manual_seed(4)),
+        "seen": torch.ones(2, LENGTH, dtype=torch.bool),
+        "labels": None,
+        "name": "text",
+    }
+    mine = sequences.shard(batch)
+    assert mine["labels"] is None
+    assert mine["name"] == "text"
+    for name in ("input_ids", "weights", "seen"):
+        assert mine[name].shape == (2, sequences.layout.local_length)
+        assert mine[name].dtype == batch[name].dtype
+        assert torch.equal(sequences.unshard(mine[name]), batch[name])
+    heads = mine["weights"][:, None, :, None].expand(-1, 3, -1, 5)
+    assert torch.equal(sequences.unshard(heads, 2)[:, 0, :, 0], batch["weights"])
+    held = torch.cat([sequences.positions(), torch.tensor([c10d.get_rank()])])
+    return held.tolist()
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_shards_join_to_the_whole_bit_for_bit(layout, size):
+    for *held, rank in run_ranks(_round_trip, size, layout):
+        assert held == LAYOUTS[layout](LENGTH, size).positions(rank).tolist()
+
+
+def _means(sums, counts):
+    """Return the loss of this rank's sum and count, and the gradient of the sum."""
+    sequences = ShardedSequences(8, group=c10d.group.WORLD)
+    rank = c10d.get_rank()
+    own = torch.tensor(sums[rank], dtype=torch.float64, requires_grad=True)
+    loss = sequences.loss(own, counts[rank])
+    loss.backward()
+    return loss.item(), own.grad.item()
+
+
+@pytest.mark.parametrize(
+    ("sums", "counts", "expected"),
+    [((6.0, 3.0), (4, 0), (2.25, 0.25)), ((0.0, 0.0), (0, 0), (0.0, 0.0))],
+)
+def test_the_loss_is_the_mean_over_all_ranks_tokens(sums, counts, expected):
+    assert run_ranks(_means, 2, sums, counts) == [expected, expected]
+    own = torch.tensor(sums[0], requires_grad=True)
+    loss = ShardedSequences(8).loss(own, counts[0])
+    loss.backward()
+    assert loss == (sums[0] / counts[0] if counts[0] else 0)
+    assert own.grad == (1 / counts[0] if counts[0] else 0)
+
+
+@pytest.mark.parametrize(
+    ("call", "match"),
+    [
+        (lambda: ShardedSequences(0), "rank 0: .* at least 1; it is 0"),
+        (lambda: ShardedSequences(4, layout="ring"), "contiguous, zigzag, stripe; it is 'ring'"),
+        (lambda: ShardedSequences(4, cu_seqlens=(0, 3)), "length of the sequences, 4; .* with 3"),
+        (lambda: ShardedSequences(4, cu_seqlens=(0, 3, 2, 4)), "documents must ascend"),
+        (lambda: ShardedSequences(4).shard({}), "needs input_ids"),
+        (lambda: ShardedSequences(4).shard(_batch()), r"of 4 positions, .* are \[2, 17\]"),
+        (lambda: ShardedSequences(4).unshard(torch.ones(1, 3)), "ranks 4.* has 3, of 4"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, match):
+    with pytest.raises(InvalidArgumentError, match=match):
+        call()
