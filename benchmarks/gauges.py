@@ -21,7 +21,7 @@ Run = Callable[[], object]
 
 # Python code communicates by these, whatever it calls them through: methods of groups and works
 # (some of which torch renamed), and operators.
-METHOD = re.compile("reduce|gather|scatter|all_?to_?all")
+METHOD = re.compile("reduce|gather|scatter|all_?to_?all|^send$|^recv$")
 OPERATORS = (
     "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
     "wait_tensor",
@@ -33,6 +33,7 @@ PLACES: list[tuple[Any, str]] = [
 ]
 SILENT = ("barrier", "wait_tensor", "_wrap_tensor_autograd")  # operators that send no tensor
 TWICE = ("allreduce_", "all_reduce")  # a reduce_scatter and an all_gather
+DIRECT = {"send": 1, "recv_": 0}  # how often what one rank passes to another is sent
 
 
 class _Count(TorchDispatchMode):
@@ -52,7 +53,8 @@ class _Count(TorchDispatchMode):
         if "c10d" in func.namespace and name not in SILENT:
             whole = max(map(_bytes, (*args, result)))
             passes, size = 2 if name in TWICE else 1, dist.get_world_size()
-            self.sent += passes * whole * (size - 1) // size
+            direct = DIRECT.get(name)
+            self.sent += passes * whole * (size - 1) // size if direct is None else direct * whole
         return result
 
 
