@@ -26,6 +26,7 @@ def test_every_fault_is_found_by_name():
 def test_the_specimen_itself_is_sound_under_every_option(layout):
     options = {**OPTIONS, "bucket_size": (1, 2**24)}
     options |= {"sequence_parallel": ("off",), "micro_batches": (2,)}
+    options |= {"cp_layout": ("contiguous",), "cp_method": ("ring",)}
     grids = [parse_layout(layout)]
     report = verify(Specimen, batch, layouts=grids, dtype="float64", plan=PLAN, options=options)
     assert report.passed, report

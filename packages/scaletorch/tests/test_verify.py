@@ -325,3 +325,18 @@ def test_missing_doubled_and_unsynchronised_parameters_are_named():
     notes = [{f.note for rank in each.found.ranks for f in rank.failures} for each in outcomes]
     assert "rank 1 holds other bits of it: never synchronised" in notes[0]
     assert "missing on this layout" in notes[1]
+
+
+@pytest.mark.parametrize(
+    ("grid", "layout", "method"),
+    [
+        (Grid(tp=2, cp=2), "zigzag", "ring"),
+        (Grid(tp=2, cp=2), "zigzag", "ulysses"),
+        (Grid(cp=4), "zigzag", "all_gather"),
+        (Grid(cp=4), "stripe", "ring"),
+    ],
+)
+def test_balanced_layouts_of_the_sequence_train_like_one_process(grid, layout, method):
+    options = {"cp_layout": [layout], "cp_method": [method]}
+    report = verify(layouts=[grid], dtype="float64", options=options)
+    assert report.passed, str(report)

@@ -27,6 +27,8 @@ def parallelize(
     recompute: bool = False,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
+    cp_layout: str = "contiguous",
+    cp_method: str = "ring",
 ) -> DataParallelBucket:
     """Put ``model`` on every axis of ``manager``'s grid, in place.
 
@@ -43,6 +45,9 @@ def parallelize(
             for a model whose head is "column_gather".
         sequence_parallel: between sharded layers each tp rank holds its share of every sequence.
         recompute: layers drop their activations in forward and run again in backward.
+        cp_layout: which positions each cp rank has, ``shard_global_batch`` told alike: "zigzag"
+            balances causal attention over cp, where 2 x cp divides the length.
+        cp_method: how cp ranks attend: "ring", "all_gather", "ulysses" or "auto".
 
     Returns:
         The model's stage of this rank, with gradients summed over CP x DP.
@@ -61,7 +66,7 @@ def parallelize(
             )
         if loss_parallel:
             keep_logits_sharded(model)
-    apply_context_parallel(model, manager.cp_group)
+    apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
     if recompute:  # around all that a layer does, communication included
         recompute_layers(model, split)
     stage = PipelineParallel(model, split, manager.pp_group)

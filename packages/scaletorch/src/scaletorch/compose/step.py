@@ -22,7 +22,11 @@ SCHEDULES = {"1f1b": train_step_pipeline_1f1b, "afab": train_step_pipeline_afab}
 
 
 def shard_global_batch(
-    batch: Batch, num_micro_batches: int, manager: ProcessGroupManager
+    batch: Batch,
+    num_micro_batches: int,
+    manager: ProcessGroupManager,
+    *,
+    cp_layout: str = "contiguous",
 ) -> list[Batch]:
     """Return this rank's micro-batches of a global batch that every rank holds.
 
@@ -30,6 +34,7 @@ def shard_global_batch(
         batch: entries [B, L]; labels aligned with their inputs, -100 where there is none.
         num_micro_batches: micro-batches per data-parallel rank; dp x this must divide B.
         manager: the grid; rows go to dp, columns to cp.
+        cp_layout: which columns each cp rank gets, as ``parallelize`` was told.
 
     Returns:
         ``num_micro_batches`` mappings of [B / dp / num_micro_batches, L / cp] tensors.
@@ -45,7 +50,7 @@ def shard_global_batch(
     first = manager.dp_rank * num_micro_batches
     return [
         shard_batch({name: entry[i * size : (i + 1) * size] for name, entry in batch.items()},
-                    manager.cp_group)
+                    manager.cp_group, layout=cp_layout)
         for i in range(first, first + num_micro_batches)
     ]  # fmt: skip
 

@@ -19,6 +19,8 @@ OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "recompute": ("none", "layers"),
     "sequence_parallel": ("off", "on"),
     "loss_parallel": ("off", "on"),
+    "cp_layout": ("contiguous", "zigzag", "stripe"),
+    "cp_method": ("ring", "all_gather", "ulysses", "auto"),
 }
 
 
@@ -35,6 +37,8 @@ class Case:
         recompute: 'layers' drop their activations and run again in backward, or 'none' do.
         loss_parallel: 'on' leaves logits divided over tp.
         sequence_parallel: 'on' shares sequences out over tp between sharded layers.
+        cp_layout: which positions each cp rank has.
+        cp_method: how cp ranks attend.
     """
 
     grid: Grid
@@ -45,6 +49,8 @@ class Case:
     recompute: str = "none"
     sequence_parallel: str = "off"
     loss_parallel: str = "off"
+    cp_layout: str = "contiguous"
+    cp_method: str = "ring"
 
     def __str__(self) -> str:
         """Return the layout, the dtype and the options that are not the default."""
@@ -107,6 +113,8 @@ def enumerate_cases(
             "bucket_size": grid.cp * grid.dp > 1,
             "sequence_parallel": grid.tp > 1,
             "loss_parallel": grid.tp > 1,
+            "cp_layout": grid.cp > 1,
+            "cp_method": grid.cp > 1,
         }
         values = [v if matters.get(name, True) else OPTIONS[name][:1] for name, v in chosen.items()]
         for dtype, combination in itertools.product(dtypes, itertools.product(*values)):

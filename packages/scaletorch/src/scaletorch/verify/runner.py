@@ -120,6 +120,8 @@ def compare_case(
         recompute=case.recompute == "layers",
         sequence_parallel=case.sequence_parallel == "on",
         loss_parallel=case.loss_parallel == "on",
+        cp_layout=case.cp_layout,
+        cp_method=case.cp_method,
     )
     dropout.switch(parallel, on=False)
     yield from train_and_compare(case, parallel, manager, saved, subject.hidden_size)
@@ -141,7 +143,9 @@ def train_and_compare(
     yield from doubled(stages, model.tied_parameters, saved["bound"])
     for step, (batch, theirs) in enumerate(zip(saved["batches"], saved["steps"], strict=True)):
         bound = saved["bound"] * (step + 1)  # what a step's weights are off by enters the next
-        micro_batches = shard_global_batch(batch, case.micro_batches, manager)
+        micro_batches = shard_global_batch(
+            batch, case.micro_batches, manager, cp_layout=case.cp_layout
+        )
         with model_precision(TORCH_DTYPES[case.dtype]):
             loss = train_step(
                 model, micro_batches, manager, hidden_size=hidden_size, schedule=case.schedule
@@ -180,7 +184,9 @@ def compare_dropout(
     """Run one more step with dropout and compare what the ranks drop."""
     dropout.switch(model, on=True)
     seed_ranks(0, manager)
-    micro_batches = shard_global_batch(saved["batches"][0], case.micro_batches, manager)
+    micro_batches = shard_global_batch(
+        saved["batches"][0], case.micro_batches, manager, cp_layout=case.cp_layout
+    )
     with dropout.recorded(model, (manager.dp_rank, manager.cp_rank)) as draws:
         train_step(model, micro_batches, manager, hidden_size=hidden_size, schedule=case.schedule)
     yield from dropout.judge(draws, len(saved["steps"]))
