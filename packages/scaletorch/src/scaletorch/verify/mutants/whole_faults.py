@@ -78,8 +78,8 @@ def loss_of_one_rank(all_reduce: Any) -> Any:
 def positions_of_first_shard(shard: Any) -> Any:
     """Every context-parallel rank counts its positions from 0."""
 
-    def restarted(batch: Any, group: Any) -> Any:
-        shards = shard(batch, group)
+    def restarted(batch: Any, group: Any, **options: Any) -> Any:
+        shards = shard(batch, group, **options)
         return {**shards, "position_ids": shards["position_ids"] - shards["position_ids"][:, :1]}
 
     return restarted
@@ -89,8 +89,8 @@ def positions_of_first_shard(shard: Any) -> Any:
 def labels_shifted_within_shards(shard: Any) -> Any:
     """Labels are shifted within each shard, so that its last token has none."""
 
-    def shortened(batch: Any, group: Any) -> Any:
-        shards = shard(batch, group)
+    def shortened(batch: Any, group: Any, **options: Any) -> Any:
+        shards = shard(batch, group, **options)
         shards["labels"][:, -1] = -100
         return shards
 
