@@ -184,6 +184,35 @@ def test_second_derivatives(sequence):
     run_ranks(twice_differentiated, 2, sequence)
 
 
+class Borrowing(Gated):
+    """Also calls a layer that another module holds."""
+
+    def forward(self, x):
+        return super().forward(x) + self.others[0](x)
+
+
+def borrowed():
+    torch.manual_seed(0)
+    plain = nn.ModuleDict({"first": Borrowing(), "head": nn.Linear(6, 6)}).double()
+    vars(plain["first"])["others"] = [plain["head"]]
+    model = apply_tensor_parallel(
+        copy.deepcopy(plain), PLAN | {"head": "column_gather"}, dist.group.WORLD
+    )
+    for name in ("up", "gate"):
+        model["first"].get_submodule(name).async_all_reduce = False
+    x, _ = batch()
+    grads = []
+    for each in (plain, model):
+        leaf = x.clone().requires_grad_()
+        each["first"](leaf).square().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(*grads, rtol=1e-12, atol=1e-12)
+
+
+def test_a_region_that_calls_a_layer_of_another_module():
+    run_ranks(borrowed, 2)
+
+
 def only_some_gradients():
     model, (_, x) = sharded(plain()), batch()
     x = x.clone().requires_grad_()

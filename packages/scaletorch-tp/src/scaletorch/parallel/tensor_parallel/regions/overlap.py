@@ -52,9 +52,6 @@ class Entrance:
         flat = [each for pair in operands.values() for each in pair]
         self.x: Tensor = enter.apply(x, list(self._waiting.values()), group, sizes, *flat)
 
-    def __contains__(self, key: Hashable) -> bool:
-        return key in self._operands
-
     def linear(self, key: Hashable) -> Tensor:
         """Return the whole input times a layer's weight, plus its bias: [..., out]."""
         multiply: Any = _Multiply

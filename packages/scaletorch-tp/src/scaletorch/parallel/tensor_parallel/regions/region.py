@@ -87,11 +87,13 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
     running = _running.get()
     if running is None:
         entrance: Entrance | None = _entrance(x, [layer])
+    elif layer not in running.overlapping:  # another module's, called from here
+        entrance = None
     elif layer.sequence is not None:
         entrance = running.gathered if running.gathered and running.gathered.x is x else None
     else:
         entrance = running.once(x, _entrance, running.overlapping)
-    return None if entrance is None or layer not in entrance else entrance.linear(layer)
+    return None if entrance is None else entrance.linear(layer)
 
 
 class Region(Surrounded):

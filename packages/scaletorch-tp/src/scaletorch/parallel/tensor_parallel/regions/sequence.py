@@ -24,6 +24,7 @@ from ....dist.functional import all_gather, gather, reduce_scatter, split
 from ...pg_manager import describe_rank
 from ..cuts.cut import shard_sizes
 from ..layers.base import TensorParallelLayer
+from .overlap import DIM
 from .random import end_sharded_random, sharded_random
 from .region import Region
 from .sum_grad import SumGradients
@@ -31,8 +32,6 @@ from .surround import SharedGroup, Surrounded, surround
 from .uncompiled import around_compiled, uncompiled
 
 M = TypeVar("M", bound=nn.Module)
-
-DIM = -2  # of tokens in [..., L, H]
 
 
 @dataclass(slots=True)
