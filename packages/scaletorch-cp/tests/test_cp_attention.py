@@ -10,7 +10,7 @@ from scaletorch.dist.errors import InvalidArgumentError, MismatchError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import LAYOUTS, attention, choose_method
 
-METHODS = ("ring", "all_gather", "ulysses")
+METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 
 
 def dense(q, k, v, causal, window, documents, scale=None):

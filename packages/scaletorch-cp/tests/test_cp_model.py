@@ -329,7 +329,7 @@ def test_one_process_is_left_as_it_is():
 
 @pytest.mark.parametrize(
     ("names", "match"),
-    [({"layout": "ring"}, "layout must be .*'ring'"), ({"method": "best"}, "'ulysses'; .* 'best'")],
+    [({"layout": "ring"}, "layout must be .*'ring'"), ({"method": "best"}, "'hybrid'; .* 'best'")],
 )
 def test_names_that_do_not_exist_are_refused_before_anything_changes(names, match):
     model = _model()

@@ -47,7 +47,7 @@ def parallelize(
         recompute: layers drop their activations in forward and run again in backward.
         cp_layout: which positions each cp rank has, ``shard_global_batch`` told alike: "zigzag"
             balances causal attention over cp, where 2 x cp divides the length.
-        cp_method: how cp ranks attend: "ring", "all_gather", "ulysses" or "auto".
+        cp_method: how cp ranks attend: "ring", "all_gather", "ulysses", "hybrid" or "auto".
 
     Returns:
         The model's stage of this rank, with gradients summed over CP x DP.

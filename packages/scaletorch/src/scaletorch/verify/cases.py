@@ -20,7 +20,7 @@ OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "sequence_parallel": ("off", "on"),
     "loss_parallel": ("off", "on"),
     "cp_layout": ("contiguous", "zigzag", "stripe"),
-    "cp_method": ("ring", "all_gather", "ulysses", "auto"),
+    "cp_method": ("ring", "all_gather", "ulysses", "hybrid", "auto"),
 }
 
 

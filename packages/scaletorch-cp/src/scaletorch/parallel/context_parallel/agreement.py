@@ -1,7 +1,7 @@
 """What all ranks of a ring must have alike, compared before tensors travel.
 
 A receiver that expects another size ends the whole process, so unequal shards have to be found
-first. The comparison is one collective of 112 bytes a rank. A cache of what was compared cannot
+first. The comparison is one collective of 120 bytes a rank. A cache of what was compared cannot
 replace it where shapes vary, since a rank that knows its shape would skip what another rank
 waits in. On CPU backends it runs in every call; on others, where reading the answer would stop
 the device's queue, at the first use of a signature.
@@ -48,17 +48,20 @@ class Signature(NamedTuple):
     layout: int
     whole: int
     method: int
+    part: int
 
     def __str__(self) -> str:
         """Return it as a reader of an error message wants it."""
         scale = struct.unpack("<d", struct.pack("<q", self.scale))[0]
         window = f", window {self.window}" if self.window else ""
         documents = f", documents of digest {self.documents:x}" if self.documents else ""
+        part = f" over parts of {self.part}" if self.part > 1 else ""
         return (
-            f"{sorted(METHODS)[self.method]} on q [{self.batch}, {self.heads}, {self.length}, "
-            f"{self.head_dim}], {self.kv_heads} key/value heads, {DTYPES[self.dtype]}, causal "
-            f"{bool(self.causal)}{window}{documents}, {sorted(LAYOUTS)[self.layout]} layout of "
-            f"{self.whole} positions, scale {scale:.6g}, needs gradient {bool(self.gradient)}"
+            f"{sorted(METHODS)[self.method]}{part} on q [{self.batch}, {self.heads}, "
+            f"{self.length}, {self.head_dim}], {self.kv_heads} key/value heads, "
+            f"{DTYPES[self.dtype]}, causal {bool(self.causal)}{window}{documents}, "
+            f"{sorted(LAYOUTS)[self.layout]} layout of {self.whole} positions, "
+            f"scale {scale:.6g}, needs gradient {bool(self.gradient)}"
         )
 
 
@@ -72,26 +75,34 @@ def signature(q: Tensor, k: Tensor, v: Tensor, call: Call, method: str) -> Signa
     return Signature(
         batch, heads, k.shape[1], length, head_dim, DTYPES.index(q.dtype), int(gradient), bits,
         int(mask.causal), mask.window or 0, documents, sorted(LAYOUTS).index(call.layout.name),
-        call.layout.length, sorted(METHODS).index(method),
+        call.layout.length, sorted(METHODS).index(method), call.parts[0].size,
     )  # fmt: skip
 
 
-def require_agreement(mine: Signature, device: torch.device, ring: Ring) -> None:
+def require_agreement(mine: Signature, device: torch.device, call: Call) -> None:
     """Compare the ranks' calls.
 
     Raises:
         MismatchError: They differ, raised on every rank of the ring and showing all sides.
     """
-    if ring.group is None or ring.size == 1:
+    groups = [ring.group for ring in _rings(call) if ring.group is not None and ring.size > 1]
+    if not groups:
         return
-    agreed = _agreed.setdefault(ring.group, set())
+    agreed = _agreed.setdefault(groups[-1], set())
     if device.type != "cpu" and mine in agreed:
         return
-    gathered = all_gather(torch.tensor(mine, dtype=torch.int64, device=device), ring.group)
-    calls = [Signature(*call.tolist()) for call in gathered]
-    if any(call != mine for call in calls):
-        raise MismatchError(_difference(calls, ring))
+    rows = torch.tensor([mine], dtype=torch.int64, device=device)
+    for group in groups:
+        rows = torch.cat(all_gather(rows, group))
+    calls = [Signature(*row) for row in rows.tolist()]
+    if any(other != mine for other in calls):
+        raise MismatchError(_difference(calls, call.ring))
     agreed.add(mine)
+
+
+def _rings(call: Call) -> tuple[Ring, ...]:
+    """Return the rings over whose groups all ranks are reached: its own, or a caller's pair."""
+    return call.parts if call.ring.group is None else (call.ring,)
 
 
 def _difference(calls: list[Signature], ring: Ring) -> str:

@@ -7,13 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
-from ...dist.errors import InvalidArgumentError
+from ...dist.errors import InvalidArgumentError, StateError
 from .agreement import require_agreement, signature
-from .choose import choose_method
-from .cp_comms import ring_of
+from .choose import choose_method, parts_for
 from .documents import read_documents
 from .inputs import autocast, check_inputs
 from .layouts import Layout
@@ -21,7 +18,7 @@ from .lookup import layout_of_shards
 from .masks import Mask
 from .methods import METHODS, Method
 from .methods.call import Call
-from .methods.ulysses import check_heads
+from .parts import Groups, rings_of
 
 
 class ContextAttention(torch.autograd.Function):
@@ -37,9 +34,17 @@ class ContextAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v in their dtypes."""
+        """Return the gradients of q, k and v in their dtypes.
+
+        Raises:
+            StateError: `create_graph=True`; second derivatives would be wrong in silence.
+        """
+        if torch.is_grad_enabled():
+            raise StateError(
+                "context-parallel attention has no second derivatives: run its backward without "
+                "create_graph"
+            )
         with torch.autocast(grad_out.device.type, enabled=False):
             grads = ctx.method.backward(grad_out, ctx.saved_tensors, ctx.call)
         return (*(grad.to(grad_out.dtype) for grad in grads), None, None)
@@ -56,7 +61,7 @@ def attention(
     cu_seqlens: Sequence[int] | Tensor | None = None,
     layout: Layout | str | None = None,
     method: str = "auto",
-    group: ProcessGroup | None = None,
+    group: Groups = None,
 ) -> Tensor:
     """Attend this rank's queries to the keys and values of the whole sequence.
 
@@ -77,8 +82,12 @@ def attention(
             (0, a, ..., length), on every rank the same. Each position sees its own document.
         layout: Which positions each rank has: a `Layout`, or a name of `LAYOUTS` where nothing is
             padded; "zigzag" for causal attention by default, otherwise "contiguous".
-        method: "ring", "all_gather", "ulysses", or "auto": see `choose_method`.
-        group: The ranks in order of their shares; by default the manager's cp axis.
+        method: "ring", "all_gather", "ulysses", "hybrid", or "auto": see `choose_method`. Hybrid
+            is Ulysses over parts of neighbouring ranks, as many as divide the key/value heads, and
+            a ring across the parts.
+        group: The ranks in order of their shares; by default the manager's cp axis. For "hybrid"
+            also a pair: this rank's part, and the ring of its peers in the other parts, where
+            the shares of the first part come first.
 
     Returns:
         The output [B, H, L, D] for this rank's queries, in their dtype.
@@ -89,7 +98,7 @@ def attention(
         NotInGroupError: This rank is outside `group`.
         StateError: Several ranks, and neither a group nor a process group manager.
     """
-    ring = ring_of(group)
+    ring, given = rings_of(group)
     require_method(method)
     q, k, v = (autocast(x) for x in (q, k, v))
     check_inputs(q, k, v)
@@ -98,11 +107,10 @@ def attention(
     documents = None if cu_seqlens is None else read_documents(cu_seqlens, place.length)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if method == "auto":
-        method, _ = choose_method(q, k, ring.size)
-    if method == "ulysses":
-        check_heads(q, k, ring.size)
-    call = Call(Mask(causal, window, documents), place, scale, k.shape[1], ring)
-    require_agreement(signature(q, k, v, call, method), q.device, ring)
+        method = choose_method(q, k, ring.size)[0] if given is None else "hybrid"
+    parts = parts_for(method, q, k, ring, given)
+    call = Call(Mask(causal, window, documents), place, scale, k.shape[1], ring, parts)
+    require_agreement(signature(q, k, v, call, method), q.device, call)
     apply: Any = ContextAttention.apply
     out: Tensor = apply(q, k, v, METHODS[method], call)
     return out

@@ -1,8 +1,15 @@
-"""Which method to attend by, and why."""
+"""Which method to attend by, why, and what each sends."""
 
 from __future__ import annotations
 
+from math import gcd
+
 from torch import Tensor
+
+from ...dist.errors import InvalidArgumentError
+from .cp_comms import Ring
+from .methods.ulysses import check_heads
+from .parts import Parts, split
 
 FEW = 256  # positions on a rank: below this a hop around the ring takes longer than its block
 
@@ -24,8 +31,37 @@ def choose_method(q: Tensor, k: Tensor, size: int) -> tuple[str, str]:
         return "ring", "one rank sends nothing"
     if length < FEW:
         return "all_gather", f"one message for {length} positions a rank, not one for each hop"
-    divides = heads % size == 0 and kv_heads % size == 0
-    if divides and heads + kv_heads < size * kv_heads:
-        sent, around = 2 * (heads + kv_heads) * (size - 1) // size, 2 * kv_heads * (size - 1)
-        return "ulysses", f"it sends {sent} heads of a rank's positions, a ring {around}"
+    part = part_size(kv_heads, size)
+    around, sent = (_sent(heads, kv_heads, size, each) for each in (1, part))
+    if sent < around:
+        name = "ulysses" if part == size else "hybrid"
+        return name, f"it sends {sent} heads of a rank's positions, a ring {around}"
     return "ring", "keys and values travel while blocks are computed"
+
+
+def part_size(kv_heads: int, size: int) -> int:
+    """Return over how many of `size` ranks "hybrid" divides heads, without replicating any."""
+    return gcd(kv_heads, size)
+
+
+def parts_for(method: str, q: Tensor, k: Tensor, ring: Ring, given: Parts | None) -> Parts:
+    """Return how a method divides the ranks: into those that exchange heads, and rings across.
+
+    Raises:
+        InvalidArgumentError: The heads do not divide over a part; or a caller's two groups for a
+            method that needs one.
+    """
+    if given is not None and method != "hybrid":
+        raise InvalidArgumentError(
+            f"a pair of groups is for method='hybrid', heads over the first and a ring over the "
+            f"second; method={method!r} needs one group of all ranks"
+        )
+    size = {"ulysses": ring.size, "hybrid": part_size(k.shape[1], ring.size)}.get(method, 1)
+    parts = given or split(ring, size)
+    check_heads(q, k, parts[0].size)
+    return parts
+
+
+def _sent(heads: int, kv_heads: int, size: int, part: int) -> int:
+    """Return how many heads of a rank's positions go out forward: by Ulysses, then a ring."""
+    return 2 * (heads + kv_heads) * (part - 1) // part + 2 * kv_heads * (size // part - 1)

@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Ring:
-    """This rank's place in its context-parallel group.
+    """This rank's place among the ranks that share out a sequence.
 
     Attributes:
-        group: The process group; None is one process.
-        ranks: Global ranks of the group in ring order.
-        index: This rank's place in it, and so the index of its shard of the sequence.
+        group: The process group that it communicates over; None is one process.
+        ranks: Global ranks in ring order, of all of the group or of some.
+        index: This rank's place in them, and so the index of its shard of the sequence.
     """
 
     group: ProcessGroup | None
@@ -48,13 +48,15 @@ class Ring:
         return self.ranks[self.index - 1]
 
 
-def ring_of(group: ProcessGroup | None = None) -> Ring:
+def ring_of(group: ProcessGroup | Ring | None = None) -> Ring:
     """Return the ring over `group`, by default the manager's cp axis.
 
     Raises:
         NotInGroupError: This rank is outside `group`.
         StateError: Several ranks, and neither a group nor a process group manager.
     """
+    if isinstance(group, Ring):
+        return group
     group = axis_group("cp", group)
     if group is None:
         return Ring(None, (get_rank(),), 0)
@@ -76,12 +78,12 @@ class ContextCommunicate:
         >>> ring.wait()       # next_k and next_v hold the previous rank's k and v
     """
 
-    def __init__(self, msg: str = "", group: ProcessGroup | None = None) -> None:
+    def __init__(self, msg: str = "", group: ProcessGroup | Ring | None = None) -> None:
         """Find the ring.
 
         Args:
             msg: What is passed, for error messages.
-            group: The ranks of the ring; by default the manager's cp axis.
+            group: The ranks of the ring, or the ring itself; by default the manager's cp axis.
 
         Raises:
             NotInGroupError: This rank is outside `group`.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -129,6 +130,29 @@ LAYOUTS: dict[str, Callable[[int, int], Layout]] = {
     "zigzag": zigzag,
     "stripe": stripe,
 }
+
+
+def joined(layout: Layout, size: int) -> Layout:
+    """Return the layout of groups: the shares of every `size` neighbouring ranks, put together.
+
+    A group's runs ascend, so that those which adjoin are next to each other, and the stripes of
+    all ranks are one run.
+
+    Args:
+        layout: Who has what, rank by rank.
+        size: Ranks of a group; it divides their number.
+    """
+    firsts = range(0, layout.size, size)
+    groups = (chain(*layout.ranks[first : first + size]) for first in firsts)
+    return Layout(layout.name, layout.length, tuple(map(_put_together, groups)))
+
+
+def _put_together(runs: Iterable[range]) -> tuple[range, ...]:
+    runs = sorted(runs, key=lambda run: run.start)
+    step, positions = runs[0].step, sum(map(len, runs))
+    if step == len(runs):
+        return (range(runs[0].start, runs[0].start + positions),)
+    return tuple(runs)
 
 
 def _divided(length: int, size: int, parts: int) -> int:

@@ -21,4 +21,9 @@ class Method(Protocol):
         """Return dq, dk, dv of this rank's shares, in float32 at least."""
 
 
-METHODS: Mapping[str, Method] = {"ring": ring, "all_gather": gathered, "ulysses": ulysses}
+METHODS: Mapping[str, Method] = {
+    "ring": ring,
+    "all_gather": gathered,
+    "ulysses": ulysses,  # heads divided over all ranks
+    "hybrid": ulysses,  # over parts of them, and a ring across
+}

@@ -19,6 +19,7 @@ from ..cp_comms import Ring
 from ..kernels import backward, forward, merge_into, statistics_dtype
 from ..layouts import Layout
 from ..masks import Block, Mask, blocks
+from ..parts import Parts
 
 # q, k, v, and the output and lse over all keys.
 Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
@@ -35,6 +36,7 @@ class Call:
         scale: Factor of the scores.
         kv_heads: Number of key/value heads.
         ring: The ranks.
+        parts: The ranks that this one exchanges heads with, and the ring across such parts.
     """
 
     mask: Mask
@@ -42,6 +44,7 @@ class Call:
     scale: float
     kv_heads: int
     ring: Ring
+    parts: Parts
 
     def blocks(self, source: int) -> tuple[Block, ...]:
         """Return the blocks of this rank's queries with the keys of rank index `source`."""

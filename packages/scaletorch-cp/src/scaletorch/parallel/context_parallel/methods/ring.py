@@ -35,7 +35,7 @@ def backward(grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
     q, k, v, out, lse = saved
     dq, home = no_gradient(q), no_gradient(k, 2)
     arriving: Tensor | None = None
-    comm = ContextCommunicate("gradients of keys and values", call.ring.group)
+    comm = ContextCommunicate("gradients of keys and values", call.ring)
     for source, keys, values in _travelling(k, v, call.ring):
         own = source == call.ring.index
         share = home if own else torch.zeros_like(home)
@@ -48,7 +48,7 @@ def backward(grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
 
 def _travelling(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
     """Yield whose keys and values are here while the next are under way, as one message."""
-    comm = ContextCommunicate("keys and values", ring.group)
+    comm = ContextCommunicate("keys and values", ring)
     both = torch.stack((k, v))
     for step in range(ring.size - 1):
         arriving = _pass_on(both, comm)
