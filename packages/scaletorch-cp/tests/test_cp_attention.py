@@ -246,3 +246,19 @@ def test_the_choice_says_why():
     )  # fmt: skip
     assert choose_method(*tensors(8, 8, 4096), 8)[0] == "ulysses"
     assert choose_method(*tensors(8, 2, 4096), 4)[0] == "ring"
+
+
+def refused_on_one(_):
+    q, k, v, _ = whole(7, 1, 4, 4, 8, 8)
+    last = dist.get_rank() == 2
+    expected = InvalidArgumentError if last else MismatchError
+    with pytest.raises(expected) as caught:
+        attention(q, k[:, :, :7] if last else k, v, group=dist.group.WORLD)
+    return str(caught.value)
+
+
+def test_a_call_that_one_rank_refuses_ends_on_every_rank():
+    first, second, third = run_ranks(refused_on_one, 3, None)
+    assert "k and v must have one shape" in third
+    for message in (first, second):
+        assert "rank 2: refused its call" in message

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import struct
 import zlib
+from collections.abc import Sequence
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ...dist import get_comm_device
 from ...dist.dist import all_gather
 from ...dist.errors import MismatchError
 from ..pg_manager import describe_rank
@@ -25,6 +27,7 @@ from .cp_comms import Ring
 from .layouts import LAYOUTS
 from .methods import METHODS
 from .methods.call import Call
+from .parts import Parts
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -52,6 +55,8 @@ class Signature(NamedTuple):
 
     def __str__(self) -> str:
         """Return it as a reader of an error message wants it."""
+        if self == REFUSED:
+            return "refused its call, see its own error"
         scale = struct.unpack("<d", struct.pack("<q", self.scale))[0]
         window = f", window {self.window}" if self.window else ""
         documents = f", documents of digest {self.documents:x}" if self.documents else ""
@@ -63,6 +68,9 @@ class Signature(NamedTuple):
             f"{sorted(LAYOUTS)[self.layout]} layout of {self.whole} positions, "
             f"scale {scale:.6g}, needs gradient {bool(self.gradient)}"
         )
+
+
+REFUSED = Signature(*[-1] * len(Signature._fields))
 
 
 def signature(q: Tensor, k: Tensor, v: Tensor, call: Call, method: str) -> Signature:
@@ -85,24 +93,42 @@ def require_agreement(mine: Signature, device: torch.device, call: Call) -> None
     Raises:
         MismatchError: They differ, raised on every rank of the ring and showing all sides.
     """
-    groups = [ring.group for ring in _rings(call) if ring.group is not None and ring.size > 1]
+    groups = _groups(call.ring, call.parts)
     if not groups:
         return
     agreed = _agreed.setdefault(groups[-1], set())
     if device.type != "cpu" and mine in agreed:
         return
-    rows = torch.tensor([mine], dtype=torch.int64, device=device)
-    for group in groups:
-        rows = torch.cat(all_gather(rows, group))
-    calls = [Signature(*row) for row in rows.tolist()]
+    calls = _gathered(mine, device, groups)
     if any(other != mine for other in calls):
         raise MismatchError(_difference(calls, call.ring))
     agreed.add(mine)
 
 
-def _rings(call: Call) -> tuple[Ring, ...]:
-    """Return the rings over whose groups all ranks are reached: its own, or a caller's pair."""
-    return call.parts if call.ring.group is None else (call.ring,)
+def tell_refusal(rings: tuple[Ring, Parts | None]) -> None:
+    """Let the other ranks know, who compare their calls, that this one's was refused here.
+
+    Only where they compare at every call.
+    """
+    groups = _groups(*rings)
+    device = get_comm_device(groups[-1] if groups else None)
+    if device.type == "cpu":
+        _gathered(REFUSED, device, groups)
+
+
+def _groups(ring: Ring, parts: Parts | None) -> list[ProcessGroup]:
+    """Return the groups over which all ranks are reached: the ring's, or a caller's pair."""
+    rings = (ring,) if ring.group is not None or parts is None else parts
+    return [ring.group for ring in rings if ring.group is not None and ring.size > 1]
+
+
+def _gathered(
+    mine: Signature, device: torch.device, groups: Sequence[ProcessGroup]
+) -> list[Signature]:
+    rows = torch.tensor([mine], dtype=torch.int64, device=device)
+    for group in groups:
+        rows = torch.cat(all_gather(rows, group))
+    return [Signature(*row) for row in rows.tolist()]
 
 
 def _difference(calls: list[Signature], ring: Ring) -> str:

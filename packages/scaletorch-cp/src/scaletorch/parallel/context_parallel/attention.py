@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError, StateError
-from .agreement import require_agreement, signature
+from .agreement import require_agreement, signature, tell_refusal
 from .choose import choose_method, parts_for
+from .cp_comms import Ring
 from .documents import read_documents
 from .inputs import autocast, check_inputs
 from .layouts import Layout
@@ -18,7 +19,7 @@ from .lookup import layout_of_shards
 from .masks import Mask
 from .methods import METHODS, Method
 from .methods.call import Call
-from .parts import Groups, rings_of
+from .parts import Groups, Parts, rings_of
 
 
 class ContextAttention(torch.autograd.Function):
@@ -94,13 +95,39 @@ def attention(
 
     Raises:
         InvalidArgumentError: What does not fit together, or an unknown layout or method.
-        MismatchError: The ranks' shapes, dtypes or options differ; raised on every rank.
+        MismatchError: The ranks' shapes, dtypes or options differ, or another rank's do not fit
+            together; raised on every rank.
         NotInGroupError: This rank is outside `group`.
         StateError: Several ranks, and neither a group nor a process group manager.
     """
-    ring, given = rings_of(group)
-    require_method(method)
+    rings = rings_of(group)
     q, k, v = (autocast(x) for x in (q, k, v))
+    try:
+        mask = causal, window, cu_seqlens
+        method, call = _prepared(q, k, v, mask, scale, layout, method, rings)
+    except InvalidArgumentError:
+        tell_refusal(rings)
+        raise
+    require_agreement(signature(q, k, v, call, method), q.device, call)
+    apply: Any = ContextAttention.apply
+    out: Tensor = apply(q, k, v, METHODS[method], call)
+    return out
+
+
+def _prepared(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: tuple[bool, int | None, Sequence[int] | Tensor | None],
+    scale: float | None,
+    layout: Layout | str | None,
+    method: str,
+    rings: tuple[Ring, Parts | None],
+) -> tuple[str, Call]:
+    """Return the method and what it computes, checked as far as one rank can."""
+    ring, given = rings
+    causal, window, cu_seqlens = mask
+    require_method(method)
     check_inputs(q, k, v)
     layout = layout or ("zigzag" if causal else "contiguous")
     place = layout_of_shards(layout, q.shape[2], None, ring)
@@ -109,11 +136,7 @@ def attention(
     if method == "auto":
         method = choose_method(q, k, ring.size)[0] if given is None else "hybrid"
     parts = parts_for(method, q, k, ring, given)
-    call = Call(Mask(causal, window, documents), place, scale, k.shape[1], ring, parts)
-    require_agreement(signature(q, k, v, call, method), q.device, call)
-    apply: Any = ContextAttention.apply
-    out: Tensor = apply(q, k, v, METHODS[method], call)
-    return out
+    return method, Call(Mask(causal, window, documents), place, scale, k.shape[1], ring, parts)
 
 
 def require_method(method: str) -> None:

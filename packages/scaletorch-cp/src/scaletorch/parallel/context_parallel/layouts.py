@@ -100,13 +100,15 @@ def zigzag(length: int, size: int) -> Layout:
     """Give rank r the chunks r and 2N − 1 − r of 2N equal chunks: balanced for causal attention.
 
     Args:
-        length: Length of the whole sequence; padded to a multiple of 2 * `size`.
+        length: Length of the whole sequence; padded to a multiple of 2 * `size`, but for one rank.
         size: The number of ranks, N.
 
     Raises:
         InvalidArgumentError: A length or size below 1.
     """
     part = _divided(length, size, 2 * size)
+    if size == 1:
+        return Layout("zigzag", length, ((range(length),),))
     chunks = [range(chunk * part, (chunk + 1) * part) for chunk in range(2 * size)]
     return Layout("zigzag", length, tuple(zip(chunks[:size], reversed(chunks), strict=False)))
 
