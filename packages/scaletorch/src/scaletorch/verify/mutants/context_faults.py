@@ -70,9 +70,9 @@ def last_block_skipped(blocks: Any) -> Any:
 def grouped_gradients_averaged(backward: Any) -> Any:
     """A key head's gradient is the mean over its query heads, not the sum."""
 
-    def averaged(grad: Tensor, q: Tensor, k: Tensor, *rest: Any) -> Any:
-        dq, dk, dv = backward(grad, q, k, *rest)
-        group = q.shape[1] // k.shape[1]
+    def averaged(operands: Any, *rest: Any) -> Any:
+        dq, dk, dv = backward(operands, *rest)
+        group = operands.q.shape[1] // operands.k.shape[1]
         return dq, dk / group, dv / group
 
     return averaged
@@ -105,8 +105,8 @@ def own_share_overwritten(arrived: Any) -> Any:
 def softmax_rows_forgotten(backward: Any) -> Any:
     """Backward leaves out the row sums of the softmax's derivative."""
 
-    def forgetful(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, *rest: Any) -> Any:
-        return backward(grad, q, k, v, torch.zeros_like(out), *rest)
+    def forgetful(operands: Any, *rest: Any) -> Any:
+        return backward(operands._replace(out=torch.zeros_like(operands.out)), *rest)
 
     return forgetful
 

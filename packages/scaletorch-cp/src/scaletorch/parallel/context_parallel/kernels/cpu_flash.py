@@ -7,13 +7,20 @@ What the operator does, and what is done about it:
 - It gives a row that sees nothing lse 0: the pieces of a band hold no such row.
 - `is_causal` is aligned to the top left, as CAUSAL is. Other bands go to it in strips of rows,
   with the keys that these see, and a mask where some row does not see all of those.
-- In half precision it rounds `out`, and it sums dq over every 512 keys, and dk, dv over every 256
-  rows (64 or 32 of a shorter block) and over a group's heads, in that precision. One process
-  rounds `out` once; merged from blocks that were each rounded, it lost up to 1.37 times as much,
-  and dk, dv of short blocks 1.4 times. So half precision is computed in float32, and `out` loses
-  no more than in one process. The exception is the backward of large blocks in bfloat16, which
-  is faster so: float32 sums over blocks replace the operator's own, and dq, dk, dv lost at most
-  1.03 times as much as in one process (256 to 4096 positions in 1 to 8 blocks).
+- In bfloat16 it rounds `out`, and sums dq over every 512 keys, and dk, dv over every 256 rows (64
+  or 32 of a shorter block) and over a group's heads, in that precision.
+
+bfloat16 runs as it is where that is faster than in float32: always forward, and backward in large
+blocks, where float32 sums over blocks replace the operator's own; dk, dv of short blocks would
+lose 1.4 times as much as in one process. float16 is computed in float32: it is faster nowhere.
+
+What it costs, against one process that runs `F.scaled_dot_product_attention` in bfloat16, for
+causal zigzag on 2 to 8 ranks, 256 to 4096 positions, head dims 16 to 128: `out`, rounded in each
+block and once merged, loses 1.06 to 1.18 times as much, with a mean of 1 or without; 1.24 at most
+with scores twice as sharp (1.26 in blocks of 16 rows), and 1.32 four times. dq, dk, dv lose 1.1
+times at most, and 1.28 with scores four times as sharp. A block that is the only one of its rows
+has the bits of one process. Where all blocks weigh alike `out` would lose 1.2 to 1.4 times:
+`methods.call` gives such blocks in float32.
 """
 
 from __future__ import annotations
@@ -25,7 +32,7 @@ from torch import Tensor
 
 from ..bands import CAUSAL, FULL, Band
 from .merge import statistics_dtype
-from .operands import expanded, readable, summed, without_unseeing_rows
+from .operands import Gradients, Operands, expanded, readable, summed, without_unseeing_rows
 from .strips import Strip, hide_, sees_all, strips
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -36,8 +43,8 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Rows of a strip: 64 to 256 took equally long for windows of 128 to 1024.
 STRIP_ROWS = 128
 
-# Rows and keys from which on bfloat16 is faster than float32.
-LARGE = 768
+# Rows, keys and head dim from which on the backward is faster in bfloat16.
+LARGE = 768, 256, 64
 
 
 def fits(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
@@ -48,12 +55,14 @@ def fits(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
     """Attend `q` to one block of keys; as `tile.forward`."""
-    dtype = statistics_dtype(q.dtype)
+    kept = statistics_dtype(q.dtype)
+    dtype = q.dtype if q.dtype == torch.bfloat16 else kept
     q, k, v = (readable(x, dtype) for x in (q, k, v))
     if _is_one_call(q, k, band):
         out, lse = _forward(q, k, v, 0.0, band == CAUSAL, scale=scale)
-        return out, lse
-    out, lse = torch.zeros_like(q), q.new_full(q.shape[:3], -torch.inf)
+        return out.to(kept), lse
+    out = torch.zeros_like(q, dtype=kept)
+    lse = out.new_full(q.shape[:3], -torch.inf)
     for rows, keys, mask in _strips(q, k, band):
         part = q[:, :, rows], k[:, :, keys], v[:, :, keys]
         piece = _forward(*part, 0.0, False, attn_mask=mask, scale=scale)
@@ -61,44 +70,24 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
     return out, lse
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    band: Band,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(x: Operands, scale: float, band: Band) -> Gradients:
     """Return one block's share of the gradients; as `tile.backward`."""
-    kv_heads, one_call = k.shape[1], _is_one_call(q, k, band)
-    dtype = statistics_dtype(q.dtype)
-    if one_call and q.dtype == torch.bfloat16 and min(q.shape[2], k.shape[2]) >= LARGE:
-        dtype, k, v = q.dtype, expanded(k, q.shape[1]), expanded(v, q.shape[1])
-    grad_out, q, k, v, out = (readable(x, dtype) for x in (grad_out, q, k, v, out))
-    lse = without_unseeing_rows(lse)
+    heads, kv_heads, one_call = x.q.shape[1], x.k.shape[1], _is_one_call(x.q, x.k, band)
+    dtype = kept = statistics_dtype(x.q.dtype)
+    if one_call and x.q.dtype == torch.bfloat16 and _is_large(x.q, x.k):
+        dtype, x = x.q.dtype, x._replace(k=expanded(x.k, heads), v=expanded(x.v, heads))
+    grad_out, q, k, v, out = (readable(each, dtype) for each in x[:-1])
+    x = Operands(grad_out, q, k, v, out, without_unseeing_rows(x.lse))
     if not one_call:
-        return _backward_in_strips(grad_out, q, k, v, out, lse, scale, band)
-    dq, dk, dv = _backward(grad_out, q, k, v, out, lse, 0.0, band == CAUSAL, scale=scale)
-    return dq.to(lse.dtype), summed(dk, kv_heads), summed(dv, kv_heads)
+        return _backward_in_strips(x, scale, band)
+    dq, dk, dv = _backward(*x, 0.0, band == CAUSAL, scale=scale)
+    return dq.to(kept), summed(dk, kv_heads), summed(dv, kv_heads)
 
 
-def _backward_in_strips(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    band: Band,
-) -> tuple[Tensor, Tensor, Tensor]:
-    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
-    for rows, keys, mask in _strips(q, k, band):
-        grad, queries, merged = (x[:, :, rows] for x in (grad_out, q, out))
-        part = grad, queries, k[:, :, keys], v[:, :, keys], merged, lse[:, :, rows]
-        shares = _backward(*part, 0.0, False, attn_mask=mask, scale=scale)
+def _backward_in_strips(x: Operands, scale: float, band: Band) -> Gradients:
+    dq, dk, dv = (torch.zeros_like(each) for each in (x.q, x.k, x.v))
+    for rows, keys, mask in _strips(x.q, x.k, band):
+        shares = _backward(*x.part(rows, keys), 0.0, False, attn_mask=mask, scale=scale)
         dq[:, :, rows] = shares[0]
         dk[:, :, keys] += shares[1]
         dv[:, :, keys] += shares[2]
@@ -108,6 +97,11 @@ def _backward_in_strips(
 def _is_one_call(q: Tensor, k: Tensor, band: Band) -> bool:
     """Tell whether the operator takes the block as it is."""
     return band == FULL or (band == CAUSAL and q.shape[2] == k.shape[2])
+
+
+def _is_large(q: Tensor, k: Tensor) -> bool:
+    sizes = q.shape[2], k.shape[2], q.shape[3]
+    return all(size >= least for size, least in zip(sizes, LARGE, strict=True))
 
 
 def _strips(q: Tensor, k: Tensor, band: Band) -> Iterator[tuple[slice, slice, Tensor | None]]:

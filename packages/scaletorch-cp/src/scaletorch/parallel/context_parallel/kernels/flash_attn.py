@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .fused import Gradients, Operator
+from .fused import Operator
+from .operands import Gradients, Operands
 
 NO_WINDOW: dict[str, Any] = {
     "dropout_p": 0.0,
@@ -44,20 +45,11 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tup
     return out.transpose(1, 2), lse
 
 
-def _backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-) -> Gradients:
-    grad_out, q, k, v, out = (x.transpose(1, 2) for x in (grad_out, q, k, v, out))
-    dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
+def _backward(x: Operands, scale: float, causal: bool) -> Gradients:
+    grad_out, q, k, v, out = (each.transpose(1, 2) for each in x[:-1])
+    dq, dk, dv = (torch.empty_like(each) for each in (q, k, v))
     _interface()._flash_attn_backward(
-        grad_out, q, k, v, out, lse, dq, dk, dv,
+        grad_out, q, k, v, out, x.lse, dq, dk, dv,
         softmax_scale=scale, causal=causal, deterministic=True, **NO_WINDOW,
     )  # fmt: skip
     return dq.transpose(1, 2), dk.transpose(1, 2), dv.transpose(1, 2)

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from ..bands import CAUSAL, FULL, Band
 from .merge import statistics_dtype
-from .operands import expanded, readable, summed, without_unseeing_rows
+from .operands import Gradients, Operands, expanded, readable, summed, without_unseeing_rows
 
 aten = torch.ops.aten
-Gradients = tuple[Tensor, Tensor, Tensor]
 
 
 class Operator(NamedTuple):
@@ -32,11 +31,11 @@ class Operator(NamedTuple):
     Attributes:
         forward: (q, k, v, scale, causal) -> out, and lse in the operator's own layout, which
             begins with the [B, H, L] that count.
-        backward: (grad_out, q, k, v, out, lse [B, H, L], scale, causal) -> dq, dk, dv.
+        backward: (operands with lse [B, H, L], scale, causal) -> dq, dk, dv.
     """
 
     forward: Callable[[Tensor, Tensor, Tensor, float, bool], tuple[Tensor, Tensor]]
-    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, bool], Gradients]
+    backward: Callable[[Operands, float, bool], Gradients]
 
 
 def plain(q: Tensor, k: Tensor, v: Tensor, band: Band) -> bool:
@@ -56,23 +55,14 @@ def forward(
     return out.to(statistics_dtype(q.dtype)), lse
 
 
-def backward(
-    operator: Operator,
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    band: Band,
-) -> Gradients:
+def backward(operator: Operator, x: Operands, scale: float, band: Band) -> Gradients:
     """Return one block's share of the gradients; as `tile.backward`."""
-    kv_heads, dtype = k.shape[1], q.dtype
-    q, k, v = (readable(expanded(x, q.shape[1]), dtype) for x in (q, k, v))
-    grad_out, out = (x.to(dtype).contiguous() for x in (grad_out, out))
-    lse = without_unseeing_rows(lse).contiguous()
-    dq, dk, dv = operator.backward(grad_out, q, k, v, out, lse, scale, band == CAUSAL)
+    heads, kv_heads, dtype = x.q.shape[1], x.k.shape[1], x.q.dtype
+    q, k, v = (readable(expanded(each, heads), dtype) for each in (x.q, x.k, x.v))
+    grad_out, out = (each.to(dtype).contiguous() for each in (x.grad_out, x.out))
+    lse = without_unseeing_rows(x.lse).contiguous()
+    whole = Operands(grad_out, q, k, v, out, lse)
+    dq, dk, dv = operator.backward(whole, scale, band == CAUSAL)
     return dq.to(statistics_dtype(dtype)), summed(dk, kv_heads), summed(dv, kv_heads)
 
 
@@ -85,19 +75,10 @@ def _flash_forward(
     return out, lse
 
 
-def _flash_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-) -> Gradients:
+def _flash_backward(x: Operands, scale: float, causal: bool) -> Gradients:
     dq, dk, dv = aten._scaled_dot_product_flash_attention_backward(
-        grad_out, q, k, v, out, lse, None, None, q.shape[2], k.shape[2], 0.0, causal,
-        torch.zeros(2, dtype=torch.uint64, device=q.device), _no_seed(q), scale=scale,
+        *x, None, None, x.q.shape[2], x.k.shape[2], 0.0, causal,
+        torch.zeros(2, dtype=torch.uint64, device=x.q.device), _no_seed(x.q), scale=scale,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -111,20 +92,11 @@ def _efficient_forward(
     return out, lse
 
 
-def _efficient_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-) -> Gradients:
+def _efficient_backward(x: Operands, scale: float, causal: bool) -> Gradients:
     # The operator's own lse is as long as the next multiple of 32, and +inf behind the last row.
-    lse = F.pad(lse, (0, -lse.shape[2] % 32), value=torch.inf)
+    lse = F.pad(x.lse, (0, -x.lse.shape[2] % 32), value=torch.inf)
     dq, dk, dv, _ = aten._scaled_dot_product_efficient_attention_backward(
-        grad_out, q, k, v, None, out, lse, _no_seed(q), _no_seed(q), 0.0,
+        x.grad_out, x.q, x.k, x.v, None, x.out, lse, _no_seed(x.q), _no_seed(x.q), 0.0,
         [True, True, True, False], causal, scale=scale,
     )  # fmt: skip
     return dq, dk, dv
@@ -139,19 +111,10 @@ def _cudnn_forward(
     return out, lse
 
 
-def _cudnn_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-) -> Gradients:
+def _cudnn_backward(x: Operands, scale: float, causal: bool) -> Gradients:
     dq, dk, dv = aten._scaled_dot_product_cudnn_attention_backward(
-        grad_out, q, k, v, out, lse.unsqueeze(-1), _no_seed(q), _no_seed(q), None, None, None,
-        q.shape[2], k.shape[2], 0.0, causal, scale=scale,
+        *x[:-1], x.lse.unsqueeze(-1), _no_seed(x.q), _no_seed(x.q), None, None, None,
+        x.q.shape[2], x.k.shape[2], 0.0, causal, scale=scale,
     )  # fmt: skip
     return dq, dk, dv
 
@@ -165,19 +128,10 @@ def _overrideable_forward(
     return out, lse
 
 
-def _overrideable_backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    causal: bool,
-) -> Gradients:
+def _overrideable_backward(x: Operands, scale: float, causal: bool) -> Gradients:
     dq, dk, dv, _ = aten._scaled_dot_product_fused_attention_overrideable_backward(
-        grad_out, q, k, v, None, [True, True, True, False], out, lse, None, None,
-        q.shape[2], k.shape[2], 0.0, causal, _no_seed(q), _no_seed(q), scale=scale,
+        x.grad_out, x.q, x.k, x.v, None, [True, True, True, False], x.out, x.lse, None, None,
+        x.q.shape[2], x.k.shape[2], 0.0, causal, _no_seed(x.q), _no_seed(x.q), scale=scale,
     )  # fmt: skip
     return dq, dk, dv
 

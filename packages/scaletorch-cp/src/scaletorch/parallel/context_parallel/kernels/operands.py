@@ -1,11 +1,40 @@
-"""What fused kernels ask of their operands: strides, expanded heads, finite weights."""
+"""What backward is given, and what fused kernels ask of it: strides, heads, finite weights."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .merge import statistics_dtype
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
+
+
+class Operands(NamedTuple):
+    """What the backward of attention over some keys is given; PyTorch's operators have this order.
+
+    Attributes:
+        grad_out: Gradient of the merged output [B, H, L, Dv].
+        q: Queries [B, H, L, D].
+        k: Keys [B, K, S, D]; K divides H.
+        v: Values [B, K, S, Dv].
+        out: Merged output [B, H, L, Dv], in q's dtype or in `statistics_dtype`.
+        lse: Merged log-sum-exp [B, H, L].
+    """
+
+    grad_out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def part(self, rows: slice, keys: slice) -> Operands:
+        """Return those of some rows and keys."""
+        grad_out, q, out, lse = (x[:, :, rows] for x in (self.grad_out, self.q, self.out, self.lse))
+        return Operands(grad_out, q, self.k[:, :, keys], self.v[:, :, keys], out, lse)
 
 
 def readable(x: Tensor, dtype: torch.dtype) -> Tensor:

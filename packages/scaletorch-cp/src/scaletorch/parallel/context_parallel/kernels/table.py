@@ -17,12 +17,11 @@ from torch.backends import cuda
 
 from ..bands import CAUSAL, Band
 from . import cpu_flash, flash_attn, fused, tile
+from .operands import Gradients, Operands
 
 Fits = Callable[[Tensor, Tensor, Tensor, Band], bool]
 Forward = Callable[[Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor]]
-Backward = Callable[
-    [Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor, Tensor]
-]
+Backward = Callable[[Operands, float, Band], Gradients]
 HALF = (torch.float16, torch.bfloat16)
 OVERRIDEABLE = "aten::_scaled_dot_product_fused_attention_overrideable"
 
@@ -34,7 +33,7 @@ class Kernel(NamedTuple):
         name: What it is called.
         fits: Tells of q, k, v and a band whether the kernel can compute them.
         forward: (q, k, v, scale, band) -> out, lse.
-        backward: (grad_out, q, k, v, out, lse, scale, band) -> dq, dk, dv.
+        backward: (operands, scale, band) -> dq, dk, dv.
     """
 
     name: str
@@ -124,32 +123,17 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
     return kernel_for(q, k, v, band).forward(q, k, v, scale, band)
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    band: Band,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(x: Operands, scale: float, band: Band) -> Gradients:
     """Return one block's share of the gradients of attention over several, by the kernel for it.
 
     With `out` and `lse` of the *merged* result, the sum of all blocks' shares is exact.
 
     Args:
-        grad_out: Gradient of the merged output [B, H, L, D].
-        q: Queries [B, H, L, D].
-        k: The block's keys [B, K, S, D].
-        v: The block's values [B, K, S, D].
-        out: Merged output [B, H, L, D], in q's dtype or in float32.
-        lse: Merged log-sum-exp [B, H, L].
+        x: The block's rows and keys.
         scale: Factor of the scores.
         band: As in `forward`.
 
     Returns:
         dq, dk, dv in the shapes of q, k, v, in float32 (float64 for float64).
     """
-    kernel = kernel_for(q, k, v, band)
-    return kernel.backward(grad_out, q, k, v, out, lse, scale, band)
+    return kernel_for(x.q, x.k, x.v, band).backward(x, scale, band)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..bands import Band
 from .merge import statistics_dtype
-from .operands import without_unseeing_rows
+from .operands import Gradients, Operands, without_unseeing_rows
 from .strips import Strip, hide_, strips
 
 # Rows of a group's heads together, and scores at most unless these rows alone have more: what a
@@ -77,38 +77,26 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
     return out.view(*q.shape[:3], v.shape[-1]), lse.view(q.shape[:3])
 
 
-def backward(
-    grad_out: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    scale: float,
-    band: Band,
-) -> tuple[Tensor, Tensor, Tensor]:
+def backward(x: Operands, scale: float, band: Band) -> Gradients:
     """Return one block's share of the gradients of attention over several blocks.
 
     With `out` and `lse` of the *merged* result, the sum of all blocks' shares is exact.
 
     Args:
-        grad_out: Gradient of the merged output [B, H, L, Dv].
-        q: Queries [B, H, L, D].
-        k: The block's keys [B, K, S, D].
-        v: The block's values [B, K, S, Dv].
-        out: Merged output [B, H, L, Dv], in q's dtype or in `statistics_dtype`.
-        lse: Merged log-sum-exp [B, H, L].
+        x: The block's rows and keys.
         scale: As in `forward`.
         band: As in `forward`.
 
     Returns:
         dq, dk, dv in the shapes of q, k, v and in `statistics_dtype`.
     """
+    grad_out, q, k, v, out, lse = x
     queries, keys, values = _grouped(q, k), _flat(k), _flat(v)
     grads, lses = _grouped(grad_out, k), _grouped(without_unseeing_rows(lse).unsqueeze(-1), k)
     delta = (grads * _grouped(out, k)).sum(-1, keepdim=True)
     dq, dk, dv = (
-        torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (queries, keys, values)
+        torch.zeros_like(each, memory_format=torch.contiguous_format)
+        for each in (queries, keys, values)
     )
     for tile in _tiles(queries, keys, band):
         heads, seen = tile.heads, tile.keys

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from ..cp_comms import Ring
-from ..kernels import backward, forward, merge_into, statistics_dtype
+from ..kernels import Operands, backward, forward, merge_into, statistics_dtype
 from ..layouts import Layout
 from ..masks import Block, Mask, blocks
 from ..parts import Parts
 
-# q, k, v, and the output and lse over all keys.
-Saved = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+# q, k, v, and the output and lse over all keys, once or for each piece of the heads.
+Saved = tuple[Tensor, ...]
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v, in float32 at least
 
 
@@ -55,6 +55,9 @@ class Call:
         self, source: int, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> None:
         """Merge attention over the keys of rank index `source` into `out` and `lse`, in place."""
+        # On other devices the quickest kernels know half precision alone.
+        if self._weighs_alike and q.device.type == "cpu":
+            q, k, v = (x.to(out.dtype) for x in (q, k, v))
         for block in self.blocks(source):
             rows, keys = block.rows, block.keys
             part = forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], self.scale, block.band)
@@ -64,15 +67,23 @@ class Call:
         self, source: int, grad_out: Tensor, saved: Saved, totals: Gradients
     ) -> None:
         """Add the gradients of attention over the keys of rank index `source`, in place."""
-        q, k, v, out, lse = saved
+        operands = Operands(grad_out, *saved)
         for block in self.blocks(source):
             rows, keys = block.rows, block.keys
-            grads = backward(
-                grad_out[:, :, rows], q[:, :, rows], k[:, :, keys], v[:, :, keys],
-                out[:, :, rows], lse[:, :, rows], self.scale, block.band,
-            )  # fmt: skip
+            grads = backward(operands.part(rows, keys), self.scale, block.band)
             for total, grad, place in zip(totals, grads, (rows, keys, keys), strict=True):
                 total[:, :, place].add_(grad)
+
+    @property
+    def _weighs_alike(self) -> bool:
+        """Whether the blocks of most rows weigh alike in their output.
+
+        Were each rounded to half precision before they are merged, it would lose up to 1.4 times
+        as much as in one process; where one outweighs the others, 1.2 times.
+        """
+        in_several = self.ring.size > 1 or self.mask.window is not None
+        strided = self.layout.ranks[0][0].step > 1
+        return in_several and (strided or not self.mask.causal)
 
 
 @lru_cache(maxsize=1024)

@@ -1,8 +1,9 @@
 """All-gather attention: every rank gathers all keys and values, and attends with its own queries.
 
-Simple, and quick where K and V are small beside Q (grouped heads); memory for K and V is that of
-the whole sequence. In backward they are gathered again, and the gradients of all ranks' keys and
-values are summed and scattered in float32 at least.
+Simple, and quick where K and V are small beside Q (grouped heads) or shares are short; memory for
+K and V is that of the whole sequence. They are under way while a rank attends to its own keys. In
+backward they are gathered again, behind one half of its own keys, and the gradients of all ranks'
+keys and values are summed and scattered in float32 at least, behind the other half.
 
 Sent per rank and call, with M bytes of K and V on a rank and elements of e bytes: (N − 1)·M
 forward, (N − 1)·M·(1 + 4/e) backward (8/e in float64).
@@ -10,18 +11,24 @@ forward, (N − 1)·M·(1 + 4/e) backward (8/e in float64).
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Iterator
+
 from torch import Tensor
 
-from ....dist import functional
+from ....dist import all_gather
+from ....dist.collectives.parts import reduce_parts
+from ....dist.collectives.raw import on_wire
+from ....dist.collectives.recipes import recipe_for
+from ....dist.collectives.work import Work
 from ..cp_comms import Ring
+from . import halves
 from .call import Call, Gradients, Saved, no_gradient, nothing_seen
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
     """Return this rank's output [B, H, L, D] in q's dtype, and what backward needs."""
     out, lse = nothing_seen(q)
-    for source, (keys, values) in enumerate(_gather(k, v, call.ring)):
+    for source, keys, values in _gathered(k, v, call.ring):
         call.attend(source, q, keys, values, out, lse)
     out = out.to(q.dtype)
     return out, (q, k, v, out, lse)
@@ -30,13 +37,38 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
 def backward(grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
     """Return dq, dk, dv of this rank's shares, in float32 at least."""
     q, k, v, out, lse = saved
-    dq, shares = no_gradient(q), no_gradient(k, call.ring.size, 2)
-    for source, (keys, values) in enumerate(_gather(k, v, call.ring)):
-        call.attend_backward(source, grad_out, (q, keys, values, out, lse), (dq, *shares[source]))
-    dk, dv = functional.reduce_scatter(shares, 0, call.ring.group)[0]
+    dq, shares, last = no_gradient(q), no_gradient(k, call.ring.size, 2), no_gradient(k, 2)
+    for source, keys, values in _gathered(k, v, call.ring):
+        totals = dq, shares[source, 0], shares[source, 1]
+        if source == call.ring.index:
+            halves.early(grad_out, saved, totals, call)
+        else:
+            call.attend_backward(source, grad_out, (q, keys, values, out, lse), totals)
+    del keys, values  # all that was gathered
+    arriving = _summed(shares, call.ring)
+    halves.late(grad_out, saved, (dq, *last), call)
+    dk, dv = last.add_(arriving.wait())
     return dq, dk, dv
 
 
-def _gather(k: Tensor, v: Tensor, ring: Ring) -> Tensor:
-    """Return all ranks' keys and values, [N, 2, B, K, L, D]."""
-    return functional.all_gather(torch.stack((k, v))[None], 0, ring.group)
+def _gathered(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """Yield whose keys and values are here: this rank's own while all others' are under way."""
+    k, v = k.contiguous(), v.contiguous()
+    works = [all_gather(x, ring.group, async_op=True) for x in (k, v)] if ring.size > 1 else []
+    yield ring.index, k, v
+    both = [work.wait() for work in works]
+    for step in range(1, ring.size):
+        source = (ring.index + step) % ring.size
+        yield source, both[0][source], both[1][source]
+
+
+def _summed(shares: Tensor, ring: Ring) -> Work[Tensor]:
+    """Start to sum every rank's `shares` [N, ...], and to give each rank its own."""
+    if ring.group is None or ring.size == 1:
+        return Work((), lambda: shares[0])
+    flat = on_wire(shares, ring.group).view(-1)
+    counts = [flat.numel() // ring.size] * ring.size
+    reduced, handle = reduce_parts(
+        flat, counts, recipe_for("sum", flat.dtype), ring.group, async_op=True
+    )
+    return Work((handle,), lambda: reduced().view(shares.shape[1:]).to(shares.device))

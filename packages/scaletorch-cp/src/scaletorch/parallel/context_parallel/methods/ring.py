@@ -3,7 +3,8 @@
 In step s rank r holds the keys and values of rank r − s, and the next ones are under way while
 it computes. The results of the blocks are merged by their log-sum-exp. In backward keys and
 values travel again, and each block's gradients travel one step behind them: they start on the
-rank after the owner, which keeps its own share at home, and come home after N − 1 hops.
+rank after the owner, which keeps its own share at home, and come home after N − 1 hops. Half of
+its own share the owner computes at the end, while they come home.
 
 Sent per rank and call, with M bytes of K and V on a rank and elements of e bytes: (N − 1)·M
 forward, (N − 1)·M·(1 + 4/e) backward (8/e in float64).
@@ -12,12 +13,13 @@ See https://arxiv.org/abs/2310.01889.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
 from ..cp_comms import ContextCommunicate, Ring
+from . import halves
 from .call import Call, Gradients, Saved, no_gradient, nothing_seen
 
 
@@ -34,33 +36,53 @@ def backward(grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
     """Return dq, dk, dv of this rank's shares, in float32 at least."""
     q, k, v, out, lse = saved
     dq, home = no_gradient(q), no_gradient(k, 2)
+    share: Tensor | None = None
+    sent: Tensor | None = None
     arriving: Tensor | None = None
     comm = ContextCommunicate("gradients of keys and values", call.ring)
     for source, keys, values in _travelling(k, v, call.ring):
-        own = source == call.ring.index
-        share = home if own else torch.zeros_like(home)
+        if source == call.ring.index:
+            halves.early(grad_out, saved, (dq, *home), call)
+            continue
+        share = torch.zeros_like(home) if share is None or share is sent else share.zero_()
         call.attend_backward(source, grad_out, (q, keys, values, out, lse), (dq, *share))
-        if not own:
-            arriving = _pass_on(_with_arrived(share, arriving, comm), comm)
+        total = _with_arrived(share, arriving, comm)
+        (arriving,) = _pass_on([total], comm, [sent])
+        sent = total
+    del keys, values
+    halves.late(grad_out, saved, (dq, *home), call)
     dk, dv = _with_arrived(home, arriving, comm)
     return dq, dk, dv
 
 
 def _travelling(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:
-    """Yield whose keys and values are here while the next are under way, as one message."""
+    """Yield whose keys and values are here while the next are under way.
+
+    They are here until the next step, which receives into their memory.
+    """
     comm = ContextCommunicate("keys and values", ring)
-    both = torch.stack((k, v))
+    here = [k.contiguous(), v.contiguous()]
+    free: Sequence[Tensor | None] = [None, None]
     for step in range(ring.size - 1):
-        arriving = _pass_on(both, comm)
-        yield (ring.index - step) % ring.size, both[0], both[1]
+        arriving = _pass_on(here, comm, free)
+        yield (ring.index - step) % ring.size, here[0], here[1]
         comm.wait()
-        both = arriving
-    yield (ring.index + 1) % ring.size, both[0], both[1]
+        free = here if step else free  # at first they are the caller's
+        here = arriving
+    yield (ring.index + 1) % ring.size, here[0], here[1]
 
 
-def _pass_on(tensor: Tensor, comm: ContextCommunicate) -> Tensor:
-    """Start to send this to the next rank; return where the previous rank's will arrive."""
-    arriving = comm.send_recv(tensor)
+def _pass_on(
+    tensors: Sequence[Tensor], comm: ContextCommunicate, free: Sequence[Tensor | None]
+) -> list[Tensor]:
+    """Start to send these to the next rank, as one batch; return where the previous one's arrive.
+
+    Args:
+        tensors: What to send.
+        comm: With what.
+        free: Where to receive; None is a new tensor.
+    """
+    arriving = [comm.send_recv(x, into) for x, into in zip(tensors, free, strict=True)]
     comm.commit()
     return arriving
 

@@ -1,13 +1,18 @@
-"""Positions for heads, and back: what the ranks of a part exchange."""
+"""Positions for heads, and back: what the ranks of a part exchange, some heads at a time."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ....dist.collectives.p2p import exchange
 from ..cp_comms import Ring
+
+if TYPE_CHECKING:
+    from ....dist.collectives.work import Work
 
 Share = tuple[range, ...]  # runs of positions in local order
 
@@ -20,72 +25,64 @@ class Swap:
         part: The ranks, U of them.
         shares: The positions of each.
         whole: The positions of all.
+        pieces: In how many pieces a rank's heads travel.
     """
 
     part: Ring
     shares: tuple[Share, ...]
     whole: Share
+    pieces: int
 
-    def to_heads(self, x: Tensor) -> Tensor:
-        """Give heads of this rank's positions for positions of this rank's heads.
-
-        Args:
-            x: [B, H, L, D]. Where there are fewer heads than ranks each goes to several.
-
-        Returns:
-            [B, max(1, H / U), U · L, D].
-        """
-        if self.part.size == 1:
-            return x
-        ranks, size = self.part.ranks, self.part.size
-        pieces = [_heads_of(x, peer, size) for peer in range(size)]
-        batch, heads, length, dim = pieces[0].shape
-        out = x.new_empty(batch, heads, size * length, dim)
-        own = _slots(self.shares[self.part.index], self.whole)
-        sends = [
-            (piece[:, :, here], rank)
-            for piece, rank in zip(pieces, ranks, strict=True)
-            for here, _ in own
-        ]
-        recvs = [
-            (out[:, :, there], rank)
-            for share, rank in zip(self.shares, ranks, strict=True)
-            for _, there in _slots(share, self.whole)
-        ]
-        exchange(sends, recvs, self.part.group)
-        return out
-
-    def to_positions(self, x: Tensor) -> Tensor:
-        """Give positions of this rank's heads for heads of this rank's positions: the way back.
+    def to_heads(self, tensors: tuple[Tensor, ...], piece: int) -> tuple[list[Tensor], Work[None]]:
+        """Start to give heads of this rank's positions for positions of this rank's heads.
 
         Args:
-            x: [B, h, U · L, D].
+            tensors: Each [B, H, L, D]. Where there are fewer heads than ranks each goes to several.
+            piece: Which of each rank's heads.
 
         Returns:
-            [B, U · h, L, D].
+            Where they arrive, each [B, max(1, H / U) / pieces, U · L, D], and what to wait for.
         """
-        if self.part.size == 1:
-            return x
-        ranks, size = self.part.ranks, self.part.size
-        batch, heads, length, dim = x.shape
-        out = x.new_empty(batch, size, heads, length // size, dim)
-        own = _slots(self.shares[self.part.index], self.whole)
-        sends = [
-            (x[:, :, there], rank)
-            for share, rank in zip(self.shares, ranks, strict=True)
-            for _, there in _slots(share, self.whole)
-        ]
-        recvs = [
-            (out[:, peer, :, here], rank) for peer, rank in enumerate(ranks) for here, _ in own
-        ]
-        exchange(sends, recvs, self.part.group)
-        return out.flatten(1, 2)
+        sends, recvs, results = [], [], []
+        for x in tensors:
+            each = [self._heads_of(x, peer, piece) for peer in range(self.part.size)]
+            batch, heads, length, dim = each[0].shape
+            out = x.new_empty(batch, heads, self.part.size * length, dim)
+            results.append(out)
+            for heads_of_peer, (rank, share) in zip(each, self._peers(), strict=True):
+                sends += [(heads_of_peer[:, :, here], rank) for here, _ in self._own()]
+                recvs += [(out[:, :, there], rank) for _, there in _slots(share, self.whole)]
+        return results, exchange(sends, recvs, self.part.group, async_op=True)
 
+    def to_positions(
+        self, tensors: tuple[Tensor, ...], into: tuple[Tensor, ...], piece: int
+    ) -> Work[None]:
+        """Start to give positions of this rank's heads for heads of its positions: the way back.
 
-def _heads_of(x: Tensor, peer: int, size: int) -> Tensor:
-    """Return the heads that go to a rank of a part, as a view."""
-    heads = x.shape[1]
-    return x.narrow(1, peer * heads // size, max(1, heads // size))
+        Args:
+            tensors: Each [B, h, U · L, D].
+            into: Where they arrive: each [B, U, h · pieces, L, D].
+            piece: Which of each rank's heads.
+        """
+        sends, recvs = [], []
+        for x, out in zip(tensors, into, strict=True):
+            heads = x.shape[1]
+            arriving = out.narrow(2, piece * heads, heads)
+            for peer, (rank, share) in enumerate(self._peers()):
+                sends += [(x[:, :, there], rank) for _, there in _slots(share, self.whole)]
+                recvs += [(arriving[:, peer, :, here], rank) for here, _ in self._own()]
+        return exchange(sends, recvs, self.part.group, async_op=True)
+
+    def _heads_of(self, x: Tensor, peer: int, piece: int) -> Tensor:
+        """Return a piece of the heads that go to a rank of the part, as a view."""
+        first, heads = peer * x.shape[1] // self.part.size, max(1, x.shape[1] // self.part.size)
+        return x.narrow(1, first + piece * heads // self.pieces, heads // self.pieces)
+
+    def _peers(self) -> Iterator[tuple[int, Share]]:
+        return zip(self.part.ranks, self.shares, strict=True)
+
+    def _own(self) -> list[tuple[slice, slice]]:
+        return _slots(self.shares[self.part.index], self.whole)
 
 
 def _slots(share: Share, whole: Share) -> list[tuple[slice, slice]]:

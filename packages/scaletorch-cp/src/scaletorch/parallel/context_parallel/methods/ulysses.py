@@ -16,30 +16,76 @@ the two together, https://arxiv.org/abs/2405.07719.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from math import gcd
 
+import torch
 from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError
+from ..kernels import statistics_dtype
 from ..layouts import joined
 from . import ring
 from .call import Call, Gradients, Saved
 from .swap import Swap
 
+PIECES = 4  # heads travel in so many pieces at most; the first and the last are not hidden
+
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
     """Return this rank's output [B, H, L, D] in q's dtype, and what backward needs."""
+    if call.parts[0].size == 1:
+        return ring.forward(q, k, v, call)
     swap, inner = _of_parts(call)
-    q, k, v = (swap.to_heads(x) for x in (q, k, v))
-    out, saved = ring.forward(q, k, v, inner)
-    return swap.to_positions(out), saved
+    out = _rooms(q, (q.shape[1],), q.dtype, swap)
+    saved: Saved = ()
+    leaving = []
+    for piece, (queries, keys, values) in _arriving((q, k, v), swap):
+        part, kept = ring.forward(queries, keys, values, inner)
+        leaving.append(swap.to_positions((part,), out, piece))
+        saved += kept
+    for work in leaving:
+        work.wait()
+    return out[0].flatten(1, 2), saved
 
 
 def backward(grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
     """Return dq, dk, dv of this rank's positions, in float32 at least."""
+    if call.parts[0].size == 1:
+        return ring.backward(grad_out, saved, call)
     swap, inner = _of_parts(call)
-    dq, dk, dv = map(swap.to_positions, ring.backward(swap.to_heads(grad_out), saved, inner))
+    heads, kv_heads = grad_out.shape[1], max(call.kv_heads, swap.part.size)
+    grads = _rooms(grad_out, (heads, kv_heads, kv_heads), statistics_dtype(grad_out.dtype), swap)
+    leaving = []
+    for piece, (grad,) in _arriving((grad_out,), swap):
+        parts = ring.backward(grad, saved[5 * piece : 5 * piece + 5], inner)
+        leaving.append(swap.to_positions(parts, grads, piece))
+    for work in leaving:
+        work.wait()
+    dq, dk, dv = (x.flatten(1, 2) for x in grads)
     return dq, _summed(dk, call.kv_heads), _summed(dv, call.kv_heads)
+
+
+def _arriving(tensors: tuple[Tensor, ...], swap: Swap) -> Iterator[tuple[int, list[Tensor]]]:
+    """Yield a piece of this rank's heads of all positions while the next is under way."""
+    coming = swap.to_heads(tensors, 0)
+    for piece in range(swap.pieces):
+        here, work = coming
+        work.wait()
+        if piece + 1 < swap.pieces:
+            coming = swap.to_heads(tensors, piece + 1)
+        yield piece, here
+
+
+def _rooms(
+    x: Tensor, counts: tuple[int, ...], dtype: torch.dtype, swap: Swap
+) -> tuple[Tensor, ...]:
+    """Return where heads of all ranks will arrive, [B, U, heads / U, L, D] for each count."""
+    batch, _, length, dim = x.shape
+    size = swap.part.size
+    shapes = [(batch, size, heads // size, length, dim) for heads in counts]
+    return tuple(x.new_empty(shape, dtype=dtype) for shape in shapes)
 
 
 def _of_parts(call: Call) -> tuple[Swap, Call]:
@@ -48,7 +94,8 @@ def _of_parts(call: Call) -> tuple[Swap, Call]:
     layout = joined(call.layout, part.size)
     first = across.index * part.size
     shares = call.layout.ranks[first : first + part.size]
-    swap = Swap(part, shares, layout.ranks[across.index])
+    pieces = gcd(PIECES, max(1, call.kv_heads // part.size))
+    swap = Swap(part, shares, layout.ranks[across.index], pieces)
     return swap, replace(call, layout=layout, ring=across)
 
 
