@@ -6,6 +6,7 @@ import copy
 import inspect
 import threading
 from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
@@ -17,7 +18,11 @@ from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import InvalidArgumentError, StateError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.context_parallel import apply_context_parallel, shard_batch
+from scaletorch.parallel.context_parallel import (
+    ShardedSequences,
+    apply_context_parallel,
+    shard_batch,
+)
 from scaletorch.parallel.context_parallel.methods import METHODS
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -46,8 +51,9 @@ def _rope(x, position_ids):
 
 
 class Attention(nn.Module):
-    def __init__(self):
+    def __init__(self, causal):
         super().__init__()
+        self.causal = causal
         head = WIDTH // HEADS
         self.q = nn.Linear(WIDTH, HEADS * head)
         self.k = nn.Linear(WIDTH, KV_HEADS * head)
@@ -60,15 +66,17 @@ class Attention(nn.Module):
             for part in (self.q, self.k, self.v)
         )
         q, k = _rope(q, position_ids), _rope(k, position_ids)
-        out = scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.4, enable_gqa=True)
+        out = scaled_dot_product_attention(
+            q, k, v, is_causal=self.causal, scale=0.4, enable_gqa=True
+        )
         return self.o(out.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, causal):
         super().__init__()
         self.norm = nn.LayerNorm(WIDTH)
-        self.attention = Attention()
+        self.attention = Attention(causal)
         self.mlp = nn.Sequential(nn.Linear(WIDTH, 32), nn.GELU(), nn.Linear(32, WIDTH))
 
     def forward(self, x, position_ids):
@@ -79,10 +87,10 @@ class Block(nn.Module):
 class Model(nn.Module):
     """A decoder that knows nothing of parallelism."""
 
-    def __init__(self, recompute="none"):
+    def __init__(self, recompute="none", causal=True):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.layers = nn.ModuleList(Block() for _ in range(2))
+        self.layers = nn.ModuleList(Block(causal) for _ in range(2))
         self.head = nn.Linear(WIDTH, VOCAB)
         self.recompute = recompute
 
@@ -93,9 +101,9 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def _model(recompute="none"):
+def _model(recompute="none", causal=True):
     torch.manual_seed(1)
-    return Model(recompute).double()
+    return Model(recompute, causal).double()
 
 
 def _loss(model, batch, count):
@@ -120,6 +128,10 @@ def _step(recompute, in_thread=False, length=12, layout="contiguous", **how):
         thread.join()
     else:
         loss.backward()
+    return _worst(loss, model, expected, reference)
+
+
+def _worst(loss, model, expected, reference):
     pairs = [(loss.detach(), expected.detach())]
     pairs += [
         (mine.grad, theirs.grad)
@@ -170,6 +182,77 @@ def test_gradients_equal_one_process_by_every_method(size):
 
 def test_recomputation_in_another_thread():
     assert max(run_ranks(_step, 2, "reentrant", True)) < 1e-12
+
+
+PACKED = (0, 4, 4, 9, 13)
+INSIDE = [
+    (causal, documents, recompute, layout)
+    for causal in (True, False)
+    for documents in (None, PACKED)
+    for recompute, layout in (("none", "zigzag"), ("plain", "contiguous"), ("reentrant", "stripe"))
+]
+
+
+def _inside(causal, documents, recompute, layout):
+    """Return the largest difference to one process that runs each document by itself."""
+    tokens = torch.randint(VOCAB, (2, 13), generator=torch.Generator().manual_seed(3))
+    whole, reference, expected = {"input_ids": tokens, "labels": tokens}, _model(causal=causal), 0.0
+    for start, stop in pairwise(documents or (0, 13)):
+        if start < stop:
+            ids = tokens[:, start:stop]
+            part = {"input_ids": ids, "labels": F.pad(ids[:, 1:], (0, 1), value=-100)}
+            expected = expected + _loss(reference, shard_whole(part), 10)
+    expected.backward()
+    # Shards of a name alone would be of another layout than these sequences.
+    model = apply_context_parallel(_model(recompute, causal), c10d.group.WORLD, layout="zigzag")
+    sequences = ShardedSequences(13, layout=layout, cu_seqlens=documents, group=c10d.group.WORLD)
+    with sequences.inside(model), sequences.inside(model):
+        loss = _loss(model, sequences.shard(whole), 10)
+        loss.backward()
+    return _worst(loss, model, expected, reference)
+
+
+def _insides():
+    return [_inside(*case) for case in INSIDE]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_inside_of_sequences_of_any_length(size):
+    for errors in run_ranks(_insides, size):
+        for case, error in zip(INSIDE, errors, strict=True):
+            assert error < 1e-12, case
+
+
+def _inside_is_left():
+    """Check that what a model runs inside of ends with the context, and is one at a time."""
+    world = c10d.group.WORLD
+    model = apply_context_parallel(_model(causal=False), world, layout="zigzag")
+    sequences = ShardedSequences(16, group=world)
+    batch = sequences.shard({"input_ids": torch.arange(16)[None]})
+    args = batch["input_ids"], batch["position_ids"]
+    with pytest.raises(InvalidArgumentError, match="full attention in a zigzag layout"):
+        model(*args)
+    other, apart = ShardedSequences(17, group=world), nn.Sequential(model)
+    with sequences.inside(apart):
+        kept = model(*args)
+        with pytest.raises(StateError, match="Model runs inside other sequences already"):
+            other.inside(model).__enter__()
+        assert torch.equal(model(*args), kept)
+        with pytest.raises(InvalidArgumentError, match="full attention in a zigzag layout"):
+            copy.deepcopy(model)(*args)
+    with pytest.raises(IndexError), sequences.inside(model):
+        model(args[0] + VOCAB, args[1])
+    with pytest.raises(InvalidArgumentError, match="full attention in a zigzag layout"):
+        model(*args)
+    with pytest.raises(StateError, match=r"Model is not context parallel; call apply_context"):
+        sequences.inside(_model()).__enter__()
+    alone = [c10d.new_group([rank]) for rank in range(c10d.get_world_size())][c10d.get_rank()]
+    with pytest.raises(InvalidArgumentError, match=r"over ranks \(0, 1\), and the sequences are"):
+        ShardedSequences(16, group=alone).inside(model).__enter__()
+
+
+def test_inside_ends_with_its_context():
+    run_ranks(_inside_is_left, 2)
 
 
 def _with_manager():
@@ -321,7 +404,6 @@ def test_a_forward_set_on_the_instance_is_kept():
 def test_one_process_is_left_as_it_is():
     model = Calls(lambda _, q: _sdpa(q, attn_mask=torch.ones(3, 3, dtype=torch.bool)))
     assert apply_context_parallel(model) is model
-    assert "forward" not in model.__dict__
     assert model(torch.ones(1, 2, 3, 4)).shape == (1, 2, 3, 4)
     with pytest.raises(StateError, match="context parallel already"):
         apply_context_parallel(model)

@@ -130,6 +130,12 @@ def test_labels_are_shifted_within_documents_before_they_are_cut(documents):
     assert torch.equal(batch["labels"], kept)
 
 
+def test_labels_that_are_shifted_already_are_cut_as_they_are():
+    batch = _batch()
+    mine = ShardedSequences(LENGTH, cu_seqlens=PACKED).shard(batch, shifted=True)
+    assert torch.equal(mine["labels"], batch["labels"])
+
+
 def test_positions_count_within_documents():
     expected = torch.tensor([0, *range(6), *range(5), *range(5)]).repeat(2, 1)
     for ids, padding in run_ranks(_whole_of, 3, "position_ids", _batch(), cu_seqlens=PACKED):
@@ -197,6 +203,17 @@ def test_the_loss_is_the_mean_over_all_ranks_tokens(sums, counts, expected):
     assert own.grad == (1 / counts[0] if counts[0] else 0)
 
 
+def test_documents_that_a_batch_tells_as_well_are_passed_on():
+    told = {"cu_seq_lens_q": torch.tensor(PACKED), "cu_seqlens": torch.tensor(PACKED)}
+    mine = ShardedSequences(LENGTH, cu_seqlens=PACKED).shard({**_batch(), **told})
+    assert all(mine[name] is value for name, value in told.items())
+
+
+def _told_twice(documents):
+    told = {"cu_seq_lens_k": torch.tensor([0, 6, LENGTH])}
+    ShardedSequences(LENGTH, cu_seqlens=documents).shard({**_batch(), **told})
+
+
 @pytest.mark.parametrize(
     ("call", "match"),
     [
@@ -204,6 +221,9 @@ def test_the_loss_is_the_mean_over_all_ranks_tokens(sums, counts, expected):
         (lambda: ShardedSequences(4, layout="ring"), "contiguous, zigzag, stripe; it is 'ring'"),
         (lambda: ShardedSequences(4, cu_seqlens=(0, 3)), "length of the sequences, 4; .* with 3"),
         (lambda: ShardedSequences(4, cu_seqlens=(0, 3, 2, 4)), "documents must ascend"),
+        (lambda: ShardedSequences(4, cu_seqlens=torch.zeros(1, 2)), r"1-d tensor of integers; .*2"),
+        (lambda: _told_twice(None), r"cu_seq_lens_k are \(0, 6, 17\), .* documents \(0, 17\)"),
+        (lambda: _told_twice((0, 5, 17)), r"are \(0, 6, 17\), .* documents \(0, 5, 17\)"),
         (lambda: ShardedSequences(4).shard({}), "needs input_ids"),
         (lambda: ShardedSequences(4).shard(_batch()), r"of 4 positions, .* are \[2, 17\]"),
         (lambda: ShardedSequences(4).unshard(torch.ones(1, 3)), "ranks 4.* has 3, of 4"),

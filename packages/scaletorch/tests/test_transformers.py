@@ -1,10 +1,11 @@
 """Unmodified models of transformers train on every layout as in one process."""
 
 import pytest
+import torch
 from torch import nn
 
 from scaletorch.parallel.pg_manager import Grid
-from scaletorch.verify import verify
+from scaletorch.verify import default_batch, verify
 
 pytest.importorskip("transformers")
 
@@ -154,6 +155,31 @@ def test_sequence_parallelism(model_fn, mixed):
         dtype="float64",
         options={"sequence_parallel": ["on"]},
     )
+    assert report.passed, str(report)
+
+
+def packed_batch(step):
+    """Return three packed documents, told as transformers wants them: lengths and positions."""
+    batch = default_batch(step, length=13)
+    bounds = torch.tensor((0, 5, 6, 13))
+    positions = torch.arange(13) - bounds[:-1].repeat_interleave(bounds.diff())
+    labels = batch["labels"].clone()
+    labels[:, bounds[1:] - 1] = -100  # the next token is another document's
+    told = {"position_ids": positions.expand(labels.shape), "cu_seq_lens_q": bounds}
+    return {**batch, "labels": labels, **told}
+
+
+def sliding_mistral() -> nn.Module:
+    from transformers import MistralConfig, MistralForCausalLM
+
+    return sharpened(MistralForCausalLM(MistralConfig(**SIZES, sliding_window=4)))
+
+
+@pytest.mark.parametrize("model_fn", [llama, sliding_mistral])
+@pytest.mark.parametrize("grid", [Grid(cp=4), Grid(pp=2, cp=2), Grid(tp=2, cp=2), Grid(tp=2)])
+def test_packed_documents_of_any_length_train_like_one_process(model_fn, grid):
+    options = {"recompute": ("none", "layers"), "cp_method": ("ring", "auto")}
+    report = verify(model_fn, packed_batch, layouts=[grid], dtype="float64", options=options)
     assert report.passed, str(report)
 
 

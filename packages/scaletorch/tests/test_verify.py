@@ -330,13 +330,24 @@ def test_missing_doubled_and_unsynchronised_parameters_are_named():
 @pytest.mark.parametrize(
     ("grid", "layout", "method"),
     [
-        (Grid(tp=2, cp=2), "zigzag", "ring"),
+        (Grid(tp=2, cp=2), "contiguous", "ring"),
         (Grid(tp=2, cp=2), "zigzag", "ulysses"),
         (Grid(cp=4), "zigzag", "all_gather"),
         (Grid(cp=4), "stripe", "ring"),
     ],
 )
-def test_balanced_layouts_of_the_sequence_train_like_one_process(grid, layout, method):
+def test_every_layout_of_the_sequence_trains_like_one_process(grid, layout, method):
     options = {"cp_layout": [layout], "cp_method": [method]}
     report = verify(layouts=[grid], dtype="float64", options=options)
+    assert report.passed, str(report)
+
+
+def ragged_batch(step):
+    """Sequences of 13 positions, which no number of ranks divides."""
+    return default_batch(step, length=13)
+
+
+@pytest.mark.parametrize("grid", [Grid(cp=2, pp=2), Grid(cp=4), Grid(tp=2, cp=2)])
+def test_sequences_that_do_not_divide_train_like_one_process(grid):
+    report = verify(batch_fn=ragged_batch, layouts=[grid], dtype="float64")
     assert report.passed, str(report)

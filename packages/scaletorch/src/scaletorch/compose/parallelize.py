@@ -27,7 +27,7 @@ def parallelize(
     recompute: bool = False,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
-    cp_layout: str = "contiguous",
+    cp_layout: str = "zigzag",
     cp_method: str = "ring",
 ) -> DataParallelBucket:
     """Put ``model`` on every axis of ``manager``'s grid, in place.
@@ -46,7 +46,7 @@ def parallelize(
         sequence_parallel: between sharded layers each tp rank holds its share of every sequence.
         recompute: layers drop their activations in forward and run again in backward.
         cp_layout: which positions each cp rank has, ``shard_global_batch`` told alike: "zigzag"
-            balances causal attention over cp, where 2 x cp divides the length.
+            balances causal attention, and "contiguous" is for attention that sees everything.
         cp_method: how cp ranks attend: "ring", "all_gather", "ulysses", "hybrid" or "auto".
 
     Returns:

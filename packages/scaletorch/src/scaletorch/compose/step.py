@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..dist import all_reduce
 from ..dist.errors import InvalidArgumentError
-from ..parallel.context_parallel import shard_batch
+from ..parallel.context_parallel import ShardedSequences, positions
 from ..parallel.data_parallel import DataParallelBucket, global_token_count
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel import train_step_pipeline_1f1b, train_step_pipeline_afab
@@ -26,33 +26,50 @@ def shard_global_batch(
     num_micro_batches: int,
     manager: ProcessGroupManager,
     *,
-    cp_layout: str = "contiguous",
+    cp_layout: str = "zigzag",
 ) -> list[Batch]:
     """Return this rank's micro-batches of a global batch that every rank holds.
 
     Args:
-        batch: entries [B, L]; labels aligned with their inputs, -100 where there is none.
+        batch: entries [B, L]; labels aligned with their inputs, -100 where there is none. What
+            has one dim is of all sequences and passed on, such as ``cu_seq_lens_q``, where packed
+            documents begin in each of them, and the length: (0, a, ..., L).
         num_micro_batches: micro-batches per data-parallel rank; dp x this must divide B.
         manager: the grid; rows go to dp, columns to cp.
-        cp_layout: which columns each cp rank gets, as ``parallelize`` was told.
+        cp_layout: which columns each cp rank gets, as ``parallelize`` was told. For "zigzag" any
+            length will do: padding behind the end, without labels, is seen by no other position
+            of causal attention.
 
     Returns:
         ``num_micro_batches`` mappings of [B / dp / num_micro_batches, L / cp] tensors.
+
+    Raises:
+        InvalidArgumentError: rows that do not divide, or columns that do not in another layout.
     """
-    rows = len(batch["input_ids"])
+    rows, length = batch["input_ids"].shape
     shares = manager.dp_size * num_micro_batches
     if rows % shares:
         raise InvalidArgumentError(
             f"a global batch of {rows} sequences does not divide into {manager.dp_size} (dp) x "
             f"{num_micro_batches} micro-batches = {shares}; use a multiple of {shares}"
         )
-    size = rows // shares
     first = manager.dp_rank * num_micro_batches
-    return [
-        shard_batch({name: entry[i * size : (i + 1) * size] for name, entry in batch.items()},
-                    manager.cp_group, layout=cp_layout)
-        for i in range(first, first + num_micro_batches)
-    ]  # fmt: skip
+    parts = [_rows(batch, shares, i) for i in range(first, first + num_micro_batches)]
+    if cp_layout != "zigzag":
+        positions(length, manager.cp_group, layout=cp_layout)  # refuses what would be padded
+    sequences = ShardedSequences(
+        length, layout=cp_layout, cu_seqlens=batch.get("cu_seq_lens_q"), group=manager.cp_group
+    )
+    return [sequences.shard(part, shifted=True) for part in parts]
+
+
+def _rows(batch: Batch, shares: int, index: int) -> Batch:
+    """Return one of equal shares of a batch's rows."""
+    rows = len(batch["input_ids"])
+    return {
+        name: entry.chunk(shares)[index] if len(entry) == rows and entry.ndim > 1 else entry
+        for name, entry in batch.items()
+    }
 
 
 def train_step(

@@ -19,7 +19,7 @@ OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "recompute": ("none", "layers"),
     "sequence_parallel": ("off", "on"),
     "loss_parallel": ("off", "on"),
-    "cp_layout": ("contiguous", "zigzag", "stripe"),
+    "cp_layout": ("zigzag", "contiguous", "stripe"),
     "cp_method": ("ring", "all_gather", "ulysses", "hybrid", "auto"),
 }
 
@@ -49,7 +49,7 @@ class Case:
     recompute: str = "none"
     sequence_parallel: str = "off"
     loss_parallel: str = "off"
-    cp_layout: str = "contiguous"
+    cp_layout: str = "zigzag"
     cp_method: str = "ring"
 
     def __str__(self) -> str:

@@ -14,6 +14,7 @@ from .layouts import LAYOUTS, Layout, contiguous, stripe, zigzag
 from .masks import Mask
 from .sequences import ShardedSequences
 from .sharding import positions, shard_batch, shard_sequence, unshard_sequence
+from .volumes import volumes
 
 __all__ = [
     "LAYOUTS",
@@ -34,5 +35,6 @@ __all__ = [
     "unshard_sequence",
     "update_out_and_lse",
     "update_rope_for_context_parallel",
+    "volumes",
     "zigzag",
 ]

@@ -1,15 +1,17 @@
-"""Which method to attend by, why, and what each sends."""
+"""Which method to attend by, and why."""
 
 from __future__ import annotations
 
 from math import gcd
 
+import torch
 from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
 from .cp_comms import Ring
 from .methods.ulysses import check_heads
 from .parts import Parts, split
+from .volumes import volumes
 
 FEW = 256  # positions on a rank: below this a hop around the ring takes longer than its block
 
@@ -32,7 +34,8 @@ def choose_method(q: Tensor, k: Tensor, size: int) -> tuple[str, str]:
     if length < FEW:
         return "all_gather", f"one message for {length} positions a rank, not one for each hop"
     part = part_size(kv_heads, size)
-    around, sent = (_sent(heads, kv_heads, size, each) for each in (1, part))
+    sizes = volumes(heads, kv_heads, 1, 1, ranks=size, part=part, dtype=torch.int8)
+    around, sent = sizes["ring"].forward, sizes["hybrid"].forward
     if sent < around:
         name = "ulysses" if part == size else "hybrid"
         return name, f"it sends {sent} heads of a rank's positions, a ring {around}"
@@ -60,8 +63,3 @@ def parts_for(method: str, q: Tensor, k: Tensor, ring: Ring, given: Parts | None
     parts = given or split(ring, size)
     check_heads(q, k, parts[0].size)
     return parts
-
-
-def _sent(heads: int, kv_heads: int, size: int, part: int) -> int:
-    """Return how many heads of a rank's positions go out forward: by Ulysses, then a ring."""
-    return 2 * (heads + kv_heads) * (part - 1) // part + 2 * kv_heads * (size // part - 1)

@@ -1,7 +1,8 @@
 """Context parallelism: each rank holds one shard of every sequence, and attention is exact.
 
 `ring_attention` is attention over the whole sequence from the ranks' shards, and
-`apply_context_parallel` puts it into a model that calls `F.scaled_dot_product_attention`.
+`apply_context_parallel` puts it into a model that calls `F.scaled_dot_product_attention`, or
+into one of transformers.
 Who holds which positions is a layout, by default contiguous shards, as `shard_batch` cuts them.
 """
 
@@ -20,8 +21,10 @@ from .cp_comms import ring_of
 from .inputs import autocast, check_inputs
 from .kernels.merge import update_out_and_lse
 from .lookup import layout_of_whole, named_layout
-from .override import install, mark
+from .override import install
+from .settings import Settings, mark
 from .sharding import own_share
+from .transformers_attention import adopt
 
 __all__ = [
     "apply_context_parallel",
@@ -85,19 +88,25 @@ def apply_context_parallel(
     layout: str = "contiguous",
     method: str = "ring",
 ) -> M:
-    """Make every `F.scaled_dot_product_attention` inside `model` attend to the whole sequence.
+    """Make every attention inside `model` attend to the whole sequence.
+
+    That is every `F.scaled_dot_product_attention`, whose `is_causal`, `scale` and `enable_gqa`
+    keep their meaning over the whole sequence; and the attention of models of `transformers`,
+    which get an implementation of their own: no mask is built, `sliding_window` is kept, and
+    documents are what `cu_seq_lens_q` in the model's call says of the whole sequence.
 
     In place: the model and its submodules get a wrapped `forward`; their class, parameters,
-    names and `state_dict` stay. `is_causal`, `scale` and `enable_gqa` keep their meaning, over
-    the whole sequence. Recomputation of modules (`torch.utils.checkpoint`, both forms) is
-    covered. With one rank nothing changes. Apply it after tensor parallelism, before pipeline
-    and data parallelism.
+    names and `state_dict` stay. Models of `transformers` get copies of their configs.
+    Recomputation of modules (`torch.utils.checkpoint`, both forms) is covered. With one rank
+    nothing changes, but within `ShardedSequences.inside`. Apply it after tensor parallelism,
+    before pipeline and data parallelism.
 
     The model is then called with its shard of the batch, in the same layout, and must take
     positions from its arguments (`position_ids`), not count them itself: see `shard_batch`.
 
-    Refused when they are met: `attn_mask`, dropout, keys of another length than the queries
-    (decoding, cross attention), nn.MultiheadAttention, a checkpointed function that holds the
+    Refused when they are met: masks, dropout, keys of another length than the queries
+    (decoding, cross attention), full attention in a layout "zigzag" without
+    `ShardedSequences.inside`, nn.MultiheadAttention, a checkpointed function that holds the
     attention without a module around it, and a forward in which no attention was seen.
 
     Args:
@@ -105,13 +114,14 @@ def apply_context_parallel(
         group: The ranks in order of their shards; by default the manager's cp axis.
         layout: Which positions each rank has: a name of `LAYOUTS`; "zigzag" balances causal
             attention.
-        method: "ring", "all_gather", "ulysses", or "auto": see `choose_method`.
+        method: "ring", "all_gather", "ulysses", "hybrid", or "auto": see `choose_method`.
 
     Returns:
         The same model.
 
     Raises:
-        InvalidArgumentError: No such layout or method.
+        InvalidArgumentError: No such layout or method, or a model of `transformers` with
+            attention that cannot be replaced.
         StateError: The model or a part of it is context parallel already; or several ranks, and
             neither a group nor a process group manager.
         NotInGroupError: This rank is outside `group`.
@@ -119,15 +129,10 @@ def apply_context_parallel(
     ring = ring_of(group)
     named_layout(layout, 1, ring)  # refused here, before the model runs
     require_method(method)
-    mark(model)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor, scale: float | None, causal: bool) -> Tensor:
-        return attention(
-            q, k, v, causal=causal, scale=scale, layout=layout, method=method, group=ring.group
-        )
-
+    mark(model, Settings(layout, method, ring))
     if ring.size > 1:
-        install(model, attend)
+        adopt(model)
+    install(model)
     return model
 
 

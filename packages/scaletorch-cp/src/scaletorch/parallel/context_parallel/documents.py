@@ -17,16 +17,27 @@ IGNORED = -100  # the label of a position without a target, as F.cross_entropy i
 Documents = tuple[int, ...]  # where they begin, and the length: (0, a, ..., length)
 
 
-def read_documents(cu_seqlens: Sequence[int] | Tensor, length: int) -> Documents:
+def read_documents(cu_seqlens: Sequence[int] | Tensor, length: int | None = None) -> Documents:
     """Return cumulative lengths as integers.
 
+    Args:
+        cu_seqlens: Where documents begin, and where the last ends.
+        length: Where that must be, if it is known.
+
     Raises:
-        InvalidArgumentError: They do not ascend from 0 to `length`.
+        InvalidArgumentError: A tensor that is not 1-d or not of integers, or they do not ascend
+            from 0 to `length`.
     """
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point()):
+        message = (
+            f"{describe_rank()}: cu_seqlens must be a 1-d tensor of integers; it is "
+            f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        )
+        raise InvalidArgumentError(message)
     values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
     documents = tuple(map(int, values))
     Mask(causal=True, documents=documents)  # refuses what does not ascend from 0
-    if documents[-1] != length:
+    if length not in (None, documents[-1]):
         message = (
             f"{describe_rank()}: cu_seqlens must end with the length of the sequences, {length}; "
             f"it ends with {documents[-1]}"

@@ -20,54 +20,52 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...dist.errors import InvalidArgumentError, StateError
+from ...dist.errors import StateError
 from ..pg_manager import describe_rank
+from .documents import Documents, read_documents
+from .settings import Settings, refusal, settings_of
 
-# attention(q, k, v, scale, is_causal) -> out
-Attention = Callable[[Tensor, Tensor, Tensor, float | None, bool], Tensor]
-
-_MARK = "_scaletorch_context_parallel"
-
-
-def mark(model: nn.Module) -> None:
-    """Remember on every module of `model` that it was made context parallel.
-
-    Raises:
-        StateError: A module of it was already.
-    """
-    for name, module in model.named_modules():
-        if _MARK in module.__dict__:
-            where = f"its submodule {name}" if name else "the model"
-            message = (
-                f"apply_context_parallel on {describe_rank()}: {where} is context parallel "
-                "already; apply it once, to the outermost model"
-            )
-            raise StateError(message)
-    for module in model.modules():
-        setattr(module, _MARK, True)
+_CU_SEQLENS = "cu_seq_lens_q"
 
 
-def install(model: nn.Module, attention: Attention) -> None:
-    """Route the calls of scaled_dot_product_attention in `model` to `attention`, in place.
+class _Running(threading.local):
+    """The overrides that are on in this thread, the innermost last."""
+
+    def __init__(self) -> None:
+        self.overrides: list[AttentionOverride] = []
+
+
+_running = _Running()
+
+
+def install(model: nn.Module) -> None:
+    """Route the calls of scaled_dot_product_attention in a marked model, in place.
 
     Modules of torch.nn itself call no attention of their own (but nn.MultiheadAttention, which
     the mode refuses), so they are left alone: what they contain is not.
     """
-    scope = threading.local()
     for module in list(model.modules()):
         if module is model or not type(module).__module__.startswith("torch.nn."):
-            wrapped = _overriding(module, attention, scope, outermost=module is model)
+            wrapped = _overriding(module, outermost=module is model)
             # Bound to the module, so that a deep copy of the model calls itself, not this one.
             module.forward = MethodType(wrapped, module)
 
 
 class AttentionOverride(TorchFunctionMode):
-    """While it is on, scaled_dot_product_attention is `attention`; `calls` counts them."""
+    """While it is on, scaled_dot_product_attention is over the whole sequence.
 
-    def __init__(self, attention: Attention) -> None:
+    Attributes:
+        settings: What the model attends by.
+        given: Keyword arguments of the forward that turned it on.
+        calls: How many calls of attention it has seen.
+    """
+
+    def __init__(self, settings: Settings, given: Mapping[str, Any]) -> None:
         super().__init__()
-        self.attention = attention
+        self.settings = settings
+        self.given = given
         self.calls = 0
+        self._read: list[tuple[Tensor, Documents]] = []  # kept, as reading waits for the device
 
     def __torch_function__(
         self,
@@ -80,16 +78,46 @@ class AttentionOverride(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             _refuse_bare_checkpoint(sys._getframe(1))
-            self.calls += 1
-            return self._attend(*args, **kwargs)
+            return self._sdpa(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            raise _refusal(
+            raise refusal(
                 "nn.MultiheadAttention computes its attention inside torch; use a module that "
                 "calls F.scaled_dot_product_attention"
             )
         return func(*args, **kwargs)
 
-    def _attend(
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float | None,
+        window: int | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Attend by the model's settings, and count the call."""
+        self.calls += 1
+        if cu_seqlens is None and self.given.get(_CU_SEQLENS) is not None:
+            raise refusal(
+                f"the model was given {_CU_SEQLENS} and does not pass it on to its attention; run "
+                "it within ShardedSequences.inside, which tells it the documents"
+            )
+        documents = None if cu_seqlens is None else self.documents(cu_seqlens)
+        return self.settings.attend(
+            q, k, v, causal=causal, scale=scale, window=window, documents=documents
+        )
+
+    def documents(self, cu_seqlens: Tensor) -> Documents:
+        """Return cumulative lengths as integers: see `read_documents`."""
+        for read, documents in self._read:
+            if read is cu_seqlens:
+                return documents
+        self._read.append((cu_seqlens, read_documents(cu_seqlens)))
+        return self._read[-1][1]
+
+    def _sdpa(
         self,
         query: Tensor,
         key: Tensor,
@@ -101,27 +129,34 @@ class AttentionOverride(TorchFunctionMode):
         enable_gqa: bool = False,
     ) -> Tensor:
         if attn_mask is not None:
-            raise _refusal("attn_mask must be None: use is_causal, and no padding")
+            raise refusal("attn_mask must be None: use is_causal, and no padding")
         if dropout_p > 0:
-            raise _refusal(f"dropout_p must be 0, and is {dropout_p}")
+            raise refusal(f"dropout_p must be 0, and is {dropout_p}")
         heads = [x.shape[-3] for x in (query, key) if x.ndim > 2]
         if not enable_gqa and len(set(heads)) > 1:
-            raise _refusal(f"{heads[0]} query heads and {heads[1]} key heads need enable_gqa=True")
-        return self.attention(query, key, value, scale, bool(is_causal))
+            raise refusal(f"{heads[0]} query heads and {heads[1]} key heads need enable_gqa=True")
+        return self.attend(query, key, value, causal=bool(is_causal), scale=scale)
 
 
-def _overriding(
-    module: nn.Module, attention: Attention, scope: threading.local, *, outermost: bool
-) -> Callable[..., Any]:
+def running_override(settings: Settings | None = None) -> AttentionOverride | None:
+    """Return the override of these settings, or of any, that is on in this thread."""
+    for override in reversed(_running.overrides):
+        if settings in (None, override.settings):
+            return override
+    return None
+
+
+def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
     """Return a forward for `module` that turns the override on where it is off."""
     own = module.__dict__.get("forward")
     inner: Callable[..., Any] = type(module).forward if own is None else _unbound(own)
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if getattr(scope, "on", False):
+        settings = settings_of(self)
+        if settings is None or not settings.active or running_override(settings):
             return inner(self, *args, **kwargs)
-        with _turned_on(scope, attention) as override:
+        with _turned_on(settings, kwargs) as override:
             result = inner(self, *args, **kwargs)
         if outermost and not override.calls:
             raise _unseen(self)
@@ -143,13 +178,14 @@ def _unbound(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def _turned_on(scope: threading.local, attention: Attention) -> Iterator[AttentionOverride]:
-    scope.on = True
+def _turned_on(settings: Settings, given: Mapping[str, Any]) -> Iterator[AttentionOverride]:
+    override = AttentionOverride(settings, given)
+    _running.overrides.append(override)
     try:
-        with AttentionOverride(attention) as override:
+        with override:
             yield override
     finally:
-        scope.on = False
+        _running.overrides.pop()
 
 
 def _refuse_bare_checkpoint(frame: Any) -> None:
@@ -162,15 +198,11 @@ def _refuse_bare_checkpoint(frame: Any) -> None:
         frame.f_code.co_name == "forward" and frame.f_globals is globals()
     ):
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
-            raise _refusal(
+            raise refusal(
                 "attention in a function that is checkpointed by itself would be recomputed "
                 "without the other ranks: checkpoint the module around it"
             )
         frame = frame.f_back
-
-
-def _refusal(why: str) -> InvalidArgumentError:
-    return InvalidArgumentError(f"context-parallel attention on {describe_rank()}: {why}")
 
 
 def _unseen(model: nn.Module) -> StateError:

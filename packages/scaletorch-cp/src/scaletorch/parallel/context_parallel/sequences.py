@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ...dist import functional
@@ -17,7 +18,11 @@ from .attention import attention
 from .cp_comms import ring_of
 from .documents import IGNORED, next_labels, positions_within, read_documents
 from .lookup import named_layout
+from .settings import Told, telling
 from .sharding import batch_shape, is_sequence, shard_batch, unshard_sequence
+from .transformers_attention import adopted
+
+CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")  # documents of a batch, by name
 
 
 class ShardedSequences:
@@ -69,7 +74,7 @@ class ShardedSequences:
         self.layout = named_layout(layout, length, self.ring)
         self.documents = None if cu_seqlens is None else read_documents(cu_seqlens, length)
 
-    def shard(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+    def shard(self, batch: Mapping[str, Any], *, shifted: bool = False) -> dict[str, Any]:
         """Return a batch with this rank's shard of every sequence in it, [B, padded length / N].
 
         Args:
@@ -77,7 +82,9 @@ class ShardedSequences:
                 there are any, NOT shifted: `labels[:, i]` is the label of `input_ids[:, i]`, as
                 the models of transformers take them. `position_ids` [B, length] or [1, length];
                 made where they are absent. Any other tensor [B, length] is a sequence as well;
-                everything else is passed on.
+                everything else is passed on: `cu_seq_lens_q`, `cu_seq_lens_k` and `cu_seqlens`
+                must be these documents.
+            shifted: The labels are targets already: `labels[:, i]` is that of `input_ids[:, i]`.
 
         Returns:
             A new dict. `labels` are the targets, shifted before they were cut: the next label
@@ -86,8 +93,8 @@ class ShardedSequences:
             in all else.
 
         Raises:
-            InvalidArgumentError: No `input_ids` [B, length], or labels or position_ids of
-                another shape.
+            InvalidArgumentError: No `input_ids` [B, length], labels or position_ids of another
+                shape, or other documents.
         """
         shape = batch_shape(batch)
         if shape[1] != self.layout.length:
@@ -96,17 +103,37 @@ class ShardedSequences:
                 f"input_ids are {list(shape)}"
             )
             raise InvalidArgumentError(message)
+        self._require_documents(batch)
         whole, documents = dict(batch), self.documents or (0, shape[1])
         if whole.get("position_ids") is None:
             ids = positions_within(documents, whole["input_ids"].device)
             whole["position_ids"] = ids.expand(shape)
-        if whole.get("labels") is not None:
+        if whole.get("labels") is not None and not shifted:
             whole["labels"] = next_labels(whole["labels"], documents)
         padded = {
             name: self._padded(name, value) if is_sequence(name, value, shape) else value
             for name, value in whole.items()
         }
         return shard_batch(padded, self.ring.group, layout=self.layout)
+
+    @contextmanager
+    def inside(self, model: nn.Module) -> Iterator[None]:
+        """Let every attention inside `model` be over these sequences, for as long as this lasts.
+
+        Their padding is seen by nothing, and each position sees its own document. Run forward
+        and backward inside: backward may compute attention again.
+
+        Args:
+            model: A model that `apply_context_parallel` was called on, over the same ranks; or
+                one that holds such a model.
+
+        Raises:
+            StateError: No part of it is context parallel, or it runs inside others already.
+            InvalidArgumentError: It is context parallel over other ranks.
+        """
+        told = Told(self.layout, self.documents or (0, self.layout.length))
+        with telling(model, told, self.ring), adopted(model, for_a_while=self.ring.size == 1):
+            yield
 
     def attention(
         self,
@@ -128,7 +155,7 @@ class ShardedSequences:
             causal: Each position sees itself and those before it.
             scale: Factor of the scores; 1 / sqrt(D) by default.
             window: How many positions each one sees, up to itself.
-            method: "ring", "all_gather", "ulysses", or "auto".
+            method: "ring", "all_gather", "ulysses", "hybrid", or "auto".
 
         Returns:
             The output [B, H, L, D] for this rank's queries; 0 for padding.
@@ -176,6 +203,20 @@ class ShardedSequences:
     def positions(self, device: torch.device | str | None = None) -> Tensor:
         """Return this rank's positions in the whole, int64 [L]; from the length on is padding."""
         return self.layout.positions(self.ring.index, device)
+
+    def _require_documents(self, batch: Mapping[str, Any]) -> None:
+        own = self.documents or (0, self.layout.length)
+        for name in CU_SEQLENS:
+            value = batch.get(name)
+            if value is None:
+                continue
+            found = read_documents(value, self.layout.length)
+            if found != own:
+                message = (
+                    f"{describe_rank()}: the batch's {name} are {found}, and these sequences have "
+                    f"documents {own}; tell them once, as ShardedSequences(..., cu_seqlens={name})"
+                )
+                raise InvalidArgumentError(message)
 
     def _padded(self, name: str, value: Tensor) -> Tensor:
         missing = self.layout.padded_length - self.layout.length

@@ -1,0 +1,174 @@
+"""What the attention of one context-parallel model goes by; each of its modules keeps the same.
+
+It lies on the modules, so a deep copy of the model gets settings of its own, and it is not
+bound to a thread: recomputation may run in another than the forward did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+
+from ...dist.errors import InvalidArgumentError, StateError
+from ..pg_manager import describe_rank
+from .attention import attention
+from .cp_comms import Ring
+from .documents import Documents
+from .layouts import Layout
+from .lookup import named_layout
+
+_NAME = "_scaletorch_context_parallel"
+
+
+class Told(NamedTuple):
+    """The batch that a model is told to attend by."""
+
+    layout: Layout
+    documents: Documents  # (0, length) where it is one
+
+
+class Settings:
+    """How one model attends.
+
+    Attributes:
+        layout: Name of the layout that shards have where nothing else is told.
+        method: Name of the method.
+        ring: The ranks.
+        told: The batch that holds at present, if a caller told one.
+    """
+
+    def __init__(self, layout: str, method: str, ring: Ring) -> None:
+        """Begin with no batch told."""
+        self.layout = layout
+        self.method = method
+        self.ring = ring
+        self.told: Told | None = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
+        """Return the settings of a copy of the model: process groups are not copied."""
+        return Settings(self.layout, self.method, self.ring)
+
+    @property
+    def active(self) -> bool:
+        """Whether attention is ours: on one rank the model's own is the same but for a batch."""
+        return self.ring.size > 1 or self.told is not None
+
+    def attend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool,
+        scale: float | None,
+        window: int | None = None,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Attend to the whole sequence: see `attention`.
+
+        Raises:
+            InvalidArgumentError: Full attention by the name "zigzag", documents other than those
+                told, and what `attention` refuses.
+        """
+        if self.told is None:
+            self._require_causal(causal)
+        elif documents not in (None, self.told.documents):
+            raise refusal(
+                f"this call's cu_seq_lens_q are {documents}, and the sequences that it runs "
+                f"inside of have {self.told.documents}"
+            )
+        layout, documents = self.told or (self._layout_of(documents, q.shape[-2]), documents)
+        return attention(
+            q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=documents,
+            layout=layout, method=self.method, group=self.ring.group,
+        )  # fmt: skip
+
+    def _layout_of(self, documents: Documents | None, part: int) -> Layout | str:
+        """Return who has what, `part` positions each; behind the last document is padding."""
+        if documents is None:
+            return self.layout
+        layout = named_layout(self.layout, documents[-1], self.ring)
+        if layout.local_length != part:
+            raise refusal(
+                f"cu_seq_lens_q must end with the length of the whole sequence, without padding "
+                f"at most {part * self.ring.size}; it ends with {documents[-1]}"
+            )
+        return layout
+
+    def _require_causal(self, causal: bool) -> None:
+        if not causal and self.layout == "zigzag":
+            raise refusal(
+                "full attention in a zigzag layout that is given by name: contiguous shards are "
+                "balanced for it already, and padding at a sequence's end would be seen. Use "
+                "layout='contiguous', or run the model within ShardedSequences.inside, which "
+                "knows the padding"
+            )
+
+
+def settings_of(module: nn.Module) -> Settings | None:
+    """Return the settings of the context-parallel model that `module` is a part of, if any."""
+    found: Settings | None = module.__dict__.get(_NAME)
+    return found
+
+
+def mark(model: nn.Module, settings: Settings) -> None:
+    """Remember the settings on every module of `model`.
+
+    Raises:
+        StateError: A module of it has some already.
+    """
+    for name, module in model.named_modules():
+        if settings_of(module) is not None:
+            where = f"its submodule {name}" if name else "the model"
+            message = (
+                f"apply_context_parallel on {describe_rank()}: {where} is context parallel "
+                "already; apply it once, to the outermost model"
+            )
+            raise StateError(message)
+    for module in model.modules():
+        setattr(module, _NAME, settings)
+
+
+@contextmanager
+def telling(model: nn.Module, told: Told, ring: Ring) -> Iterator[None]:
+    """Let every context-parallel part of `model` attend by one batch for a while.
+
+    Raises:
+        StateError: No part of `model` is context parallel, or it attends by another batch.
+        InvalidArgumentError: The model was made context parallel over other ranks.
+    """
+    parts = {id(found): found for part in model.modules() if (found := settings_of(part))}
+    for settings in parts.values() or [None]:
+        _require_ready(settings, model, told, ring)
+    before = [settings.told for settings in parts.values()]
+    try:
+        for settings in parts.values():
+            settings.told = told
+        yield
+    finally:
+        for settings, earlier in zip(parts.values(), before, strict=True):
+            settings.told = earlier
+
+
+def _require_ready(settings: Settings | None, model: nn.Module, told: Told, ring: Ring) -> None:
+    where = f"ShardedSequences.inside on {describe_rank()}: {type(model).__name__}"
+    if settings is None:
+        message = f"{where} is not context parallel; call apply_context_parallel(model) before"
+        raise StateError(message)
+    if settings.told not in (None, told):
+        message = f"{where} runs inside other sequences already; leave those first"
+        raise StateError(message)
+    if settings.ring.ranks != ring.ranks:
+        message = (
+            f"{where} is context parallel over ranks {settings.ring.ranks}, and the sequences "
+            f"are over {ring.ranks}; give both the same group"
+        )
+        raise InvalidArgumentError(message)
+
+
+def refusal(why: str) -> InvalidArgumentError:
+    """Return the error of attention that cannot be computed over shards."""
+    return InvalidArgumentError(f"context-parallel attention on {describe_rank()}: {why}")

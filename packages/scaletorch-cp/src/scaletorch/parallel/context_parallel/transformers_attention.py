@@ -1,0 +1,164 @@
+"""Attention of models of `transformers` over the whole sequence, through their own registries.
+
+Nothing is imported: where a model is one of transformers, that is loaded. An attention function
+and a mask function are registered when a model needs them, under this module's name.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...dist.errors import InvalidArgumentError
+from .override import AttentionOverride, running_override
+from .settings import refusal, settings_of
+from .transformers_mask import Pattern, context_mask, stranger
+
+NAME = __name__
+
+# What models pass on to their attention that does not change what it computes.
+_WITHOUT_EFFECT = frozenset({
+    "cache_position", "labels", "max_length_k", "max_length_q", "num_items_in_batch",
+    "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
+    "return_dict", "shift_labels", "use_cache",
+})  # fmt: skip
+_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+def adopt(model: nn.Module) -> list[tuple[Any, str | None]]:
+    """Let the models of transformers in `model` attend by `context_attention`.
+
+    Their configs become copies, as other models may share them.
+
+    Returns:
+        Each config, and which attention it named before.
+
+    Raises:
+        InvalidArgumentError: A part computes its attention otherwise, or mixes positions in
+            layers that are no attention.
+    """
+    library = sys.modules.get("transformers.modeling_utils")
+    masks = sys.modules.get("transformers.masking_utils")
+    if library is None or masks is None:  # what has no registries calls F.sdpa
+        return []
+    parts = [part for part in model.modules() if isinstance(part, library.PreTrainedModel)]
+    if not parts:
+        return []
+    library.ALL_ATTENTION_FUNCTIONS.register(NAME, context_attention)
+    masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, context_mask)
+    before = [(config, config._attn_implementation) for config in _own_configs(model)]
+    try:
+        for part in parts:
+            if part.config._attn_implementation != NAME:
+                part.set_attn_implementation(NAME)
+            _require_adopted(part)
+    except InvalidArgumentError:
+        _restore(before)
+        raise
+    return before
+
+
+@contextmanager
+def adopted(model: nn.Module, *, for_a_while: bool) -> Iterator[None]:
+    """Adopt a model until the end of the context; or do nothing."""
+    before = adopt(model) if for_a_while else []
+    try:
+        yield
+    finally:
+        _restore(before)
+
+
+def context_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Pattern | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    sliding_window: int | None = None,
+    cu_seq_lens_q: Tensor | None = None,
+    cu_seq_lens_k: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as `transformers` asks for it: q, k and v [B, heads, L, D] to [B, L, heads, D]."""
+    settings = settings_of(module)
+    if settings is None:
+        raise stranger(type(module).__name__)
+    override = running_override(settings) or AttentionOverride(settings, {})
+    asked = {"output_attentions": override.given.get("output_attentions"), **others}
+    _require_computable(attention_mask, dropout, asked)
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    if attention_mask is not None:
+        causal, sliding_window = attention_mask.causal, attention_mask.window
+    if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
+        _require_equal(override, cu_seq_lens_q, cu_seq_lens_k)
+    out = override.attend(
+        query, key, value, causal=bool(causal), scale=scaling, window=sliding_window,
+        cu_seqlens=cu_seq_lens_q,
+    )  # fmt: skip
+    return out.transpose(1, 2).contiguous(), None
+
+
+def _require_computable(mask: Any, dropout: float, asked: Mapping[str, Any]) -> None:
+    if mask is not None and not isinstance(mask, Pattern):
+        came = list(mask.shape) if isinstance(mask, Tensor) else type(mask).__name__
+        raise refusal(f"attention_mask must be None, and is {came}: use no padding")
+    if dropout > 0:
+        raise refusal(f"attention dropout must be 0, and is {dropout}; set it to 0 in the config")
+    for name, value in asked.items():
+        if name not in _WITHOUT_EFFECT and value is not None and value is not False:
+            raise refusal(f"the model asks its attention for {name}, which cannot be computed")
+
+
+def _require_equal(override: AttentionOverride, queries: Tensor | None, keys: Tensor) -> None:
+    if queries is None or override.documents(queries) != override.documents(keys):
+        raise refusal("cu_seq_lens_k must equal cu_seq_lens_q: attention is of one sequence")
+
+
+def _own_configs(model: nn.Module) -> list[Any]:
+    """Give `model` configs of its own; return them."""
+    base = sys.modules["transformers.configuration_utils"].PretrainedConfig
+    memo: dict[int, Any] = {}
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        for name, value in vars(module).items():
+            if isinstance(value, base):
+                vars(module)[name] = copy.deepcopy(value, memo)
+                _collect(vars(module)[name], found)
+    return list(found.values())
+
+
+def _collect(config: Any, found: dict[int, Any]) -> None:
+    found[id(config)] = config
+    for name in config.sub_configs:
+        if getattr(config, name, None) is not None:
+            _collect(getattr(config, name), found)
+
+
+def _restore(before: list[tuple[Any, str | None]]) -> None:
+    for config, name in before:
+        config._attn_implementation_internal = name
+
+
+def _require_adopted(part: Any) -> None:
+    """Refuse parts whose attention would be of this rank's shard alone."""
+    name, implementation = type(part).__name__, part.config._attn_implementation
+    if implementation not in (NAME, "sdpa"):  # by "sdpa" it calls F.sdpa, which is overridden
+        raise refusal(
+            f"{name} neither uses the attention registry of transformers nor "
+            f"F.scaled_dot_product_attention; its attention is {implementation!r}"
+        )
+    others = set(getattr(part.config, "layer_types", None) or ()) - set(_LAYERS)
+    if others:
+        raise refusal(
+            f"{name} has layers of {', '.join(sorted(others))}, which would mix the positions of "
+            "this rank's shard alone"
+        )

@@ -1,0 +1,139 @@
+"""Masks that models of `transformers` ask for: what they would say, without building them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ...dist.errors import StateError
+from ..pg_manager import describe_rank
+from .lookup import layout_of_shards
+from .override import AttentionOverride, running_override
+from .settings import Settings, refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Pattern:
+    """What a mask would say; it stands for one, as attention builds none."""
+
+    causal: bool
+    window: int | None
+
+
+def context_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    allow_is_causal_skip: bool = True,
+    allow_is_bidirectional_skip: bool = False,
+    **others: Any,
+) -> Pattern | None:
+    """Return what a mask would say, if attention by `context_attention` can do it.
+
+    None where the function for "sdpa" gives None as well: all, or all before.
+    """
+    override = running_override()
+    if override is None:
+        raise stranger("a mask")
+    if attention_mask is not None:
+        _require_no_padding(attention_mask, q_length, override.settings)
+    if int(q_offset) or kv_offset or kv_length != q_length:
+        raise refusal(
+            f"{q_length} queries from position {int(q_offset)} on and {kv_length} keys: neither "
+            "decoding with a cache nor cross attention can be computed; use_cache=False"
+        )
+    _require_positions(override, q_length)
+    pattern = _pattern(mask_function)
+    skip = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
+    return None if skip and pattern.window is None else pattern
+
+
+def _pattern(mask_function: Any) -> Pattern:
+    """Read a mask function of transformers; packing that it guessed from positions is left out.
+
+    That guess is wrong for shards, which skip positions: documents are told, not guessed.
+    """
+    causal, window = False, None
+    for name, held in _parts(mask_function):
+        if name == "causal_mask_function":
+            causal = True
+        elif name == "sliding_window_overlay":
+            window = held["sliding_window"]
+        elif name == "sliding_window_bidirectional_overlay":
+            window = held["sliding_window"] + 1  # it counts the positions on one side
+        elif name not in ("bidirectional_mask_function", "packed_sequence_mask_function"):
+            raise refusal(
+                f"the model masks by {name}; causal and full attention and sliding windows can be "
+                "computed"
+            )
+    return Pattern(causal, window)
+
+
+def _parts(mask_function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the name of each function that must hold, and the variables that it closes over."""
+    name = getattr(mask_function, "__qualname__", repr(mask_function)).partition(".<locals>")[0]
+    code = getattr(mask_function, "__code__", None)
+    cells = getattr(mask_function, "__closure__", None) or ()
+    names = () if code is None else code.co_freevars
+    held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
+    if name == "and_masks":
+        for part in held["mask_functions"]:
+            yield from _parts(part)
+    elif name == "remap_positions_for_packed_sequence":
+        yield from _parts(held["mask_function"])
+    else:
+        yield name, held
+
+
+def _require_no_padding(attention_mask: Tensor, part: int, settings: Settings) -> None:
+    """Refuse zeros, but those of padding that is told: it is seen by nothing anyway."""
+    if attention_mask.ndim != 2 or attention_mask.shape[1] != part:
+        raise refusal(
+            f"attention_mask must be this rank's shard, [B, {part}], or None; it is "
+            f"{list(attention_mask.shape)}"
+        )
+    real = attention_mask.bool()
+    if settings.told is not None:
+        layout = settings.told.layout
+        held = layout.positions(settings.ring.index, attention_mask.device)
+        real = real | (held >= layout.length)
+    if not real.all():
+        raise refusal(
+            "attention_mask must hold no zeros: pad no sequences but through ShardedSequences, "
+            "and run the model within its inside()"
+        )
+
+
+def _require_positions(override: AttentionOverride, part: int) -> None:
+    """Refuse positions that one process would take for packed documents, if none are told."""
+    settings, given = override.settings, override.given
+    ids = given.get("position_ids")
+    told = settings.told is not None or given.get("cu_seq_lens_q") is not None
+    if told or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != part:
+        return
+    layout = layout_of_shards(settings.layout, part, None, settings.ring)
+    ahead = ids - layout.positions(settings.ring.index, ids.device)
+    padding = (ids == 0).int().flip(1).cumprod(1).flip(1).bool()  # as ShardedSequences pads
+    if (((ahead != ahead[:, :1]) | (ahead < 0)) & ~padding).any():
+        raise refusal(
+            f"position_ids are not those of this rank's {settings.layout} shard of one sequence: "
+            "shard the batch in the model's layout; if they restart where packed documents "
+            "begin, tell the documents, as cu_seq_lens_q of the whole sequence or by "
+            "ShardedSequences.inside"
+        )
+
+
+def stranger(name: str) -> StateError:
+    """Return the error of a model that asks for attention and was not made context parallel."""
+    message = (
+        f"{describe_rank()}: {name} of a model that is not context parallel asks for the "
+        'attention of one that is; give each model a config of its own, or select "sdpa" again'
+    )
+    return StateError(message)

@@ -1,0 +1,102 @@
+"""Memory is linear in the sequence, by every method and under every mask."""
+
+import torch
+import torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile
+
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.context_parallel import attention
+from scaletorch.parallel.context_parallel.bands import CAUSAL
+from scaletorch.parallel.context_parallel.kernels import Operands, tile
+
+LENGTH, DIM, RANKS = 32_768, 16, 2
+HEADS = {"ring": 1, "all_gather": 1, "ulysses": RANKS}  # "hybrid" on two ranks is one of these
+MASKS = {
+    "whole": lambda length: {},
+    "documents": lambda length: {
+        "cu_seqlens": (0, 5, *range(length // 8, length + 1, length // 8))
+    },
+    "window": lambda length: {"window": 500},
+}
+QUIET = {"KINETO_LOG_LEVEL": "99"}  # the profiler tells of every start and stop
+
+
+def peak(run):
+    """Return the bytes that torch's CPU allocator handed out at most, above those from before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        most = max(most, alive)
+    return most
+
+
+def random(heads, length):
+    """Return q, k, v, the gradient of the output, and the bytes of all four."""
+    tensors = [torch.randn(1, heads, length, DIM) for _ in range(4)]
+    return (*tensors, sum(x.nbytes for x in tensors))
+
+
+def peak_of_attention(method, length, options):
+    """Return the peak of causal forward and backward, and the bytes of this rank's inputs."""
+    *tensors, inputs = random(HEADS[method], length // RANKS)
+    q, k, v = (x.requires_grad_() for x in tensors[:3])
+
+    def run():
+        out = attention(q, k, v, causal=True, method=method, group=dist.group.WORLD, **options)
+        out.backward(tensors[3])
+
+    return peak(run), inputs
+
+
+def of_attention():
+    """Return of each method and mask what a quarter of the length takes, and the whole."""
+    return {
+        (method, mask): [
+            peak_of_attention(method, length, options(length)) for length in (LENGTH // 4, LENGTH)
+        ]
+        for method in HEADS
+        for mask, options in MASKS.items()
+    }
+
+
+def of_a_ring():
+    return peak_of_attention("ring", RANKS * 1024, {})[0]
+
+
+def peak_of_tiles(length):
+    """Return the peak of forward and backward by the tile kernel, and the bytes of its inputs."""
+    q, k, v, grad, inputs = random(1, length)
+
+    def run():
+        out, lse = tile.forward(q, k, v, 0.25, CAUSAL)
+        tile.backward(Operands(grad, q, k, v, out, lse), 0.25, CAUSAL)
+
+    return peak(run), inputs
+
+
+def of_tiles():
+    return [peak_of_tiles(length) for length in (4096, 8192)]
+
+
+def test_32k_positions_on_two_ranks():
+    # The scores of one head would be 512 times the inputs on each rank.
+    for found in run_ranks(of_attention, RANKS, env=QUIET, timeout=100):
+        for case, ((quarter, _), (whole, inputs)) in found.items():
+            assert inputs < whole < 5 * inputs, case
+            # When gloo's threads let go of what they sent is a matter of chance; 16 is quadratic.
+            assert whole < 6 * quarter, case
+
+
+def test_a_ring_takes_no_more_on_more_ranks():
+    three, five = (max(run_ranks(of_a_ring, size, env=QUIET)) for size in (3, 5))
+    assert five < 1.1 * three
+
+
+def test_tiles():
+    # Scores would be 128 times the inputs; a tile of 128 rows and all keys is twice them.
+    (((half, _), (whole, inputs)),) = run_ranks(of_tiles, 1, env=QUIET)
+    assert inputs < whole < 8 * inputs
+    assert whole < 2.2 * half

@@ -1,0 +1,71 @@
+"""What is documented to travel is what travels."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.context_parallel import attention
+from scaletorch.parallel.context_parallel.volumes import volumes
+
+METHODS = ("ring", "all_gather", "ulysses", "hybrid")
+DTYPES = (torch.bfloat16, torch.float32, torch.float64)
+LENGTH, DIM = 6, 4
+COMPARISON = 120  # bytes, of what a rank was called with
+
+
+class Counting(TorchDispatchMode):
+    """Adds up what leaves this rank, at the dispatcher, which every message passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.sent = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            size, name = dist.get_world_size(), func._schema.name
+            sizes = [
+                sum(x.nbytes for x in tree_leaves(value) if isinstance(x, torch.Tensor))
+                for value in (*args, result)
+            ]
+            collective = max(sizes) * (size - 1) // size  # a gather, or an exchange of all with all
+            self.sent += {"c10d::send": sizes[0], "c10d::recv_": 0}.get(name, collective)
+        return result
+
+
+def sent(method, heads, kv_heads, dtype):
+    """Return the bytes that leave this rank in forward and backward."""
+    shapes = [(2, h, LENGTH, DIM) for h in (heads, kv_heads, kv_heads)]
+    leaves = [torch.ones(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    with Counting() as forward:
+        out = attention(*leaves, causal=True, method=method, group=dist.group.WORLD)
+    with Counting() as backward:
+        out.backward(torch.ones_like(out))
+    return forward.sent - COMPARISON * (dist.get_world_size() - 1), backward.sent
+
+
+def measured(cases):
+    return [sent(*case) for case in cases]
+
+
+def test_bytes_sent_are_the_volumes():
+    cases, expected = [], []
+    for heads, kv_heads, part in [(4, 4, 4), (8, 2, 2), (4, 1, 1), (6, 6, 2)]:
+        for dtype in DTYPES:
+            known = volumes(heads, kv_heads, LENGTH, DIM, ranks=4, part=part, batch=2, dtype=dtype)
+            assert [*known] == [m for m in METHODS if m != "ulysses" or heads % 4 == 0]
+            cases += [(method, heads, kv_heads, dtype) for method in known]
+            expected += known.values()
+    for found in run_ranks(measured, 4, cases):
+        for case, own, wanted in zip(cases, found, expected, strict=True):
+            assert own == wanted, case
+
+
+def test_one_rank_sends_nothing_and_parts_divide_the_ranks():
+    assert {sum(each) for each in volumes(4, 2, LENGTH, DIM, ranks=1).values()} == {0}
+    with pytest.raises(InvalidArgumentError, match="parts of 3 ranks do not divide 4 ranks"):
+        volumes(6, 6, LENGTH, DIM, ranks=4, part=3)

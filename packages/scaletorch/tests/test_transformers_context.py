@@ -1,0 +1,347 @@
+"""Models of transformers, context parallel through their own attention registry."""
+
+from __future__ import annotations
+
+import copy
+import re
+from itertools import pairwise
+
+import pytest
+import torch
+import torch.distributed as c10d
+import torch.nn.functional as F
+
+from scaletorch.dist.errors import InvalidArgumentError, StateError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.context_parallel import (
+    ShardedSequences,
+    apply_context_parallel,
+    shard_batch,
+)
+
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.timeout(300)  # each rank imports transformers
+
+LENGTH = 24
+PACKED = (0, 5, 12, 12, 24)  # 12 is where shards of two ranks meet
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 32,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,  # the usual one leaves attention nearly uniform
+}
+SPECIAL = {
+    "Qwen3": {"head_dim": 4},
+    "Mistral": {"sliding_window": 7},
+    "Gemma2": {"head_dim": 4, "sliding_window": 7},
+    "GptOss": {"head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
+    "Llama4Text": {"head_dim": 4, "num_local_experts": 2, "attention_chunk_size": 5},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
+    "ModernBert": {"local_attention": 6, "pad_token_id": 0},
+}
+
+
+def _build(name, **options):
+    import transformers
+
+    torch.manual_seed(1)
+    if name == "GPT2":
+        sizes = {"vocab_size": 32, "n_embd": 32, "n_layer": 2, "n_head": 8, "n_positions": 64}
+        pdrop = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+        tokens = {"bos_token_id": 0, "eos_token_id": 1}
+        config = transformers.GPT2Config(**sizes, **pdrop, **tokens, initializer_range=0.3)
+        return transformers.GPT2LMHeadModel(config).double()
+    kind = "ForMaskedLM" if name.endswith("Bert") else "ForCausalLM"
+    config = getattr(transformers, f"{name}Config")(**SIZES | SPECIAL.get(name, {}) | options)
+    return getattr(transformers, f"{name.removesuffix('Text')}{kind}")(config).double()
+
+
+def _tokens(rows=2, length=LENGTH):
+    return torch.randint(1, 32, (rows, length), generator=torch.Generator().manual_seed(2))
+
+
+def _token_losses(model, batch, **told):
+    """Return the sum of the losses of targets that are shifted already."""
+    # Without a cache transformers guesses documents from positions; shards must not mislead it.
+    out = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False, **told)
+    return F.cross_entropy(out.logits.mT, batch["labels"], reduction="sum")
+
+
+def _expected(name, documents, **options):
+    """Return loss and gradients of one process that runs each document by itself."""
+    model, ids, total = _build(name, **options), _tokens(), 0.0
+    for start, stop in pairwise(documents):
+        if stop - start > 1:
+            part = ids[:, start:stop]
+            total = total + F.cross_entropy(
+                model(part).logits[:, :-1].mT, part[:, 1:], reduction="sum"
+            )
+    total.backward()
+    return [total.detach(), *(p.grad for p in model.parameters())]
+
+
+def _worst(loss, model, expected):
+    """Return the largest relative difference of loss and gradients, summed over the ranks."""
+    worst = 0.0
+    found = [loss.detach(), *(p.grad for p in model.parameters())]
+    for mine, theirs in zip(found, expected, strict=True):
+        c10d.all_reduce(mine)
+        worst = max(worst, ((mine - theirs).abs().max() / theirs.abs().max()).item())
+    return worst
+
+
+def _step(name, layout, method, documents=None, how="told", recompute=None):
+    world = c10d.group.WORLD
+    expected = _expected(name, documents or (0, LENGTH))
+    model = apply_context_parallel(_build(name), world, layout=layout, method=method)
+    if recompute is not None:
+        model.train()
+        model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
+        model.enable_input_require_grads()
+    sequences = ShardedSequences(LENGTH, layout=layout, cu_seqlens=documents, group=world)
+    batch = sequences.shard({"input_ids": _tokens(), "labels": _tokens()})
+    if how == "inside":
+        with sequences.inside(model):
+            loss = _token_losses(model, batch)
+            loss.backward()
+    else:
+        told = {} if documents is None else {"cu_seq_lens_q": torch.tensor(documents)}
+        loss = _token_losses(model, batch, **told)
+        loss.backward()
+    return _worst(loss, model, expected)
+
+
+CASES = [
+    ("Llama", "zigzag", "ring"),
+    ("Llama", "contiguous", "ulysses"),
+    ("Llama", "zigzag", "ring", PACKED),
+    ("Llama", "contiguous", "ulysses", PACKED),
+    ("Llama", "zigzag", "ring", PACKED, "told", "plain"),
+    ("Llama", "zigzag", "ulysses", PACKED, "inside", "reentrant"),
+    ("Llama", "stripe", "all_gather", PACKED, "inside"),
+    ("Mistral", "zigzag", "ring"),
+    ("Mistral", "contiguous", "ulysses"),
+    ("Mistral", "zigzag", "ring", PACKED, "inside", "plain"),
+    ("Qwen3", "zigzag", "auto", PACKED),
+    ("Qwen2", "zigzag", "ring", PACKED),
+    ("GPT2", "zigzag", "ring", PACKED),
+    ("GPT2", "contiguous", "ulysses", PACKED, "inside", "plain"),
+]
+
+
+def _steps(cases):
+    return [_step(*case) for case in cases]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_gradients_equal_one_process(size):
+    # On one rank the model is its own, but inside of sequences.
+    cases = [case for case in CASES if size > 1 or "inside" in case]
+    for errors in run_ranks(_steps, size, cases):
+        for case, error in zip(cases, errors, strict=True):
+            assert error < 1e-12, case
+
+
+def _encode(name, layout, method):
+    """Return the largest difference to one process of an encoder; its last positions are padded."""
+    ids, world = _tokens(length=13), c10d.group.WORLD
+    reference = _build(name).eval()
+    expected = F.cross_entropy(reference(ids).logits.mT, ids, reduction="sum")
+    expected.backward()
+    model = apply_context_parallel(_build(name), world, method=method).eval()
+    sequences = ShardedSequences(13, layout=layout, group=world)
+    batch = {"input_ids": ids, "targets": ids, "attention_mask": torch.ones_like(ids)}
+    batch = sequences.shard(batch)
+    targets = batch.pop("targets")
+    with sequences.inside(model):
+        # Only padding has token 0.
+        loss = F.cross_entropy(model(**batch).logits.mT, targets, reduction="sum", ignore_index=0)
+        loss.backward()
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in reference.parameters()]
+    for parameter in model.parameters():
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    found = [loss.detach(), *(p.grad for p in model.parameters())]
+    for x in found:
+        c10d.all_reduce(x)
+    pairs = zip(found, [expected.detach(), *grads], strict=True)
+    return max((mine - theirs).abs().max().item() for mine, theirs in pairs)
+
+
+ENCODERS = [
+    (name, *how)
+    for name in ("Bert", "ModernBert")
+    for how in (("zigzag", "ring"), ("contiguous", "ulysses"))
+]
+
+
+def _encoders():
+    return [_encode(*case) for case in ENCODERS]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_full_attention_and_windows_to_both_sides_with_padding(size):
+    for errors in run_ranks(_encoders, size):
+        for case, error in zip(ENCODERS, errors, strict=True):
+            assert error < 1e-10, case
+
+
+def _padded_by_name():
+    """Return the largest difference to one process: causal attention sees no padding."""
+    ids, world = _tokens(length=13), c10d.group.WORLD
+    expected = _build("Llama")(ids).logits
+    model = apply_context_parallel(_build("Llama"), world, layout="zigzag")
+    sequences = ShardedSequences(13, group=world)
+    found = sequences.unshard(model(**sequences.shard({"input_ids": ids}), use_cache=False).logits)
+    return (found - expected).abs().max().item()
+
+
+def test_a_padded_zigzag_shard_needs_no_more_than_its_name():
+    assert max(run_ranks(_padded_by_name, 2)) < 1e-12
+
+
+def _faces():
+    """Check what else changes, and what does not."""
+    world = c10d.group.WORLD
+    plain = _build("Llama")
+    shared = type(plain)(plain.config).double()
+    batch = shard_batch({"input_ids": _tokens()}, world, layout="zigzag")
+    args = {name: batch[name] for name in ("input_ids", "position_ids")}
+    before = shared(**args).logits
+    model = apply_context_parallel(plain, world, layout="zigzag")
+    assert model.config._attn_implementation.endswith("context_parallel.transformers_attention")
+    assert model.config is model.model.layers[0].self_attn.config
+    assert shared.config._attn_implementation == "sdpa"
+    assert torch.equal(shared(**args).logits, before)
+
+    twin = copy.deepcopy(model)
+    assert torch.equal(twin(**args).logits, model(**args).logits)
+    sequences = ShardedSequences(LENGTH, cu_seqlens=PACKED, group=world)
+    told = {"cu_seq_lens_q": torch.tensor(PACKED)}
+    with sequences.inside(twin):
+        assert torch.equal(twin(**args).logits, model(**args, **told).logits)
+        assert not torch.equal(twin(**args).logits, model(**args).logits)
+
+    borrower = type(plain)(model.config).double()
+    with pytest.raises(StateError, match="not context parallel asks for the attention of one"):
+        borrower(**args)
+    with pytest.raises(StateError, match="not context parallel asks for the attention of one"):
+        borrower.model.layers[0].self_attn(
+            torch.ones(1, 4, 32).double(), (torch.ones(1, 4, 4), torch.ones(1, 4, 4))
+        )
+
+
+def test_other_models_and_copies_are_not_touched():
+    run_ranks(_faces, 2)
+
+
+def test_one_process_is_left_as_it_is_outside_of_sequences():
+    model = _build("Mistral")
+    expected = model(_tokens()).logits
+    assert torch.equal(apply_context_parallel(model)(_tokens()).logits, expected)
+    assert model.config._attn_implementation == "sdpa"
+    sequences = ShardedSequences(LENGTH, cu_seqlens=PACKED)
+    with sequences.inside(model):
+        assert not torch.equal(model(_tokens()).logits, expected)
+    with pytest.raises(InvalidArgumentError), sequences.inside(model):
+        model(_tokens(length=5))
+    assert model.config._attn_implementation == "sdpa"
+    assert torch.equal(model(_tokens()).logits, expected)
+
+
+def _decode(model, batch):
+    cache = model(**batch, use_cache=True).past_key_values
+    model(**batch, past_key_values=cache)
+
+
+def _packed(model, batch):
+    """Positions that restart where both ranks' shards begin."""
+    model(**{**batch, "position_ids": torch.arange(12)[None]})
+
+
+def _other_layout(model, batch):
+    model(**shard_batch({"input_ids": _tokens()}, c10d.group.WORLD, layout="stripe"))
+
+
+def _inside(model, batch):
+    sequences = ShardedSequences(LENGTH, cu_seqlens=PACKED, group=c10d.group.WORLD)
+    with sequences.inside(model):
+        model(**batch, cu_seq_lens_q=torch.tensor([0, 6, 24]))
+
+
+def _calls(**given):
+    return lambda model, batch: model(**batch, **given)
+
+
+ONES = torch.ones(2, 12, dtype=torch.long)
+TOLD = torch.tensor(PACKED)
+REFUSED = {
+    "padding": (_calls(attention_mask=ONES.tril()), "attention_mask must hold no zeros"),
+    "whole mask": (
+        _calls(attention_mask=ONES.repeat(1, 2)),
+        r"must be .* shard, .B, 12.,",
+    ),
+    "4-d mask": (_calls(attention_mask=torch.zeros(2, 1, 12, 12)), "attention_mask must be None"),
+    "cache": (_decode, "12 queries from position 12 on and 24 keys: neither decoding"),
+    "attentions": (_calls(output_attentions=True), "for output_attentions, which cannot"),
+    "unknown": (_calls(position_bias=ONES), "for position_bias, which cannot be computed"),
+    "full": (_calls(is_causal=False), "full attention in a zigzag layout .* by name"),
+    "keys": (
+        _calls(cu_seq_lens_q=TOLD, cu_seq_lens_k=torch.tensor([0, 24])),
+        "cu_seq_lens_k must equal cu_seq_lens_q",
+    ),
+    "end": (_calls(cu_seq_lens_q=torch.tensor([0, 12])), "end with .* 24; it ends with 12"),
+    "2-d": (_calls(cu_seq_lens_q=TOLD[None]), r"1-d tensor of integers; it is .* \[1, 5\]"),
+    "twice": (_inside, r"cu_seq_lens_q are \(0, 6, 24\), and the sequences .* \(0, 5, 12"),
+    "restart": (_packed, "tell the documents, as cu_seq_lens_q"),
+    "layout": (_other_layout, "not those of this rank's zigzag shard"),
+    "dropout": (
+        _calls(),
+        "attention dropout must be 0, and is 0.5",
+        "Llama",
+        {"attention_dropout": 0.5},
+    ),
+    "softcap": (_calls(), "for softcap, which", "Gemma2", {}),
+    "sinks": (_calls(), "for s_aux, which", "GptOss", {}),
+    "chunks": (_calls(), "masks by chunked_overlay", "Llama4Text", {}),
+}
+
+
+def _refuse():
+    world, messages = c10d.group.WORLD, {}
+    batch = shard_batch({"input_ids": _tokens()}, world, layout="zigzag")
+    for key, (call, _, *special) in REFUSED.items():
+        name, options = special or ("Llama", {})
+        model = apply_context_parallel(_build(name, **options), world, layout="zigzag")
+        try:
+            call(model, batch)
+        except (InvalidArgumentError, StateError) as error:
+            messages[key] = str(error)
+    return messages
+
+
+def test_what_cannot_be_exact_is_refused_by_name():
+    for rank, messages in enumerate(run_ranks(_refuse, 2)):
+        for key, (_, match, *_) in REFUSED.items():
+            assert re.search(match, messages.get(key, "nothing")), (key, messages.get(key))
+            assert f"rank {rank}" in messages[key], key
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"name": "Bloom"}, "BloomForCausalLM neither uses .* attention is 'eager'"),
+        ({"name": "Lfm2", "layer_types": ["conv", "full_attention"]}, "has layers of conv"),
+    ],
+)
+def test_models_with_other_layers_are_refused(config, match):
+    model = apply_context_parallel(_build(**config))
+    before = model.config._attn_implementation
+    with pytest.raises(InvalidArgumentError, match=match), ShardedSequences(8).inside(model):
+        pass
+    assert model.config._attn_implementation == before
