@@ -121,3 +121,38 @@ def statistics_in_bfloat16(merge: Any) -> Any:
         lse.copy_(lse.bfloat16())
 
     return merged
+
+
+@fault("sequences:shard_batch", layout="1x1x2x1")
+def positions_of_first_shard(shard: Any) -> Any:
+    """Every context-parallel rank counts its positions from 0."""
+
+    def restarted(batch: Any, group: Any, **options: Any) -> Any:
+        shards = shard(batch, group, **options)
+        return {**shards, "position_ids": shards["position_ids"] - shards["position_ids"][:, :1]}
+
+    return restarted
+
+
+@fault("sequences:shard_batch", layout="1x1x2x1")
+def labels_shifted_within_shards(shard: Any) -> Any:
+    """Labels are shifted within each shard, so that its last token has none."""
+
+    def shortened(batch: Any, group: Any, **options: Any) -> Any:
+        shards = shard(batch, group, **options)
+        shards["labels"][:, -1] = -100
+        return shards
+
+    return shortened
+
+
+@fault("settings:Settings._layout_of", layout="1x1x2x1")
+def attention_in_another_layout(layout_of: Any) -> Any:
+    """Attention takes shards to be contiguous that are zigzag."""
+    return lambda self, documents, part: "contiguous"
+
+
+@fault("methods.swap:Swap._heads_of", layout="1x1x2x1", cp_method="ulysses")
+def heads_of_another_rank(heads_of: Any) -> Any:
+    """Ranks get each other's heads, and give them back as their own."""
+    return lambda self, x, peer, piece: heads_of(self, x, self.part.size - 1 - peer, piece)

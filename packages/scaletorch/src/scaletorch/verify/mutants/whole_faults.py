@@ -74,29 +74,6 @@ def loss_of_one_rank(all_reduce: Any) -> Any:
     return lambda data, group: None
 
 
-@fault("step:shard_batch", layout="1x1x2x1")
-def positions_of_first_shard(shard: Any) -> Any:
-    """Every context-parallel rank counts its positions from 0."""
-
-    def restarted(batch: Any, group: Any, **options: Any) -> Any:
-        shards = shard(batch, group, **options)
-        return {**shards, "position_ids": shards["position_ids"] - shards["position_ids"][:, :1]}
-
-    return restarted
-
-
-@fault("step:shard_batch", layout="1x1x2x1")
-def labels_shifted_within_shards(shard: Any) -> Any:
-    """Labels are shifted within each shard, so that its last token has none."""
-
-    def shortened(batch: Any, group: Any, **options: Any) -> Any:
-        shards = shard(batch, group, **options)
-        shards["labels"][:, -1] = -100
-        return shards
-
-    return shortened
-
-
 @fault("loss:vocab_parallel_cross_entropy", layout="1x1x1x2", loss_parallel="on")
 def loss_of_own_vocabulary(loss: Any) -> Any:
     """A rank's loss knows its own part of the vocabulary alone."""
