@@ -42,7 +42,7 @@ from torch import Tensor
 
 from scaletorch.dist import RankPool
 from scaletorch.parallel.context_parallel import LAYOUTS, attention
-from scaletorch.parallel.context_parallel.volumes import volumes
+from scaletorch.parallel.context_parallel.methods.volumes import volumes
 
 RANKS, HEADS, HEAD_DIM = 2, 8, 64
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import LAYOUTS, attention, choose_method
-from scaletorch.parallel.context_parallel.layouts import joined
+from scaletorch.parallel.context_parallel.layouts.layout import joined
 
 LENGTH = 45  # pads in every layout
 

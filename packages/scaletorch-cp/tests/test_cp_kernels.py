@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaletorch.parallel.context_parallel import kernels
-from scaletorch.parallel.context_parallel.bands import CAUSAL, FULL
 from scaletorch.parallel.context_parallel.kernels import (
     Operands,
     cpu_flash,
@@ -23,6 +22,7 @@ from scaletorch.parallel.context_parallel.kernels import (
     update_out_and_lse,
 )
 from scaletorch.parallel.context_parallel.kernels.strips import strips
+from scaletorch.parallel.context_parallel.masks.bands import CAUSAL, FULL
 
 KERNELS = [cpu_flash, tile, kernels]
 BOUNDS = st.none() | st.integers(-40, 40)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.parallel.context_parallel.layouts import (
+from scaletorch.parallel.context_parallel.layouts.layout import (
     LAYOUTS,
     contiguous,
     stripe,

@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaletorch.dist.errors import InvalidArgumentError
-from scaletorch.parallel.context_parallel import cutting, masks
-from scaletorch.parallel.context_parallel.drawing import draw
-from scaletorch.parallel.context_parallel.layouts import LAYOUTS, contiguous, stripe, zigzag
-from scaletorch.parallel.context_parallel.masks import CAUSAL, FULL, Mask, blocks, seen, work
+from scaletorch.parallel.context_parallel.layouts.layout import LAYOUTS, contiguous, stripe, zigzag
+from scaletorch.parallel.context_parallel.masks import cutting
+from scaletorch.parallel.context_parallel.masks import mask as mask_module
+from scaletorch.parallel.context_parallel.masks.drawing import draw
+from scaletorch.parallel.context_parallel.masks.mask import CAUSAL, FULL, Mask, blocks, seen, work
 
 
 def _dense(mask, length):
@@ -158,8 +159,8 @@ def test_zigzag_balances_causal_attention_and_contiguous_does_not():
 
 
 def test_thousands_of_documents_are_looked_at_once(monkeypatch):
-    looked, within = [], masks._Run.within
-    monkeypatch.setattr(masks._Run, "within", lambda *run: looked.append(run) or within(*run))
+    looked, within = [], mask_module._Run.within
+    monkeypatch.setattr(mask_module._Run, "within", lambda *run: looked.append(run) or within(*run))
     layout = zigzag(80_000, 4)
     mask = Mask(causal=True, documents=tuple(range(0, 80_001, 8)))
     assert _between(mask, layout, 0, 1) == looked == []

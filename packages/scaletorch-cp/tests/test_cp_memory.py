@@ -6,8 +6,8 @@ from torch.profiler import ProfilerActivity, profile
 
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import attention
-from scaletorch.parallel.context_parallel.bands import CAUSAL
 from scaletorch.parallel.context_parallel.kernels import Operands, tile
+from scaletorch.parallel.context_parallel.masks.bands import CAUSAL
 
 LENGTH, DIM, RANKS = 32_768, 16, 2
 HEADS = {"ring": 1, "all_gather": 1, "ulysses": RANKS}  # "hybrid" on two ranks is one of these

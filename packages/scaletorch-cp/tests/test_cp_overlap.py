@@ -11,7 +11,7 @@ import torch.distributed as dist
 from scaletorch.dist.collectives.work import Work
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import LAYOUTS, attention, cp_comms
-from scaletorch.parallel.context_parallel.masks import work
+from scaletorch.parallel.context_parallel.masks.mask import work
 from scaletorch.parallel.context_parallel.methods import gathered
 from scaletorch.parallel.context_parallel.methods.call import Call
 

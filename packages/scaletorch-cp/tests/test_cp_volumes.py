@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import attention
-from scaletorch.parallel.context_parallel.volumes import volumes
+from scaletorch.parallel.context_parallel.methods.volumes import volumes
 
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)

@@ -214,7 +214,9 @@ def _faces():
     args = {name: batch[name] for name in ("input_ids", "position_ids")}
     before = shared(**args).logits
     model = apply_context_parallel(plain, world, layout="zigzag")
-    assert model.config._attn_implementation.endswith("context_parallel.transformers_attention")
+    assert model.config._attn_implementation.endswith(
+        "context_parallel.models.transformers_attention"
+    )
     assert model.config is model.model.layers[0].self_attn.config
     assert shared.config._attn_implementation == "sdpa"
     assert torch.equal(shared(**args).logits, before)

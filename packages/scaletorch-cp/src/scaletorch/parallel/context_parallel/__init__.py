@@ -2,7 +2,6 @@
 
 from ._version import __version__
 from .attention import attention
-from .choose import choose_method
 from .context_parallel import (
     apply_context_parallel,
     ring_attention,
@@ -10,11 +9,12 @@ from .context_parallel import (
 )
 from .cp_comms import ContextCommunicate
 from .kernels.merge import update_out_and_lse
-from .layouts import LAYOUTS, Layout, contiguous, stripe, zigzag
-from .masks import Mask
-from .sequences import ShardedSequences
-from .sharding import positions, shard_batch, shard_sequence, unshard_sequence
-from .volumes import volumes
+from .layouts.layout import LAYOUTS, Layout, contiguous, stripe, zigzag
+from .layouts.sequences import ShardedSequences
+from .layouts.sharding import positions, shard_batch, shard_sequence, unshard_sequence
+from .masks.mask import Mask
+from .methods.choose import choose_method
+from .methods.volumes import volumes
 
 __all__ = [
     "LAYOUTS",

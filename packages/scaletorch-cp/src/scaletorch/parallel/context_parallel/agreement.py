@@ -24,10 +24,10 @@ from ...dist.dist import all_gather
 from ...dist.errors import MismatchError
 from ..pg_manager import describe_rank
 from .cp_comms import Ring
-from .layouts import LAYOUTS
+from .layouts.layout import LAYOUTS
 from .methods import METHODS
 from .methods.call import Call
-from .parts import Parts
+from .methods.parts import Parts
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

@@ -10,16 +10,16 @@ from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError, StateError
 from .agreement import require_agreement, signature, tell_refusal
-from .choose import choose_method, parts_for
 from .cp_comms import Ring
-from .documents import read_documents
 from .inputs import autocast, check_inputs
-from .layouts import Layout
-from .lookup import layout_of_shards
-from .masks import Mask
+from .layouts.documents import read_documents
+from .layouts.layout import Layout
+from .layouts.lookup import layout_of_shards
+from .masks.mask import Mask
 from .methods import METHODS, Method
 from .methods.call import Call
-from .parts import Groups, Parts, rings_of
+from .methods.choose import choose_method, parts_for
+from .methods.parts import Groups, Parts, rings_of
 
 
 class ContextAttention(torch.autograd.Function):

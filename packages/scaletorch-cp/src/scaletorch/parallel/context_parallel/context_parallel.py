@@ -20,11 +20,11 @@ from .attention import attention, require_method
 from .cp_comms import ring_of
 from .inputs import autocast, check_inputs
 from .kernels.merge import update_out_and_lse
-from .lookup import layout_of_whole, named_layout
-from .override import install
-from .settings import Settings, mark
-from .sharding import own_share
-from .transformers_attention import adopt
+from .layouts.lookup import layout_of_whole, named_layout
+from .layouts.sharding import own_share
+from .models.override import install
+from .models.settings import Settings, mark
+from .models.transformers_attention import adopt
 
 __all__ = [
     "apply_context_parallel",

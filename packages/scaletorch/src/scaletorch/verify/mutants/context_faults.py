@@ -123,7 +123,7 @@ def statistics_in_bfloat16(merge: Any) -> Any:
     return merged
 
 
-@fault("sequences:shard_batch", layout="1x1x2x1")
+@fault("layouts.sequences:shard_batch", layout="1x1x2x1")
 def positions_of_first_shard(shard: Any) -> Any:
     """Every context-parallel rank counts its positions from 0."""
 
@@ -134,7 +134,7 @@ def positions_of_first_shard(shard: Any) -> Any:
     return restarted
 
 
-@fault("sequences:shard_batch", layout="1x1x2x1")
+@fault("layouts.sequences:shard_batch", layout="1x1x2x1")
 def labels_shifted_within_shards(shard: Any) -> Any:
     """Labels are shifted within each shard, so that its last token has none."""
 
@@ -146,7 +146,7 @@ def labels_shifted_within_shards(shard: Any) -> Any:
     return shortened
 
 
-@fault("settings:Settings._layout_of", layout="1x1x2x1")
+@fault("models.settings:Settings._layout_of", layout="1x1x2x1")
 def attention_in_another_layout(layout_of: Any) -> Any:
     """Attention takes shards to be contiguous that are zigzag."""
     return lambda self, documents, part: "contiguous"

@@ -30,7 +30,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from ..bands import CAUSAL, FULL, Band
+from ..masks.bands import CAUSAL, FULL, Band
 from .merge import statistics_dtype
 from .operands import Gradients, Operands, expanded, readable, summed, without_unseeing_rows
 from .strips import Strip, hide_, sees_all, strips

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..bands import CAUSAL, FULL, Band
+from ..masks.bands import CAUSAL, FULL, Band
 from .merge import statistics_dtype
 from .operands import Gradients, Operands, expanded, readable, summed, without_unseeing_rows
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..bands import Band
+from ..masks.bands import Band
 
 
 class Strip(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.backends import cuda
 
-from ..bands import CAUSAL, Band
+from ..masks.bands import CAUSAL, Band
 from . import cpu_flash, flash_attn, fused, tile
 from .operands import Gradients, Operands
 

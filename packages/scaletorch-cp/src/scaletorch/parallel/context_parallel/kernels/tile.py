@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..bands import Band
+from ..masks.bands import Band
 from .merge import statistics_dtype
 from .operands import Gradients, Operands, without_unseeing_rows
 from .strips import Strip, hide_, strips

@@ -17,9 +17,9 @@ from torch import Tensor
 
 from ..cp_comms import Ring
 from ..kernels import Operands, backward, forward, merge_into, statistics_dtype
-from ..layouts import Layout
-from ..masks import Block, Mask, blocks
-from ..parts import Parts
+from ..layouts.layout import Layout
+from ..masks.mask import Block, Mask, blocks
+from .parts import Parts
 
 # q, k, v, and the output and lse over all keys, once or for each piece of the heads.
 Saved = tuple[Tensor, ...]

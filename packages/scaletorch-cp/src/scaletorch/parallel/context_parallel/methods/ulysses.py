@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError
 from ..kernels import statistics_dtype
-from ..layouts import joined
+from ..layouts.layout import joined
 from . import ring
 from .call import Call, Gradients, Saved
 from .swap import Swap

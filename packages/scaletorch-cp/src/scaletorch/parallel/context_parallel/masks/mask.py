@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
+from ..layouts.layout import Layout
 from .bands import CAUSAL, FULL, Band
 from .cutting import Block, cut, pairs, work
-from .layouts import Layout
 
 __all__ = ["CAUSAL", "FULL", "Band", "Block", "Mask", "blocks", "seen", "work"]
 

@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
-from ...dist.errors import InvalidArgumentError, StateError
-from ..pg_manager import describe_rank
-from .attention import attention
-from .cp_comms import Ring
-from .documents import Documents
-from .layouts import Layout
-from .lookup import named_layout
+from ....dist.errors import InvalidArgumentError, StateError
+from ...pg_manager import describe_rank
+from ..attention import attention
+from ..cp_comms import Ring
+from ..layouts.documents import Documents
+from ..layouts.layout import Layout
+from ..layouts.lookup import named_layout
 
 _NAME = "_scaletorch_context_parallel"
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
-from .cp_comms import Ring
-from .layouts import LAYOUTS, Layout
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from ..cp_comms import Ring
+from .layout import LAYOUTS, Layout
 
 
 def layout_of_whole(layout: Layout | str, length: int, ring: Ring) -> Layout:

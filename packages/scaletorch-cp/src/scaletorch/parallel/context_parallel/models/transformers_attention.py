@@ -14,7 +14,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
 from .override import AttentionOverride, running_override
 from .settings import refusal, settings_of
 from .transformers_mask import Pattern, context_mask, stranger

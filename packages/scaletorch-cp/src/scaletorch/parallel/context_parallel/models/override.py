@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...dist.errors import StateError
-from ..pg_manager import describe_rank
-from .documents import Documents, read_documents
+from ....dist.errors import StateError
+from ...pg_manager import describe_rank
+from ..layouts.documents import Documents, read_documents
 from .settings import Settings, refusal, settings_of
 
 _CU_SEQLENS = "cu_seq_lens_q"

@@ -14,7 +14,7 @@ from itertools import chain
 import torch
 from torch import Tensor
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
 
 
 @dataclass(frozen=True, slots=True)

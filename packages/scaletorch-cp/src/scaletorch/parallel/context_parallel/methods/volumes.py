@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from ...dist.errors import InvalidArgumentError
-from .kernels.merge import statistics_dtype
+from ....dist.errors import InvalidArgumentError
+from ..kernels.merge import statistics_dtype
 
 
 class Volume(NamedTuple):

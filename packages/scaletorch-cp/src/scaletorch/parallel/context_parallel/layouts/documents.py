@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
-from .masks import Mask
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from ..masks.mask import Mask
 
 IGNORED = -100  # the label of a position without a target, as F.cross_entropy ignores it
 

@@ -7,10 +7,10 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ...dist.errors import InvalidArgumentError
-from .cp_comms import Ring
-from .methods.ulysses import check_heads
+from ....dist.errors import InvalidArgumentError
+from ..cp_comms import Ring
 from .parts import Parts, split
+from .ulysses import check_heads
 from .volumes import volumes
 
 FEW = 256  # positions on a rank: below this a hop around the ring takes longer than its block

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from ...dist.errors import StateError
-from ..pg_manager import describe_rank
-from .lookup import layout_of_shards
+from ....dist.errors import StateError
+from ...pg_manager import describe_rank
+from ..layouts.lookup import layout_of_shards
 from .override import AttentionOverride, running_override
 from .settings import Settings, refusal
 

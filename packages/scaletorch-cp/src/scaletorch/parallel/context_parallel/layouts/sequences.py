@@ -11,16 +11,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist import functional
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
-from .attention import attention
-from .cp_comms import ring_of
+from ....dist import functional
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from ..attention import attention
+from ..cp_comms import ring_of
+from ..models.settings import Told, telling
+from ..models.transformers_attention import adopted
 from .documents import IGNORED, next_labels, positions_within, read_documents
 from .lookup import named_layout
-from .settings import Told, telling
 from .sharding import batch_shape, is_sequence, shard_batch, unshard_sequence
-from .transformers_attention import adopted
 
 CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")  # documents of a batch, by name
 

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import functional
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
-from .cp_comms import ring_of
-from .layouts import Layout
+from ....dist import functional
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from ..cp_comms import ring_of
+from .layout import Layout
 from .lookup import layout_of_shards, layout_of_whole
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from itertools import product
 from string import ascii_letters, digits
 
-from ...dist.errors import InvalidArgumentError
-from .layouts import Layout
-from .masks import Mask, blocks
+from ....dist.errors import InvalidArgumentError
+from ..layouts.layout import Layout
+from .mask import Mask, blocks
 
 SYMBOLS = digits + ascii_letters
 UNSEEN = "."

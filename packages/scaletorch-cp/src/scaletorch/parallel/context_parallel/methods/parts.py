@@ -8,8 +8,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.distributed import ProcessGroup
 
-from ...dist import all_gather, get_comm_device
-from .cp_comms import Ring, ring_of
+from ....dist import all_gather, get_comm_device
+from ..cp_comms import Ring, ring_of
 
 Parts: TypeAlias = tuple[Ring, Ring]  # this rank's neighbours, and its peers in the other parts
 Groups: TypeAlias = ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None

@@ -1,0 +1,1 @@
+"""Attention inside models: plain modules, and those of transformers."""
