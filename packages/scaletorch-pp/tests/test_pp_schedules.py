@@ -7,8 +7,7 @@ from hypothesis import strategies as st
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.parallel.pipeline_parallel import (
     SCHEDULES,
-    Backward,
-    Forward,
+    Action,
     Step,
     Transfer,
     afab,
@@ -16,7 +15,7 @@ from scaletorch.parallel.pipeline_parallel import (
     one_f_one_b,
 )
 
-schedules = st.sampled_from(sorted(SCHEDULES))
+schedules = st.sampled_from(["afab", "1f1b"])
 sizes = st.integers(1, 64)
 
 
@@ -63,7 +62,7 @@ def _meet(ranks, position, waiting, source: int, target: int) -> bool:
 def peak_live(actions) -> int:
     live = peak = 0
     for action in actions:
-        live += 1 if isinstance(action, Forward) else -1
+        live += 1 if action.kind == "F" else -1
         peak = max(peak, live)
     return peak
 
@@ -71,19 +70,19 @@ def peak_live(actions) -> int:
 @given(schedules, sizes, st.integers(1, 40), st.data())
 def test_each_micro_batch_once_and_in_order(name, num_stages, num_micro_batches, data):
     stage = data.draw(st.integers(0, num_stages - 1))
-    actions = SCHEDULES[name](stage, num_stages, num_micro_batches)
+    actions = SCHEDULES[name](num_stages, num_micro_batches).ranks[stage]
     micro_batches = list(range(num_micro_batches))
-    assert [a.micro_batch for a in actions if isinstance(a, Forward)] == micro_batches
-    assert [a.micro_batch for a in actions if isinstance(a, Backward)] == micro_batches
+    assert [a.micro_batch for a in actions if a.kind == "F"] == micro_batches
+    assert [a.micro_batch for a in actions if a.kind == "B"] == micro_batches
     for m in micro_batches:
-        assert actions.index(Forward(m)) < actions.index(Backward(m))
+        assert actions.index(Action("F", m)) < actions.index(Action("B", m))
 
 
 @given(schedules, sizes, st.integers(1, 40))
 @settings(max_examples=40, deadline=None)
 def test_all_stages_finish_where_a_send_waits_for_its_receive(name, num_stages, num_micro_batches):
     ranks = [
-        derive(SCHEDULES[name](stage, num_stages, num_micro_batches), stage, num_stages)
+        derive(SCHEDULES[name](num_stages, num_micro_batches).ranks[stage], stage, num_stages)
         for stage in range(num_stages)
     ]
     assert simulate(ranks) == [len(steps) for steps in ranks]
@@ -98,38 +97,35 @@ def test_the_simulation_finds_a_deadlock():
 @given(sizes, st.integers(1, 40), st.data())
 def test_activations_kept_alive(num_stages, num_micro_batches, data):
     stage = data.draw(st.integers(0, num_stages - 1))
-    assert peak_live(afab(stage, num_stages, num_micro_batches)) == num_micro_batches
+    assert peak_live(afab(num_stages, num_micro_batches).ranks[stage]) == num_micro_batches
     bound = min(num_stages - stage, num_micro_batches)
-    assert peak_live(one_f_one_b(stage, num_stages, num_micro_batches)) == bound
+    assert peak_live(one_f_one_b(num_stages, num_micro_batches).ranks[stage]) == bound
 
 
 def test_derived_transfers_of_a_middle_stage():
-    steps = derive(one_f_one_b(1, 3, 2), 1, 3)
+    steps = derive(one_f_one_b(3, 2).ranks[1], 1, 3)
     assert steps == [
-        Step(None, Transfer(0, False, 0), Forward(0)),
-        Step(Transfer(2, False, 0), Transfer(0, False, 1), Forward(1)),
-        Step(Transfer(2, False, 1), Transfer(2, True, 0), Backward(0)),
-        Step(Transfer(0, True, 0), Transfer(2, True, 1), Backward(1)),
+        Step(None, Transfer(0, False, 0), Action("F", 0)),
+        Step(Transfer(2, False, 0), Transfer(0, False, 1), Action("F", 1)),
+        Step(Transfer(2, False, 1), Transfer(2, True, 0), Action("B", 0)),
+        Step(Transfer(0, True, 0), Transfer(2, True, 1), Action("B", 1)),
         Step(Transfer(0, True, 1), None, None),
     ]
 
 
 def test_one_stage_sends_nothing():
-    steps = derive(one_f_one_b(0, 1, 2), 0, 1)
-    assert [s.action for s in steps[:-1]] == [Forward(0), Backward(0), Forward(1), Backward(1)]
+    steps = derive(one_f_one_b(1, 2).ranks[0], 0, 1)
+    assert [s.action for s in steps[:-1]] == [
+        Action("F", 0),
+        Action("B", 0),
+        Action("F", 1),
+        Action("B", 1),
+    ]
     assert not any(step.send or step.receive for step in steps)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ((2, 2, 1), "stage 2 of 2"),
-        ((-1, 2, 1), "stage -1 of 2"),
-        ((0, 0, 1), "stage 0 of 0"),
-        ((0, 2, 0), "at least 1 micro-batch, got 0"),
-    ],
-)
+@pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 2)])
 @pytest.mark.parametrize("schedule", [afab, one_f_one_b])
-def test_bad_numbers(schedule, arguments, text):
-    with pytest.raises(InvalidArgumentError, match=text):
-        schedule(*arguments)
+def test_bad_numbers(schedule, sizes):
+    with pytest.raises(InvalidArgumentError, match="at least 1 rank and 1 micro-batch"):
+        schedule(*sizes)

@@ -8,16 +8,16 @@ from .pipeline_parallel import (
     train_step_pipeline_afab,
 )
 from .pp_comms import bidirectional_pipeline_communicate, pipeline_communicate
-from .schedules import SCHEDULES, Backward, Forward, afab, one_f_one_b
+from .schedules import SCHEDULES, Action, Schedule, afab, one_f_one_b
 from .split import Split, distribute_layers, infer_split
 from .transfers import Step, Transfer, derive
 
 __all__ = [
     "SCHEDULES",
-    "Backward",
-    "Forward",
+    "Action",
     "PassThrough",
     "PipelineParallel",
+    "Schedule",
     "Split",
     "Step",
     "Transfer",

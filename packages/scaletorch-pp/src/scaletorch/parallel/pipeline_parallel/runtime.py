@@ -7,7 +7,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from .schedules import Backward, Forward
+from .schedules.schedule import BACKWARD, FORWARD, Action
 from .transfers import Step
 from .wire import Wire
 
@@ -43,11 +43,11 @@ def execute(steps: Iterable[Step], work: StageWork, wire: Wire) -> None:
         product = None
         # No name here may outlive its action, or it would keep activations alive.
         match step.action:
-            case Forward(m):
+            case Action(kind, m) if kind == FORWARD:
                 if arrived is not None:
                     arrived.requires_grad_()
                 product = work.forward(m, arrived)
                 live[m] = arrived, product
-            case Backward(m):
+            case Action(kind, m) if kind == BACKWARD:
                 product = work.backward(m, *live.pop(m), arrived)
         del arrived

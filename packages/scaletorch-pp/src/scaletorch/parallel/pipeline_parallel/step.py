@@ -58,7 +58,7 @@ def train_step(
 
 
 def _run(schedule: str, pipeline: PipelineParallel, work: TrainWork) -> Tensor:
-    actions = SCHEDULES[schedule](pipeline.stage, pipeline.num_stages, len(work.batches))
+    actions = SCHEDULES[schedule](pipeline.num_stages, len(work.batches)).ranks[pipeline.stage]
     pipeline.set_earlier_gradients_aside()
     execute(derive(actions, pipeline.stage, pipeline.num_stages), work, work.wire)
     if all(work.switches.values()):

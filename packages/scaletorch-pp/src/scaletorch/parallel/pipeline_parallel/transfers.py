@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .schedules import Action, Forward
+from .schedules.schedule import FORWARD, Action
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,12 @@ def derive(actions: Iterable[Action], stage: int, num_stages: int) -> list[Step]
 
 
 def _consumed(action: Action, stage: int, num_stages: int) -> Transfer | None:
-    gradient = not isinstance(action, Forward)
+    gradient = action.kind != FORWARD
     return _transfer(stage + 1 if gradient else stage - 1, num_stages, gradient, action)
 
 
 def _produced(action: Action, stage: int, num_stages: int) -> Transfer | None:
-    gradient = not isinstance(action, Forward)
+    gradient = action.kind != FORWARD
     return _transfer(stage - 1 if gradient else stage + 1, num_stages, gradient, action)
 
 
