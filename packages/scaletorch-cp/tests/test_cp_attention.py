@@ -272,3 +272,27 @@ def test_a_call_that_one_rank_refuses_ends_on_every_rank():
     assert "k and v must have one shape" in third
     for message in (first, second):
         assert "rank 2: refused its call" in message
+
+
+def unlike_head_dims(method, dims):
+    """Return the largest error of values with another head dim than keys, as some models have."""
+    head_dim, value_dim = dims
+    q, k, v, _ = whole(8, 1, 4, 4, 16, head_dim)
+    v, grad = (x[..., :value_dim] for x in whole(9, 1, 4, 4, 16, 8)[2:])
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    expected = dense(*leaves, True, None, None)
+    expected.backward(grad)
+    layout = LAYOUTS["zigzag"](16, dist.get_world_size())
+    own = [share(x, layout).requires_grad_() for x in (q, k, v)]
+    out = attention(*own, causal=True, layout=layout, method=method, group=dist.group.WORLD)
+    out.backward(share(grad, layout))
+    found = [joined(x, layout) for x in (out.detach(), *(x.grad for x in own))]
+    wanted = [expected.detach(), *(x.grad for x in leaves)]
+    assert [x.shape for x in found] == [x.shape for x in wanted]
+    return max(float((a - b).abs().max()) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("dims", [(8, 4), (4, 8)], ids=str)
+@pytest.mark.parametrize("method", METHODS)
+def test_values_of_another_head_dim(method, dims):
+    assert max(run_ranks(unlike_head_dims, 2, method, dims)) < 1e-12

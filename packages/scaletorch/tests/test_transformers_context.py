@@ -37,6 +37,15 @@ SIZES = {
 }
 SPECIAL = {
     "Qwen3": {"head_dim": 4},
+    "DeepseekV3": {
+        "num_key_value_heads": 8,
+        "first_k_dense_replace": 2,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 4,
+    },
     "Mistral": {"sliding_window": 7},
     "Gemma2": {"head_dim": 4, "sliding_window": 7},
     "GptOss": {"head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
@@ -128,6 +137,7 @@ CASES = [
     ("Mistral", "contiguous", "ulysses"),
     ("Mistral", "zigzag", "ring", PACKED, "inside", "plain"),
     ("Qwen3", "zigzag", "auto", PACKED),
+    ("DeepseekV3", "zigzag", "ulysses", PACKED),  # its values have another head dim than its keys
     ("Qwen2", "zigzag", "ring", PACKED),
     ("GPT2", "zigzag", "ring", PACKED),
     ("GPT2", "contiguous", "ulysses", PACKED, "inside", "plain"),

@@ -11,7 +11,7 @@ from torch import Tensor
 from ...dist.errors import InvalidArgumentError, StateError
 from .agreement import require_agreement, signature, tell_refusal
 from .cp_comms import Ring
-from .inputs import autocast, check_inputs
+from .inputs import autocast, check_inputs, with_one_head_dim
 from .layouts.documents import read_documents
 from .layouts.layout import Layout
 from .layouts.lookup import layout_of_shards
@@ -74,7 +74,7 @@ def attention(
     Args:
         q: This rank's queries [B, H, L, D] in float16, bfloat16, float32 or float64.
         k: Its keys [B, K, L, D]; K divides H, and each key head serves H / K query heads.
-        v: Its values [B, K, L, D].
+        v: Its values [B, K, L, Dv]; where Dv is not D, the smaller is computed as the larger.
         causal: Each position sees itself and those before it.
         scale: Factor of the scores; 1 / sqrt(D) by default.
         window: Each position sees the `window` positions that end with it; without `causal` also
@@ -91,7 +91,7 @@ def attention(
             the shares of the first part come first.
 
     Returns:
-        The output [B, H, L, D] for this rank's queries, in their dtype.
+        The output [B, H, L, Dv] for this rank's queries, in their dtype.
 
     Raises:
         InvalidArgumentError: What does not fit together, or an unknown layout or method.
@@ -108,10 +108,12 @@ def attention(
     except InvalidArgumentError:
         tell_refusal(rings)
         raise
+    dim = v.shape[3]
+    q, k, v = with_one_head_dim(q, k, v)
     require_agreement(signature(q, k, v, call, method), q.device, call)
     apply: Any = ContextAttention.apply
     out: Tensor = apply(q, k, v, METHODS[method], call)
-    return out
+    return out[..., :dim]
 
 
 def _prepared(

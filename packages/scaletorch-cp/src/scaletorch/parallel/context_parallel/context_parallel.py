@@ -23,7 +23,7 @@ from .kernels.merge import update_out_and_lse
 from .layouts.lookup import layout_of_whole, named_layout
 from .layouts.sharding import own_share
 from .models.override import install
-from .models.settings import Settings, mark
+from .models.settings import Settings, mark, unmark
 from .models.transformers_attention import adopt
 
 __all__ = [
@@ -130,8 +130,12 @@ def apply_context_parallel(
     named_layout(layout, 1, ring)  # refused here, before the model runs
     require_method(method)
     mark(model, Settings(layout, method, ring))
-    if ring.size > 1:
-        adopt(model)
+    try:
+        if ring.size > 1:
+            adopt(model)
+    except InvalidArgumentError:
+        unmark(model)
+        raise
     install(model)
     return model
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
@@ -27,7 +28,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
             q.dtype == k.dtype == v.dtype and q.dtype in DTYPES
         ),
         "devices must be equal": q.device == k.device == v.device,
-        "k and v must have one shape": k.shape == v.shape,
+        "k and v must have one shape, but for the head dim": k.shape[:3] == v.shape[:3],
         "batch size and head dim must be those of q": (
             (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
         ),
@@ -40,6 +41,13 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
     for rule, holds in rules.items():
         if not holds:
             raise _misfit(rule, q, k, v)
+
+
+def with_one_head_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tensors of the larger head dim, as fused kernels take one: zeros change no score."""
+    dim = max(q.shape[3], v.shape[3])
+    q, k, v = (x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in (q, k, v))
+    return q, k, v
 
 
 def _misfit(rule: str, *qkv: Tensor) -> InvalidArgumentError:

@@ -132,6 +132,12 @@ def mark(model: nn.Module, settings: Settings) -> None:
         setattr(module, _NAME, settings)
 
 
+def unmark(model: nn.Module) -> None:
+    """Forget the settings on every module of `model`."""
+    for module in model.modules():
+        module.__dict__.pop(_NAME, None)
+
+
 @contextmanager
 def telling(model: nn.Module, told: Told, ring: Ring) -> Iterator[None]:
     """Let every context-parallel part of `model` attend by one batch for a while.
