@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
 from .loss import Batch, LossFunction, token_mean_loss
 from .runtime import execute
-from .schedules import SCHEDULES
+from .schedules import SCHEDULES, Schedule, check
 from .stage import PipelineParallel
 from .transfers import derive
 from .wire import Wire, checked_dtype, checked_shape
@@ -58,7 +59,7 @@ def train_step(
 
 
 def _run(schedule: str, pipeline: PipelineParallel, work: TrainWork) -> Tensor:
-    actions = SCHEDULES[schedule](pipeline.num_stages, len(work.batches)).ranks[pipeline.stage]
+    actions = _checked(schedule, pipeline.num_stages, len(work.batches)).ranks[pipeline.stage]
     pipeline.set_earlier_gradients_aside()
     execute(derive(actions, pipeline.stage, pipeline.num_stages), work, work.wire)
     if all(work.switches.values()):
@@ -66,6 +67,14 @@ def _run(schedule: str, pipeline: PipelineParallel, work: TrainWork) -> Tensor:
     else:  # the wrapper has not summed this step's gradients yet: a later step will
         pipeline.postpone_tied_gradients()
     return work.total
+
+
+@lru_cache(maxsize=64)
+def _checked(name: str, num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Return a schedule that was proven to run to its end."""
+    schedule = SCHEDULES[name](num_ranks, num_micro_batches)
+    check(schedule)
+    return schedule
 
 
 def unwrap(model: nn.Module) -> tuple[list[nn.Module], PipelineParallel]:

@@ -2,7 +2,26 @@
 
 from __future__ import annotations
 
+from .chunks import looped_stages
 from .schedule import BACKWARD, FORWARD, Schedule, of_kind, one_stage_each, require_sizes
+
+
+def forward_only(num_ranks: int, num_micro_batches: int) -> Schedule:
+    """Run the forwards in micro-batch order and nothing else, for inference.
+
+    Nothing is kept alive for a backward. With costs F it takes (m + N - 1) F.
+
+    Args:
+        num_ranks: Ranks of the pipeline, each with one stage.
+        num_micro_batches: Micro-batches of one step.
+
+    Raises:
+        InvalidArgumentError: Less than one of either.
+    """
+    require_sizes(num_ranks, num_micro_batches)
+    actions = tuple(of_kind(FORWARD, range(num_micro_batches)))
+    stages = one_stage_each(num_ranks)
+    return Schedule("forward_only", num_micro_batches, stages, (actions,) * num_ranks)
 
 
 def afab(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -22,3 +41,26 @@ def afab(num_ranks: int, num_micro_batches: int) -> Schedule:
     micro_batches = range(num_micro_batches)
     actions = (*of_kind(FORWARD, micro_batches), *of_kind(BACKWARD, micro_batches))
     return Schedule("afab", num_micro_batches, one_stage_each(num_ranks), (actions,) * num_ranks)
+
+
+def looped_breadth_first(num_ranks: int, num_micro_batches: int, num_chunks: int = 2) -> Schedule:
+    """All forwards chunk by chunk, then all backwards from the last chunk to the first.
+
+    Source: breadth-first pipeline parallelism, https://arxiv.org/abs/2211.05953. Every rank keeps
+    the activations of all micro-batches of all its chunks, and uses each chunk's weights in one go.
+
+    Args:
+        num_ranks: Ranks N of the pipeline; rank r has stages r, r + N, r + 2N and so on.
+        num_micro_batches: Micro-batches of one step.
+        num_chunks: Stages of each rank.
+
+    Raises:
+        InvalidArgumentError: Less than one of any.
+    """
+    require_sizes(num_ranks, num_micro_batches)
+    stages = looped_stages(num_ranks, num_chunks)
+    micro_batches = range(num_micro_batches)
+    actions = [a for chunk in range(num_chunks) for a in of_kind(FORWARD, micro_batches, chunk)]
+    for chunk in reversed(range(num_chunks)):
+        actions += of_kind(BACKWARD, micro_batches, chunk)
+    return Schedule("looped_bfs", num_micro_batches, stages, (tuple(actions),) * num_ranks)

@@ -1,0 +1,124 @@
+"""Draw a schedule from the command line; no process group is needed."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ...dist.errors import InvalidArgumentError
+from .drawing import to_chrome_trace, to_png, to_svg, to_text
+from .schedules.check import check
+from .schedules.files import from_csv, to_csv
+from .schedules.schedule import Schedule
+from .schedules.simulate import Costs, simulate
+from .schedules.table import SCHEDULES
+from .schedules.timeline import Timeline
+
+EPILOG = """\
+F0 is the forward of micro-batch 0, B0 its backward, I0 and W0 the two parts of a backward: the
+gradient of the inputs and those of the weights. Dots are idle time. Costs are those of one stage,
+so with two stages on a rank, half of what the rank's layers take.
+Exit status: 0 printed, 2 the arguments or the schedule are wrong."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Draw the schedule that the arguments describe; returns the exit status."""
+    parser = _parser()
+    args = parser.parse_args(argv)
+    try:
+        schedule = _schedule(args)
+        report = check(schedule)
+        timeline = simulate(schedule, _costs(args))
+        width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+        text = to_text(timeline, width, peak=report.peak_live, colour=args.colour)
+        _write(args, timeline)
+    except (InvalidArgumentError, OSError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return 2
+    print(text)
+    return 0
+
+
+def _write(args: argparse.Namespace, timeline: Timeline) -> None:
+    if args.svg:
+        args.svg.write_text(to_svg(timeline), encoding="utf-8")
+    if args.png:
+        to_png(args.png, timeline)
+    if args.trace:
+        args.trace.write_text(to_chrome_trace(timeline), encoding="utf-8")
+    if args.csv:
+        args.csv.write_text(to_csv(timeline.schedule), encoding="utf-8")
+
+
+def _schedule(args: argparse.Namespace) -> Schedule:
+    sizes = (args.stages, args.micro_batches, args.chunks)
+    if args.file:
+        if sizes != (None, None, None):
+            message = "--file says its own sizes: leave out --stages, --micro-batches and --chunks"
+            raise InvalidArgumentError(message)
+        text = args.file.read_text(encoding="utf-8", errors="replace")
+        return from_csv(text, name=args.file.stem)
+    if args.stages is None or args.micro_batches is None:
+        raise InvalidArgumentError(f"--schedule {args.schedule} needs --stages and --micro-batches")
+    build: Callable[..., Schedule] = SCHEDULES[args.schedule]
+    if args.chunks is None:
+        return build(args.stages, args.micro_batches)
+    if not _takes_chunks(args.schedule):
+        able = ", ".join(filter(_takes_chunks, SCHEDULES))
+        raise InvalidArgumentError(
+            f"the stages of a rank are given with {args.schedule}; --chunks is for {able}"
+        )
+    return build(args.stages, args.micro_batches, num_chunks=args.chunks)
+
+
+def _takes_chunks(name: str) -> bool:
+    return "num_chunks" in inspect.signature(SCHEDULES[name]).parameters
+
+
+def _costs(args: argparse.Namespace) -> Costs:
+    part = args.backward / 2
+    return Costs(args.forward, args.backward, part, part, args.message)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m scaletorch.parallel.pipeline_parallel",
+        description="Check a schedule, draw it, and tell makespan, bubble and peak activations.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--schedule", choices=list(SCHEDULES), help="one of the library's own")
+    source.add_argument("--file", type=Path, metavar="CSV", help="one of your own, as --csv writes")
+    for name, what in (
+        ("stages", "ranks of the pipeline, each with one stage, or with several chunks' stages"),
+        ("micro-batches", "micro-batches of a step"),
+        ("chunks", "stages of each rank, for schedules that leave it open (default: 2)"),
+    ):
+        parser.add_argument(f"--{name}", type=int, metavar="N", help=what)
+    for name, cost, what in (
+        ("forward", 1.0, "a stage's forward"),
+        ("backward", 2.0, "a stage's backward; its two parts take half each"),
+        ("message", 0.0, "a message to another rank"),
+    ):
+        parser.add_argument(
+            f"--{name}", type=float, default=cost, metavar="T",
+            help=f"time of {what} (default: {cost:g})",
+        )  # fmt: skip
+    for name, what in (
+        ("svg", "the picture, as SVG"),
+        ("png", "the picture, as PNG; needs matplotlib"),
+        ("trace", "the timeline, as a Chrome trace for https://ui.perfetto.dev"),
+        ("csv", "the schedule"),
+    ):
+        parser.add_argument(f"--{name}", type=Path, metavar="PATH", help=f"write {what}")
+    parser.add_argument("--colour", action="store_true", help="colour the text, by ANSI escapes")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,8 @@
+"""Pictures of timelines: in the terminal, as SVG and PNG, and as a trace for Perfetto."""
+
+from .png import to_png
+from .svg import to_svg
+from .terminal import to_text
+from .trace import from_chrome_trace, to_chrome_trace
+
+__all__ = ["from_chrome_trace", "to_chrome_trace", "to_png", "to_svg", "to_text"]

@@ -1,0 +1,54 @@
+"""The proof that a schedule runs to its end and computes every gradient, before any rank starts."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import accumulate
+
+from .numbering import ScheduleError, number
+from .programs import check_programs
+from .schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
+from .simulate import Costs, run
+
+__all__ = ["Report", "ScheduleError", "check", "check_programs"]
+
+KEPT = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a checked schedule costs.
+
+    Attributes:
+        peak_live: For each rank the most activations, of one stage and micro-batch each, that it
+            keeps at a time for their backward; none in a schedule of forwards only.
+        actions: How many actions of each kind, all ranks together.
+        messages: How many messages go from one rank to another.
+    """
+
+    peak_live: tuple[int, ...]
+    actions: Mapping[str, int]
+    messages: int
+
+
+def check(schedule: Schedule) -> Report:
+    """Prove that a schedule is complete, in order, and free of deadlock.
+
+    Each micro-batch must have, on each stage, one forward and (unless no stage has a backward) one
+    backward, or one of inputs and then one of weights; and no ranks may wait for each other in a
+    circle. The messages that `derive_messages` adds keep this so.
+
+    Raises:
+        ScheduleError: It is not; the message says what is wrong, and on which rank.
+    """
+    numbered = number(schedule)
+    run(numbered, Costs())
+    kinds = [[kind for kind, _, _ in actions] for actions in schedule.ranks]
+    peaks = (max(accumulate(map(KEPT.__getitem__, rank)), default=0) for rank in kinds)
+    return Report(
+        peak_live=(0,) * schedule.num_ranks if numbered.forward_only else tuple(peaks),
+        actions=sum(map(Counter, kinds), Counter[str]()),
+        messages=len(numbered.crossings) * schedule.num_micro_batches,
+    )

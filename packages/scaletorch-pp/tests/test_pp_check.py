@@ -1,0 +1,440 @@
+"""The checker against a brute-force executor: it refuses what cannot run, and nothing else."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaletorch.dist import InvalidArgumentError
+from scaletorch.parallel.pipeline_parallel.schedules import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    afab,
+    one_f_one_b,
+)
+from scaletorch.parallel.pipeline_parallel.schedules.check import (
+    ScheduleError,
+    check,
+    check_programs,
+)
+from scaletorch.parallel.pipeline_parallel.schedules.messages import (
+    Receive,
+    Send,
+    derive_messages,
+)
+
+SIZES = [(1, 1), (1, 3), (2, 1), (2, 4), (3, 5), (4, 8), (6, 3)]
+ROUNDS = 20
+
+
+def brute_force(schedule: Schedule) -> bool:
+    """Tell whether a schedule runs to its end and computes all, with sets and no cleverness."""
+    num_stages, size = schedule.num_stages, schedule.num_micro_batches
+    if sorted(s for own in schedule.stages for s in own) != list(range(num_stages)):
+        return False
+    queues = []
+    for stages, actions in zip(schedule.stages, schedule.ranks, strict=True):
+        if any(a.kind not in "FBIW" or a.chunk not in range(len(stages)) for a in actions):
+            return False
+        queues.append([(a.kind, stages[a.chunk], a.micro_batch) for a in actions])
+    done: set[tuple[str, int, int]] = set()
+    moved = True
+    while moved:
+        moved = False
+        for queue in queues:
+            while queue and needs(queue[0], num_stages) <= done | gradients(done):
+                if queue[0] in done:
+                    return False
+                done.add(queue.pop(0))
+                moved = True
+    if any(queues):
+        return False
+    every = [(stage, m) for stage in range(num_stages) for m in range(size)]
+    made = [Counter(kind for kind, s, m in done if (s, m) == one) for one in every]
+    if any(m not in range(size) for _, _, m in done):
+        return False
+    right = [Counter("FB"), Counter("FIW")]
+    return all(kinds == Counter("F") for kinds in made) or all(kinds in right for kinds in made)
+
+
+def needs(action, num_stages):
+    kind, stage, m = action
+    if kind == "F":
+        return {("F", stage - 1, m)} - {("F", -1, m)}
+    if kind == "W":
+        return {("I", stage, m)}
+    return {("F", stage, m), ("G", stage + 1, m)} - {("G", num_stages, m)}
+
+
+def gradients(done):
+    return {("G", stage, m) for kind, stage, m in done if kind in "BI"}
+
+
+def brute_force_programs(schedule: Schedule, programs, grouped: bool) -> bool:
+    """Tell whether programs run to their end where a send waits for its receive, nothing left."""
+    ranks = range(schedule.num_ranks)
+    if [tuple(o for o in p if isinstance(o, Action)) for p in programs] != list(schedule.ranks):
+        return False
+    blocks = [in_blocks(program, grouped) for program in programs]
+    have = [set() for _ in ranks]
+    sent = set()
+    left = None
+    while left != (
+        left := sum(len(block) if isinstance(block, list) else 1 for b in blocks for block in b)
+    ):
+        for rank in ranks:
+            if not run_actions(schedule, rank, blocks[rank], have[rank]):
+                return False
+        for source in ranks:
+            for target in ranks:
+                send, receive = (
+                    first(blocks[source], Send, target),
+                    first(blocks[target], Receive, source),
+                )
+                if send is None or receive is None:
+                    continue
+                if tuple(send)[1:] != tuple(receive)[1:]:
+                    return False
+                what = (send.gradient, send.stage, send.micro_batch)
+                if (
+                    what in sent
+                    or not wanted(schedule, what, source, target)
+                    or what not in have[source]
+                ):
+                    return False
+                sent.add(what)
+                have[target].add(what)
+                blocks[source][0].remove(send)
+                blocks[target][0].remove(receive)
+    return not any(blocks)
+
+
+def run_actions(schedule, rank, blocks, have):
+    """Run one rank up to its next message; tell whether every action had its inputs."""
+    while blocks and (isinstance(blocks[0], Action) or not blocks[0]):
+        action = blocks.pop(0)
+        if action:
+            stage = schedule.stages[rank][action.chunk]
+            if not inputs(schedule, action, stage) <= have:
+                return False
+            have.add((action.kind != "F", stage, action.micro_batch))
+    return True
+
+
+def wanted(schedule, what, source, target):
+    """Tell whether a message goes from a stage of one rank to the next one, of another rank."""
+    gradient, stage, _ = what
+    other = stage - 1 if gradient else stage + 1
+    return (
+        source != target and stage in schedule.stages[source] and other in schedule.stages[target]
+    )
+
+
+def in_blocks(program, grouped):
+    blocks = []
+    for op in program:
+        if isinstance(op, Action):
+            blocks.append(op)
+        elif grouped and blocks and isinstance(blocks[-1], list):
+            blocks[-1].append(op)
+        else:
+            blocks.append([op])
+    return blocks
+
+
+def first(blocks, kind, peer):
+    waiting = blocks[0] if blocks and isinstance(blocks[0], list) else []
+    return next((op for op in waiting if type(op) is kind and op.peer == peer), None)
+
+
+def inputs(schedule, action, stage):
+    """What an action consumes of stages: (gradient?, stage that made it, micro-batch)."""
+    if action.kind == "F":
+        return {(False, stage - 1, action.micro_batch)} if stage else set()
+    if action.kind == "W" or stage == schedule.num_stages - 1:
+        return set()
+    return {(True, stage + 1, action.micro_batch)}
+
+
+def built(name, num_ranks, num_micro_batches):
+    """Return a schedule, or None where its builder does not take these sizes."""
+    try:
+        return SCHEDULES[name](num_ranks, num_micro_batches)
+    except InvalidArgumentError:
+        return None
+
+
+ALL = [s for name in SCHEDULES for size in SIZES if (s := built(name, *size)) is not None]
+
+
+def with_rank(ranks, rank, actions):
+    return (*ranks[:rank], tuple(actions), *ranks[rank + 1 :])
+
+
+def swapped(ops, rng, near):
+    one = rng.randrange(len(ops))
+    other = min(one + 1, len(ops) - 1) if near else rng.randrange(len(ops))
+    ops[one], ops[other] = ops[other], ops[one]
+
+
+def dropped(ops, rng):
+    del ops[rng.randrange(len(ops))]
+
+
+def doubled(ops, rng):
+    ops.insert(rng.randrange(len(ops) + 1), rng.choice(ops))
+
+
+def retargeted(ops, rng, **choices):
+    place = rng.randrange(len(ops))
+    field = rng.choice(list(choices))
+    ops[place] = ops[place]._replace(**{field: rng.choice(choices[field])})
+
+
+def mutants(schedule: Schedule, rng):
+    """Give a schedule one change of each sort."""
+    size = schedule.num_micro_batches
+    changes = {
+        "swap": lambda ops: swapped(ops, rng, near=False),
+        "swap neighbours": lambda ops: swapped(ops, rng, near=True),
+        "drop": lambda ops: dropped(ops, rng),
+        "double": lambda ops: doubled(ops, rng),
+        "micro-batch": lambda ops: retargeted(ops, rng, micro_batch=range(-1, size + 1)),
+        "chunk": lambda ops: retargeted(ops, rng, chunk=(-1, 0, 1, 2)),
+        "kind": lambda ops: retargeted(ops, rng, kind="FBIWX"),
+        "reverse": lambda ops: ops.reverse(),
+    }
+    for change in changes.values():
+        rank = rng.randrange(schedule.num_ranks)
+        ops = list(schedule.ranks[rank])
+        change(ops)
+        yield replace(schedule, ranks=with_rank(schedule.ranks, rank, ops))
+    one, other = rng.randrange(schedule.num_ranks), rng.randrange(schedule.num_ranks)
+    ranks = [list(actions) for actions in schedule.ranks]
+    ranks[other].insert(0, ranks[one].pop(rng.randrange(len(ranks[one]))))
+    yield replace(schedule, ranks=tuple(map(tuple, ranks)))
+    stages = [list(own) for own in schedule.stages]
+    stages[one][0] = rng.randrange(schedule.num_stages + 1)
+    yield replace(schedule, stages=tuple(map(tuple, stages)))
+
+
+def refused(function, *args, **kwargs):
+    try:
+        function(*args, **kwargs)
+    except ScheduleError:
+        return True
+    return False
+
+
+def test_every_mutant_that_cannot_run_is_refused_and_no_other():
+    rng = random.Random(0)
+    verdicts = Counter()
+    for schedule in ALL:
+        for _ in range(ROUNDS):
+            for mutant in mutants(schedule, rng):
+                runs = brute_force(mutant)
+                assert refused(check, mutant) != runs, f"{mutant.name}: runs={runs}\n{mutant}"
+                verdicts[runs] += 1
+    assert verdicts[False] >= 2000
+    assert verdicts[True] >= 100  # such as two forwards that may change places
+
+
+def test_every_mutant_of_messages_that_cannot_run_is_refused_and_no_other():
+    rng = random.Random(0)
+    verdicts = Counter()
+    for schedule in ALL:
+        programs = derive_messages(schedule)
+        for _ in range(ROUNDS):
+            for mutant in program_mutants(schedule, programs, rng):
+                for grouped in (False, True):
+                    runs = brute_force_programs(schedule, mutant, grouped)
+                    no = refused(check_programs, schedule, mutant, grouped=grouped)
+                    assert no != runs, f"{grouped=}, {runs=}\n" + text(mutant)
+                    verdicts[runs] += 1
+    assert verdicts[False] >= 2000
+    assert verdicts[True] >= 100
+
+
+def program_mutants(schedule, programs, rng):
+    for sort in ("drop", "double", "swap", "swap neighbours", "peer", "what", "move"):
+        rank = rng.randrange(len(programs))
+        ops = list(programs[rank])
+        places = [i for i, op in enumerate(ops) if not isinstance(op, Action)]
+        if not places:
+            continue
+        messages = [ops[i] for i in places]
+        place = rng.choice(places)
+        if sort == "drop":
+            del ops[place]
+        elif sort in ("double", "move"):
+            op = ops[place] if sort == "double" else ops.pop(place)
+            ops.insert(rng.randrange(len(ops) + 1), op)
+        elif sort == "peer":
+            ops[place] = ops[place]._replace(peer=rng.randrange(-1, len(programs) + 1))
+        elif sort == "what":
+            messages = [ops[place]]
+            retargeted(
+                messages,
+                rng,
+                stage=range(-1, schedule.num_stages + 1),
+                micro_batch=range(-1, schedule.num_micro_batches + 1),
+                gradient=(False, True),
+            )
+            ops[place] = messages[0]
+        else:
+            swapped(messages, rng, near=sort == "swap neighbours")
+            for i, op in zip(places, messages, strict=True):
+                ops[i] = op
+        yield with_rank(programs, rank, ops)
+
+
+def text(programs):
+    return "\n".join(" | ".join(map(str, program)) for program in programs)
+
+
+@given(st.sampled_from(list(SCHEDULES)), st.integers(1, 9), st.integers(1, 20))
+@settings(deadline=None)
+def test_no_schedule_of_ours_is_refused_nor_its_messages(name, num_ranks, num_micro_batches):
+    schedule = built(name, num_ranks, num_micro_batches)
+    if schedule is None:
+        return
+    assert brute_force(schedule)
+    check(schedule)
+    programs = derive_messages(schedule)
+    for grouped in (False, True):
+        assert brute_force_programs(schedule, programs, grouped)
+        check_programs(schedule, programs, grouped=grouped)
+    report = check(schedule)
+    assert sum(report.actions.values()) == sum(map(len, schedule.ranks))
+    assert report.messages == sum(isinstance(op, Send) for p in programs for op in p)
+
+
+def test_the_report():
+    report = check(one_f_one_b(4, 8))
+    assert report.peak_live == (4, 3, 2, 1)
+    assert report.actions == {"F": 32, "B": 32}
+    assert report.messages == 3 * 8 * 2
+    assert check(afab(3, 5)).peak_live == (5, 5, 5)
+    split = tuple(Action(kind, m) for kind in "FIW" for m in range(2))
+    assert check(Schedule("split", 2, ((0,),), (split,))).peak_live == (2,)
+    forwards = Schedule("forwards", 2, ((0,), (1,)), (split[:2],) * 2)
+    assert check(forwards).peak_live == (0, 0)
+    assert check(forwards).messages == 2
+
+
+def test_derived_messages_of_a_middle_rank():
+    assert list(map(str, derive_messages(one_f_one_b(3, 2))[1])) == [
+        "receive F0 of stage 0 from rank 0",
+        "F0",
+        "receive F1 of stage 0 from rank 0",
+        "send F0 of stage 1 to rank 2",
+        "F1",
+        "send F1 of stage 1 to rank 2",
+        "receive B0 of stage 2 from rank 2",
+        "B0",
+        "send B0 of stage 1 to rank 0",
+        "receive B1 of stage 2 from rank 2",
+        "B1",
+        "send B1 of stage 1 to rank 0",
+    ]
+
+
+def schedule_of(*lines, size=2, stages=None):
+    actions = tuple(tuple(Action(op[0], int(op[1:])) for op in line.split()) for line in lines)
+    return Schedule("own", size, stages or tuple((r,) for r in range(len(lines))), actions)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "message"),
+    [
+        (
+            schedule_of("F0 B0 F1 B1", "F0 F1 B0 B1"),
+            "rank 0 waits at B0 for B0 of stage 1 on rank 1, "
+            "which waits at F1 for F1 of stage 0 on rank 0$",
+        ),
+        (
+            Schedule(
+                "loop",
+                1,
+                tuple((rank, rank + 6) for rank in range(6)),
+                ((Action("F", 0, 1), Action("F", 0)), *((Action("F", 0), Action("F", 0, 1)),) * 5),
+            ),
+            "rank 0 waits at F0.1 for F0 of stage 5 on rank 5, which .* rank 4, which .* rank 3, "
+            "which waits .* on rank 2, and so on, 6 ranks in a circle",
+        ),
+        (schedule_of("F0 F1 B0", "F0 F1 B0 B1"), r"rank 0: B1 of stage 0 is missing \(or I and W"),
+        (schedule_of("F0 B0 B1"), "action 2 .B1.: it comes without F1 before it"),
+        (schedule_of("F0 W0 I0", size=1), "action 1 .W0.: it comes without I0 before it"),
+        (schedule_of("F0 B0 W0", size=1), "after B there is no W"),
+        (schedule_of("F0 I0", size=1), "W0 of stage 0 is missing; its weight gradients"),
+        (schedule_of("F0 F1 F0"), "rank 0, action 2 .F0.: it has run already"),
+        (schedule_of("F0 F2"), "action 1 .F2.: micro-batches are 0 to 1"),
+        (schedule_of("F0 X1"), "one of F, B, I, W"),
+        (schedule_of("F0", stages=((0,), (1,))), "stages of 2 ranks, actions of 1"),
+        (schedule_of("F0", "F0", stages=((0,), (0,))), r"exactly one rank, got \[0, 0\]"),
+        (schedule_of("", size=0), "at least 1 micro-batch, got 0"),
+        (
+            Schedule("own", 1, ((0,),), ((Action("F", 0, 1),),)),
+            "rank 0 has 1 chunks, counted from 0, got chunk 1",
+        ),
+        (
+            Schedule("own", 1, ((1, 0),), ((Action("F", 0), Action("F", 0, 1)),)),
+            "rank 0 waits at F0 for F0 of stage 0 on rank 0",
+        ),
+    ],
+)
+def test_what_is_wrong_and_where(schedule, message):
+    with pytest.raises(ScheduleError, match=message):
+        check(schedule)
+    with pytest.raises(ScheduleError, match=message):
+        derive_messages(schedule)
+
+
+F = schedule_of("F0 F1", "F0 F1")
+F_SENDS = [Send(1, 0, m, False) for m in range(2)]
+F_RECEIVES = [Receive(0, 0, m, False) for m in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("sender", "receiver", "message"),
+    [
+        ("a0 a1 m0", "m0 a0 m1 a1", "rank 0: it does not send F1 of stage 0 to rank 1"),
+        ("a0 a1 m0 m1", "m0 a0 a1", "rank 1: F1 must come after a receive of its input"),
+        ("m0 a0 a1 m1", "m0 a0 m1 a1", "rank 0: send F0 .* must come after the action"),
+        ("a0 m0 m0 a1 m1", "m0 a0 m1 a1", "rank 0: it must send F0 of stage 0 to rank 1 once"),
+        ("a0 a1 m1 m0", "m0 a0 m1 a1", "send F1 .* before send F0 .*in another order"),
+        ("a1 a0 m0 m1", "m0 a0 m1 a1", "its actions must be those of the schedule"),
+    ],
+)
+def test_what_is_wrong_with_a_program(sender, receiver, message):
+    programs = [
+        [(list(own) if op[0] == "a" else messages)[int(op[1:])] for op in line.split()]
+        for line, own, messages in zip(
+            (sender, receiver), F.ranks, (F_SENDS, F_RECEIVES), strict=True
+        )
+    ]
+    with pytest.raises(ScheduleError, match=message):
+        check_programs(F, programs)
+
+
+def test_programs_that_only_run_with_grouped_messages():
+    schedule = schedule_of("F0 F1 B0 B1", "F0 B0 F1 B1")
+    f0, f1, b0, b1 = schedule.ranks[0]
+    first = [f0, Send(1, 0, 0, False), f1, Send(1, 0, 1, False), Receive(1, 1, 0, True), b0]
+    first += [Receive(1, 1, 1, True), b1]
+    second = [Receive(0, 0, 0, False), f0, b0, Send(0, 1, 0, True), Receive(0, 0, 1, False), f1]
+    second += [b1, Send(0, 1, 1, True)]
+    check_programs(schedule, [first, second], grouped=True)
+    message = (
+        "rank 0 waits to send F1 of stage 0 to rank 1, which waits to send B0 of stage 1 to rank 0$"
+    )
+    with pytest.raises(ScheduleError, match=message):
+        check_programs(schedule, [first, second])
+    with pytest.raises(ScheduleError, match="expected 2 programs, got 1"):
+        check_programs(schedule, [first])
+    with pytest.raises(ScheduleError, match="nothing to send F0 of stage 1 to rank 0"):
+        check_programs(schedule, [first, [Send(0, 1, 0, False), *second]])

@@ -1,0 +1,107 @@
+"""The command that checks and draws a schedule, with no process group at all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from xml.etree import ElementTree
+
+import pytest
+import torch.distributed as torch_dist
+
+from scaletorch.parallel.pipeline_parallel.__main__ import main
+
+SMALL = ["--schedule", "1f1b", "--stages", "2", "--micro-batches", "2"]
+PICTURE = """\
+rank 0  F0 F1 .. .. B0--- .. B1---
+rank 1  .. F0 B0--- F1 B1--- .. ..
+
+1f1b: makespan 9, bubble 33.3 %
+peak live activations: 2 1
+"""
+
+
+def test_as_a_module_in_an_environment_of_many_ranks():
+    command = [sys.executable, "-m", "scaletorch.parallel.pipeline_parallel", *SMALL]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, env={"WORLD_SIZE": "64", "RANK": "3"}
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, PICTURE, "")
+
+
+def test_costs(capsys):
+    assert main([*SMALL, "--forward", "2", "--backward", "2", "--message", "1"]) == 0
+    assert capsys.readouterr().out.startswith(
+        "rank 0  F0--- F1--- .. .. .. .. B0--- .. .. B1---\n"
+        "rank 1  .. .. .. F0--- B0--- F1--- B1--- .. .. ..\n"
+    )
+    assert not torch_dist.is_initialized()
+
+
+def test_the_parts_of_a_backward_take_half_each(capsys):
+    arguments = ["--schedule", "zb_h1", "--stages", "1", "--micro-batches", "1", "--backward", "4"]
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.startswith("rank 0  F0 I0--- W0---\n")
+
+
+def test_chunks(capsys):
+    arguments = ["--schedule", "looped_bfs", "--stages", "2", "--micro-batches", "1"]
+    assert main(arguments) == main([*arguments, "--chunks", "2"]) == 0
+    out = capsys.readouterr().out
+    assert out[: len(out) // 2] == out[len(out) // 2 :]
+    assert out.startswith("rank 0  F0 .. f0 .. .. .. b0--- .. .. B0---\n")
+    assert main([*arguments, "--chunks", "3"]) == 0
+    assert "F0.2" in capsys.readouterr().out
+
+
+def test_files(capsys, tmp_path):
+    svg, png, trace, table = (tmp_path / f"mine.{end}" for end in ("svg", "png", "json", "csv"))
+    written = ["--svg", svg, "--png", png, "--trace", trace, "--csv", table]
+    assert main([*SMALL, *map(str, written)]) == 0
+    assert ElementTree.parse(svg).getroot().tag.endswith("svg")
+    assert png.read_bytes().startswith(b"\x89PNG")
+    assert len([e for e in json.loads(trace.read_text())["traceEvents"] if e["ph"] == "X"]) == 8
+    assert main(["--file", str(table)]) == 0
+    out = capsys.readouterr().out
+    assert out == PICTURE + PICTURE.replace("1f1b", "mine")
+
+
+def test_a_schedule_that_never_ends(capsys, tmp_path):
+    (tmp_path / "mine.csv").write_text("0,F0,F1,B1,B0\n1,F0,B0,F1,B1\n")
+    assert main(["--file", str(tmp_path / "mine.csv")]) == 0
+    capsys.readouterr()
+    (tmp_path / "mine.csv").write_text("0,F0,B0,F1,B1\n1,F0,F1,B0,B1\n")
+    picture = tmp_path / "mine.svg"
+    assert main(["--file", str(tmp_path / "mine.csv"), "--svg", str(picture)]) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert "schedule 'mine' would never end" in streams.err
+    assert not picture.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--schedule", "1f1b", "--stages", "2"], "1f1b needs --stages and --micro-batches"),
+        ([*SMALL, "--chunks", "2"], "--chunks is for interleaved_1f1b, looped_bfs"),
+        ([*SMALL, "--forward", "0"], "costs of actions and factors of stages must be positive"),
+        (["--file", "a.csv", "--stages", "2"], "--file says its own sizes: leave out --stages"),
+        (["--file", "nowhere.csv"], "No such file or directory: 'nowhere.csv'"),
+        ([*SMALL, "--svg", "nowhere/a.svg"], "No such file or directory: 'nowhere/a.svg'"),
+        ([*SMALL, "--stages", "0"], "at least 1 rank and 1 micro-batch"),
+    ],
+)
+def test_wrong_arguments(arguments, said, capsys):
+    assert main(arguments) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err.startswith("python -m scaletorch.parallel.pipeline_parallel: error: ")
+    assert said in streams.err
+
+
+def test_a_schedule_that_is_not_there(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--schedule", "gpipe"])
+    assert caught.value.code == 2
+    assert "invalid choice: 'gpipe'" in capsys.readouterr().err

@@ -1,0 +1,252 @@
+"""Pictures of timelines, predicted and measured."""
+
+import json
+import sys
+from xml.etree import ElementTree
+
+import pytest
+
+from scaletorch.dist import InvalidArgumentError
+from scaletorch.parallel.pipeline_parallel import SCHEDULES, Action, Schedule
+from scaletorch.parallel.pipeline_parallel.drawing import (
+    from_chrome_trace,
+    to_chrome_trace,
+    to_png,
+    to_svg,
+    to_text,
+)
+from scaletorch.parallel.pipeline_parallel.schedules.schedule import KINDS
+from scaletorch.parallel.pipeline_parallel.schedules.simulate import simulate
+from scaletorch.parallel.pipeline_parallel.schedules.timeline import Span, Timeline
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def on_one_rank(names: str, ends: list[float], unit: str = "", stages=((0,),)) -> Timeline:
+    """One action after the other, such as "F0 B0.1"; a dot is idle time."""
+    spans, start = [], 0.0
+    for name, end in zip(names.split(), ends, strict=True):
+        if name != ".":
+            micro_batch, _, chunk = name[1:].partition(".")
+            action = Action(name[0], int(micro_batch), int(chunk or 0))
+            spans.append(Span(0, action, start, end))
+        start = end
+    schedule = Schedule("mine", 1, stages, (tuple(s.action for s in spans),))
+    return Timeline(schedule, tuple(spans), unit)
+
+
+def predicted(name="1f1b", ranks=2, micro_batches=3) -> Timeline:
+    return simulate(SCHEDULES[name](ranks, micro_batches))
+
+
+def measured(timeline: Timeline, seconds: float = 0.01, wait: float = 0.5) -> Timeline:
+    """The same, but each action of the second rank on starts later."""
+    spans = [
+        s._replace(start=7 + seconds * (s.start + wait * s.rank), end=7 + seconds * (s.end + wait))
+        for s in timeline.spans
+    ]
+    return Timeline(timeline.schedule, tuple(spans), "s")
+
+
+# --- text
+
+
+def test_text_in_cells():
+    assert to_text(predicted(), peak=(2, 1)) == (
+        "rank 0  F0 F1 .. .. B0--- F2 B1--- .. B2---\n"
+        "rank 1  .. F0 B0--- F1 B1--- F2 B2--- .. ..\n"
+        "\n"
+        "1f1b: makespan 12, bubble 25.0 %\n"
+        "peak live activations: 2 1"
+    )
+
+
+def test_numbers_of_two_digits_widen_the_cells():
+    text = to_text(on_one_rank("F9 . F10 B9 B10", [1, 2, 3, 5, 7]))
+    assert text.splitlines()[0] == "rank 0  F9  ... F10 B9----- B10----"
+
+
+def test_the_second_chunk_is_in_lower_case():
+    text = to_text(on_one_rank("F0 F0.1 I0.1 W0.1", [2, 4, 6, 8], stages=((0, 1),)))
+    assert text.splitlines()[0] == "rank 0  F0 f0 i0 w0"
+    assert text.endswith("in lower case: each rank's second stage")
+
+
+def test_more_chunks_have_numbers():
+    text = to_text(on_one_rank("F0 F0.1 B0.2", [1, 2, 4], stages=((0, 1, 2),)))
+    assert text.splitlines()[0] == "rank 0  F0   F0.1 B0.2-----"
+
+
+def test_the_unit_may_be_a_part_of_the_shortest_action():
+    text = to_text(on_one_rank("F0 . B0", [0.2, 0.3, 0.6]))
+    assert text.splitlines()[0] == "rank 0  F0--- .. B0------"
+
+
+def test_measured_times_fill_the_width():
+    timeline = on_one_rank("F0 . B0 F1 . W1", [7.1, 10.3, 20.1, 20.9, 28.1, 40.7], unit="ms")
+    line, _, figures, column = to_text(timeline, width=48).splitlines()
+    assert line == "rank 0  F0-----...B0--------F.......W1----------"
+    assert figures == "mine: makespan 40.7 ms, bubble 25.6 %"
+    assert column == "one column is 1.0175 ms"
+    assert max(map(len, to_text(timeline).splitlines())) == 120
+
+
+def test_cells_that_are_too_wide_become_shares_of_the_width():
+    timeline = predicted("afab", 4, 8)
+    lines = to_text(timeline, width=60).splitlines()
+    assert {len(line) for line in lines[:4]} == {60}
+    assert all(line.count("F") == line.count("B") == 8 for line in lines[:4])
+
+
+def test_no_colour_unless_asked():
+    timeline = on_one_rank("F0 . B0", [1, 2, 4])
+    assert "\x1b" not in to_text(timeline)
+    line = to_text(timeline, colour=True).splitlines()[0]
+    assert line == "rank 0  \x1b[7;34mF0\x1b[0m .. \x1b[7;32mB0---\x1b[0m"
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_schedule_shows_every_action(name):
+    timeline = predicted(name, 4, 8)
+    lines = to_text(timeline).splitlines()
+    for rank, actions in enumerate(timeline.schedule.ranks):
+        cells = [c.rstrip("-") for c in lines[rank].split()[2:] if c != ".."]
+        wanted = [f"{a.kind}{a.micro_batch}" for a in actions]
+        assert [c.upper() for c in cells] == wanted
+        assert [c.islower() for c in cells] == [a.chunk == 1 for a in actions]
+
+
+# --- SVG and PNG
+
+
+def boxes(svg: str) -> list[ElementTree.Element]:
+    """The rectangles of actions: those that say what they are."""
+    return [r for r in ElementTree.fromstring(svg).iter(f"{SVG}rect") if len(r)]
+
+
+def test_svg_draws_predicted_and_measured_on_one_axis():
+    first = predicted()
+    second = measured(first, wait=0.0)
+    svg = to_svg(first, second, titles=["predicted", 'measured <"&">'])
+    rects, half = boxes(svg), len(first.spans)
+    assert len(rects) == 2 * half
+    for a, b in zip(rects[:half], rects[half:], strict=True):
+        assert (a.get("x"), a.get("width")) == (b.get("x"), b.get("width"))
+        assert float(b.get("y")) > float(a.get("y"))
+    texts = [t.text for t in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+    assert "predicted: makespan 12, bubble 25.0 %" in texts
+    assert 'measured <"&">: makespan 0.12 s, bubble 25.0 % (1 on the axis is 0.01 s)' in texts
+    assert {"F forward", "B backward", "time", "rank 0", "rank 1", "12"} <= set(texts)
+
+
+def test_svg_leaves_times_of_the_same_unit_alone():
+    first, second = boxes(
+        to_svg(on_one_rank("F0", [1], unit="s"), on_one_rank("F0", [2], unit="s"))
+    )
+    assert 2 * float(first.get("width")) == float(second.get("width"))
+
+
+def test_svg_colours_tell_kinds_and_chunks():
+    names = [f"{kind}0.{chunk}" for chunk in (0, 1) for kind in KINDS]
+    timeline = on_one_rank(" ".join(names), list(range(1, 9)), stages=((0, 1),))
+    rects = boxes(to_svg(timeline))
+    assert len({r.get("fill") for r in rects}) == 8
+    assert rects[-1].find(f"{SVG}title").text == "W0.1, stage 1: 7 to 8"
+
+
+def test_numbers_only_where_they_fit():
+    svg = to_svg(on_one_rank("F77 B88", [1, 1000]))
+    texts = [t.text for t in ElementTree.fromstring(svg).iter(f"{SVG}text")]
+    assert "88" in texts
+    assert "77" not in texts
+
+
+def test_png(tmp_path):
+    first = predicted("zb_v", 2, 3)
+    to_png(tmp_path / "a.png", first, measured(first), titles=["predicted", "measured"])
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_png_says_what_to_install(tmp_path, monkeypatch):
+    for name in [n for n in sys.modules if n.partition(".")[0] == "matplotlib"] or ["matplotlib"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(InvalidArgumentError, match=r'pip install "scaletorch-pp\[drawing\]"'):
+        to_png(tmp_path / "a.png", predicted())
+
+
+# --- Chrome trace
+
+
+def actions(trace: str) -> list[dict]:
+    return [e for e in json.loads(trace)["traceEvents"] if e["ph"] == "X"]
+
+
+def test_trace_has_processes_threads_and_microseconds():
+    timeline = on_one_rank("F0 . B0.1", [0.5, 0.75, 1.0], unit="s", stages=((0, 1),))
+    trace = to_chrome_trace(timeline)
+    first, second = actions(trace)
+    assert first["name"] == "F0"
+    assert (first["pid"], first["tid"], first["ts"], first["dur"]) == (0, 0, 0, 500_000)
+    assert second["args"] == {"kind": "B", "micro_batch": 0, "chunk": 1, "stage": 1}
+    assert (second["name"], second["ts"], second["dur"]) == ("B0.1", 750_000, 250_000)
+    names = {e["name"]: e["args"] for e in json.loads(trace)["traceEvents"] if e["ph"] == "M"}
+    assert names["process_name"] == {"name": "mine"}
+    assert names["thread_name"] == {"name": "rank 0"}
+
+
+def test_a_predicted_unit_is_a_millisecond_or_what_was_measured():
+    first = predicted()
+    assert actions(to_chrome_trace(first))[0]["dur"] == 1_000
+    both = actions(to_chrome_trace(first, measured(first, wait=0.0)))
+    assert {e["pid"] for e in both} == {0, 1}
+    assert both[0]["dur"] == pytest.approx(10_000)
+
+
+def test_a_trace_is_read_again():
+    first = predicted("zb_v", 2, 4)
+    text = to_chrome_trace(first, measured(first), titles=["predicted", "measured"])
+    foreign = json.loads(text)
+    foreign["traceEvents"].insert(0, {"ph": "X", "name": "aten::mm", "pid": 9, "ts": 0, "dur": 1})
+    back, second = from_chrome_trace(json.dumps(foreign))
+    assert (back.schedule.name, second.schedule.name) == ("predicted", "measured")
+    assert (back.schedule.stages, back.schedule.ranks) == (
+        first.schedule.stages,
+        first.schedule.ranks,
+    )
+    assert back.schedule.num_micro_batches == 4
+    assert back.unit == "us"
+    assert back.bubble == pytest.approx(first.bubble)
+    assert second.makespan == pytest.approx(measured(first).makespan * 1e6)
+
+
+@pytest.mark.parametrize("text", ["no JSON", "[]", "{}"])
+def test_no_trace(text):
+    with pytest.raises(InvalidArgumentError, match="expected the JSON of a Chrome trace"):
+        from_chrome_trace(text)
+
+
+def test_a_trace_without_actions():
+    with pytest.raises(InvalidArgumentError, match="no action of a pipeline"):
+        from_chrome_trace('{"traceEvents": []}')
+
+
+# --- what cannot be drawn
+
+
+@pytest.mark.parametrize("draw", [to_text, to_svg, to_chrome_trace])
+def test_actions_without_time(draw):
+    with pytest.raises(InvalidArgumentError, match="the actions of 'mine' take no time"):
+        draw(on_one_rank("F0", [0]))
+
+
+@pytest.mark.parametrize("draw", [to_svg, to_chrome_trace])
+def test_timelines_and_titles_that_do_not_fit(draw):
+    with pytest.raises(InvalidArgumentError, match="at least one timeline"):
+        draw()
+    with pytest.raises(InvalidArgumentError, match="one title for each of 1 timelines, got 2"):
+        draw(predicted(), titles=["a", "b"])
+
+
+def test_no_room():
+    with pytest.raises(InvalidArgumentError, match="a width of at least 9, got 5"):
+        to_text(predicted(), width=5)
