@@ -8,6 +8,7 @@ from .pipeline_parallel import (
     train_step_pipeline_afab,
 )
 from .pp_comms import bidirectional_pipeline_communicate, pipeline_communicate
+from .record import Recorder, recording
 from .schedules import (
     SCHEDULES,
     Action,
@@ -39,6 +40,7 @@ __all__ = [
     "Costs",
     "PassThrough",
     "PipelineParallel",
+    "Recorder",
     "Schedule",
     "ScheduleError",
     "Split",
@@ -60,6 +62,7 @@ __all__ = [
     "looped_breadth_first",
     "one_f_one_b",
     "pipeline_communicate",
+    "recording",
     "simulate",
     "to_csv",
     "to_json",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from .cut import cut
 from .hidden import HiddenFlow
 from .split import Placement, Split, place
 from .ties import TiedGradients, find_ties
+
+if TYPE_CHECKING:
+    from .record import Recorder
 
 
 class PipelineParallel(ModuleWrapper):
@@ -57,6 +60,7 @@ class PipelineParallel(ModuleWrapper):
         own_layers = cut(model, placement, self.stage)
         self._embeds = not self.is_first_stage and _takes(model, "inputs_embeds")
         self._flow = HiddenFlow(own_layers, first=self.is_first_stage, last=self.is_last_stage)
+        self.recorder: Recorder | None = None  # set by `recording`
         self._tied = TiedGradients(ties, ranks, self.stage, group)
         self._tied.share_values()
 

@@ -58,10 +58,12 @@ def train_step(
         return _run(schedule, pipeline, work)
 
 
-def _run(schedule: str, pipeline: PipelineParallel, work: TrainWork) -> Tensor:
-    actions = _checked(schedule, pipeline.num_stages, len(work.batches)).ranks[pipeline.stage]
+def _run(name: str, pipeline: PipelineParallel, work: TrainWork) -> Tensor:
+    schedule = _checked(name, pipeline.num_stages, len(work.batches))
+    steps = derive(schedule.ranks[pipeline.stage], pipeline.stage, pipeline.num_stages)
     pipeline.set_earlier_gradients_aside()
-    execute(derive(actions, pipeline.stage, pipeline.num_stages), work, work.wire)
+    recorder = pipeline.recorder
+    execute(steps, recorder.watch(work, schedule) if recorder else work, work.wire)
     if all(work.switches.values()):
         pipeline.sync_tied_gradients()
     else:  # the wrapper has not summed this step's gradients yet: a later step will

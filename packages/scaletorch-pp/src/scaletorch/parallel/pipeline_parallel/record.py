@@ -1,0 +1,123 @@
+"""Times of a real step, action by action: a timeline beside the predicted one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ...dist import all_gather_object, barrier
+from ...dist.errors import StateError
+from ..pg_manager import describe_rank
+from .runtime import StageWork
+from .schedules.schedule import BACKWARD, FORWARD, Action, Schedule
+from .schedules.timeline import Span, Timeline
+from .stage import PipelineParallel
+from .step import unwrap
+
+R = TypeVar("R")
+
+
+class Recorder:
+    """Notes when each action of a train step begins and ends on this rank.
+
+    Ranks start their clocks at a barrier. On other devices than CPU each action is waited for, so
+    that its time is its own; nothing overlaps then.
+    """
+
+    def __init__(self, group: ProcessGroup | None, rank: int) -> None:
+        """Begin with no step.
+
+        Args:
+            group: The stages.
+            rank: This rank's place in them.
+        """
+        self._group, self._rank = group, rank
+        self._schedule: Schedule | None = None
+        self._spans: list[Span] = []
+        self._zero = 0.0
+
+    def watch(self, work: StageWork, schedule: Schedule) -> StageWork:
+        """Return work that notes its times; the last step that was watched counts."""
+        self._schedule, self._spans = schedule, []
+        barrier(self._group)
+        self._zero = time.perf_counter()
+        return _Timed(work, self)
+
+    def timed(self, action: Action, run: Callable[[], R]) -> R:
+        """Run an action and note its time."""
+        start = _now()
+        result = run()
+        self._spans.append(Span(self._rank, action, start - self._zero, _now() - self._zero))
+        return result
+
+    def timeline(self) -> Timeline:
+        """Return the last step of all ranks, in seconds; every rank calls it.
+
+        Raises:
+            StateError: No step has run since.
+        """
+        if self._schedule is None:
+            raise StateError(f"{describe_rank()}: no train step has run while it was recorded")
+        ranks = all_gather_object(self._spans, self._group)
+        return Timeline(self._schedule, tuple(span for spans in ranks for span in spans), "s")
+
+
+class _Timed:
+    """Work whose actions are noted."""
+
+    def __init__(self, work: StageWork, recorder: Recorder) -> None:
+        self._work, self._recorder = work, recorder
+
+    def forward(self, micro_batch: int, hidden: Tensor | None) -> Tensor:
+        return self._recorder.timed(
+            Action(FORWARD, micro_batch), lambda: self._work.forward(micro_batch, hidden)
+        )
+
+    def backward(
+        self, micro_batch: int, hidden: Tensor | None, output: Tensor, gradient: Tensor | None
+    ) -> Tensor | None:
+        return self._recorder.timed(
+            Action(BACKWARD, micro_batch),
+            lambda: self._work.backward(micro_batch, hidden, output, gradient),
+        )
+
+
+@contextmanager
+def recording(model: nn.Module) -> Iterator[Recorder]:
+    """Record the train steps of a pipeline for as long as this lasts, on every rank alike.
+
+    Args:
+        model: A `PipelineParallel`, or wrappers around one.
+
+    Yields:
+        What tells the `timeline` of the last step.
+
+    Raises:
+        InvalidArgumentError: No `PipelineParallel` beneath `model`.
+        StateError: It is being recorded already.
+
+    Example:
+        >>> with recording(stage) as recorder:
+        ...     train_step_pipeline_1f1b(stage, micro_batches, shape, "cpu", torch.float32)
+        >>> print(to_text(recorder.timeline(), 120))
+    """
+    pipeline: PipelineParallel = unwrap(model)[1]
+    if pipeline.recorder is not None:
+        raise StateError(f"{describe_rank()}: this pipeline is being recorded already")
+    pipeline.recorder = Recorder(pipeline.group, pipeline.stage)
+    try:
+        yield pipeline.recorder
+    finally:
+        pipeline.recorder = None
+
+
+def _now() -> float:
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
