@@ -2,6 +2,7 @@
 
 from ._version import __version__
 from .cut import PassThrough
+from .evaluate import pipeline_forward
 from .pipeline_parallel import (
     PipelineParallel,
     train_step_pipeline_1f1b,
@@ -62,6 +63,7 @@ __all__ = [
     "looped_breadth_first",
     "one_f_one_b",
     "pipeline_communicate",
+    "pipeline_forward",
     "recording",
     "simulate",
     "to_csv",

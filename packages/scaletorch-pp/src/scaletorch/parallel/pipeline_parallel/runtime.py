@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -24,14 +24,17 @@ class StageWork(Protocol):
         """Backpropagate and return the gradient of ``hidden``; no ``gradient`` on the last."""
 
 
-def execute(steps: Iterable[Step], work: StageWork, wire: Wire) -> None:
+def execute(steps: Sequence[Step], work: StageWork, wire: Wire) -> None:
     """Run a stage's steps in order; an activation is dropped as soon as its backward has run.
+
+    Where there is no backward nothing is kept.
 
     Args:
         steps: what `transfers.derive` made of the stage's schedule.
         work: what a forward and a backward do.
         wire: how tensors travel to the neighbours.
     """
+    training = any(step.action and step.action.kind != FORWARD for step in steps)
     live: dict[int, tuple[Tensor | None, Tensor]] = {}
     product: Tensor | None = None
     for step in steps:
@@ -44,10 +47,11 @@ def execute(steps: Iterable[Step], work: StageWork, wire: Wire) -> None:
         # No name here may outlive its action, or it would keep activations alive.
         match step.action:
             case Action(kind, m) if kind == FORWARD:
-                if arrived is not None:
+                if training and arrived is not None:
                     arrived.requires_grad_()
                 product = work.forward(m, arrived)
-                live[m] = arrived, product
+                if training:
+                    live[m] = arrived, product
             case Action(kind, m) if kind == BACKWARD:
                 product = work.backward(m, *live.pop(m), arrived)
         del arrived

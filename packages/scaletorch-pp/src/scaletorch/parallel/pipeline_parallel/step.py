@@ -36,26 +36,49 @@ def train_step(
 ) -> Tensor:
     """Run one step with a schedule of `SCHEDULES`; see `train_step_pipeline_1f1b`."""
     wrappers, pipeline = unwrap(model)
-    group = _same_stages(pipeline, group)
     if not torch.is_grad_enabled():
         raise StateError(f"{describe_rank()}: a train step needs gradients; leave torch.no_grad()")
-    shape: tuple[int, ...] = ()
-    batches: list[Batch] = []
-    error: Exception | None = None
-    try:
-        shape, dtype = checked_shape(tensor_shapes), checked_dtype(dtype)
-        with_labels = loss_fn is None and pipeline.is_last_stage
-        batches = list_batches(data_loader, with_labels=with_labels)
-    except Exception as found:  # a data loader may raise anything; the others must learn of it
-        error = found
-    facts = [f"{len(batches)} micro-batches", f"hidden states {shape} of {dtype}", schedule]
-    agree("this train step", facts, group, error=error)
-    wire = Wire(shape, dtype, torch.device(device), pipeline.ranks, group)
+    batches, wire = agreed_batches(
+        "this train step", schedule, pipeline, data_loader, tensor_shapes, device, dtype, group,
+        with_labels=loss_fn is None and pipeline.is_last_stage,
+    )  # fmt: skip
     if loss_fn is None and pipeline.is_last_stage:
         loss_fn = token_mean_loss(batches, wire.device)
     with deferred_sync(wrappers) as switches:
         work = TrainWork(model, batches, wire, pipeline.stage, loss_fn, switches)
         return _run(schedule, pipeline, work)
+
+
+def agreed_batches(
+    subject: str,
+    schedule: str,
+    pipeline: PipelineParallel,
+    data_loader: Iterable[Batch],
+    tensor_shapes: Sequence[int],
+    device: torch.device | str,
+    dtype: torch.dtype,
+    group: ProcessGroup | None,
+    *,
+    with_labels: bool,
+) -> tuple[list[Batch], Wire]:
+    """Return this step's micro-batches and the form of its messages, compared over the stages.
+
+    Raises:
+        InvalidArgumentError: a bad argument.
+        MismatchError: stages that differ, or another stage has a mistake.
+    """
+    group = _same_stages(pipeline, group)
+    shape: tuple[int, ...] = ()
+    batches: list[Batch] = []
+    error: Exception | None = None
+    try:
+        shape, dtype = checked_shape(tensor_shapes), checked_dtype(dtype)
+        batches = list_batches(data_loader, with_labels=with_labels)
+    except Exception as found:  # a data loader may raise anything; the others must learn of it
+        error = found
+    facts = [f"{len(batches)} micro-batches", f"hidden states {shape} of {dtype}", schedule]
+    agree(subject, facts, group, error=error)
+    return batches, Wire(shape, dtype, torch.device(device), pipeline.ranks, group)
 
 
 def _run(name: str, pipeline: PipelineParallel, work: TrainWork) -> Tensor:

@@ -51,9 +51,7 @@ class TrainWork:
     def forward(self, micro_batch: int, hidden: Tensor | None) -> Tensor:
         """Run the stage on one micro-batch; return its output, or its loss on the last stage."""
         batch = self.batches[micro_batch]
-        device = self.wire.device
-        entries = {k: _on(device, v) for k, v in batch.items() if k not in NOT_PASSED}
-        first = _on(device, batch["input_ids"]) if hidden is None else hidden
+        first, entries = entries_of(batch, hidden, self.wire.device)
         output = self.model(first, **entries)
         if self.stage < len(self.wire.ranks) - 1 or self.loss_fn is None:
             return self.wire.checked(tensor_of(output))
@@ -72,6 +70,14 @@ class TrainWork:
         with _no_autocast(self.wire.device):
             input_gradient: Tensor | None = backward(hidden, output, gradient)
         return input_gradient
+
+
+def entries_of(
+    batch: Batch, hidden: Tensor | None, device: torch.device
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return what a stage's forward is given: ``hidden`` or the ids, and all else by keyword."""
+    entries = {name: _on(device, v) for name, v in batch.items() if name not in NOT_PASSED}
+    return _on(device, batch["input_ids"]) if hidden is None else hidden, entries
 
 
 def checked_loss(loss: Any) -> Tensor:
