@@ -14,7 +14,7 @@ One table a size; of the two ranks the larger figure counts, but for waiting.
 - speed-up: median of each repeat's own ratio of one process to the way, and its quartiles.
 - CPU ms: median CPU time of the busier rank, gloo's threads included, and one process's over it.
 - waiting: median share of the time in communication calls and waits; of the rank that spends less.
-- bytes: sent by each rank, and how many more than by the formula of the method, `volumes`: 120
+- bytes: sent by each rank, and how many more than by the formula of the method, `volumes`: 128
   are the comparison of what the ranks were called with.
 - MiB: the most that tensors took, beside the inputs.
 

@@ -296,3 +296,19 @@ def unlike_head_dims(method, dims):
 @pytest.mark.parametrize("method", METHODS)
 def test_values_of_another_head_dim(method, dims):
     assert max(run_ranks(unlike_head_dims, 2, method, dims)) < 1e-12
+
+
+def scaled(method, scale):
+    """Return the largest error of causal attention with a scale that fused kernels are wrong at."""
+    q, k, v, _ = whole(8, 1, 4, 4, 16, 8)
+    layout = LAYOUTS["zigzag"](16, dist.get_world_size())
+    own = [share(x, layout) for x in (q, k, v)]
+    options = {"causal": True, "layout": layout, "method": method, "group": dist.group.WORLD}
+    out = joined(attention(*own, scale=scale, **options), layout)
+    return float((out - dense(q, k, v, True, None, None, scale)).abs().max())
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.5])
+@pytest.mark.parametrize("method", METHODS)
+def test_any_scale(method, scale):
+    assert max(run_ranks(scaled, 2, method, scale)) < 1e-12

@@ -122,6 +122,22 @@ def refused(_):
         torch.autograd.grad(out.sum(), q, create_graph=True)
 
 
+def crossed(_):
+    """Rings that pass through one place of a part and another place of the next."""
+    q, k, v, _ = inputs(4, 2)
+    made = [
+        [(ranks, dist.new_group(ranks)) for ranks in ranks_of]
+        for ranks_of in ([[0, 1], [2, 3]], [[0, 3], [1, 2]])
+    ]
+    groups = tuple(next(g for held, g in made_of if dist.get_rank() in held) for made_of in made)
+    with pytest.raises(InvalidArgumentError, match="a pair of groups must cross"):
+        attention(q, k, v, method="hybrid", group=groups)
+
+
+def test_groups_that_do_not_cross_are_refused():
+    run_ranks(crossed, 4, None)
+
+
 def test_what_hybrid_cannot_do_is_refused():
     run_ranks(refused, 4, None)
 

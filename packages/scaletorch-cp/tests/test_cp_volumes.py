@@ -14,7 +14,7 @@ from scaletorch.parallel.context_parallel.methods.volumes import volumes
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
 LENGTH, DIM = 6, 4
-COMPARISON = 120  # bytes, of what a rank was called with
+COMPARISON = 128  # bytes, of what a rank was called with
 
 
 class Counting(TorchDispatchMode):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as c10d
 import torch.nn.functional as F
 
-from scaletorch.dist.errors import InvalidArgumentError, StateError
+from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import (
     ShardedSequences,
@@ -37,6 +37,12 @@ SIZES = {
 }
 SPECIAL = {
     "Qwen3": {"head_dim": 4},
+    "Bart": {
+        "d_model": 32,
+        "decoder_layers": 1,
+        "decoder_attention_heads": 4,
+        "decoder_ffn_dim": 32,
+    },
     "DeepseekV3": {
         "num_key_value_heads": 8,
         "first_k_dense_replace": 2,
@@ -290,6 +296,7 @@ def _calls(**given):
     return lambda model, batch: model(**batch, **given)
 
 
+DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
 ONES = torch.ones(2, 12, dtype=torch.long)
 TOLD = torch.tensor(PACKED)
 REFUSED = {
@@ -320,6 +327,12 @@ REFUSED = {
     ),
     "softcap": (_calls(), "for softcap, which", "Gemma2", {}),
     "sinks": (_calls(), "for s_aux, which", "GptOss", {}),
+    "labels": (_calls(labels=torch.zeros(2, 12, dtype=torch.long)), "was given labels, which it"),
+    "uncounted": (lambda model, batch: model(batch["input_ids"]), "called without position_ids"),
+    "one rank": (
+        lambda model, batch: model(**batch, attention_mask=ONES - c10d.get_rank()),
+        "attention_mask must hold no zeros|rank 1: refused its call",
+    ),
     "chunks": (_calls(), "masks by chunked_overlay", "Llama4Text", {}),
 }
 
@@ -332,7 +345,7 @@ def _refuse():
         model = apply_context_parallel(_build(name, **options), world, layout="zigzag")
         try:
             call(model, batch)
-        except (InvalidArgumentError, StateError) as error:
+        except (InvalidArgumentError, MismatchError, StateError) as error:
             messages[key] = str(error)
     return messages
 
@@ -348,6 +361,8 @@ def test_what_cannot_be_exact_is_refused_by_name():
     ("config", "match"),
     [
         ({"name": "Bloom"}, "BloomForCausalLM neither uses .* attention is 'eager'"),
+        ({"name": "Bart"}, "BartForCausalLM takes no position_ids"),
+        ({"name": "Llama", "rope_parameters": DYNAMIC}, "rotary embeddings of type dynamic"),
         ({"name": "Lfm2", "layer_types": ["conv", "full_attention"]}, "has layers of conv"),
     ],
 )

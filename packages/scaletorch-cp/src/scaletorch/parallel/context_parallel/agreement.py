@@ -1,7 +1,7 @@
 """What all ranks of a ring must have alike, compared before tensors travel.
 
 A receiver that expects another size ends the whole process, so unequal shards have to be found
-first. The comparison is one collective of 120 bytes a rank. A cache of what was compared cannot
+first. The comparison is one collective of 128 bytes a rank. A cache of what was compared cannot
 replace it where shapes vary, since a rank that knows its shape would skip what another rank
 waits in. On CPU backends it runs in every call; on others, where reading the answer would stop
 the device's queue, at the first use of a signature.
@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import get_comm_device
 from ...dist.dist import all_gather
 from ...dist.errors import MismatchError
 from ..pg_manager import describe_rank
@@ -52,6 +51,7 @@ class Signature(NamedTuple):
     whole: int
     method: int
     part: int
+    ranks: int
 
     def __str__(self) -> str:
         """Return it as a reader of an error message wants it."""
@@ -61,6 +61,7 @@ class Signature(NamedTuple):
         window = f", window {self.window}" if self.window else ""
         documents = f", documents of digest {self.documents:x}" if self.documents else ""
         part = f" over parts of {self.part}" if self.part > 1 else ""
+        part += f" and ranks of digest {self.ranks:x}" if self.part > 1 else ""
         return (
             f"{sorted(METHODS)[self.method]}{part} on q [{self.batch}, {self.heads}, "
             f"{self.length}, {self.head_dim}], {self.kv_heads} key/value heads, "
@@ -84,6 +85,7 @@ def signature(q: Tensor, k: Tensor, v: Tensor, call: Call, method: str) -> Signa
         batch, heads, k.shape[1], length, head_dim, DTYPES.index(q.dtype), int(gradient), bits,
         int(mask.causal), mask.window or 0, documents, sorted(LAYOUTS).index(call.layout.name),
         call.layout.length, sorted(METHODS).index(method), call.parts[0].size,
+        zlib.crc32(repr(call.ring.ranks).encode()),
     )  # fmt: skip
 
 
@@ -102,18 +104,17 @@ def require_agreement(mine: Signature, device: torch.device, call: Call) -> None
     calls = _gathered(mine, device, groups)
     if any(other != mine for other in calls):
         raise MismatchError(_difference(calls, call.ring))
-    agreed.add(mine)
+    if device.type != "cpu":
+        agreed.add(mine)
 
 
-def tell_refusal(rings: tuple[Ring, Parts | None]) -> None:
+def tell_refusal(rings: tuple[Ring, Parts | None], device: torch.device) -> None:
     """Let the other ranks know, who compare their calls, that this one's was refused here.
 
-    Only where they compare at every call.
+    Only where they compare at every call, which is with tensors on CPU.
     """
-    groups = _groups(*rings)
-    device = get_comm_device(groups[-1] if groups else None)
     if device.type == "cpu":
-        _gathered(REFUSED, device, groups)
+        _gathered(REFUSED, device, _groups(*rings))
 
 
 def _groups(ring: Ring, parts: Parts | None) -> list[ProcessGroup]:

@@ -96,21 +96,23 @@ def attention(
     Raises:
         InvalidArgumentError: What does not fit together, or an unknown layout or method.
         MismatchError: The ranks' shapes, dtypes or options differ, or another rank's do not fit
-            together; raised on every rank.
+            together; raised on every rank. On other devices than CPU calls are compared at the
+            first use of their shapes and options alone.
         NotInGroupError: This rank is outside `group`.
         StateError: Several ranks, and neither a group nor a process group manager.
     """
     rings = rings_of(group)
-    q, k, v = (autocast(x) for x in (q, k, v))
     try:
+        q, k, v = (autocast(x) for x in (q, k, v))
         mask = causal, window, cu_seqlens
         method, call = _prepared(q, k, v, mask, scale, layout, method, rings)
-    except InvalidArgumentError:
-        tell_refusal(rings)
+        dim = v.shape[3]
+        q, k, v = with_one_head_dim(q, k, v)
+        mine = signature(q, k, v, call, method)
+    except Exception:  # whatever it is, the other ranks wait in their comparison
+        tell_refusal(rings, getattr(q, "device", torch.device("cpu")))
         raise
-    dim = v.shape[3]
-    q, k, v = with_one_head_dim(q, k, v)
-    require_agreement(signature(q, k, v, call, method), q.device, call)
+    require_agreement(mine, q.device, call)
     apply: Any = ContextAttention.apply
     out: Tensor = apply(q, k, v, METHODS[method], call)
     return out[..., :dim]

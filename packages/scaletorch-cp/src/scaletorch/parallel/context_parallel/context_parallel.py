@@ -104,6 +104,10 @@ def apply_context_parallel(
     The model is then called with its shard of the batch, in the same layout, and must take
     positions from its arguments (`position_ids`), not count them itself: see `shard_batch`.
 
+    What mixes positions other than by attention (convolutions, recurrences, pooling over the
+    sequence) sees this rank's shard alone in a plain module; in models of `transformers` it is
+    refused where it can be told.
+
     Refused when they are met: masks, dropout, keys of another length than the queries
     (decoding, cross attention), full attention in a layout "zigzag" without
     `ShardedSequences.inside`, nn.MultiheadAttention, a checkpointed function that holds the

@@ -58,7 +58,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
     kept = statistics_dtype(q.dtype)
     dtype = q.dtype if q.dtype == torch.bfloat16 else kept
     q, k, v = (readable(x, dtype) for x in (q, k, v))
-    if _is_one_call(q, k, band):
+    if _is_one_call(q, k, scale, band):
         out, lse = _forward(q, k, v, 0.0, band == CAUSAL, scale=scale)
         return out.to(kept), lse
     out = torch.zeros_like(q, dtype=kept)
@@ -72,7 +72,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
 
 def backward(x: Operands, scale: float, band: Band) -> Gradients:
     """Return one block's share of the gradients; as `tile.backward`."""
-    heads, kv_heads, one_call = x.q.shape[1], x.k.shape[1], _is_one_call(x.q, x.k, band)
+    heads, kv_heads, one_call = x.q.shape[1], x.k.shape[1], _is_one_call(x.q, x.k, scale, band)
     dtype = kept = statistics_dtype(x.q.dtype)
     if one_call and x.q.dtype == torch.bfloat16 and _is_large(x.q, x.k):
         dtype, x = x.q.dtype, x._replace(k=expanded(x.k, heads), v=expanded(x.v, heads))
@@ -94,9 +94,10 @@ def _backward_in_strips(x: Operands, scale: float, band: Band) -> Gradients:
     return dq, dk, dv
 
 
-def _is_one_call(q: Tensor, k: Tensor, band: Band) -> bool:
+def _is_one_call(q: Tensor, k: Tensor, scale: float, band: Band) -> bool:
     """Tell whether the operator takes the block as it is."""
-    return band == FULL or (band == CAUSAL and q.shape[2] == k.shape[2])
+    # It hides scores before it scales them: −inf times 0 is NaN, and times −1 it is +inf.
+    return band == FULL or (band == CAUSAL and q.shape[2] == k.shape[2] and scale > 0)
 
 
 def _is_large(q: Tensor, k: Tensor) -> bool:

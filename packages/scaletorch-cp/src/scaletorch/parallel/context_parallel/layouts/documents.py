@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -35,7 +36,11 @@ def read_documents(cu_seqlens: Sequence[int] | Tensor, length: int | None = None
         )
         raise InvalidArgumentError(message)
     values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
-    documents = tuple(map(int, values))
+    try:
+        documents = tuple(map(operator.index, values))
+    except TypeError as error:
+        message = f"{describe_rank()}: cu_seqlens must be integers (0, a, ..., length): {error}"
+        raise InvalidArgumentError(message) from error
     Mask(causal=True, documents=documents)  # refuses what does not ascend from 0
     if length not in (None, documents[-1]):
         message = (

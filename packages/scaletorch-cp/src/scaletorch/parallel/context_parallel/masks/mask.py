@@ -46,10 +46,10 @@ class Mask:
     documents: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
+        if self.window is not None and not (isinstance(self.window, int) and self.window > 0):
             message = (
-                f"window must be at least 1, which sees its own position alone, or None for no "
-                f"window; it is {self.window}"
+                "window must be at least 1, an integer, which sees its own position alone, or None "
+                f"for no window; it is {self.window}"
             )
             raise InvalidArgumentError(message)
         if self.documents is not None:

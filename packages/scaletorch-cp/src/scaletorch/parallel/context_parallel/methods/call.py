@@ -86,7 +86,7 @@ class Call:
         return in_several and (strided or not self.mask.causal)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=128)  # stripes and many documents make many blocks
 def _blocks(
     mask: Mask, rows: tuple[range, ...], keys: tuple[range, ...], length: int
 ) -> tuple[Block, ...]:

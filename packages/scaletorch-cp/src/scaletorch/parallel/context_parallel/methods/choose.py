@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError
 from ..cp_comms import Ring
-from .parts import Parts, split
+from .parts import Parts, require_crossing, split
 from .ulysses import check_heads
 from .volumes import volumes
 
@@ -60,6 +60,8 @@ def parts_for(method: str, q: Tensor, k: Tensor, ring: Ring, given: Parts | None
             f"second; method={method!r} needs one group of all ranks"
         )
     size = {"ulysses": ring.size, "hybrid": part_size(k.shape[1], ring.size)}.get(method, 1)
+    if given is not None:
+        require_crossing(ring, given)
     parts = given or split(ring, size)
     check_heads(q, k, parts[0].size)
     return parts

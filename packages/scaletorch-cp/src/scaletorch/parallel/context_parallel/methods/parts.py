@@ -9,6 +9,7 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ....dist import all_gather, get_comm_device
+from ....dist.errors import InvalidArgumentError
 from ..cp_comms import Ring, ring_of
 
 Parts: TypeAlias = tuple[Ring, Ring]  # this rank's neighbours, and its peers in the other parts
@@ -45,6 +46,22 @@ def rings_of(group: Groups) -> tuple[Ring, Parts | None]:
     part, across = (ring_of(each) for each in group)
     index = across.index * part.size + part.index
     return Ring(None, _all_ranks(part, across), index), (part, across)
+
+
+def require_crossing(ring: Ring, parts: Parts) -> None:
+    """Check that the ring across passes through one place of every part.
+
+    Raises:
+        InvalidArgumentError: It does not: heads of different places would be mixed.
+    """
+    part, across = parts
+    expected = ring.ranks[part.index :: part.size]
+    if across.ranks != expected:
+        raise InvalidArgumentError(
+            f"a pair of groups must cross: this rank has place {part.index} in its part "
+            f"{part.ranks}, and the ranks of that place in all parts are {expected}; the second "
+            f"group has {across.ranks}"
+        )
 
 
 def _all_ranks(part: Ring, across: Ring) -> tuple[int, ...]:

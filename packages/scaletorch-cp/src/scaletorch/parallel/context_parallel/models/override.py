@@ -3,7 +3,8 @@
 A `TorchFunctionMode` sees every call of it, also where it was imported by name. The mode is on
 while a forward of the model runs. Recomputation (`torch.utils.checkpoint`) happens in backward,
 outside of the model's forward, and calls the forwards of submodules: so each submodule turns
-the mode on for itself where it is off. Other models never meet it.
+the mode on for itself where it is off. Other models meet it only where they are called inside of
+the model's own forward.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
 from ..layouts.documents import Documents, read_documents
+from .calls import require_documents_kept, require_no_labels
 from .settings import Settings, refusal, settings_of
 
 _CU_SEQLENS = "cu_seq_lens_q"
@@ -57,6 +59,7 @@ class AttentionOverride(TorchFunctionMode):
     Attributes:
         settings: What the model attends by.
         given: Keyword arguments of the forward that turned it on.
+        position_ids: What the innermost forward that has this argument was given.
         calls: How many calls of attention it has seen.
     """
 
@@ -64,6 +67,7 @@ class AttentionOverride(TorchFunctionMode):
         super().__init__()
         self.settings = settings
         self.given = given
+        self.position_ids = given.get("position_ids")
         self.calls = 0
         self._read: list[tuple[Tensor, Documents]] = []  # kept, as reading waits for the device
 
@@ -154,8 +158,16 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         settings = settings_of(self)
-        if settings is None or not settings.active or running_override(settings):
+        if settings is None or not settings.active:
+            if settings is not None and outermost:
+                require_documents_kept(self, kwargs)
             return inner(self, *args, **kwargs)
+        running = running_override(settings)
+        if running is not None:
+            running.position_ids = kwargs.get("position_ids", running.position_ids)
+            return inner(self, *args, **kwargs)
+        if outermost:
+            require_no_labels(self, kwargs)
         with _turned_on(settings, kwargs) as override:
             result = inner(self, *args, **kwargs)
         if outermost and not override.calls:

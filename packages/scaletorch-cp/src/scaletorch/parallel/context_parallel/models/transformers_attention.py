@@ -7,6 +7,7 @@ and a mask function are registered when a model needs them, under this module's 
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
+from .calls import is_pretrained
 from .override import AttentionOverride, running_override
 from .settings import refusal, settings_of
 from .transformers_mask import Pattern, context_mask, stranger
@@ -27,6 +29,8 @@ _WITHOUT_EFFECT = frozenset({
     "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
     "return_dict", "shift_labels", "use_cache",
 })  # fmt: skip
+_POOLING = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering")
+_LENGTHY = ("dynamic", "longrope")  # types of rotary embeddings
 _LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -46,7 +50,7 @@ def adopt(model: nn.Module) -> list[tuple[Any, str | None]]:
     masks = sys.modules.get("transformers.masking_utils")
     if library is None or masks is None:  # what has no registries calls F.sdpa
         return []
-    parts = [part for part in model.modules() if isinstance(part, library.PreTrainedModel)]
+    parts = [part for part in model.modules() if is_pretrained(part)]
     if not parts:
         return []
     library.ALL_ATTENTION_FUNCTIONS.register(NAME, context_attention)
@@ -156,9 +160,37 @@ def _require_adopted(part: Any) -> None:
             f"{name} neither uses the attention registry of transformers nor "
             f"F.scaled_dot_product_attention; its attention is {implementation!r}"
         )
+    _require_positions_by_argument(part)
+    if name.endswith(_POOLING):
+        raise refusal(f"{name} pools over the sequence, of which this rank has a shard")
+    lengthy = set(_rope_types(getattr(part.config, "rope_parameters", None))) & set(_LENGTHY)
+    if lengthy:
+        raise refusal(
+            f"{name} has rotary embeddings of type {', '.join(sorted(lengthy))}, which depend on "
+            "the length of the whole sequence, and this rank knows its shard's"
+        )
     others = set(getattr(part.config, "layer_types", None) or ()) - set(_LAYERS)
     if others:
         raise refusal(
             f"{name} has layers of {', '.join(sorted(others))}, which would mix the positions of "
             "this rank's shard alone"
         )
+
+
+def _require_positions_by_argument(part: Any) -> None:
+    """Refuse a model that counts positions itself: every rank would begin with 0."""
+    forwards = (type(model).forward for model in part.modules() if is_pretrained(model))
+    if not any("position_ids" in inspect.signature(forward).parameters for forward in forwards):
+        raise refusal(
+            f"{type(part).__name__} takes no position_ids and would count its positions from 0 on "
+            "every rank"
+        )
+
+
+def _rope_types(parameters: Any) -> Iterator[str]:
+    """Yield the types of rotary embeddings in a config, of the model or of each kind of layer."""
+    if isinstance(parameters, Mapping):
+        if isinstance(parameters.get("rope_type"), str):
+            yield parameters["rope_type"]
+        for value in parameters.values():
+            yield from _rope_types(value)

@@ -6,10 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from ....dist.errors import StateError
+from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
+from ..agreement import tell_refusal
 from ..layouts.lookup import layout_of_shards
 from .override import AttentionOverride, running_override
 from .settings import Settings, refusal
@@ -42,17 +44,31 @@ def context_mask(
     override = running_override()
     if override is None:
         raise stranger("a mask")
-    if attention_mask is not None:
-        _require_no_padding(attention_mask, q_length, override.settings)
-    if int(q_offset) or kv_offset or kv_length != q_length:
-        raise refusal(
-            f"{q_length} queries from position {int(q_offset)} on and {kv_length} keys: neither "
-            "decoding with a cache nor cross attention can be computed; use_cache=False"
-        )
-    _require_positions(override, q_length)
-    pattern = _pattern(mask_function)
+    try:
+        if attention_mask is not None:
+            _require_no_padding(attention_mask, q_length, override.settings)
+        _require_one_sequence(q_length, kv_length, int(q_offset), kv_offset)
+        _require_positions(override, q_length)
+        pattern = _pattern(mask_function)
+    except InvalidArgumentError:  # one rank's shard alone may be refused; the others go on
+        tell_refusal((override.settings.ring, None), _device(attention_mask, override.position_ids))
+        raise
     skip = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
     return None if skip and pattern.window is None else pattern
+
+
+def _device(*values: Any) -> torch.device:
+    """Return where the first tensor is."""
+    tensors = (value for value in values if isinstance(value, Tensor))
+    return next((x.device for x in tensors), torch.device("cpu"))
+
+
+def _require_one_sequence(queries: int, keys: int, first: int, first_key: int) -> None:
+    if first or first_key or keys != queries:
+        raise refusal(
+            f"{queries} queries from position {first} on and {keys} keys: neither decoding with a "
+            "cache nor cross attention can be computed; use_cache=False"
+        )
 
 
 def _pattern(mask_function: Any) -> Pattern:
@@ -113,9 +129,13 @@ def _require_no_padding(attention_mask: Tensor, part: int, settings: Settings) -
 
 def _require_positions(override: AttentionOverride, part: int) -> None:
     """Refuse positions that one process would take for packed documents, if none are told."""
-    settings, given = override.settings, override.given
-    ids = given.get("position_ids")
-    told = settings.told is not None or given.get("cu_seq_lens_q") is not None
+    settings, ids = override.settings, override.position_ids
+    if ids is None and settings.ring.size > 1:
+        raise refusal(
+            "the model was called without position_ids, and would count its positions from 0 on "
+            "every rank: pass those of the shard, which shard_batch and ShardedSequences make"
+        )
+    told = settings.told is not None or override.given.get("cu_seq_lens_q") is not None
     if told or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != part:
         return
     layout = layout_of_shards(settings.layout, part, None, settings.ring)
