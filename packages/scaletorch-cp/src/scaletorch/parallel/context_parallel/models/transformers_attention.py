@@ -50,7 +50,7 @@ def adopt(model: nn.Module) -> list[tuple[Any, str | None]]:
     masks = sys.modules.get("transformers.masking_utils")
     if library is None or masks is None:  # what has no registries calls F.sdpa
         return []
-    parts = [part for part in model.modules() if is_pretrained(part)]
+    parts: list[Any] = [part for part in model.modules() if is_pretrained(part)]
     if not parts:
         return []
     library.ALL_ATTENTION_FUNCTIONS.register(NAME, context_attention)
