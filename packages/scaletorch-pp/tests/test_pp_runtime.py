@@ -54,7 +54,7 @@ class Work:
 def test_outputs_live_from_their_forward_to_their_backward(name, stage, num_stages):
     actions = SCHEDULES[name](num_stages, 3).ranks[stage]
     work, wire = Work(), Neighbours()
-    execute(derive(actions, stage, num_stages), work, wire)
+    execute(derive(actions, stage, num_stages), wire, work.forward, work.backward)
     live, expected = 0, []
     for action in actions:
         expected.append((action, live))

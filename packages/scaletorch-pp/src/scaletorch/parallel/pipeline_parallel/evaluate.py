@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -49,10 +48,6 @@ class ForwardWork:
         self.outputs.append(output)
         return output
 
-    def backward(self, *_: object) -> NoReturn:
-        """There is none."""
-        raise NotImplementedError
-
 
 @torch.no_grad()
 def pipeline_forward(
@@ -93,7 +88,7 @@ def pipeline_forward(
     )  # fmt: skip
     work = ForwardWork(model, batches, wire, pipeline.is_last_stage)
     actions = forward_only(pipeline.num_stages, len(batches)).ranks[pipeline.stage]
-    execute(derive(actions, pipeline.stage, pipeline.num_stages), work, wire)
+    execute(derive(actions, pipeline.stage, pipeline.num_stages), wire, work.forward)
     return _shared(work.outputs, pipeline, wire) if everywhere else work.outputs
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 from torch import Tensor
@@ -10,6 +10,9 @@ from torch import Tensor
 from .schedules.schedule import BACKWARD, FORWARD, Action
 from .transfers import Step
 from .wire import Wire
+
+Forward = Callable[[int, Tensor | None], Tensor]
+Backward = Callable[[int, Tensor | None, Tensor, Tensor | None], Tensor | None]
 
 
 class StageWork(Protocol):
@@ -24,17 +27,17 @@ class StageWork(Protocol):
         """Backpropagate and return the gradient of ``hidden``; no ``gradient`` on the last."""
 
 
-def execute(steps: Sequence[Step], work: StageWork, wire: Wire) -> None:
+def execute(
+    steps: Iterable[Step], wire: Wire, forward: Forward, backward: Backward | None = None
+) -> None:
     """Run a stage's steps in order; an activation is dropped as soon as its backward has run.
-
-    Where there is no backward nothing is kept.
 
     Args:
         steps: what `transfers.derive` made of the stage's schedule.
-        work: what a forward and a backward do.
         wire: how tensors travel to the neighbours.
+        forward: what a forward does, as `StageWork.forward`.
+        backward: what a backward does; None where the schedule has none, and nothing is kept.
     """
-    training = any(step.action and step.action.kind != FORWARD for step in steps)
     live: dict[int, tuple[Tensor | None, Tensor]] = {}
     product: Tensor | None = None
     for step in steps:
@@ -47,11 +50,11 @@ def execute(steps: Sequence[Step], work: StageWork, wire: Wire) -> None:
         # No name here may outlive its action, or it would keep activations alive.
         match step.action:
             case Action(kind, m) if kind == FORWARD:
-                if training and arrived is not None:
+                if backward is not None and arrived is not None:
                     arrived.requires_grad_()
-                product = work.forward(m, arrived)
-                if training:
+                product = forward(m, arrived)
+                if backward is not None:
                     live[m] = arrived, product
-            case Action(kind, m) if kind == BACKWARD:
-                product = work.backward(m, *live.pop(m), arrived)
+            case Action(kind, m) if kind == BACKWARD and backward is not None:
+                product = backward(m, *live.pop(m), arrived)
         del arrived

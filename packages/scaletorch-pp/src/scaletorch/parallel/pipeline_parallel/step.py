@@ -86,7 +86,8 @@ def _run(name: str, pipeline: PipelineParallel, work: TrainWork) -> Tensor:
     steps = derive(schedule.ranks[pipeline.stage], pipeline.stage, pipeline.num_stages)
     pipeline.set_earlier_gradients_aside()
     recorder = pipeline.recorder
-    execute(steps, recorder.watch(work, schedule) if recorder else work, work.wire)
+    runs = recorder.watch(work, schedule) if recorder else work
+    execute(steps, work.wire, runs.forward, runs.backward)
     if all(work.switches.values()):
         pipeline.sync_tied_gradients()
     else:  # the wrapper has not summed this step's gradients yet: a later step will
