@@ -36,7 +36,7 @@ def work():
     model = parallelize(Llama(LlamaConfig(num_layers=1)), manager)
     ids = torch.arange(16).view(2, 8)
     micro_batches = shard_global_batch({"input_ids": ids, "labels": ids}, 1, manager)
-    loss = train_step(model, micro_batches, manager, hidden_size=128)
+    loss = train_step(model, micro_batches, manager)
     return loss.item(), any(name.split(".")[0] == "scaletorch" for name in sys.modules)
 
 

@@ -16,7 +16,7 @@ from scaletorch.parallel.pipeline_parallel import (
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
-from scaletorch.parallel.pipeline_parallel.wire import Wire
+from scaletorch.parallel.pipeline_parallel.batches import MicroBatches
 
 SHAPE = (2, 3, 4)
 
@@ -187,17 +187,17 @@ def test_a_group_of_other_stages():
 
 
 @pytest.mark.parametrize(
-    "wire",
+    "inputs",
     [
-        Wire((2, 3, 5), torch.float32, torch.device("cpu"), (0, 1), None),
-        Wire(SHAPE, torch.float64, torch.device("cpu"), (0, 1), None),
-        Wire(SHAPE, torch.float32, torch.device("meta"), (0, 1), None),
+        MicroBatches([], torch.device("cpu"), (2, 3, 5), None),
+        MicroBatches([], torch.device("cpu"), None, torch.float64),
+        MicroBatches([], torch.device("meta"), SHAPE, torch.float32),
     ],
 )
-def test_outputs_that_the_next_stage_does_not_expect(wire):
+def test_outputs_that_the_next_stage_does_not_expect(inputs):
     text = r"next stage expects .* has shape \(2, 3, 4\), torch\.float32, on cpu; pass"
     with pytest.raises(InvalidArgumentError, match=text):
-        wire.checked(torch.zeros(SHAPE))
+        inputs.checked(torch.zeros(SHAPE))
 
 
 def expects_another_shape():

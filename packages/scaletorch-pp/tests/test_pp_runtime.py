@@ -1,63 +1,122 @@
-"""The runtime drops activations and gradients as soon as they have been used."""
+"""The runtime keeps no activation longer than its schedule says, and posts receives early."""
 
+import gc
 import weakref
 
 import pytest
 import torch
+from torch import nn
 
-from scaletorch.parallel.pipeline_parallel import SCHEDULES, Action, derive
-from scaletorch.parallel.pipeline_parallel.runtime import execute
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.pipeline_parallel import (
+    SCHEDULES,
+    Action,
+    PipelineParallel,
+    derive_messages,
+    one_f_one_b,
+    train_step_pipeline,
+)
+from scaletorch.parallel.pipeline_parallel.runtime import in_steps
+from scaletorch.parallel.pipeline_parallel.schedules.messages import Receive, Send
 
-
-class Neighbours:
-    """A wire that delivers tensors of its own and notes which gradients outlive their backward."""
-
-    def __init__(self):
-        self.gradients = []
-
-    def swap(self, tensor, to_stage, from_stage):
-        assert all(gradient() is None for gradient in self.gradients)
-        assert (tensor is None) <= (to_stage is None)
-        if from_stage is None:
-            return None
-        arrived = torch.ones(2)
-        if from_stage == 2:
-            self.gradients.append(weakref.ref(arrived))
-        return arrived
+TRAINING = [name for name in SCHEDULES if name != "forward_only"]
+ENDS = {"F": 1, "B": -1, "I": -1, "W": 0}  # what an action does to the number of live graphs
 
 
-class Work:
-    """Notes each action and how many outputs are alive when it begins."""
-
-    def __init__(self):
-        self.outputs = []
-        self.seen = []
-
-    def forward(self, micro_batch, hidden):
-        assert hidden is None or hidden.requires_grad
-        self.note(Action("F", micro_batch))
-        output = torch.ones(2)
-        self.outputs.append(weakref.ref(output))
-        return output
-
-    def backward(self, micro_batch, hidden, output, gradient):
-        self.note(Action("B", micro_batch))
-        assert output is self.outputs[micro_batch]()
-        return None if hidden is None else torch.zeros(2)
-
-    def note(self, action):
-        self.seen.append((action, sum(output() is not None for output in self.outputs)))
+class Token:
+    """Is alive as long as the graph of the forward that made it."""
 
 
-@pytest.mark.parametrize("name", ["afab", "1f1b"])
-@pytest.mark.parametrize(("stage", "num_stages"), [(0, 1), (1, 3)])
-def test_outputs_live_from_their_forward_to_their_backward(name, stage, num_stages):
-    actions = SCHEDULES[name](num_stages, 3).ranks[stage]
-    work, wire = Work(), Neighbours()
-    execute(derive(actions, stage, num_stages), wire, work.forward, work.backward)
-    live, expected = 0, []
-    for action in actions:
-        expected.append((action, live))
-        live += 1 if action.kind == "F" else -1
-    assert work.seen == expected
-    assert len(wire.gradients) == (3 if num_stages > 1 else 0)
+class Noted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, alive):
+        ctx.token = Token()
+        alive.add(ctx.token)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient * 2, None
+
+
+class Layer(nn.Linear):
+    def __init__(self, alive):
+        super().__init__(4, 4)
+        self.alive = alive
+
+    def forward(self, x):
+        return Noted.apply(super().forward(x), self.alive)
+
+
+class Net(nn.Module):
+    def __init__(self, num_layers, alive):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(Layer(alive) for _ in range(num_layers))
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def live_graphs(name):
+    """Return after each action how many graphs are alive, and how many its schedule says."""
+    alive = weakref.WeakSet()
+    world = torch.distributed.group.WORLD
+    num_ranks, num_micro_batches = world.size(), 5
+    schedule = SCHEDULES[name](num_ranks, num_micro_batches)
+    stage = PipelineParallel(Net(schedule.num_stages, alive), group=world, schedule=name)
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    batches = [{"input_ids": ids, "labels": ids}] * num_micro_batches
+    seen = []
+
+    class Watching:
+        def watch(self, schedule, perform):
+            def run(action):
+                perform(action)
+                gc.collect()
+                seen.append(len(alive))
+
+            return run
+
+    gc.disable()
+    stage.recorder = Watching()
+    train_step_pipeline(stage, batches)
+    expected, live = [], 0
+    for action in schedule.ranks[stage.rank]:
+        live += ENDS[action.kind]
+        expected.append(live)
+    return seen, expected
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_graphs_live_from_their_forward_to_their_backward(name):
+    for seen, expected in run_ranks(live_graphs, 2, name):
+        assert seen == expected
+
+
+def test_one_rank_too():
+    seen, expected = run_ranks(live_graphs, 1, "zb_v")[0]
+    assert seen == expected
+
+
+def test_receives_begin_an_action_earlier():
+    program = derive_messages(one_f_one_b(2, 3))[1]
+    late, early = in_steps(program, 0), in_steps(program, 1)
+    assert [step.action for step in late] == [step.action for step in early]
+    assert [step.action for step in late] == [*one_f_one_b(2, 3).ranks[1], None]
+    hidden = [Receive(0, 0, micro_batch, False) for micro_batch in range(3)]
+    gradients = [Send(0, 1, micro_batch, True) for micro_batch in range(3)]
+
+    def places(steps):
+        return {m: place for place, step in enumerate(steps) for m in step.messages}
+
+    assert places(late)[hidden[0]] == 0
+    assert late[1].action == Action("B", 0)
+    for message in hidden:
+        assert places(early)[message] == max(0, places(late)[message] - 1)
+    for message in gradients:
+        assert places(early)[message] == places(late)[message]

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as torch_schedules
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.parallel.pipeline_parallel import Action, Step, Transfer, derive
 from scaletorch.parallel.pipeline_parallel.schedules import (
     SCHEDULES,
     afab,
@@ -26,8 +25,6 @@ BUILDERS = list(SCHEDULES.values())
 CHUNKED = [interleaved_1f1b, looped_breadth_first]
 UNIT = {"F": 1, "B": 2, "I": 1, "W": 1}
 
-schedules = st.sampled_from(["afab", "1f1b"])
-sizes = st.integers(1, 64)
 few_ranks, few_micro_batches = st.integers(1, 9), st.integers(1, 20)
 
 
@@ -86,46 +83,6 @@ def makespan(schedule) -> int:
     return max(finish(by_stage(schedule), schedule.num_stages)[1])
 
 
-def simulate(ranks: list[list[Step]]) -> list[int]:
-    """Run all ranks' steps; a send completes only together with its receive.
-
-    Returns how many steps each rank completed.
-    """
-    position = [0] * len(ranks)
-    # What each rank still waits for in its current step.
-    waiting = [_sides(steps[0]) for steps in ranks]
-    work = list(range(len(ranks)))
-    while work:
-        rank = work.pop()
-        for one, other in ((rank - 1, rank), (rank, rank - 1), (rank, rank + 1), (rank + 1, rank)):
-            if _meet(ranks, position, waiting, one, other):
-                waiting[one].remove("send")
-                waiting[other].remove("receive")
-                work += [one, other]
-        if position[rank] < len(ranks[rank]) and not waiting[rank]:
-            position[rank] += 1
-            if position[rank] < len(ranks[rank]):
-                waiting[rank] = _sides(ranks[rank][position[rank]])
-            work.append(rank)
-    return position
-
-
-def _sides(step: Step) -> set[str]:
-    return {side for side in ("send", "receive") if getattr(step, side) is not None}
-
-
-def _meet(ranks, position, waiting, source: int, target: int) -> bool:
-    if not (0 <= source < len(ranks) and 0 <= target < len(ranks)):
-        return False
-    if "send" not in waiting[source] or "receive" not in waiting[target]:
-        return False
-    send, receive = ranks[source][position[source]].send, ranks[target][position[target]].receive
-    if send.peer != target or receive.peer != source:
-        return False
-    assert (send.gradient, send.micro_batch) == (receive.gradient, receive.micro_batch)
-    return True
-
-
 def peak_live(actions) -> int:
     live = peak = 0
     for action in actions:
@@ -157,22 +114,6 @@ def test_all_ranks_finish(schedule):
 def test_an_order_that_cannot_finish_is_found():
     with pytest.raises(AssertionError, match="not all actions"):
         finish([[("I", 0, 0), ("F", 0, 0)], [("F", 1, 0), ("I", 1, 0)]], 2)
-
-
-@given(schedules, sizes, st.integers(1, 40))
-@settings(max_examples=40, deadline=None)
-def test_all_stages_finish_where_a_send_waits_for_its_receive(name, num_stages, num_micro_batches):
-    ranks = [
-        derive(SCHEDULES[name](num_stages, num_micro_batches).ranks[stage], stage, num_stages)
-        for stage in range(num_stages)
-    ]
-    assert simulate(ranks) == [len(steps) for steps in ranks]
-
-
-def test_the_simulation_finds_a_deadlock():
-    first = [Step(Transfer(1, False, 0), None, None), Step(None, Transfer(1, True, 0), None)]
-    second = [Step(Transfer(0, True, 0), None, None), Step(None, Transfer(0, False, 0), None)]
-    assert simulate([first, second]) == [0, 0]
 
 
 @settings(deadline=None)
@@ -257,28 +198,6 @@ def test_the_orders_are_those_of_torch(n, m, v):
 
 def _less_w(ranks):
     return [[action for action in actions if action[0] != "W"] for actions in ranks]
-
-
-def test_derived_transfers_of_a_middle_stage():
-    steps = derive(one_f_one_b(3, 2).ranks[1], 1, 3)
-    assert steps == [
-        Step(None, Transfer(0, False, 0), Action("F", 0)),
-        Step(Transfer(2, False, 0), Transfer(0, False, 1), Action("F", 1)),
-        Step(Transfer(2, False, 1), Transfer(2, True, 0), Action("B", 0)),
-        Step(Transfer(0, True, 0), Transfer(2, True, 1), Action("B", 1)),
-        Step(Transfer(0, True, 1), None, None),
-    ]
-
-
-def test_one_stage_sends_nothing():
-    steps = derive(one_f_one_b(1, 2).ranks[0], 0, 1)
-    assert [s.action for s in steps[:-1]] == [
-        Action("F", 0),
-        Action("B", 0),
-        Action("F", 1),
-        Action("B", 1),
-    ]
-    assert not any(step.send or step.receive for step in steps)
 
 
 @pytest.mark.parametrize("sizes", [(0, 1), (1, 0), (-1, 2)])

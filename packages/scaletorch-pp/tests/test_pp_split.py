@@ -1,21 +1,25 @@
 """Where a model is cut: inference, description, refusals, and what is left on a stage."""
 
+import copy
 import re
+from dataclasses import replace
+from itertools import chain
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import nn
 
-from scaletorch.dist import InvalidArgumentError
+from scaletorch.dist import InvalidArgumentError, all_gather_object
+from scaletorch.dist.testing import distributed_test
 from scaletorch.parallel.pipeline_parallel import (
     PassThrough,
     PipelineParallel,
     Split,
-    distribute_layers,
     infer_split,
+    train_step_pipeline_1f1b,
 )
+from scaletorch.parallel.pipeline_parallel.cut import cut
+from scaletorch.parallel.pipeline_parallel.split import layers_of, place
 
 
 class Rotary(nn.Module):
@@ -27,6 +31,9 @@ class Block(nn.Module):
     def __init__(self, num_experts=2):
         super().__init__()
         self.experts = nn.ModuleList(nn.Linear(4, 4) for _ in range(num_experts))
+
+    def forward(self, x):
+        return x + sum(expert(x) for expert in self.experts)
 
 
 class Inner(nn.Module):
@@ -53,34 +60,52 @@ class TwoLists(nn.Module):
         self.decoder = nn.ModuleList([nn.Linear(4, 4)])
 
 
+class Bottleneck(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1, bias=False)
+        self.bn = nn.BatchNorm2d(4)
+
+    def forward(self, x):
+        return (x + self.bn(self.conv(x))).relu()
+
+
+class Pool(nn.Module):
+    """No parameters and not torch's own, but called in turn by the Sequential that holds it."""
+
+    def forward(self, x):
+        return x.mean((-2, -1))
+
+
+class ResNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU()
+        for index in range(1, 5):
+            self.add_module(f"layer{index}", nn.Sequential(Bottleneck(), Bottleneck()))
+        self.avgpool = nn.AdaptiveAvgPool2d(1)
+        self.flatten = nn.Flatten()
+        self.fc = nn.Linear(4, 2)
+
+    def forward(self, x):
+        x = self.relu(self.bn1(self.conv1(x)))
+        for layer in (self.layer1, self.layer2, self.layer3, self.layer4):
+            x = layer(x)
+        return self.fc(self.flatten(self.avgpool(x)))
+
+
+def sequential():
+    trunk = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.Dropout(0.0), Bottleneck(), Pool())
+    return nn.Sequential(trunk, nn.ReLU(), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+
+
 SPLIT = Split(
     first=("model.embed_tokens", "model.dropout"),
     layers="model.layers",
     last=("model.norm", "lm_head"),
 )
-
-
-@given(st.integers(1, 200), st.integers(1, 200))
-def test_all_layers_are_kept_in_order(num_layers, pp_size):
-    if pp_size > num_layers:
-        with pytest.raises(InvalidArgumentError, match=f"from 1 to {num_layers}$"):
-            distribute_layers(num_layers, pp_size)
-        return
-    ranges = distribute_layers(num_layers, pp_size)
-    assert [index for part in ranges for index in part] == list(range(num_layers))
-    lengths = [len(part) for part in ranges]
-    assert lengths == sorted(lengths, reverse=True)
-    assert lengths[0] - lengths[-1] <= 1
-
-
-def test_eight_layers_on_three_stages():
-    assert distribute_layers(8, 3) == [range(3), range(3, 6), range(6, 8)]
-
-
-@pytest.mark.parametrize("pp_size", [0, -1])
-def test_no_stages(pp_size):
-    with pytest.raises(InvalidArgumentError, match="from 1 to 4"):
-        distribute_layers(4, pp_size)
 
 
 def test_inference_at_any_depth():
@@ -106,11 +131,154 @@ def test_no_layers():
         (Split(("model.layers.0",), "model.layers"), "twice: 'model.layers.0' and 'model.layers'"),
         (Split((), "lm_head"), r"must name an nn\.ModuleList, .* it is a Linear"),
         (Split(("model.embed_tokens",), "model.layers"), "does not name: lm_head; add each"),
+        (Split(("model.embed_tokens",)), "does not name: lm_head; add each"),
+        (Split(points=("lm_head",)), r"makes 2 stages and the pipeline has 1: expected 0 points"),
+        (Split(points=("lm_head",), layers="x"), "cannot stand beside them; leave either the"),
+        (Split(points=("lm_head",), costs="parameters"), "cannot stand beside them"),
+        (Split(layers="model.layers", costs="time"), "does not name: lm_head"),
     ],
 )
 def test_descriptions_that_do_not_fit(split, text):
     with pytest.raises(InvalidArgumentError, match=text):
         PipelineParallel(Outer(), split)
+
+
+@pytest.mark.parametrize(
+    ("points", "text"),
+    [
+        (["layer9"], "names 'layer9', which the model does not have; it has conv1, bn1, relu, lay"),
+        (["layer4.1.conv.x"], "'layer4.1.conv.x', .* it has no modules in layer4.1.conv"),
+        (["layer2", "layer2"], "names layer2 twice; name each module once"),
+        (["layer4.1", "layer2"], "got layer4.1, layer2; expected layer2, layer4.1"),
+        (["layer2", "layer2.0"], "leaves stage 1, from layer2 to layer2.0, .* it has no modules;"),
+        (["conv1"], "leaves stage 0, from the beginning to conv1, without parameters"),
+        (["avgpool", "fc"], "stage 1, from avgpool to fc, without .* it has avgpool, flatten; mov"),
+    ],
+)
+def test_points_that_do_not_fit(points, text):
+    with pytest.raises(InvalidArgumentError, match=text):
+        place(ResNet(), Split(points=points), len(points) + 1)
+
+
+def test_points_cut_containers_between_their_children():
+    placement = place(ResNet(), Split(points=("layer2", "layer4.1")), 3)
+    assert placement.stages == (
+        ("conv1", "bn1", "relu", "layer1"),
+        ("layer2", "layer3", "layer4.0"),
+        ("layer4.1", "avgpool", "flatten", "fc"),
+    )
+    assert placement.stages_of("layer4.1.bn.weight") == (2,)
+    assert placement.stages_of("layer4.0") == (1,)
+    assert placement.stages_of("layer4") == (0, 1, 2)
+
+
+def test_points_in_a_language_model():
+    placement = place(Outer(), Split(points=("model.layers.1", "model.norm")), 3)
+    assert placement.stages == (
+        ("model.embed_tokens", "model.dropout", "model.layers.0"),
+        ("model.layers.1", "model.layers.2"),
+        ("model.norm", "lm_head"),
+    )
+    assert placement.stages_of("model.rotary_emb") == (0, 1, 2)
+
+
+def test_a_named_point_is_placed_whatever_it_is():
+    model = nn.ModuleDict({"a": nn.Linear(2, 2), "pool": Pool(), "b": nn.Linear(2, 2)})
+    assert place(model, Split(points=("pool",)), 2).stages == (("a",), ("pool", "b"))
+    assert place(model, Split(points=("b",)), 2).stages == (("a",), ("b",))
+
+
+@pytest.mark.parametrize(
+    ("make", "points"),
+    [
+        (ResNet, ["layer1.1"]),
+        (ResNet, ["bn1", "layer2", "layer4.1", "fc"]),
+        (sequential, ["0.2"]),
+        (sequential, ["0.2", "2", "4"]),
+    ],
+)
+def test_stages_after_one_another_are_the_model(make, points):
+    """Values and gradients are bit-equal to those of the whole model."""
+    torch.manual_seed(0)
+    model = make().double()
+    copies = [copy.deepcopy(model) for _ in range(len(points) + 1)]
+    x = torch.randn(2, 3, 4, 4, dtype=torch.float64)
+    placement = place(model, Split(points=points), len(copies))
+    hidden = x
+    for stage, own in enumerate(copies):
+        cut(own, placement, (stage,))
+        hidden = own(hidden)
+    expected = model(x)
+    assert torch.equal(hidden, expected)
+    hidden.sum().backward()
+    expected.sum().backward()
+    found = {n: p.grad for own in copies for n, p in own.named_parameters()}
+    wanted = {n: p.grad for n, p in model.named_parameters()}
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+class Language(nn.Module):
+    """Its layers are a list of Sequentials, one of them cut in the middle."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(
+            nn.Sequential(Block(), nn.Linear(4, 4), nn.Tanh(), Block()) for _ in range(2)
+        )
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@distributed_test(world_size=3)
+@pytest.mark.parametrize(
+    "split", [Split(points=("layers.0.2", "layers.1.1")), Split(points=("layers.0", "layers.1"))]
+)
+def test_training_between_points(split):
+    torch.manual_seed(0)
+    plain = Language().double()
+    tokens = torch.randint(8, (4, 2, 5), generator=torch.Generator().manual_seed(1))
+    batches = [{"input_ids": t[:, :-1], "labels": t[:, 1:]} for t in tokens]
+    stage = PipelineParallel(copy.deepcopy(plain), split, torch.distributed.group.WORLD)
+    train_step_pipeline_1f1b(stage, batches, (2, 4, 4), "cpu", torch.float64)
+    for batch in batches:
+        logits = plain(batch["input_ids"])
+        loss = nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+        )
+        (loss / 32).backward()
+    wanted = {name: p.grad for name, p in plain.named_parameters()}
+    found = {name: p.grad for name, p in stage.named_parameters()}
+    assert sorted(chain(*all_gather_object(list(found)))) == sorted(wanted)
+    assert all(torch.equal(gradient, wanted[name]) for name, gradient in found.items())
+
+
+def test_modules_without_a_forward_are_placed_by_what_is_inside():
+    split = Split(first=("model.embed_tokens",), last=("lm_head", "model.norm", "model.dropout"))
+    model = Outer()
+    model.lm_head = nn.ModuleList([nn.ModuleDict({"a": nn.Linear(4, 8)}), nn.Linear(4, 8)])
+    with pytest.raises(InvalidArgumentError, match=r"has model\.layers, lm_head; pass"):
+        place(model, split, 2)
+    placement = place(model, replace(split, layers="model.layers"), 2)
+    assert placement.split == replace(split, layers="model.layers")
+    assert placement.stages == (
+        ("model.embed_tokens", "model.layers.0", "model.layers.1"),
+        ("model.layers.2", "lm_head.0.a", "lm_head.1", "model.norm", "model.dropout"),
+    )
+    assert placement.stages_of("lm_head.0.a.weight") == (1,)
+
+
+def test_layers_of():
+    names = tuple(f"model.layers.{index}" for index in range(3))
+    assert layers_of(Outer()) == layers_of(Outer(), SPLIT) == names
+    with pytest.raises(InvalidArgumentError, match=r"expected one nn\.ModuleList"):
+        layers_of(ResNet(), Split(points=("layer2",)))
 
 
 def test_config_and_model_of_a_wrong_type():
@@ -124,7 +292,7 @@ def test_one_process_keeps_everything():
     model = Outer()
     stage = PipelineParallel(model)
     assert stage.module is model
-    assert (stage.stage, stage.num_stages, stage.tied_parameters) == (0, 1, {})
+    assert (stage.rank, stage.num_stages, stage.tied_parameters) == (0, 1, {})
     assert not list(stage.placement.homes())
     assert [n for n, _ in stage.named_parameters()] == [n for n, _ in model.named_parameters()]
     assert not any(isinstance(module, PassThrough) for module in model.modules())
@@ -132,6 +300,13 @@ def test_one_process_keeps_everything():
 
 def test_a_single_name_is_a_tuple_of_one():
     assert Split(first="wte", last=["norm", "head"]) == Split(("wte",), last=("norm", "head"))
+    assert Split(points="layer2") == Split(points=["layer2"])
+
+
+def test_a_split_shows_what_was_given():
+    text = "Split(first=('a',), layers='b', costs=(0.1, 2, 0))"
+    assert repr(Split("a", "b", costs=[0.1, 2, 0])) == text
+    assert repr(Split()) == "Split()"
 
 
 def test_pass_through():

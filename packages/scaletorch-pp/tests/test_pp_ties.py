@@ -78,7 +78,7 @@ def test_three_owners_add_in_stage_order():
     assert stage.tied_parameters == owners
     step(stage, make_batches())
     expected = serial_gradient(plain, make_batches())
-    if stage.stage != 1:
+    if stage.rank != 1:
         torch.testing.assert_close(local(stage).grad, expected, rtol=1e-12, atol=1e-14)
     else:
         assert local(stage) is None
@@ -90,7 +90,7 @@ def test_owners_get_equal_bits_in_low_precision():
     stage = PipelineParallel(plain, group=torch.distributed.group.WORLD)
     assert stage.tied_parameters["embed.weight"] == (0, 1, 3)
     step(stage, make_batches())
-    gradient = local(stage).grad if stage.stage != 2 else torch.zeros(4, 4, dtype=torch.bfloat16)
+    gradient = local(stage).grad if stage.rank != 2 else torch.zeros(4, 4, dtype=torch.bfloat16)
     first, second, _, last = all_gather(gradient)
     assert torch.equal(first, second)
     assert torch.equal(first, last)
@@ -130,7 +130,7 @@ def test_an_owner_without_gradient_counts_as_zeros():
     stage = PipelineParallel(make(), group=torch.distributed.group.WORLD)
     stage.sync_tied_gradients()
     assert local(stage).grad is None
-    if stage.stage == 1:
+    if stage.rank == 1:
         local(stage).grad = torch.ones(4, 4, dtype=torch.float64)
     stage.sync_tied_gradients()
     assert torch.equal(local(stage).grad, torch.ones(4, 4, dtype=torch.float64))

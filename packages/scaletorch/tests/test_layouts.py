@@ -54,12 +54,12 @@ def train(layout, config, num_micro_batches, schedule):
     """Two steps of SGD on this rank; returns what one process has, in whole tensors."""
     dp, pp, cp, tp = layout
     manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
-    model = parallelize(build(config), manager, bucket_size=3000)
+    model = parallelize(build(config), manager, bucket_size=3000, schedule=schedule)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     losses, gradients, norms, held = [], [], [], sorted(model.state_dict())
     for step in range(STEPS):
         micro_batches = shard_global_batch(global_batch(step), num_micro_batches, manager)
-        loss = train_step(model, micro_batches, manager, hidden_size=32, schedule=schedule)
+        loss = train_step(model, micro_batches, manager)
         losses.append(loss.item())
         gradients.append(full_gradients(model, manager))
         norms.append(global_grad_norm(model, manager).item())

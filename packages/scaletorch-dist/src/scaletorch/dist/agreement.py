@@ -26,10 +26,11 @@ def agree(
     group: ProcessGroup | None = None,
     *,
     error: Exception | None = None,
-) -> None:
+    note: int = 0,
+) -> tuple[int, ...]:
     """Raise on every rank of ``group`` unless all have equal ``lines`` and none has an ``error``.
 
-    Costs one all-gather of 16 bytes a rank; the lines travel only where they differ. A rank that
+    Costs one all-gather of 24 bytes a rank; the lines travel only where they differ. A rank that
     has found a mistake of its own takes part too, so that no other waits for it in vain.
 
     Args:
@@ -37,23 +38,30 @@ def agree(
         lines: one line of text for each thing that must be equal.
         group: the ranks that compare; None is all of them.
         error: a mistake found on this rank, raised here once the others know.
+        note: a number of this rank's own to tell the others, not compared.
+
+    Returns:
+        Every rank's note.
 
     Raises:
         MismatchError: ranks differ, or another rank has an error.
     """
     ranks = group_ranks(group)
+    notes: tuple[int, ...] = (note,)
     if len(ranks) > 1:
         digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
         number = int.from_bytes(digest, "little", signed=True)
-        mine = torch.tensor([number, error is not None], device=get_comm_device(group))
-        everyone = [tuple(entry.tolist()) for entry in all_gather(mine, group=group)]
-        if set(everyone) != {(everyone[0][0], 0)}:
+        mine = torch.tensor([number, error is not None, note], device=get_comm_device(group))
+        everyone = [entry.tolist() for entry in all_gather(mine, group=group)]
+        notes = tuple(theirs for _, _, theirs in everyone)
+        if any(said != [everyone[0][0], 0] for *said, _ in everyone):
             text = None if error is None else f"{type(error).__name__}: {error}"
             reports = all_gather_object((list(lines), text), group=group)
             if error is None:
                 raise MismatchError(_difference(subject, ranks, reports))
     if error is not None:
         raise error
+    return notes
 
 
 def _difference(subject: str, ranks: Sequence[int], reports: Sequence[Report]) -> str:

@@ -11,7 +11,7 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import apply_context_parallel
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
-from ..parallel.pipeline_parallel import PipelineParallel, Split
+from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
 from ..parallel.tensor_parallel import apply_tensor_parallel, joins_sequences
 from .loss import keep_logits_sharded
 from .recompute import recompute_layers
@@ -23,6 +23,7 @@ def parallelize(
     *,
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
+    schedule: AnySchedule = "1f1b",
     bucket_size: int = 2**24,
     recompute: bool = False,
     sequence_parallel: bool = False,
@@ -40,6 +41,7 @@ def parallelize(
         manager: the grid and its groups; axes of size 1 cost nothing.
         plan: tensor parallel plan; None recognises the model's family.
         split: pipeline split; None infers it from the module.
+        schedule: of the pipeline: a name, a function of ranks and micro-batches, or a schedule.
         bucket_size: elements per gradient bucket.
         loss_parallel: logits stay divided over tp, and ``train_step`` takes the loss of the parts;
             for a model whose head is "column_gather".
@@ -69,5 +71,5 @@ def parallelize(
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
     if recompute:  # around all that a layer does, communication included
         recompute_layers(model, split)
-    stage = PipelineParallel(model, split, manager.pp_group)
+    stage = PipelineParallel(model, split, manager.pp_group, schedule=schedule)
     return DataParallelBucket(stage, bucket_size=bucket_size, group=manager.cp_dp_group)

@@ -12,13 +12,10 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import ShardedSequences, positions
 from ..parallel.data_parallel import DataParallelBucket, global_token_count
 from ..parallel.pg_manager import ProcessGroupManager
-from ..parallel.pipeline_parallel import train_step_pipeline_1f1b, train_step_pipeline_afab
-from ..parallel.tensor_parallel import sequence_share
+from ..parallel.pipeline_parallel import train_step_pipeline
 from .loss import find_sharded_head, token_loss_sum
 
 Batch = Mapping[str, Tensor]
-
-SCHEDULES = {"1f1b": train_step_pipeline_1f1b, "afab": train_step_pipeline_afab}
 
 
 def shard_global_batch(
@@ -73,12 +70,7 @@ def _rows(batch: Batch, shares: int, index: int) -> Batch:
 
 
 def train_step(
-    model: DataParallelBucket,
-    micro_batches: Sequence[Batch],
-    manager: ProcessGroupManager,
-    *,
-    hidden_size: int,
-    schedule: str = "1f1b",
+    model: DataParallelBucket, micro_batches: Sequence[Batch], manager: ProcessGroupManager
 ) -> Tensor:
     """Run forward and backward of one global batch; gradients are complete when it returns.
 
@@ -86,32 +78,18 @@ def train_step(
         model: what ``parallelize`` returned.
         micro_batches: this rank's, from ``shard_global_batch``.
         manager: the grid.
-        hidden_size: last dim of the hidden states between stages.
-        schedule: '1f1b' or 'afab'.
 
     Returns:
         The global loss, sum of token losses / number of valid tokens over the whole global batch,
         equal on every rank; a 0-d tensor.
     """
-    if schedule not in SCHEDULES:
-        raise InvalidArgumentError(f"schedule {schedule!r} is not one of {sorted(SCHEDULES)}")
     count = global_token_count([b["labels"] for b in micro_batches], group=manager.cp_dp_group)
     head = find_sharded_head(model)
 
     def loss_fn(output: Any, batch: Batch) -> Tensor:
         return token_loss_sum(output, batch["labels"], head) / max(count, 1)
 
-    parameter = next(model.parameters())
-    rows, length = micro_batches[0]["input_ids"].shape
-    loss = SCHEDULES[schedule](
-        model,
-        micro_batches,
-        (rows, sequence_share(model, length), hidden_size),
-        parameter.device,
-        parameter.dtype,
-        loss_fn=loss_fn,
-        group=manager.pp_group,
-    )
+    loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
     all_reduce(loss, group=manager.cp_dp_group)
-    all_reduce(loss, group=manager.pp_group)  # zero on all stages but the last
+    all_reduce(loss, group=manager.pp_group)  # zero where the last stage is not
     return loss

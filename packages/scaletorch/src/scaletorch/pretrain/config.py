@@ -10,6 +10,10 @@ from ..dist.errors import InvalidArgumentError
 from ..models import LlamaConfig
 from ..parallel.pg_manager import Grid
 
+ScheduleName = Literal[
+    "1f1b", "afab", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_v", "dualpipe_v"
+]
+
 
 @dataclass(frozen=True, slots=True)
 class PretrainConfig:
@@ -23,7 +27,7 @@ class PretrainConfig:
     """Pipeline parallel size."""
     dp: int = 1
     """Data parallel size."""
-    schedule: Literal["1f1b", "afab"] = "1f1b"
+    schedule: ScheduleName = "1f1b"
     """Pipeline schedule."""
     model: LlamaConfig = field(default_factory=LlamaConfig)
     """Sizes of the model; the vocabulary is the tokenizer's when there is one."""

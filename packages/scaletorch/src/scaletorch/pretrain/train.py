@@ -47,7 +47,7 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
     corpus = load_corpus(config.data, config.tokenizer, seq_len=config.seq_len)
     check_same_data(corpus)
     sizes = replace(config.model, vocab_size=corpus.vocab_size)
-    model = parallelize(build_model(config, sizes, device), manager)
+    model = parallelize(build_model(config, sizes, device), manager, schedule=config.schedule)
     optimizer = build_optimizer(config, model)
     checkpoint.refuse_mixing(config)
     start = checkpoint.load(config, model, optimizer) if config.resume else 0
@@ -84,8 +84,6 @@ def optimizer_step(
         model,
         [{name: entry.to(device) for name, entry in b.items()} for b in micro_batches],
         manager,
-        hidden_size=config.model.hidden_size,
-        schedule=config.schedule,
     )
     norm = clip_grad_norm_(model, config.clip, manager)
     rate = learning_rate(config, step)

@@ -27,7 +27,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--batch", help="package.module:function of a step, the global batch")
     parser.add_argument("--plan", help="package.module:name of a tensor parallel plan")
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--hidden-size", type=int, help="of the states between stages")
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
     parser.add_argument("--out", type=Path, help="folder for report.json and report.md")
     parser.add_argument("--every-option", action="store_true", help="cross all options' values")
@@ -65,16 +64,20 @@ def run(arguments: argparse.Namespace) -> Report:
     if not layouts and arguments.world_size is None:
         raise InvalidArgumentError("say --world-size N, or --layout DPxPPxCPxTP")
     layouts = layouts or every_layout(arguments.world_size)
-    wide = max(grid.world_size for grid in layouts) > 8
     options = options_of(arguments)
-    total = len(list(enumerate_cases(layouts, arguments.dtype, options)))
+    cases = list(enumerate_cases(layouts, arguments.dtype, options))
+    wide = max(max(case.grid.world_size, case.num_stages) for case in cases) > 8
     done: list[CaseResult] = []
 
     def progress(result: CaseResult) -> None:
         done.append(result)
         if sys.stderr.isatty():
-            bar = "#" * (30 * len(done) // total)
-            print(f"\r[{bar:<30}] {len(done)}/{total} {result.case}\033[K", end="", file=sys.stderr)
+            bar = "#" * (30 * len(done) // len(cases))
+            print(
+                f"\r[{bar:<30}] {len(done)}/{len(cases)} {result.case}\033[K",
+                end="",
+                file=sys.stderr,
+            )
 
     report = verify(
         load(arguments.model) if arguments.model else (wide_model if wide else default_model),
@@ -82,7 +85,6 @@ def run(arguments: argparse.Namespace) -> Report:
         layouts=layouts,
         dtype=arguments.dtype,
         options=options,
-        hidden_size=arguments.hidden_size,
         plan=load(arguments.plan) if arguments.plan else None,
         timeout=arguments.timeout,
         progress=progress,
@@ -103,7 +105,6 @@ def main() -> int:
     again = [f"--model {arguments.model}"] * bool(arguments.model)
     again += [f"--batch {arguments.batch}"] * bool(arguments.batch)
     again += [f"--plan {arguments.plan}"] * bool(arguments.plan)
-    again += [f"--hidden-size {arguments.hidden_size}"] * bool(arguments.hidden_size)
     report = replace(report, command=" ".join([report.command, *again]))
     print(report)
     if arguments.out is not None:

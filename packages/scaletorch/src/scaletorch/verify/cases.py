@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid, legal_layouts
+from ..parallel.pipeline_parallel import SCHEDULES
 
 DTYPES = ("float64", "float32")
 
 # Each option's values, its default first. Values that cannot matter to a layout are left out.
 OPTIONS: Mapping[str, tuple[str | int, ...]] = {
-    "schedule": ("1f1b", "afab"),
+    "schedule": ("1f1b", *(n for n in SCHEDULES if n not in ("1f1b", "forward_only"))),
     "micro_batches": (2, 1),
     "bucket_size": (2**14, 1, 2**24),
     "recompute": ("none", "layers"),
@@ -60,6 +61,11 @@ class Case:
             if getattr(self, name) != values[0]
         ]
         return " ".join([layout_name(self.grid), self.dtype, *changed])
+
+    @property
+    def num_stages(self) -> int:
+        """Stages of its pipeline: some schedules have several on each rank."""
+        return SCHEDULES[self.schedule](self.grid.pp, 1).num_stages
 
     @property
     def arguments(self) -> str:

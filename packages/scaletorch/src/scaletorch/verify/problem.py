@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..compose import token_loss_sum
-from ..dist.errors import InvalidArgumentError
 from ..models import Llama, LlamaConfig
 from . import dropout
 from .precision import model_precision
@@ -127,20 +126,6 @@ def chain_length(model: nn.Module, batch: Batch) -> int:
     """
     matrices = sum(sum(p.shape) for p in model.parameters() if p.ndim > 1)
     return matrices + 2 * batch["input_ids"].numel()
-
-
-def hidden_size_of(model: nn.Module) -> int:
-    """Return the size of the hidden states between stages: the first embedding's.
-
-    Raises:
-        InvalidArgumentError: the model has none.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Embedding):
-            return module.embedding_dim
-    raise InvalidArgumentError(
-        f"{type(model).__name__} has no nn.Embedding to tell the hidden size from; pass hidden_size"
-    )
 
 
 def as_saved(steps: list[Step]) -> list[dict[str, Any]]:

@@ -61,13 +61,11 @@ class Subject:
 
     Attributes:
         model_fn: makes the plain model.
-        hidden_size: last dim of the hidden states between stages.
         plan: tensor parallel plan; None recognises the model's family.
         split: pipeline split; None infers it.
     """
 
     model_fn: Locator
-    hidden_size: int
     plan: Mapping[str, Any] | None
     split: Split | None
 
@@ -116,6 +114,7 @@ def compare_case(
         manager,
         plan=subject.plan,
         split=subject.split,
+        schedule=case.schedule,
         bucket_size=case.bucket_size,
         recompute=case.recompute == "layers",
         sequence_parallel=case.sequence_parallel == "on",
@@ -124,9 +123,9 @@ def compare_case(
         cp_method=case.cp_method,
     )
     dropout.switch(parallel, on=False)
-    yield from train_and_compare(case, parallel, manager, saved, subject.hidden_size)
+    yield from train_and_compare(case, parallel, manager, saved)
     if saved["dropout"]:
-        yield from compare_dropout(case, parallel, manager, saved, subject.hidden_size)
+        yield from compare_dropout(case, parallel, manager, saved)
 
 
 def train_and_compare(
@@ -134,7 +133,6 @@ def train_and_compare(
     model: DataParallelBucket,
     manager: ProcessGroupManager,
     saved: Mapping[str, Any],
-    hidden_size: int,
 ) -> Iterator[Difference]:
     """Train through all steps; compare this rank's part after each, and the whole at the end."""
     shard = functools.partial(take_own, model)
@@ -147,9 +145,7 @@ def train_and_compare(
             batch, case.micro_batches, manager, cp_layout=case.cp_layout
         )
         with model_precision(TORCH_DTYPES[case.dtype]):
-            loss = train_step(
-                model, micro_batches, manager, hidden_size=hidden_size, schedule=case.schedule
-            )
+            loss = train_step(model, micro_batches, manager)
         yield compare_tensor("loss", step, loss, theirs["loss"], bound)
         named = model.named_parameters(remove_duplicate=False)
         gradients = {name: p.grad for name, p in named if p.grad is not None}
@@ -179,7 +175,6 @@ def compare_dropout(
     model: DataParallelBucket,
     manager: ProcessGroupManager,
     saved: Mapping[str, Any],
-    hidden_size: int,
 ) -> Iterator[Difference]:
     """Run one more step with dropout and compare what the ranks drop."""
     dropout.switch(model, on=True)
@@ -188,5 +183,5 @@ def compare_dropout(
         saved["batches"][0], case.micro_batches, manager, cp_layout=case.cp_layout
     )
     with dropout.recorded(model, (manager.dp_rank, manager.cp_rank)) as draws:
-        train_step(model, micro_batches, manager, hidden_size=hidden_size, schedule=case.schedule)
+        train_step(model, micro_batches, manager)
     yield from dropout.judge(draws, len(saved["steps"]))

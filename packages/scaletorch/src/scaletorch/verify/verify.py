@@ -28,7 +28,6 @@ from .problem import (
     chain_length,
     default_batch,
     default_model,
-    hidden_size_of,
     one_process,
 )
 from .report import CaseResult, Report
@@ -53,7 +52,6 @@ def verify(
     world_size: int | None = None,
     dtype: str | Sequence[str] = DTYPES,
     options: Mapping[str, Sequence[str | int]] | None = None,
-    hidden_size: int | None = None,
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
     timeout: float = 120.0,
@@ -73,7 +71,6 @@ def verify(
         world_size: ranks, where ``layouts`` is None.
         dtype: 'float64', 'float32' or both.
         options: values to try of `cases.OPTIONS`; an option that is absent keeps its default.
-        hidden_size: size of the hidden states between stages; None reads the first embedding's.
         plan: tensor parallel plan; None recognises the model's family.
         split: pipeline split; None infers it from the module.
         timeout: seconds for one case.
@@ -103,7 +100,7 @@ def verify(
         references = {
             name: save_reference(Path(folder, name), model_fn, batch_fn, name) for name in dtypes
         }
-        subject = Subject(locator, hidden_size or hidden_size_of(model), plan, split)
+        subject = Subject(locator, plan, split)
         tasks = [Task(case, run_case, (subject, references[case.dtype])) for case in cases]
         for result in run_all(tasks, timeout):
             results.append(result)

@@ -3,11 +3,14 @@
 from ._version import __version__
 from .cut import PassThrough
 from .evaluate import pipeline_forward
+from .faults import StageError
 from .pipeline_parallel import (
     PipelineParallel,
+    train_step_pipeline,
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
+from .placing import AnySchedule
 from .pp_comms import bidirectional_pipeline_communicate, pipeline_communicate
 from .record import Recorder, recording
 from .schedules import (
@@ -19,6 +22,7 @@ from .schedules import (
     Timeline,
     afab,
     check,
+    derive_messages,
     dualpipe_v,
     forward_only,
     from_csv,
@@ -33,11 +37,11 @@ from .schedules import (
     zb_v,
 )
 from .split import Split, distribute_layers, infer_split
-from .transfers import Step, Transfer, derive
 
 __all__ = [
     "SCHEDULES",
     "Action",
+    "AnySchedule",
     "Costs",
     "PassThrough",
     "PipelineParallel",
@@ -45,14 +49,13 @@ __all__ = [
     "Schedule",
     "ScheduleError",
     "Split",
-    "Step",
+    "StageError",
     "Timeline",
-    "Transfer",
     "__version__",
     "afab",
     "bidirectional_pipeline_communicate",
     "check",
-    "derive",
+    "derive_messages",
     "distribute_layers",
     "dualpipe_v",
     "forward_only",
@@ -68,6 +71,7 @@ __all__ = [
     "simulate",
     "to_csv",
     "to_json",
+    "train_step_pipeline",
     "train_step_pipeline_1f1b",
     "train_step_pipeline_afab",
     "zb_h1",

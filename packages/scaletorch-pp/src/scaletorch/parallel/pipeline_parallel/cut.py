@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -52,29 +53,55 @@ class PassThrough(nn.Module):
         return self._where
 
 
-def cut(model: nn.Module, placement: Placement, stage: int) -> list[nn.Module]:
-    """Leave only one stage's modules in ``model``; nothing keeps the others alive.
+class Chunks:
+    """The stages of one rank in one model: one of them at a time is there, or all."""
+
+    def __init__(self, stages: tuple[int, ...], switches: list[_Switch]) -> None:
+        self._stages = stages
+        self._switches = switches if len(stages) > 1 else []
+
+    def select(self, chunk: int) -> None:
+        """Leave one stage's modules in the model."""
+        stage = self._stages[chunk]
+        for siblings, name, home, module, stand_in in self._switches:
+            siblings[name] = module if home == stage else stand_in
+
+    def restore(self) -> None:
+        """Put back the modules of all the rank's stages."""
+        for siblings, name, _, module, _ in self._switches:
+            siblings[name] = module
+
+
+# Where a module is registered, under which name, its stage, itself and its stand-in.
+_Switch = tuple[dict[str, nn.Module | None], str, int, nn.Module, PassThrough]
+
+
+def cut(model: nn.Module, placement: Placement, stages: tuple[int, ...]) -> Chunks:
+    """Leave only one rank's modules in ``model``; nothing keeps the others alive.
 
     Args:
         model: the whole model; changed in place, names stay.
         placement: which module belongs to which stage.
-        stage: the stage to keep.
-
-    Returns:
-        The stage's layers, in order.
+        stages: the rank's stages, chunk by chunk.
     """
+    switches: list[_Switch] = []
     for name, home in placement.homes():
-        if home != stage:
-            _replace(model, name, home)
-    return [model.get_submodule(placement.layers[i]) for i in placement.ranges[stage]]
+        for each in with_forward(model, name):
+            module, (path, _, leaf) = model.get_submodule(each), each.rpartition(".")
+            siblings = model.get_submodule(path)._modules
+            stand_in = PassThrough(module, f"{each} is on stage {home} of the pipeline")
+            if home in stages:
+                switches.append((siblings, leaf, home, module, stand_in))
+            else:
+                siblings[leaf] = stand_in
+    return Chunks(stages, switches)
 
 
-def _replace(model: nn.Module, name: str, home: int) -> None:
+def with_forward(model: nn.Module, name: str) -> Iterator[str]:
+    """Yield a module's name, or those of the entries of a list or mapping, which has no forward."""
     module = model.get_submodule(name)
-    if isinstance(module, nn.ModuleList | nn.ModuleDict):  # no forward of its own: index it instead
-        for child in list(module._modules):
-            _replace(model, f"{name}.{child}", home)
+    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
+        yield name
         return
-    parent, _, leaf = name.rpartition(".")
-    where = f"{name} is on stage {home} of the pipeline"
-    model.get_submodule(parent)._modules[leaf] = PassThrough(module, where)
+    for child in list(module._modules):
+        yield from with_forward(model, f"{name}.{child}")

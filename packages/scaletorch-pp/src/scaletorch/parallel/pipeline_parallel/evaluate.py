@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -12,50 +12,19 @@ from torch.distributed import ProcessGroup
 from ...dist import all_gather_object, broadcast
 from .hidden import tensor_of
 from .loss import Batch
-from .runtime import execute
-from .schedules import forward_only
-from .stage import PipelineParallel
-from .step import agreed_batches, unwrap
-from .transfers import derive
-from .wire import Wire
-from .work import entries_of
-
-
-@dataclass(slots=True)
-class ForwardWork:
-    """What the actions of a schedule of forwards do.
-
-    Attributes:
-        model: the outermost module.
-        batches: the micro-batches.
-        wire: the form of the hidden states.
-        last: whether this stage's outputs are the model's.
-        outputs: what the last stage returned, by micro-batch.
-    """
-
-    model: nn.Module
-    batches: list[Batch]
-    wire: Wire
-    last: bool
-    outputs: list[Tensor] = field(default_factory=list)
-
-    def forward(self, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        """Run the stage on one micro-batch; keep what the last stage returns."""
-        first, entries = entries_of(self.batches[micro_batch], hidden, self.wire.device)
-        output = tensor_of(self.model(first, **entries))
-        if not self.last:
-            return self.wire.checked(output)
-        self.outputs.append(output)
-        return output
+from .schedules import Builder, forward_only
+from .schedules.schedule import Action
+from .step import StepArguments, agreed_step, execute_plan, stages_of_step, unwrap
+from .work import Stages
 
 
 @torch.no_grad()
 def pipeline_forward(
     model: nn.Module,
     data_loader: Iterable[Batch],
-    tensor_shapes: Sequence[int],
-    device: torch.device | str,
-    dtype: torch.dtype,
+    tensor_shapes: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
     *,
     everywhere: bool = False,
     group: ProcessGroup | None = None,
@@ -67,36 +36,52 @@ def pipeline_forward(
     Args:
         model: a `PipelineParallel`, or wrappers around one; the outermost is called.
         data_loader: micro-batches with ``input_ids``; ``labels`` are not needed.
-        tensor_shapes: shape of one micro-batch's hidden states, [B, L, H].
-        device: where the stage computes.
-        dtype: dtype in which hidden states travel.
-        everywhere: return the outputs on every stage, not on the last alone.
-        group: the stages in order; None is the model's own group.
+        tensor_shapes: shape of one micro-batch's hidden states, [B, L, H]; None takes any.
+        device: where the stage computes; None is where its parameters are.
+        dtype: dtype of hidden states; None takes any.
+        everywhere: return the outputs on every rank, not on that of the last stage alone.
+        group: the ranks in order; None is the model's own group.
 
     Returns:
         The model's output (its first tensor, such as logits [B, L, V]) for each micro-batch, on the
-        last stage; nothing elsewhere unless ``everywhere``.
+        rank of the last stage; nothing elsewhere unless ``everywhere``.
 
     Raises:
-        InvalidArgumentError: a bad argument, or a stage's output that the next does not expect.
-        MismatchError: stages that differ in micro-batches, shape or dtype.
+        InvalidArgumentError: a bad argument, or a stage's output that was announced otherwise.
+        MismatchError: ranks that differ in micro-batches or their shapes.
+        StageError: another rank has failed; the message has its error.
     """
-    _, pipeline = unwrap(model)
-    batches, wire = agreed_batches(
-        "these forwards", "forward_only", pipeline, data_loader, tensor_shapes, device, dtype,
-        group, with_labels=False,
-    )  # fmt: skip
-    work = ForwardWork(model, batches, wire, pipeline.is_last_stage)
-    actions = forward_only(pipeline.num_stages, len(batches)).ranks[pipeline.stage]
-    execute(derive(actions, pipeline.stage, pipeline.num_stages), wire, work.forward)
-    return _shared(work.outputs, pipeline, wire) if everywhere else work.outputs
+    pipeline = unwrap(model)[1]
+    arguments = StepArguments(model, data_loader, tensor_shapes, device, dtype, group)
+    schedule = _forwards(pipeline.all_stages)
+    plan, inputs = agreed_step("these forwards", arguments, schedule, with_labels=False)
+    stages = stages_of_step(arguments, inputs)
+    outputs: dict[int, Tensor] = {}
+
+    def perform(action: Action) -> None:
+        _, output = stages.forward(action)
+        if stages.is_last(pipeline.stages[action.chunk]):
+            outputs[action.micro_batch] = tensor_of(output)
+
+    execute_plan(plan, stages, perform)
+    ordered = [outputs[micro_batch] for micro_batch in sorted(outputs)]
+    return _shared(ordered, stages) if everywhere else ordered
 
 
-def _shared(outputs: list[Tensor], pipeline: PipelineParallel, wire: Wire) -> list[Tensor]:
-    """Return the last stage's outputs on every stage."""
-    forms = all_gather_object([(output.shape, output.dtype) for output in outputs], wire.group)[-1]
+@lru_cache(maxsize=64)
+def _forwards(stages: tuple[tuple[int, ...], ...]) -> Builder:
+    """Return one and the same function for the same stages, so that plans are found again."""
+    return partial(forward_only, stages=stages)
+
+
+def _shared(outputs: list[Tensor], stages: Stages) -> list[Tensor]:
+    """Return the last stage's outputs on every rank."""
+    pipeline, group = stages.pipeline, stages.group
+    forms = all_gather_object([(output.shape, output.dtype) for output in outputs], group)
+    last = next(r for r, own in enumerate(pipeline.all_stages) if pipeline.num_stages - 1 in own)
     if not pipeline.is_last_stage:
-        outputs = [torch.empty(*form[:1], dtype=form[1], device=wire.device) for form in forms]
+        device = stages.inputs.device
+        outputs = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in forms[last]]
     for output in outputs:
-        broadcast(output, wire.ranks[-1], wire.group)
+        broadcast(output, pipeline.ranks[last], group)
     return outputs

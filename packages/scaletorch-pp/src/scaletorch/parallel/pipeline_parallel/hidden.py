@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
+from .forms import Hidden, is_hidden, tensors_in
 
 
 def tensor_of(value: Any) -> Tensor:
@@ -31,37 +32,48 @@ def tensor_of(value: Any) -> Tensor:
 
 
 class HiddenFlow:
-    """Checks that the model's own code hands hidden states on unchanged around a stage's layers.
+    """Checks that the model's own code hands hidden states on unchanged around a stage's modules.
 
     Every stage runs the model's whole forward, with the modules of other stages left out. Code that
     changes the hidden states outside these modules (a scale, a dropout, an added position) would so
     run once on every stage instead of once. Two comparisons for each forward find it.
 
     Args:
-        layers: this stage's layers in order.
-        first: whether nothing before the layers has been left out.
-        last: whether nothing after the layers has been left out.
+        entry: the stage's first module; None where nothing before it has been left out.
+        exit: its last module; None where nothing after it has been left out.
     """
 
-    def __init__(self, layers: Sequence[nn.Module], *, first: bool, last: bool) -> None:
+    def __init__(self, entry: nn.Module | None, exit: nn.Module | None) -> None:
         self._received: Any = None
-        self._left: Tensor | None = None
+        self._left: Any = None
         self._watching = False
-        if not first:
-            layers[0].register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
-        if not last:
-            layers[-1].register_forward_hook(self._leave)
+        if entry is not None:
+            entry.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
+        if exit is not None:
+            exit.register_forward_hook(self._leave)
 
     def start(self, received: Any) -> None:
         """Take note of what the stage's forward is called with."""
         self._received, self._watching = received, True
 
-    def finish(self, output: Any) -> None:
-        """Check what the stage's forward returned."""
+    def passed_on(self, output: Any) -> Hidden:
+        """Return what a stage that is not the last passes on, out of what its forward returned.
+
+        That is what its last module returned: a tensor, or a container of tensors alone.
+
+        Raises:
+            InvalidArgumentError: The forward returned something else.
+        """
         left = self._left
         self.reset()
-        if left is not None and not _same(left, tensor_of(output)):
+        if left is None:  # the module was not called: there is nothing to compare with
+            return tensor_of(output)
+        if is_hidden(left) and type(output) is type(left) and _same(left, output):
+            hidden: Hidden = output
+            return hidden
+        if not _same(tensor_of(left), tensor_of(output)):
             raise InvalidArgumentError(_message("after the last layer", "last"))
+        return tensor_of(output)
 
     def reset(self) -> None:
         """Forget the forward that is running."""
@@ -72,15 +84,24 @@ class HiddenFlow:
         # Only the first call counts: a layer may be shared by several places, and it may be
         # recomputed during the backward of another micro-batch.
         received, self._received = self._received, None
-        if isinstance(received, Tensor) and not _same(received, tensor_of(args or kwargs)):
+        given: Any = args[0] if args else next(iter(kwargs.values()), None)
+        if is_hidden(received):
+            if not is_hidden(given) or not _same(received, given):
+                raise InvalidArgumentError(_message("before the first layer", "first"))
+        elif isinstance(received, Tensor) and not _same(received, tensor_of(args or kwargs)):
             raise InvalidArgumentError(_message("before the first layer", "first"))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._watching:
-            self._left = tensor_of(output)
+            self._left = output
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
+def _same(a: Hidden, b: Hidden) -> bool:
+    ours, theirs = tensors_in(a), tensors_in(b)
+    return len(ours) == len(theirs) and all(map(_same_tensor, ours, theirs))
+
+
+def _same_tensor(a: Tensor, b: Tensor) -> bool:
     if a is b:
         return True
     if a.shape != b.shape:

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import get_rank, group_ranks
+from ...dist import exchange, get_rank, group_ranks
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import axis_group, describe_rank
-from .wire import Wire, checked_dtype, checked_shape
+from .batches import checked_dtype, checked_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,12 +114,18 @@ def _communicate(
     source = _neighbour(stage, operation.source, len(ranks))
     if to is not None:
         _check_tensor(name, tensor, dtype)
-    received_shape = () if source is None else checked_shape(shape if shape is not None else ())
-    wire = Wire(received_shape, checked_dtype(dtype), device, ranks, group)
-    received = wire.swap(tensor, to, source)
-    if received is not None and operation.receives_hidden:
-        received.requires_grad_(torch.is_grad_enabled())
-    return received
+    sends = [] if to is None or tensor is None else [(tensor, ranks[to])]
+    recvs: list[tuple[Tensor, int]] = []
+    dtype = checked_dtype(dtype)
+    if source is not None:
+        sizes = checked_shape(shape if shape is not None else ())
+        recvs.append((torch.empty(sizes, dtype=dtype, device=device), ranks[source]))
+    if sends or recvs:
+        exchange(sends, recvs, group=group)
+    if not recvs:
+        return None
+    received = recvs[0][0]
+    return received.requires_grad_(operation.receives_hidden and torch.is_grad_enabled())
 
 
 def _neighbour(stage: int, steps: int | None, num_stages: int) -> int | None:

@@ -5,22 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 
 from ...dist import all_gather_object, barrier
 from ...dist.errors import StateError
 from ..pg_manager import describe_rank
-from .runtime import StageWork
-from .schedules.schedule import BACKWARD, FORWARD, Action, Schedule
+from .schedules.schedule import Action, Schedule
 from .schedules.timeline import Span, Timeline
 from .stage import PipelineParallel
 from .step import unwrap
-
-R = TypeVar("R")
 
 
 class Recorder:
@@ -40,21 +36,21 @@ class Recorder:
         self._group, self._rank = group, rank
         self._schedule: Schedule | None = None
         self._spans: list[Span] = []
-        self._zero = 0.0
 
-    def watch(self, work: StageWork, schedule: Schedule) -> StageWork:
-        """Return work that notes its times; the last step that was watched counts."""
+    def watch(
+        self, schedule: Schedule, perform: Callable[[Action], None]
+    ) -> Callable[[Action], None]:
+        """Return what notes its times; the last step that was watched counts."""
         self._schedule, self._spans = schedule, []
         barrier(self._group)
-        self._zero = time.perf_counter()
-        return _Timed(work, self)
+        zero = time.perf_counter()
 
-    def timed(self, action: Action, run: Callable[[], R]) -> R:
-        """Run an action and note its time."""
-        start = _now()
-        result = run()
-        self._spans.append(Span(self._rank, action, start - self._zero, _now() - self._zero))
-        return result
+        def timed(action: Action) -> None:
+            start = _now()
+            perform(action)
+            self._spans.append(Span(self._rank, action, start - zero, _now() - zero))
+
+        return timed
 
     def timeline(self) -> Timeline:
         """Return the last step of all ranks, in seconds; every rank calls it.
@@ -66,26 +62,6 @@ class Recorder:
             raise StateError(f"{describe_rank()}: no train step has run while it was recorded")
         ranks = all_gather_object(self._spans, self._group)
         return Timeline(self._schedule, tuple(span for spans in ranks for span in spans), "s")
-
-
-class _Timed:
-    """Work whose actions are noted."""
-
-    def __init__(self, work: StageWork, recorder: Recorder) -> None:
-        self._work, self._recorder = work, recorder
-
-    def forward(self, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        return self._recorder.timed(
-            Action(FORWARD, micro_batch), lambda: self._work.forward(micro_batch, hidden)
-        )
-
-    def backward(
-        self, micro_batch: int, hidden: Tensor | None, output: Tensor, gradient: Tensor | None
-    ) -> Tensor | None:
-        return self._recorder.timed(
-            Action(BACKWARD, micro_batch),
-            lambda: self._work.backward(micro_batch, hidden, output, gradient),
-        )
 
 
 @contextmanager
@@ -110,7 +86,7 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
     pipeline: PipelineParallel = unwrap(model)[1]
     if pipeline.recorder is not None:
         raise StateError(f"{describe_rank()}: this pipeline is being recorded already")
-    pipeline.recorder = Recorder(pipeline.group, pipeline.stage)
+    pipeline.recorder = Recorder(pipeline.group, pipeline.rank)
     try:
         yield pipeline.recorder
     finally:

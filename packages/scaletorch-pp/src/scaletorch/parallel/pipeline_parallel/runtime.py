@@ -1,60 +1,67 @@
-"""The runtime: executes one stage's schedule, whatever the schedule and the model are."""
+"""The runtime: executes one rank's program, whatever the schedule and the model are."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import NamedTuple
 
-from torch import Tensor
-
-from .schedules.schedule import BACKWARD, FORWARD, Action
-from .transfers import Step
-from .wire import Wire
-
-Forward = Callable[[int, Tensor | None], Tensor]
-Backward = Callable[[int, Tensor | None, Tensor, Tensor | None], Tensor | None]
+from .faults import Watch
+from .mail import Mail
+from .schedules.messages import Operation, Receive, Send
+from .schedules.schedule import Action
 
 
-class StageWork(Protocol):
-    """What the actions of a schedule do on this stage."""
+class Step(NamedTuple):
+    """Messages that begin together, and then one action; none after the last messages."""
 
-    def forward(self, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        """Return the stage's output, or the loss on the last stage; no ``hidden`` on the first."""
-
-    def backward(
-        self, micro_batch: int, hidden: Tensor | None, output: Tensor, gradient: Tensor | None
-    ) -> Tensor | None:
-        """Backpropagate and return the gradient of ``hidden``; no ``gradient`` on the last."""
+    messages: tuple[Send | Receive, ...]
+    action: Action | None
 
 
-def execute(
-    steps: Iterable[Step], wire: Wire, forward: Forward, backward: Backward | None = None
-) -> None:
-    """Run a stage's steps in order; an activation is dropped as soon as its backward has run.
+def in_steps(program: Sequence[Operation], ahead: int) -> list[Step]:
+    """Part a rank's program before each of its actions.
 
     Args:
-        steps: what `transfers.derive` made of the stage's schedule.
-        wire: how tensors travel to the neighbours.
-        forward: what a forward does, as `StageWork.forward`.
-        backward: what a backward does; None where the schedule has none, and nothing is kept.
+        program: As `derive_messages` gives it.
+        ahead: By how many actions receives begin earlier than there.
     """
-    live: dict[int, tuple[Tensor | None, Tensor]] = {}
-    product: Tensor | None = None
-    for step in steps:
-        arrived = wire.swap(
-            product,
-            step.send.peer if step.send else None,
-            step.receive.peer if step.receive else None,
-        )
-        product = None
-        # No name here may outlive its action, or it would keep activations alive.
-        match step.action:
-            case Action(kind, m) if kind == FORWARD:
-                if backward is not None and arrived is not None:
-                    arrived.requires_grad_()
-                product = forward(m, arrived)
-                if backward is not None:
-                    live[m] = arrived, product
-            case Action(kind, m) if kind == BACKWARD and backward is not None:
-                product = backward(m, *live.pop(m), arrived)
-        del arrived
+    messages: list[list[Send | Receive]] = [[]]
+    actions: list[Action | None] = []
+    for operation in program:
+        if isinstance(operation, Action):
+            actions.append(operation)
+            messages.append([])
+        else:
+            place = max(0, len(messages) - 1 - ahead) if isinstance(operation, Receive) else -1
+            messages[place].append(operation)
+    return [Step(tuple(m), a) for m, a in zip(messages, [*actions, None], strict=True)]
+
+
+def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Action], None], watch: Watch) -> None:
+    """Start each step's messages and run its action.
+
+    If anything raises on any rank, all ranks raise. What is left of the messages still passes,
+    without contents, so that no rank waits in vain and none is left over for the next step.
+
+    Raises:
+        StageError: Another rank has failed.
+    """
+    action: Action | None = None
+    try:
+        for messages, action in steps:
+            if messages:
+                mail.start(messages)
+            if action is not None:
+                watch.look()
+                run(action)
+        mail.finish()
+    except Exception as error:
+        where = "its last messages" if action is None else f"{action} of this step"
+        with suppress(Exception):  # what has happened first is raised, whatever else fails now
+            watch.report(error, where)
+            mail.skip([m for step in steps for m in step.messages][mail.begun :])
+            mail.finish()
+            watch.settle(error, where)
+        raise
+    watch.settle(None, "")

@@ -1,40 +1,70 @@
-"""Where a plain module is cut: its description, how it is inferred, and who gets which layers."""
+"""Where a plain module is cut: its description, and which stage gets which modules."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, fields, replace
 
 from torch import nn
 
 from ...dist.errors import InvalidArgumentError
+from .balance import distribute_layers, parameter_costs
+from .parts import Parts, check_parts, find_parts
+from .points import cut_at
+from .tree import called_modules, children, within
 
-LAYER_CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+__all__ = ["Placement", "Split", "distribute_layers", "infer_split", "layers_of", "place", "within"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Split:
     """Which modules a pipeline cuts, by dotted names; all others stay on every stage.
 
+    Either a description of the model, whose layers are spread over any number of stages, or the
+    points at which it is cut. What is left out of a description is inferred (`infer_split`).
+
     Args:
         first: modules before the layers (the embedding): on the first stage alone.
-        layers: the list of layers that is spread over the stages.
+        layers: the list of layers that is spread over the stages; None infers it, and ``first`` and
+            ``last`` too where neither is given.
         last: modules after the layers (norm, head): on the last stage alone.
+        points: instead of all these, the modules that begin the second, third, ... stage, in the
+            order in which the model registers them. A point inside a module cuts that module
+            between its children, so the module must call them in this order and do nothing else.
+        costs: how layers are spread: None by count; or numbers, of all of ``first`` together, of
+            each layer, and of all of ``last`` (`measure_costs` measures them), so that the most
+            expensive stage is as cheap as can be; or "parameters": their numbers of parameters.
+            That balances memory. It is close to the time of layers and of a head, tied or not,
+            while an embedding has many parameters and takes no time.
 
     Example:
         >>> Split(first=("embed_tokens",), layers="layers", last=("norm", "lm_head"))
         Split(first=('embed_tokens',), layers='layers', last=('norm', 'lm_head'))
+        >>> Split(points=("layer2", "layer4.1"))
+        Split(points=('layer2', 'layer4.1'))
     """
 
     first: tuple[str, ...] = ()
-    layers: str = "layers"
+    layers: str | None = None
     last: tuple[str, ...] = ()
+    points: tuple[str, ...] = ()
+    costs: str | tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
-        for part in ("first", "last"):
+        for part in ("first", "last", "points"):
             names = getattr(self, part)
             object.__setattr__(self, part, (names,) if isinstance(names, str) else tuple(names))
+        if self.costs is not None and not isinstance(self.costs, str):
+            object.__setattr__(self, "costs", tuple(self.costs))
+
+    def __repr__(self) -> str:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = (f"{f.name}={given[f.name]!r}" for f in fields(self) if given[f.name] != f.default)
+        return f"Split({', '.join(shown)})"
+
+    def describes(self) -> bool:
+        """Tell whether it names any module."""
+        return bool(self.first or self.layers is not None or self.last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,74 +72,50 @@ class Placement:
     """A split applied to a number of stages.
 
     Attributes:
-        split: where the model is cut.
-        layers: full names of the layers, in order.
-        ranges: each stage's layers, as indices into ``layers``.
+        split: where the model is cut, with what was inferred.
+        stages: each stage's modules, in forward order; every other stage passes through them. None
+            is inside another, and each has a forward of its own.
     """
 
     split: Split
-    layers: tuple[str, ...]
-    ranges: tuple[range, ...]
+    stages: tuple[tuple[str, ...], ...]
+
+    def homes(self) -> Iterator[tuple[str, int]]:
+        """Each module that has one stage, and that stage."""
+        for stage, names in enumerate(self.stages):
+            yield from ((name, stage) for name in names)
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         """Stages that hold the module or parameter of this dotted name."""
         for module, stage in self.homes():
             if within(name, module):
                 return (stage,)
-        return tuple(range(len(self.ranges)))
-
-    def homes(self) -> Iterator[tuple[str, int]]:
-        """Each module that has one stage, and that stage."""
-        yield from ((name, 0) for name in self.split.first)
-        for stage, indices in enumerate(self.ranges):
-            yield from ((self.layers[index], stage) for index in indices)
-        yield from ((name, len(self.ranges) - 1) for name in self.split.last)
-
-
-def distribute_layers(num_layers: int, pp_size: int) -> list[range]:
-    """Spread layers over stages in order; none is lost.
-
-    Where they do not divide, earlier stages get one more: the last one has the head and the loss.
-
-    Args:
-        num_layers: layers of the model.
-        pp_size: stages of the pipeline.
-
-    Returns:
-        Each stage's layer indices.
-
-    Raises:
-        InvalidArgumentError: a stage would have no layer.
-
-    Example:
-        >>> distribute_layers(8, 3)
-        [range(0, 3), range(3, 6), range(6, 8)]
-    """
-    if not 1 <= pp_size <= num_layers:
-        raise InvalidArgumentError(
-            f"{num_layers} layers cannot be spread over {pp_size} stages: every stage needs a "
-            f"layer, so the pipeline size must be from 1 to {num_layers}"
-        )
-    size, more = divmod(num_layers, pp_size)
-    starts = [stage * size + min(stage, more) for stage in range(pp_size + 1)]
-    return [range(*pair) for pair in pairwise(starts)]
+        return tuple(range(len(self.stages)))
 
 
 def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
-    """Check or infer where ``model`` is cut, and spread its layers over the stages.
+    """Check or infer where ``model`` is cut, and spread its modules over the stages.
 
     Raises:
-        InvalidArgumentError: names that do not fit the model, a model whose layers cannot be told,
-            or more stages than layers.
+        InvalidArgumentError: names or costs that do not fit the model, a model whose layers cannot
+            be told, or a stage without layers.
     """
     if split is not None and not isinstance(split, Split):
         message = f"config must be a Split or None, got {type(split).__name__}"
         raise InvalidArgumentError(message)
-    if split is None and num_stages == 1:  # nothing is cut, whatever the model is like
-        return Placement(Split(), (), (range(0),))
-    split = infer_split(model) if split is None else checked_split(model, split)
-    names = tuple(f"{split.layers}.{key}" for key in model.get_submodule(split.layers)._modules)
-    return Placement(split, names, tuple(distribute_layers(len(names), num_stages)))
+    split = split or Split()
+    if split.points:
+        return _place_by_points(model, split, num_stages)
+    if num_stages == 1 and not split.describes():  # nothing is cut, whatever the model is like
+        return Placement(split, ((),))
+    first, layers, last = parts = _parts(model, split)
+    names = tuple(children(model.get_submodule(layers), f"{layers}."))
+    costs = _costs(model, split, (first, *((name,) for name in names), last))
+    ranges = distribute_layers(len(names), num_stages, costs)
+    stages = [[names[index] for index in indices] for indices in ranges]
+    stages[0] = [*first, *stages[0]]
+    stages[-1] = [*stages[-1], *last]
+    return Placement(_with_parts(split, parts), tuple(_called(model, own) for own in stages))
 
 
 def infer_split(model: nn.Module) -> Split:
@@ -123,106 +129,62 @@ def infer_split(model: nn.Module) -> Split:
     Raises:
         InvalidArgumentError: no such list, or several.
     """
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if name and isinstance(module, nn.ModuleList) and _has_parameters(module)
-    ]
-    outer = [name for name in lists if not any(within(name, o) for o in lists if o != name)]
-    if len(outer) != 1:
-        raise InvalidArgumentError(
-            "cannot tell which modules are the layers: expected one nn.ModuleList with parameters, "
-            f"and {type(model).__name__} has {_listing(outer) or 'none'}; pass "
-            "Split(first=(...), layers='...', last=(...)) with names out of "
-            f"{_listing(name for name, _ in model.named_children())}"
-        )
-    first: list[str] = []
-    last: list[str] = []
-    path = outer[0].split(".")
-    for depth, child in enumerate(path):
-        before, after = _siblings(model, path[:depth], child)
-        first += before
-        last = after + last  # what encloses the layers comes after what is beside them
-    return Split(tuple(first), outer[0], tuple(last))
+    return _with_parts(Split(), find_parts(model))
 
 
-def checked_split(model: nn.Module, split: Split) -> Split:
-    """Return ``split`` if it fits ``model``.
+def layers_of(model: nn.Module, split: Split | None = None) -> tuple[str, ...]:
+    """Return the names of the layers of ``model``, in order.
 
     Raises:
-        InvalidArgumentError: an unknown name, a module named twice, layers that are no container,
-            or a module with parameters that is named nowhere.
+        InvalidArgumentError: the split does not fit, or names no layers and none can be told.
     """
-    names = (*split.first, split.layers, *split.last)
-    for name in names:
-        _check_name(model, name)
-    for index, name in enumerate(names):
-        for other in names[index + 1 :]:
-            if within(name, other) or within(other, name):
-                message = f"Split names a module twice: {name!r} and {other!r}"
-                raise InvalidArgumentError(message)
-    layers = model.get_submodule(split.layers)
-    if not isinstance(layers, LAYER_CONTAINERS):
+    _, layers, _ = _parts(model, split or Split())
+    return tuple(children(model.get_submodule(layers), f"{layers}."))
+
+
+def _parts(model: nn.Module, split: Split) -> Parts:
+    """Return the parts of the model: as described, else as inferred."""
+    first, layers, last = split.first, split.layers, split.last
+    if layers is None:
+        before, layers, after = find_parts(model)
+        if not (first or last):
+            first, last = before, after
+    parts = (first, layers, last)
+    check_parts(model, parts)
+    return parts
+
+
+def _with_parts(split: Split, parts: Parts) -> Split:
+    first, layers, last = parts
+    return replace(split, first=first, layers=layers, last=last)
+
+
+def _costs(
+    model: nn.Module, split: Split, parts: Iterable[Iterable[str]]
+) -> tuple[float, ...] | None:
+    if not isinstance(split.costs, str):
+        return split.costs
+    if split.costs != "parameters":
         raise InvalidArgumentError(
-            f"Split(layers={split.layers!r}) must name an nn.ModuleList, nn.Sequential or "
-            f"nn.ModuleDict of layers, and it is a {type(layers).__name__}"
+            f"Split(costs={split.costs!r}): expected None, numbers (of what is before the layers, "
+            'each layer, and what is after them) or "parameters"'
         )
-    missing = _unnamed(model, names, split.layers)
-    if missing:
+    return parameter_costs(model, parts)
+
+
+def _called(model: nn.Module, names: Iterable[str]) -> tuple[str, ...]:
+    return tuple(n for name in names for n in called_modules(name, model.get_submodule(name)))
+
+
+def _place_by_points(model: nn.Module, split: Split, num_stages: int) -> Placement:
+    if split.describes() or split.costs is not None:
         raise InvalidArgumentError(
-            f"modules with parameters that Split does not name: {_listing(missing)}; add each to "
-            "first or last"
+            f"{split}: points say all about the stages, so first, layers, last and costs cannot "
+            "stand beside them; leave either the points or the rest out"
         )
-    return split
-
-
-def within(name: str, module: str) -> bool:
-    """Tell whether a dotted name is ``module`` itself or inside it."""
-    return name == module or name.startswith(f"{module}.")
-
-
-def _siblings(model: nn.Module, parent: list[str], child: str) -> tuple[list[str], list[str]]:
-    prefix = "".join(f"{part}." for part in parent)
-    children = model.get_submodule(".".join(parent))._modules
-    position = list(children).index(child)
-    before: list[str] = []
-    after: list[str] = []
-    for index, (name, module) in enumerate(children.items()):
-        if name != child and module is not None and _is_placed(module):
-            (before if index < position else after).append(prefix + name)
-    return before, after
-
-
-def _is_placed(module: nn.Module) -> bool:
-    of_torch = type(module).__module__.startswith("torch.nn.") and not module._modules
-    return of_torch or _has_parameters(module)
-
-
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
-
-
-def _check_name(model: nn.Module, name: str) -> None:
-    parent, module = "", model
-    for part in name.split("."):
-        if part not in module._modules:
-            known = _listing(f"{parent}{child}" for child, _ in module.named_children())
-            message = f"Split names {name!r}, which the model does not have; it has {known}"
-            raise InvalidArgumentError(message)
-        parent, module = f"{parent}{part}.", module.get_submodule(part)
-
-
-def _unnamed(model: nn.Module, names: Iterable[str], layers: str) -> list[str]:
-    """Modules with parameters outside all named ones; those around the layers may have some."""
-    names = tuple(names)
-    named = model.named_parameters(remove_duplicate=False)
-    holders = {name.rpartition(".")[0] for name, _ in named}
-    return sorted(
-        holder
-        for holder in holders
-        if holder and not within(layers, holder) and not any(within(holder, n) for n in names)
-    )
-
-
-def _listing(names: Iterable[str]) -> str:
-    return ", ".join(names)
+    if len(split.points) + 1 != num_stages:
+        raise InvalidArgumentError(
+            f"{split} makes {len(split.points) + 1} stages and the pipeline has {num_stages}: "
+            f"expected {num_stages - 1} points, each the module that begins the next stage"
+        )
+    return Placement(split, cut_at(model, split.points))

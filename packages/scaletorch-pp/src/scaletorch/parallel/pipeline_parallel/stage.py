@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import zlib
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,127 +17,192 @@ from ...dist import get_rank, group_ranks
 from ...dist.agreement import agree
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import ModuleWrapper, axis_group
-from .cut import cut
+from .cut import cut, with_forward
+from .forms import Form, tensors_in
 from .hidden import HiddenFlow
+from .placing import AnySchedule, stages_of
 from .split import Placement, Split, place
 from .ties import TiedGradients, find_ties
+from .weights import Deferral, WeightGradients, defer_weight_gradients
 
 if TYPE_CHECKING:
     from .record import Recorder
 
 
-class PipelineParallel(ModuleWrapper):
-    """One stage of a pipeline over an unmodified module.
+MANY_FORMS = 4096  # forms that are remembered at most, on every rank alike
 
-    ``model`` itself is rewritten: modules of other stages become `PassThrough`, and their
-    parameters are freed. Names stay: ``layers.5.mlp.up_proj.weight`` is called so on the stage that
-    has it. The module's forward is run as it is, with hidden states in place of ``input_ids`` on
-    every stage but the first, or as ``inputs_embeds`` where it has an argument of that name. Build
-    the optimizer afterwards.
+_serials: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
+
+
+class PipelineParallel(ModuleWrapper):
+    """One rank's stages of a pipeline over an unmodified module.
+
+    ``model`` itself is rewritten: modules of other ranks become `PassThrough`, and their parameters
+    are freed. Names stay: ``layers.5.mlp.up_proj.weight`` is called so on the rank that has it. The
+    module's forward is run as it is, with hidden states in place of ``input_ids`` on every stage
+    but the first, or as ``inputs_embeds`` where it has an argument of that name. Build the
+    optimizer afterwards.
 
     Every rank of the pipeline passes the same whole model; they compare names, shapes, dtypes and
-    the split here. A parameter shared by modules of several stages starts from the first owner's
+    the split here. A parameter shared by modules of several ranks starts from the first owner's
     values.
 
     Args:
         model: a plain module that holds its layers in a list.
         config: where to cut; None infers it (`infer_split`).
-        group: the stages in order; None is the manager's pp axis.
+        group: the ranks in order; None is the manager's pp axis.
+        schedule: what `train_step_pipeline` runs: a name of `SCHEDULES`, a function of ranks and
+            micro-batches, or a schedule. It decides which stages a rank has.
 
     Raises:
-        InvalidArgumentError: a split that does not fit, or more stages than layers.
-        MismatchError: the ranks were given different models or splits.
+        InvalidArgumentError: a split that does not fit, more stages than layers, or no such
+            schedule.
+        MismatchError: the ranks were given different models, splits or schedules.
     """
 
     def __init__(
-        self, model: nn.Module, config: Split | None = None, group: ProcessGroup | None = None
+        self,
+        model: nn.Module,
+        config: Split | None = None,
+        group: ProcessGroup | None = None,
+        *,
+        schedule: AnySchedule = "1f1b",
     ) -> None:
         group = axis_group("pp", group)
         ranks = group_ranks(group)
-        placement = _agreed_placement(model, config, len(ranks), group)
+        placement, ranks_stages, splits = _agreed_placement(model, config, schedule, group)
         super().__init__(model)
         self.group = group
         self.ranks = ranks
-        self.stage = ranks.index(get_rank())
+        self.rank = ranks.index(get_rank())
+        self.schedule = schedule
+        self.all_stages = ranks_stages
         self.placement = placement
-        ties = find_ties(model, placement, self.stage)
-        own_layers = cut(model, placement, self.stage)
-        self._embeds = not self.is_first_stage and _takes(model, "inputs_embeds")
-        self._flow = HiddenFlow(own_layers, first=self.is_first_stage, last=self.is_last_stage)
+        self.forms: dict[tuple[int, Any], Form] = {}  # what `Mail` knows from earlier steps
+        self._trained: tuple[int, ...] = ()
+        self.deferral = Deferral()
+        homes = {stage: rank for rank, stages in enumerate(ranks_stages) for stage in stages}
+        ties = find_ties(model, placement, homes, self.rank)
+        ends = [_ends(model, placement, stage) for stage in self.stages]
+        self._flows = [HiddenFlow(*each) for each in ends]
+        self._chunks = cut(model, placement, self.stages)
+        self._chunk = 0
+        self._takes_embeds = _takes(model, "inputs_embeds")
+        if splits:
+            defer_weight_gradients(model, self.deferral)
         self.recorder: Recorder | None = None  # set by `recording`
-        self._tied = TiedGradients(ties, ranks, self.stage, group)
+        self._tied = TiedGradients(ties, ranks, self.rank, group)
         self._tied.share_values()
+        self._own = tuple(self.parameters())
+        self.name = f"{ranks} {next(_serials[ranks])}"  # the same on all its ranks, and no other's
+        self.serials = count()  # numbers steps
+
+    @property
+    def stages(self) -> tuple[int, ...]:
+        """This rank's stages, chunk by chunk."""
+        return self.all_stages[self.rank]
 
     @property
     def num_stages(self) -> int:
-        """Number of stages."""
-        return len(self.ranks)
+        """Number of stages, of all ranks together."""
+        return sum(map(len, self.all_stages))
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether this stage takes ``input_ids``."""
-        return self.stage == 0
+        """Whether this rank takes ``input_ids``."""
+        return 0 in self.stages
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether this stage computes the loss."""
-        return self.stage == self.num_stages - 1
+        """Whether this rank computes the loss."""
+        return self.num_stages - 1 in self.stages
 
     @property
     def tied_parameters(self) -> dict[str, tuple[int, ...]]:
-        """Stages that hold a parameter of several stages, ascending, by each of its names.
+        """Places of the ranks that hold a parameter of several, ascending, by each of its names.
 
         After a train step all its owners hold the same gradient, so whoever adds up over stages (a
         global norm) counts it on the first owner alone.
         """
         return {name: tie.owners for tie in self._tied.ties for name in tie.names}
 
+    def select(self, chunk: int) -> None:
+        """Let ``forward`` run this one of the rank's stages; the first one where none is selected.
+
+        The modules of the others are out of the model until `select_all`.
+        """
+        self._chunk = chunk
+        self._chunks.select(chunk)
+
+    def select_all(self) -> None:
+        """Put back the modules of all the rank's stages."""
+        self._chunk = 0
+        self._chunks.restore()
+
     def forward(self, input_or_hidden: Any, **kwargs: Any) -> Any:
-        """Run this stage.
+        """Run a stage.
 
         Args:
-            input_or_hidden: [B, L] ``input_ids`` on the first stage, else [B, L, H] hidden states.
+            input_or_hidden: [B, L] ``input_ids`` on the first stage, else what the stage before
+                returned, such as [B, L, H] hidden states.
             **kwargs: further arguments of the model's forward, the same on every stage.
 
         Returns:
-            Hidden states [B, L, H], or what the model returns on the last stage.
+            Hidden states, or several tensors in the container that the layers return them in; what
+            the model returns on the last stage.
 
         Raises:
             InvalidArgumentError: the model changes hidden states outside the modules of its split.
         """
-        self._flow.start(input_or_hidden)
+        stage, flow = self.stages[self._chunk], self._flows[self._chunk]
+        flow.start(input_or_hidden)
         try:
-            if self._embeds:
+            if stage > 0 and self._takes_embeds:
                 output = self.module(inputs_embeds=input_or_hidden, **kwargs)
             else:
                 output = self.module(input_or_hidden, **kwargs)
-            self._flow.finish(output)
+            return output if stage == self.num_stages - 1 else flow.passed_on(output)
         finally:
-            self._flow.reset()
-        return output
+            flow.reset()
 
-    def backward(
-        self,
-        input_tensor: Tensor | None,
-        output_tensor: Tensor,
-        output_tensor_grad: Tensor | None,
-    ) -> Tensor | None:
-        """Backpropagate through this stage.
+    def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:
+        """Backpropagate through a stage.
 
         Args:
-            input_tensor: the hidden states that forward was given, a leaf; None on the first stage.
-            output_tensor: what forward returned, or the loss on the last stage.
-            output_tensor_grad: gradient of ``output_tensor``; None for a loss.
+            input_tensor: the hidden states that forward was given, leaves; None on the first stage.
+            output_tensor: what forward returned, or the loss on the last stage; or weight gradients
+                that an earlier backward has left for later.
+            output_tensor_grad: gradient of ``output_tensor``, for each tensor that requires one
+                where there are several; None for a loss.
 
         Returns:
-            The gradient of ``input_tensor``; None on the first stage.
+            The gradient of ``input_tensor``, a list where it is not one tensor; None on the first
+            stage.
         """
-        if output_tensor.requires_grad:  # not so where everything up to here is frozen
-            torch.autograd.backward(output_tensor, output_tensor_grad)
+        if isinstance(output_tensor, WeightGradients):
+            return output_tensor.accumulate()
+        outputs = [tensor for tensor in tensors_in(output_tensor) if tensor.requires_grad]
+        if outputs:  # none where everything up to here is frozen
+            gradients = None if output_tensor_grad is None else tensors_in(output_tensor_grad)
+            torch.autograd.backward(outputs, gradients)
         if input_tensor is None:
             return None
-        gradient = input_tensor.grad
-        return torch.zeros_like(input_tensor) if gradient is None else gradient
+        made = [_gradient(tensor) for tensor in tensors_in(input_tensor) if tensor.requires_grad]
+        return made[0] if isinstance(input_tensor, Tensor) and made else made
+
+    def trained(self) -> int:
+        """Return a number that changes when parameters are frozen or unfrozen."""
+        return zlib.crc32(bytes(parameter.requires_grad for parameter in self._own))
+
+    def forget_forms(self, trained: tuple[int, ...]) -> None:
+        """Forget the forms of what stages pass on, where parameters were frozen or unfrozen.
+
+        Args:
+            trained: what `trained` returned on each rank.
+        """
+        if trained != self._trained or len(self.forms) > MANY_FORMS:
+            self.forms.clear()
+            self._trained = trained
 
     def set_earlier_gradients_aside(self) -> None:
         """Begin a step: ``sync_tied_gradients`` will add gradients it has summed already once."""
@@ -150,6 +219,20 @@ class PipelineParallel(ModuleWrapper):
         backward of an accumulation that began without gradients.
         """
         self._tied.sync()
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+
+
+def _ends(
+    model: nn.Module, placement: Placement, stage: int
+) -> tuple[nn.Module | None, nn.Module | None]:
+    """Return a stage's first and last module, but not where the model begins or ends."""
+    names = [each for name in placement.stages[stage] for each in with_forward(model, name)]
+    last = stage == len(placement.stages) - 1
+    entry = None if stage == 0 else model.get_submodule(names[0])
+    return entry, None if last else model.get_submodule(names[-1])
 
 
 def _takes(model: nn.Module, argument: str) -> bool:
@@ -174,21 +257,23 @@ def _parameter_facts(model: nn.Module) -> list[str]:
 
 
 def _agreed_placement(
-    model: nn.Module, config: Split | None, num_stages: int, group: ProcessGroup | None
-) -> Placement:
-    """Place the model's modules on stages, the same on every rank or an error on every rank."""
+    model: nn.Module, config: Split | None, schedule: AnySchedule, group: ProcessGroup | None
+) -> tuple[Placement, tuple[tuple[int, ...], ...], bool]:
+    """Place the model's modules on stages, the same on every rank or an error on every rank.
+
+    Returns:
+        The placement, each rank's stages, and whether the schedule parts backwards.
+    """
     if not isinstance(model, nn.Module):
         message = f"PipelineParallel wraps an nn.Module, got {type(model).__name__}"
         raise InvalidArgumentError(message)
     facts = _parameter_facts(model)
-    outcome: Placement | InvalidArgumentError
+    failed: InvalidArgumentError | None = None
     try:
-        outcome = place(model, config, num_stages)
-        facts.append(f"{outcome.split}")
+        stages, splits = stages_of(schedule, len(group_ranks(group)))
+        placement = place(model, config, sum(map(len, stages)))
+        facts += [f"{placement.split}", f"stages of each rank: {stages}"]
     except InvalidArgumentError as error:
-        outcome = error
-    failed = outcome if isinstance(outcome, InvalidArgumentError) else None
+        failed = error
     agree("the model that PipelineParallel splits", facts, group, error=failed)
-    if isinstance(outcome, InvalidArgumentError):
-        raise outcome
-    return outcome
+    return placement, stages, splits

@@ -1,11 +1,12 @@
-"""One training step: agree on it, derive the stage's steps from a schedule, execute them."""
+"""One step: agree on it, prove its schedule, execute it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,92 +16,169 @@ from ...dist import group_ranks
 from ...dist.agreement import agree
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
+from .batches import MicroBatches, checked_dtype, checked_shape, read
+from .faults import Watch
 from .loss import Batch, LossFunction, token_mean_loss
-from .runtime import execute
-from .schedules import SCHEDULES, Schedule, check
+from .mail import Mail
+from .placing import AnySchedule, built
+from .posts import Posts
+from .runtime import Step, execute, in_steps
+from .schedules import Schedule, check, derive_messages
+from .schedules.schedule import FORWARD, Action
 from .stage import PipelineParallel
-from .transfers import derive
-from .wire import Wire, checked_dtype, checked_shape
-from .work import SYNC_SWITCH, TrainWork
+from .work import SYNC_SWITCH, Stages, Training
+
+AHEAD = 1  # actions that a receive begins earlier than its message is due
+
+
+class StepArguments(NamedTuple):
+    """What a train step is called with; see `train_step_pipeline`."""
+
+    model: nn.Module
+    data_loader: Iterable[Batch]
+    tensor_shapes: Sequence[int] | None
+    device: torch.device | str | None
+    dtype: torch.dtype | None
+    group: ProcessGroup | None
+
+
+class Plan(NamedTuple):
+    """A schedule that was proven to run to its end, as one rank executes it.
+
+    Attributes:
+        schedule: The schedule.
+        text: Tells it from others.
+        steps: The rank's program with receives in their place, and with receives begun early.
+        crossings: The stages whose outputs this rank sends to, or receives from, another.
+    """
+
+    schedule: Schedule
+    text: str
+    steps: tuple[list[Step], list[Step]]
+    crossings: frozenset[int]
 
 
 def train_step(
-    schedule: str,
-    model: nn.Module,
-    data_loader: Iterable[Batch],
-    tensor_shapes: Sequence[int],
-    device: torch.device | str,
-    dtype: torch.dtype,
-    loss_fn: LossFunction | None,
-    group: ProcessGroup | None,
+    arguments: StepArguments, loss_fn: LossFunction | None, schedule: AnySchedule | None
 ) -> Tensor:
-    """Run one step with a schedule of `SCHEDULES`; see `train_step_pipeline_1f1b`."""
-    wrappers, pipeline = unwrap(model)
+    """Run one step with a schedule; None is the pipeline's own."""
+    wrappers, pipeline = unwrap(arguments.model)
     if not torch.is_grad_enabled():
         raise StateError(f"{describe_rank()}: a train step needs gradients; leave torch.no_grad()")
-    batches, wire = agreed_batches(
-        "this train step", schedule, pipeline, data_loader, tensor_shapes, device, dtype, group,
-        with_labels=loss_fn is None and pipeline.is_last_stage,
-    )  # fmt: skip
-    if loss_fn is None and pipeline.is_last_stage:
-        loss_fn = token_mean_loss(batches, wire.device)
+    with_labels = loss_fn is None and pipeline.is_last_stage
+    plan, inputs = agreed_step("this train step", arguments, schedule, with_labels=with_labels)
+    if with_labels:
+        loss_fn = token_mean_loss(inputs.batches, inputs.device)
     with deferred_sync(wrappers) as switches:
-        work = TrainWork(model, batches, wire, pipeline.stage, loss_fn, switches)
-        return _run(schedule, pipeline, work)
+        pipeline.set_earlier_gradients_aside()
+        backwards = sum(a.kind != FORWARD for a in plan.schedule.ranks[pipeline.rank])
+        stages = stages_of_step(arguments, inputs)
+        training = Training(stages, loss_fn, switches, backwards)
+        execute_plan(plan, stages, training.run)
+        if all(switches.values()):
+            pipeline.sync_tied_gradients()
+        else:  # the wrapper has not summed this step's gradients yet: a later step will
+            pipeline.postpone_tied_gradients()
+    return training.total
 
 
-def agreed_batches(
-    subject: str,
-    schedule: str,
-    pipeline: PipelineParallel,
-    data_loader: Iterable[Batch],
-    tensor_shapes: Sequence[int],
-    device: torch.device | str,
-    dtype: torch.dtype,
-    group: ProcessGroup | None,
-    *,
-    with_labels: bool,
-) -> tuple[list[Batch], Wire]:
-    """Return this step's micro-batches and the form of its messages, compared over the stages.
+def agreed_step(
+    subject: str, arguments: StepArguments, schedule: AnySchedule | None, *, with_labels: bool
+) -> tuple[Plan, MicroBatches]:
+    """Return the plan of a step and what it runs on, compared over the ranks of the pipeline.
 
     Raises:
         InvalidArgumentError: a bad argument.
-        MismatchError: stages that differ, or another stage has a mistake.
+        MismatchError: ranks that differ, or another rank has a mistake.
     """
-    group = _same_stages(pipeline, group)
-    shape: tuple[int, ...] = ()
-    batches: list[Batch] = []
+    pipeline = unwrap(arguments.model)[1]
+    group = _same_ranks(pipeline, arguments.group)
+    facts: list[str] = []
     error: Exception | None = None
     try:
-        shape, dtype = checked_shape(tensor_shapes), checked_dtype(dtype)
-        batches = list_batches(data_loader, with_labels=with_labels)
+        inputs = _inputs(arguments, pipeline, with_labels=with_labels)
+        chosen = pipeline.schedule if schedule is None else schedule
+        plan = _plan(chosen, len(pipeline.ranks), len(inputs.batches), pipeline.rank)
+        _require_stages(plan.schedule, pipeline)
+        facts = [*inputs.describe(), plan.text]
     except Exception as found:  # a data loader may raise anything; the others must learn of it
         error = found
-    facts = [f"{len(batches)} micro-batches", f"hidden states {shape} of {dtype}", schedule]
-    agree(subject, facts, group, error=error)
-    return batches, Wire(shape, dtype, torch.device(device), pipeline.ranks, group)
+    pipeline.forget_forms(agree(subject, facts, group, error=error, note=pipeline.trained()))
+    return plan, inputs
 
 
-def _run(name: str, pipeline: PipelineParallel, work: TrainWork) -> Tensor:
-    schedule = _checked(name, pipeline.num_stages, len(work.batches))
-    steps = derive(schedule.ranks[pipeline.stage], pipeline.stage, pipeline.num_stages)
-    pipeline.set_earlier_gradients_aside()
-    recorder = pipeline.recorder
-    runs = recorder.watch(work, schedule) if recorder else work
-    execute(steps, work.wire, runs.forward, runs.backward)
-    if all(work.switches.values()):
-        pipeline.sync_tied_gradients()
-    else:  # the wrapper has not summed this step's gradients yet: a later step will
-        pipeline.postpone_tied_gradients()
-    return work.total
+def stages_of_step(arguments: StepArguments, inputs: MicroBatches) -> Stages:
+    """Return this rank's stages with the mail of one step."""
+    pipeline = unwrap(arguments.model)[1]
+    group = _same_ranks(pipeline, arguments.group)
+    posts = Posts(pipeline.ranks, group, inputs.device)
+    mail = Mail(posts, inputs.signatures, pipeline.forms)
+    return Stages(arguments.model, pipeline, inputs, mail, group)
+
+
+def execute_plan(plan: Plan, stages: Stages, perform: Callable[[Action], None]) -> None:
+    """Execute this rank's part of a plan.
+
+    Raises:
+        StageError: another rank has failed.
+    """
+    pipeline, mail = stages.pipeline, stages.mail
+    if pipeline.recorder is not None:
+        perform = pipeline.recorder.watch(plan.schedule, perform)
+
+    def run(action: Action) -> None:
+        key = stages.needs(action)
+        if key is not None:
+            mail.wait(key)
+        perform(action)
+
+    steps = plan.steps[mail.knows(plan.crossings)]
+    watch = Watch(stages.group, f"{pipeline.name} {next(pipeline.serials)}")
+    try:
+        execute(steps, mail, run, watch)
+    finally:
+        pipeline.select_all()
+
+
+def _inputs(
+    arguments: StepArguments, pipeline: PipelineParallel, *, with_labels: bool
+) -> MicroBatches:
+    _, data_loader, shape, device, dtype, _ = arguments
+    return MicroBatches(
+        read(data_loader, with_labels=with_labels),
+        next(pipeline.parameters()).device if device is None else torch.device(device),
+        None if shape is None else checked_shape(shape),
+        None if dtype is None else checked_dtype(dtype),
+    )
 
 
 @lru_cache(maxsize=64)
-def _checked(name: str, num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Return a schedule that was proven to run to its end."""
-    schedule = SCHEDULES[name](num_ranks, num_micro_batches)
-    check(schedule)
-    return schedule
+def _plan(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank: int) -> Plan:
+    """Prove a schedule, and derive what one rank executes.
+
+    Raises:
+        ScheduleError: it would not run to its end, or not compute every gradient.
+    """
+    chosen = built(schedule, num_ranks, num_micro_batches)
+    check(chosen)
+    program = derive_messages(chosen)[rank]
+    digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
+    messages = [operation for operation in program if not isinstance(operation, Action)]
+    return Plan(
+        chosen,
+        f"schedule {chosen.name!r} ({digest})",
+        (in_steps(program, 0), in_steps(program, AHEAD)),
+        frozenset(message.stage - message.gradient for message in messages),
+    )
+
+
+def _require_stages(schedule: Schedule, pipeline: PipelineParallel) -> None:
+    if schedule.stages != pipeline.all_stages:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: schedule {schedule.name!r} has stages {schedule.stages} on its "
+            f"ranks, and this model was split into {pipeline.all_stages}; pass the schedule to "
+            "PipelineParallel(model, schedule=...) and call train_step_pipeline"
+        )
 
 
 def unwrap(model: nn.Module) -> tuple[list[nn.Module], PipelineParallel]:
@@ -122,28 +200,6 @@ def unwrap(model: nn.Module) -> tuple[list[nn.Module], PipelineParallel]:
     return wrappers, inner
 
 
-def list_batches(data_loader: Iterable[Batch], *, with_labels: bool) -> list[Batch]:
-    """Return this step's micro-batches.
-
-    Raises:
-        InvalidArgumentError: none at all, or one that lacks an entry.
-    """
-    batches = list(data_loader)
-    needed = ("input_ids", "labels") if with_labels else ("input_ids",)
-    for index, batch in enumerate(batches):
-        if not isinstance(batch, Mapping):
-            message = f"micro-batch {index} must be a mapping, got {type(batch).__name__}"
-            raise InvalidArgumentError(f"{describe_rank()}: {message}")
-        missing = [name for name in needed if name not in batch]
-        if missing:
-            message = f"micro-batch {index} has no {' and no '.join(missing)}, only {list(batch)}"
-            raise InvalidArgumentError(f"{describe_rank()}: {message}")
-    if not batches:
-        message = "data_loader has no micro-batches: every stage needs all of a step's"
-        raise InvalidArgumentError(f"{describe_rank()}: {message}")
-    return batches
-
-
 @contextmanager
 def deferred_sync(wrappers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, bool]]:
     """Yield the wrappers that have a gradient sync switch with its value, and put it back after."""
@@ -157,7 +213,7 @@ def deferred_sync(wrappers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, boo
             setattr(wrapper, SYNC_SWITCH, value)
 
 
-def _same_stages(pipeline: PipelineParallel, group: ProcessGroup | None) -> ProcessGroup | None:
+def _same_ranks(pipeline: PipelineParallel, group: ProcessGroup | None) -> ProcessGroup | None:
     if group is None:
         return pipeline.group
     if group_ranks(group) != pipeline.ranks:

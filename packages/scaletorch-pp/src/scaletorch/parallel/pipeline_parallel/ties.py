@@ -1,8 +1,8 @@
-"""Parameters that several stages hold: one value at the start, one summed gradient at the end."""
+"""Parameters that several ranks hold: one value at the start, one summed gradient at the end."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,12 +17,12 @@ Message = tuple[Tensor, int]
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """One parameter that several stages hold.
+    """One parameter that several ranks hold.
 
     Attributes:
         names: all its names in the whole model.
-        owners: the stages that hold it, ascending.
-        parameter: the parameter itself; None on other stages.
+        owners: places in the pipeline of the ranks that hold it, ascending.
+        parameter: the parameter itself; None on other ranks.
     """
 
     names: tuple[str, ...]
@@ -30,38 +30,47 @@ class Tie:
     parameter: nn.Parameter | None
 
 
-def find_ties(model: nn.Module, placement: Placement, stage: int) -> list[Tie]:
-    """Find the parameters of a whole model that a split leaves on several stages.
+def find_ties(
+    model: nn.Module, placement: Placement, homes: Mapping[int, int], rank: int
+) -> list[Tie]:
+    """Find the parameters of a whole model that a split leaves on several ranks.
 
-    The list has the same order on every stage.
+    The list has the same order on every rank.
+
+    Args:
+        model: the whole model.
+        placement: which module belongs to which stage.
+        homes: the rank's place in the pipeline of each stage.
+        rank: this rank's place.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
     ties = []
     for parameter, aliases in names.items():
-        owners = sorted({owner for name in aliases for owner in placement.stages_of(name)})
+        stages = {stage for name in aliases for stage in placement.stages_of(name)}
+        owners = sorted({homes[stage] for stage in stages})
         if len(owners) > 1:
-            kept = parameter if stage in owners else None
+            kept = parameter if rank in owners else None
             ties.append(Tie(tuple(aliases), tuple(owners), kept))
     return ties
 
 
 class TiedGradients:
-    """Keeps the parameters that several stages hold one and the same.
+    """Keeps the parameters that several ranks hold one and the same.
 
     Args:
-        ties: all ties of the pipeline, in the same order on every stage.
-        ranks: global ranks of the stages, in stage order.
-        stage: this stage.
+        ties: all ties of the pipeline, in the same order on every rank.
+        ranks: global ranks of the pipeline, in order.
+        rank: this rank's place in it.
         group: the pipeline's process group.
     """
 
     def __init__(
-        self, ties: Iterable[Tie], ranks: Sequence[int], stage: int, group: ProcessGroup | None
+        self, ties: Iterable[Tie], ranks: Sequence[int], rank: int, group: ProcessGroup | None
     ) -> None:
         self.ties = tuple(ties)
-        self._ranks, self._stage, self._group = ranks, stage, group
+        self._ranks, self._rank, self._group = ranks, rank, group
         self._earlier: dict[nn.Parameter, Tensor] = {}
         self._pending = False
 
@@ -72,7 +81,7 @@ class TiedGradients:
         for parameter, owners in self._own():
             if not parameter.is_meta:
                 data = parameter.detach()
-                if self._stage == owners[0]:
+                if self._rank == owners[0]:
                     sends += [(data, self._ranks[owner]) for owner in owners[1:]]
                 else:
                     recvs.append((data, self._ranks[owners[0]]))
@@ -96,7 +105,7 @@ class TiedGradients:
         self._pending = True
 
     def sync(self) -> None:
-        """Sum gradients over the owners, in stage order: the same bits on each of them.
+        """Sum gradients over the owners, in rank order: the same bits on each of them.
 
         An owner without a gradient counts as zeros; where no owner has one it stays None.
         """
@@ -106,9 +115,9 @@ class TiedGradients:
         sends: list[Message] = []
         recvs: list[Message] = []
         for (_, owners), tensors in zip(trained, parts, strict=True):
-            own = tensors[owners.index(self._stage)]
+            own = tensors[owners.index(self._rank)]
             for owner, theirs in zip(owners, tensors, strict=True):
-                if owner != self._stage:
+                if owner != self._rank:
                     sends += [(tensor, self._ranks[owner]) for tensor in own]
                     recvs += [(tensor, self._ranks[owner]) for tensor in theirs]
         self._exchange(sends, recvs)
@@ -121,7 +130,7 @@ class TiedGradients:
     def _part(self, parameter: nn.Parameter, owner: int) -> tuple[Tensor, Tensor]:
         """Return an owner's gradient and whether it has one; empty ones to receive another's."""
         flag = torch.zeros(1, dtype=torch.uint8, device=parameter.device)
-        if owner != self._stage:
+        if owner != self._rank:
             return torch.empty_like(parameter, requires_grad=False), flag
         if parameter.grad is None:
             return torch.zeros_like(parameter, requires_grad=False), flag

@@ -1,83 +1,148 @@
-"""What training does with the micro-batches of a step on one stage: forward, loss, backward."""
+"""What the actions of a schedule do on one rank: forward, loss, backward."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
-from .hidden import tensor_of
-from .loss import Batch, LossFunction
-from .wire import Wire, autocasts
+from .autocast import no_autocast
+from .batches import MicroBatches
+from .forms import Hidden
+from .loss import LossFunction
+from .mail import Key, Mail
+from .schedules.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
+from .stage import PipelineParallel
+from .weights import WeightGradients
 
-# Entries of a micro-batch that the model's forward is not given by keyword.
-NOT_PASSED = ("input_ids", "labels")
 SYNC_SWITCH = "require_backward_grad_sync"
 
 
-@dataclass(slots=True)
-class TrainWork:
-    """What the actions of a training schedule do.
+@dataclass(frozen=True, slots=True)
+class Stages:
+    """A rank's stages and what they run on.
 
     Attributes:
-        model: the outermost module: its forward and backward are called.
-        batches: this step's micro-batches.
-        wire: the form of the hidden states.
-        stage: this stage.
-        loss_fn: loss of one micro-batch; not used before the last stage.
-        switches: wrappers whose gradient sync waits for the last backward, and what it was.
-        total: the sum of the losses so far, 0-d.
+        model: The outermost module: its forward and backward are called.
+        pipeline: The stages within.
+        inputs: The micro-batches.
+        mail: What stages give each other.
+        group: The pipeline's ranks.
     """
 
     model: nn.Module
-    batches: list[Batch]
-    wire: Wire
-    stage: int
+    pipeline: PipelineParallel
+    inputs: MicroBatches
+    mail: Mail
+    group: ProcessGroup | None
+
+    def is_last(self, stage: int) -> bool:
+        """Whether what a stage returns is the model's output."""
+        return stage == self.pipeline.num_stages - 1
+
+    def needs(self, action: Action) -> Key | None:
+        """Return what must be here before an action can run."""
+        stage = self.pipeline.stages[action.chunk]
+        if action.kind == FORWARD:
+            return Key(stage - 1, action.micro_batch, gradient=False) if stage > 0 else None
+        if action.kind == BACKWARD_WEIGHT or self.is_last(stage):
+            return None
+        return Key(stage + 1, action.micro_batch, gradient=True)
+
+    def forward(self, action: Action) -> tuple[Hidden | None, Any]:
+        """Run a stage on a micro-batch; return what it was given by another stage, and its output.
+
+        What is not the model's output is passed on.
+        """
+        key = self.needs(action)
+        hidden = None if key is None else self.mail.take_hidden(key)
+        self.pipeline.select(action.chunk)
+        first, entries = self.inputs.inputs(action.micro_batch, hidden)
+        output = self.model(first, **entries)
+        stage = self.pipeline.stages[action.chunk]
+        if not self.is_last(stage):
+            output = self.inputs.checked(output)
+            self.mail.put(Key(stage, action.micro_batch, gradient=False), output)
+        return hidden, output
+
+
+@dataclass(slots=True)
+class Training:
+    """What the actions of a training schedule do.
+
+    Attributes:
+        stages: This rank's stages.
+        loss_fn: Loss of one micro-batch; not used before the last stage.
+        switches: Wrappers whose gradient sync waits for the last backward, and what it was.
+        backwards: How many actions of this rank are (parts of) backwards.
+        total: The sum of the losses so far, 0-d.
+    """
+
+    stages: Stages
     loss_fn: LossFunction | None
-    switches: dict[nn.Module, bool]
+    switches: Mapping[nn.Module, bool]
+    backwards: int
     total: Tensor = field(init=False)
-    _remaining: int = field(init=False)
+    _live: dict[tuple[int, int], tuple[Hidden | None, Any]] = field(default_factory=dict)
+    _later: dict[tuple[int, int], WeightGradients] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        dtype = torch.promote_types(self.wire.dtype, torch.float32)
-        self.total = torch.zeros((), dtype=dtype, device=self.wire.device)
-        self._remaining = len(self.batches)
+        dtype = self.stages.inputs.dtype or next(self.stages.pipeline.parameters()).dtype
+        wide = torch.promote_types(dtype, torch.float32)
+        self.total = torch.zeros((), dtype=wide, device=self.stages.inputs.device)
 
-    def forward(self, micro_batch: int, hidden: Tensor | None) -> Tensor:
-        """Run the stage on one micro-batch; return its output, or its loss on the last stage."""
-        batch = self.batches[micro_batch]
-        first, entries = entries_of(batch, hidden, self.wire.device)
-        output = self.model(first, **entries)
-        if self.stage < len(self.wire.ranks) - 1 or self.loss_fn is None:
-            return self.wire.checked(tensor_of(output))
-        loss = checked_loss(self.loss_fn(output, batch))
-        self.total += loss.detach()
-        return loss
+    def run(self, action: Action) -> None:
+        """Run an action; what it needs is here."""
+        place = action.micro_batch, action.chunk
+        if action.kind == FORWARD:
+            hidden, output = self.stages.forward(action)
+            last = self.stages.is_last(self.stages.pipeline.stages[action.chunk])
+            if last and self.loss_fn is not None:
+                batch = self.stages.inputs.batches[action.micro_batch]
+                output = checked_loss(self.loss_fn(output, batch))
+                self.total += output.detach()
+            self._live[place] = hidden, output
+            return
+        self._switch_sync()
+        if action.kind == BACKWARD_WEIGHT:
+            self._backward(None, self._later.pop(place), None)
+        else:
+            self._backward_of_inputs(action)
 
-    def backward(
-        self, micro_batch: int, hidden: Tensor | None, output: Tensor, gradient: Tensor | None
-    ) -> Tensor | None:
-        """Backpropagate one micro-batch; wrappers sync gradients in the last one."""
-        self._remaining -= 1
+    def _backward_of_inputs(self, action: Action) -> None:
+        """Run a backward, or the part of it that others wait for."""
+        place = action.micro_batch, action.chunk
+        key = self.stages.needs(action)
+        gradients = None if key is None else self.stages.mail.take_gradients(key)
+        hidden, output = self._live.pop(place)
+        self.stages.pipeline.select(action.chunk)  # a recomputed forward may look for its modules
+        deferral = self.stages.pipeline.deferral
+        if action.kind == BACKWARD_INPUT:
+            deferral.into = self._later[place] = WeightGradients()
+        try:
+            made = self._backward(hidden, output, gradients)
+        finally:
+            deferral.into = None
+        stage = self.stages.pipeline.stages[action.chunk]
+        if stage > 0:
+            self.stages.mail.put(Key(stage, action.micro_batch, gradient=True), made)
+
+    def _backward(self, hidden: Hidden | None, output: Any, gradient: Any) -> Any:
+        backward: Any = self.stages.model.backward
+        with no_autocast(self.stages.inputs.device):
+            return backward(hidden, output, gradient)
+
+    def _switch_sync(self) -> None:
+        """Let wrappers sync gradients in the last backward alone."""
+        self.backwards -= 1
         for wrapper, wanted in self.switches.items():
-            setattr(wrapper, SYNC_SWITCH, wanted and self._remaining == 0)
-        backward: Any = self.model.backward
-        with _no_autocast(self.wire.device):
-            input_gradient: Tensor | None = backward(hidden, output, gradient)
-        return input_gradient
-
-
-def entries_of(
-    batch: Batch, hidden: Tensor | None, device: torch.device
-) -> tuple[Tensor, dict[str, Any]]:
-    """Return what a stage's forward is given: ``hidden`` or the ids, and all else by keyword."""
-    entries = {name: _on(device, v) for name, v in batch.items() if name not in NOT_PASSED}
-    return _on(device, batch["input_ids"]) if hidden is None else hidden, entries
+            setattr(wrapper, SYNC_SWITCH, wanted and self.backwards == 0)
 
 
 def checked_loss(loss: Any) -> Tensor:
@@ -95,12 +160,3 @@ def checked_loss(loss: Any) -> Tensor:
         f"{describe_rank()}: loss_fn(output, batch) must return a scalar tensor with a gradient, "
         f"got {came}; add the losses up and do not detach them"
     )
-
-
-def _no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Autocast is for forwards: a backward runs in the dtypes that its forward chose."""
-    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
-
-
-def _on(device: torch.device, value: Any) -> Any:
-    return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value

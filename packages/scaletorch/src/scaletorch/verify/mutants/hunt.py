@@ -17,7 +17,7 @@ from ..runner import RankReport, Subject, run_case
 from ..verify import Task, run_all, save_reference
 from .catalogue import MUTANTS
 from .mutant import Mutant
-from .specimen import HIDDEN, PLAN, Sharded, Shared, Specimen, batch
+from .specimen import PLAN, Sharded, Shared, Specimen, batch
 
 MODELS = {"specimen": (Specimen, PLAN), "shared": (Shared, PLAN), "sharded": (Sharded, {})}
 
@@ -109,7 +109,7 @@ def _tasks(jobs: Iterable[Job], folder: Path) -> list[Task]:
         key = model, case.dtype
         if key not in references:
             references[key] = save_reference(folder / "-".join(key), model_fn, batch, case.dtype)
-        subject = Subject(locate(model_fn), HIDDEN, plan, None)
+        subject = Subject(locate(model_fn), plan, None)
         name = None if mutant is None else mutant.name
         tasks.append(Task(case, run_mutant, (subject, references[key], name)))
     return tasks

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from ...parallel.pipeline_parallel import PassThrough
+from ...parallel.pipeline_parallel.forms import tensors_in
 from .mutant import Catalogue
 
 PIPELINE = Catalogue("parallel.pipeline_parallel")
@@ -17,31 +19,30 @@ fault = PIPELINE.fault
 def two_layers_lost(cut: Any) -> Any:
     """Five layers over three stages are rounded down to three: two belong to nobody."""
 
-    def losing(model: nn.Module, placement: Any, stage: int) -> Any:
-        kept = cut(model, placement, stage)
-        for name in (placement.layers[own.stop - 1] for own in placement.ranges[:2]):
+    def losing(model: nn.Module, placement: Any, stages: Any) -> Any:
+        chunks = cut(model, placement, stages)
+        for name in (modules[-1] for modules in placement.stages[:2]):
             parent, _, leaf = name.rpartition(".")
             lost = model.get_submodule(name)
             model.get_submodule(parent)._modules[leaf] = PassThrough(lost, "lost")
-            kept = [layer for layer in kept if layer is not lost]
-        return kept
+        return chunks
 
     return losing
 
 
 @fault("stage:cut", layout="1x2x1x1")
 def layer_on_two_stages(cut: Any) -> Any:
-    """The first layer of the second stage stays on the first one too."""
+    """The last layer of the first stage stays on the second one too."""
 
-    def sparing(model: nn.Module, placement: Any, stage: int) -> Any:
-        parent, _, leaf = placement.layers[placement.ranges[1].start].rpartition(".")
+    def sparing(model: nn.Module, placement: Any, stages: Any) -> Any:
+        parent, _, leaf = placement.stages[0][-1].rpartition(".")
         layers = model.get_submodule(parent)._modules
         layer = layers[leaf]
-        kept = cut(model, placement, stage)
-        if stage == 0:
+        chunks = cut(model, placement, stages)
+        if 1 in stages:
             layers[leaf] = layer
-            kept.append(layer)
-        return kept
+            model.get_submodule(placement.stages[1][0])._forward_pre_hooks.clear()
+        return chunks
 
     return sparing
 
@@ -58,28 +59,29 @@ def micro_batches_overwrite(backward: Any) -> Any:
     return overwriting
 
 
-@fault("work:TrainWork.backward", layout="2x1x1x1")
-def last_micro_batch_unsynced(backward: Any) -> Any:
+@fault("work:Training._switch_sync", layout="2x1x1x1")
+def last_micro_batch_unsynced(switch: Any) -> Any:
     """Gradients are synchronised one micro-batch too early: the last stays local."""
 
-    def early(self: Any, micro_batch: int, *args: Any) -> Any:
-        self._remaining -= micro_batch == 0
-        return backward(self, micro_batch, *args)
+    def early(self: Any) -> None:
+        if not hasattr(self.stages.pipeline, "early"):
+            self.stages.pipeline.early = True
+            self.backwards -= 1
+        switch(self)
 
     return early
 
 
-@fault("work:TrainWork.__post_init__", layout="1x2x1x1")
+@fault("work:Training.__post_init__", layout="1x2x1x1")
 def labels_of_next_micro_batch(post_init: Any) -> Any:
     """Outputs of a micro-batch meet the labels of the next one."""
 
     def mixed(self: Any) -> None:
         post_init(self)
-        labels = [batch["labels"] for batch in self.batches]
+        batches = self.stages.inputs.batches
+        labels = [batch["labels"] for batch in batches]
         rotated = [*labels[1:], labels[0]]
-        self.batches = [
-            {**b, "labels": each} for b, each in zip(self.batches, rotated, strict=True)
-        ]
+        batches[:] = [{**b, "labels": each} for b, each in zip(batches, rotated, strict=True)]
 
     return mixed
 
@@ -105,3 +107,46 @@ def tied_gradients_not_summed(sync: Any) -> Any:
 def tied_gradients_summed_twice(sync: Any) -> Any:
     """Tied gradients that are summed already are summed once more."""
     return lambda self: (sync(self), sync(self))[0]
+
+
+@fault("weights:WeightGradients.accumulate", layout="1x2x1x1", schedule="zb_h1")
+def weight_gradients_forgotten(accumulate: Any) -> Any:
+    """Gradients of weights that a backward has left for later are never computed."""
+    return lambda self: None
+
+
+@fault("weights:WeightGradients.leave", layout="1x2x1x1", schedule="zb_v")
+def weight_gradients_of_next_layer(leave: Any) -> Any:
+    """A weight gradient that is computed later meets inputs that were scaled in between."""
+    return lambda self, weight, inputs, gradient: leave(self, weight, inputs * 0.5, gradient)
+
+
+@fault("work:Training._backward", layout="1x2x1x1", schedule="zb_h1")
+def weight_gradients_twice(backward: Any) -> Any:
+    """A backward of inputs computes the weights' gradients too, which come again later."""
+
+    def whole(self: Any, hidden: Any, output: Any, gradient: Any) -> Any:
+        deferral = self.stages.pipeline.deferral
+        if deferral.into is not None:
+            retained, deferral.into = deferral.into, None
+            torch.autograd.backward(
+                [t for t in tensors_in(output) if t.requires_grad],
+                None if gradient is None else tensors_in(gradient),
+                retain_graph=True,
+                inputs=list(self.stages.pipeline.parameters()),
+            )
+            deferral.into = retained
+        return backward(self, hidden, output, gradient)
+
+    return whole
+
+
+@fault("mail:Mail.take_gradients", layout="1x2x1x1", schedule="dualpipe_v")
+def gradients_between_chunks_doubled(take: Any) -> Any:
+    """The gradient that a stage hands back to another one of its rank counts twice."""
+
+    def doubled(self: Any, key: Any) -> Any:
+        local = key in self._made
+        return [tensor * 2 if local else tensor for tensor in take(self, key)]
+
+    return doubled

@@ -2,26 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from .chunks import looped_stages
-from .schedule import BACKWARD, FORWARD, Schedule, of_kind, one_stage_each, require_sizes
+from .schedule import BACKWARD, FORWARD, Action, Schedule, of_kind, one_stage_each, require_sizes
 
 
-def forward_only(num_ranks: int, num_micro_batches: int) -> Schedule:
-    """Run the forwards in micro-batch order and nothing else, for inference.
+def forward_only(
+    num_ranks: int, num_micro_batches: int, stages: Sequence[Sequence[int]] | None = None
+) -> Schedule:
+    """Run the forwards and nothing else, for inference.
 
-    Nothing is kept alive for a backward. With costs F it takes (m + N - 1) F.
+    Nothing is kept alive for a backward. With costs F and one stage on each rank it takes
+    (m + N - 1) F.
 
     Args:
-        num_ranks: Ranks of the pipeline, each with one stage.
+        num_ranks: Ranks of the pipeline.
         num_micro_batches: Micro-batches of one step.
+        stages: Each rank's stages, chunk by chunk; None is one each.
 
     Raises:
         InvalidArgumentError: Less than one of either.
     """
     require_sizes(num_ranks, num_micro_batches)
-    actions = tuple(of_kind(FORWARD, range(num_micro_batches)))
-    stages = one_stage_each(num_ranks)
-    return Schedule("forward_only", num_micro_batches, stages, (actions,) * num_ranks)
+    places = one_stage_each(num_ranks) if stages is None else tuple(map(tuple, stages))
+    ranks = tuple(_by_wave(own, num_micro_batches) for own in places)
+    return Schedule("forward_only", num_micro_batches, places, ranks)
+
+
+def _by_wave(stages: Sequence[int], num_micro_batches: int) -> tuple[Action, ...]:
+    """Order a rank's forwards by the time at which, with a rank for each stage, they could run."""
+    forwards = [
+        (micro_batch + stage, stage, Action(FORWARD, micro_batch, chunk))
+        for chunk, stage in enumerate(stages)
+        for micro_batch in range(num_micro_batches)
+    ]
+    return tuple(action for _, _, action in sorted(forwards))
 
 
 def afab(num_ranks: int, num_micro_batches: int) -> Schedule:

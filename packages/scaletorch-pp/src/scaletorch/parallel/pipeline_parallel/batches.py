@@ -1,0 +1,144 @@
+"""The micro-batches of a step: read, checked, and compared over the ranks of the pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import describe_rank
+from .autocast import autocasts
+from .forms import Hidden
+from .loss import Batch
+
+# Entries of a micro-batch that the model's forward is not given by keyword.
+NOT_PASSED = ("input_ids", "labels")
+
+
+@dataclass(frozen=True)
+class MicroBatches:
+    """What a step runs on.
+
+    Attributes:
+        batches: The micro-batches.
+        device: Where they are computed.
+        shape: Which shape hidden states must have; None takes any.
+        dtype: Which dtype they must have, or are cast to under autocast; None takes any.
+    """
+
+    batches: list[Batch]
+    device: torch.device
+    shape: tuple[int, ...] | None = None
+    dtype: torch.dtype | None = None
+
+    def inputs(self, micro_batch: int, hidden: Hidden | None) -> tuple[Any, dict[str, Any]]:
+        """Return what a stage's forward is given: ``hidden`` or the ids, and all else by name."""
+        batch = self.batches[micro_batch]
+        entries = {name: self._here(v) for name, v in batch.items() if name not in NOT_PASSED}
+        return self._here(batch["input_ids"]) if hidden is None else hidden, entries
+
+    @cached_property
+    def signatures(self) -> list[Hashable]:
+        """For each micro-batch, what the form of its hidden states depends on."""
+        mode = torch.is_grad_enabled(), autocasts(self.device)
+        return [
+            (*((n, _form(v)) for n, v in batch.items() if n != "labels"), *mode)
+            for batch in self.batches
+        ]
+
+    def describe(self) -> list[str]:
+        """Write what all ranks must have alike, in few lines."""
+        lines = [
+            f"{len(self.batches)} micro-batches",
+            f"hidden states {self.shape} of {self.dtype}",
+        ]
+        first = 0
+        for signature, run in groupby(self.signatures):
+            count = len(list(run))
+            lines.append(f"micro-batches {first} to {first + count - 1}: {signature}")
+            first += count
+        return lines
+
+    def checked(self, output: Hidden) -> Hidden:
+        """Return a stage's output as it may be passed on.
+
+        Under autocast it is cast to the dtype, and its gradient comes back through the cast.
+
+        Raises:
+            InvalidArgumentError: Another shape, dtype or device than was announced.
+        """
+        if not isinstance(output, Tensor):
+            return output
+        cast = self.dtype is not None and autocasts(self.device)
+        came = tuple(output.shape), self.dtype if cast else output.dtype, output.device.type
+        expected = self.shape or came[0], self.dtype or came[1], self.device.type
+        if came != expected:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the next stage expects hidden states of shape "
+                f"{expected[0]}, {expected[1]}, on {expected[2]}, and this stage's output has "
+                f"shape {came[0]}, {output.dtype}, on {came[2]}; pass the tensor_shapes, dtype and "
+                "device that the layers return, or None for the first two (torch.autocast casts)"
+            )
+        return output.to(self.dtype) if cast else output
+
+    def _here(self, value: Any) -> Any:
+        return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value
+
+
+def read(data_loader: Iterable[Batch], *, with_labels: bool) -> list[Batch]:
+    """Return this step's micro-batches.
+
+    Raises:
+        InvalidArgumentError: none at all, or one that lacks an entry.
+    """
+    batches = list(data_loader)
+    needed = ("input_ids", "labels") if with_labels else ("input_ids",)
+    for index, batch in enumerate(batches):
+        if not isinstance(batch, Mapping):
+            message = f"micro-batch {index} must be a mapping, got {type(batch).__name__}"
+            raise InvalidArgumentError(f"{describe_rank()}: {message}")
+        missing = [name for name in needed if name not in batch]
+        if missing:
+            message = f"micro-batch {index} has no {' and no '.join(missing)}, only {list(batch)}"
+            raise InvalidArgumentError(f"{describe_rank()}: {message}")
+    if not batches:
+        message = "data_loader has no micro-batches: every stage needs all of a step's"
+        raise InvalidArgumentError(f"{describe_rank()}: {message}")
+    return batches
+
+
+def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    """Return ``shape`` as a tuple.
+
+    Raises:
+        InvalidArgumentError: not a sequence of positive ints.
+    """
+    sizes = tuple(shape) if isinstance(shape, Sequence) else ()
+    if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise InvalidArgumentError(
+            "tensor_shapes is the shape of one micro-batch's hidden states, such as "
+            f"(micro_batch_size, sequence_length, hidden_size), got {shape!r}"
+        )
+    return sizes
+
+
+def checked_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return ``dtype``.
+
+    Raises:
+        InvalidArgumentError: not a floating point dtype.
+    """
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        message = f"dtype is that of the hidden states, such as torch.bfloat16, got {dtype!r}"
+        raise InvalidArgumentError(message)
+    return dtype
+
+
+def _form(value: Any) -> Hashable:
+    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,127 @@
+"""What travels between two stages: one tensor or several, and their form."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import describe_rank
+
+Hidden = Tensor | tuple[Tensor, ...] | list[Tensor] | dict[str, Tensor]
+HEADER_BYTES = 4096
+CONTAINERS = {"tuple": tuple, "list": list}
+
+
+class TensorForm(NamedTuple):
+    """The form of one tensor.
+
+    Attributes:
+        shape: Its shape.
+        dtype: Its dtype.
+        requires_grad: Whether its gradient comes back.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The form of what a stage passes on.
+
+    Attributes:
+        tensors: Its tensors, in order.
+        container: "tuple", "list", the names of a dict's entries, or None for a tensor alone.
+    """
+
+    tensors: tuple[TensorForm, ...]
+    container: str | tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        """Write shapes and dtypes."""
+        texts = [
+            f"{t.shape} of {t.dtype}{'' if t.requires_grad else ' without gradient'}"
+            for t in self.tensors
+        ]
+        return " and ".join(texts)
+
+    @property
+    def gradients(self) -> tuple[TensorForm, ...]:
+        """Those whose gradient comes back."""
+        return tuple(form for form in self.tensors if form.requires_grad)
+
+
+NOTHING = Form(())
+
+
+def tensors_in(hidden: Hidden) -> list[Tensor]:
+    """Return the tensors of what a stage passes on, in order."""
+    if isinstance(hidden, Tensor):
+        return [hidden]
+    return list(hidden.values()) if isinstance(hidden, dict) else list(hidden)
+
+
+def is_hidden(value: Any) -> bool:
+    """Tell whether it is a container of tensors alone, two or more, as a stage may pass on."""
+    if type(value) not in (tuple, list, dict) or len(value) < 2:
+        return False
+    entries = value.values() if isinstance(value, dict) else value
+    names = value if isinstance(value, dict) else ()
+    return all(isinstance(e, Tensor) for e in entries) and all(isinstance(n, str) for n in names)
+
+
+def form_of(hidden: Hidden) -> Form:
+    """Return the form of what a stage passes on."""
+    forms = tuple(TensorForm(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_in(hidden))
+    if isinstance(hidden, Tensor):
+        return Form(forms)
+    return Form(forms, tuple(hidden) if isinstance(hidden, dict) else type(hidden).__name__)
+
+
+def contained(tensors: Sequence[Tensor], form: Form) -> Hidden:
+    """Put tensors back into the container that they came in."""
+    if form.container is None:
+        return tensors[0]
+    if isinstance(form.container, str):
+        hidden: Hidden = CONTAINERS[form.container](tensors)
+        return hidden
+    return dict(zip(form.container, tensors, strict=True))
+
+
+def to_header(form: Form | None) -> Tensor:
+    """Write a form into a message of `HEADER_BYTES` bytes; None says that there is none to come.
+
+    Raises:
+        InvalidArgumentError: Too many tensors, or names too long.
+    """
+    fields = form and {
+        "tensors": [(t.shape, str(t.dtype).removeprefix("torch."), t.requires_grad)
+                    for t in form.tensors],
+        "container": form.container,
+    }  # fmt: skip
+    text = json.dumps(fields).encode()
+    if len(text) > HEADER_BYTES:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: what a stage passes on takes {len(text)} bytes to describe, more "
+            f"than {HEADER_BYTES}: pass fewer tensors, or shorter names"
+        )
+    return torch.frombuffer(bytearray(text.ljust(HEADER_BYTES)), dtype=torch.uint8)
+
+
+def from_header(header: Tensor) -> Form | None:
+    """Read what `to_header` wrote."""
+    fields = json.loads(bytes(header.cpu().tolist()))
+    if fields is None:
+        return None
+    container = fields["container"]
+    return Form(
+        tuple(TensorForm(tuple(s), getattr(torch, d), g) for s, d, g in fields["tensors"]),
+        tuple(container) if isinstance(container, list) else container,
+    )

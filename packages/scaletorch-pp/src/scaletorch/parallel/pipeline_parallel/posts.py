@@ -1,0 +1,84 @@
+"""Messages under way between the ranks of a pipeline: receives posted, sends completed late."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...dist import exchange, get_comm_device, irecv, isend
+from ...dist.collectives.work import Work
+
+IN_FLIGHT = 8  # sends under way before the first is waited for: what they hold stays in memory
+
+
+class Parcel(NamedTuple):
+    """Tensors on their way to this rank; they are there once all works are done."""
+
+    works: list[Work[None]]
+    tensors: list[Tensor]
+
+
+class Posts:
+    """Starts messages, and holds what is sent until it is through.
+
+    On the CPU each message is on its own, and the order of receives among sends does not matter. On
+    devices with streams the messages between two actions go as one batch, in the order of the
+    program, which is one order for all ranks.
+
+    Args:
+        ranks: Global ranks of the pipeline, in order.
+        group: Their process group; None in one process.
+        device: Where tensors are received.
+    """
+
+    def __init__(
+        self, ranks: Sequence[int], group: ProcessGroup | None, device: torch.device
+    ) -> None:
+        self.device = device
+        self._ranks, self._group = ranks, group
+        self.in_batches = group is not None and get_comm_device(group).type != "cpu"
+        self._under_way: deque[tuple[Work[None], Sequence[Tensor]]] = deque()
+        self._batch: tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]] = [], []
+        self._waiting: list[Parcel] = []
+
+    def send(self, tensor: Tensor, peer: int) -> None:
+        """Begin to send to a rank of the pipeline, or with the next `flush`."""
+        tensor, to = tensor.detach().contiguous(), self._ranks[peer]
+        if self.in_batches:
+            self._batch[0].append((tensor, to))
+        else:
+            self._hold(isend(tensor, to, self._group), [tensor])
+
+    def receive(self, tensors: list[Tensor], peer: int) -> Parcel:
+        """Begin to receive from a rank of the pipeline, or with the next `flush`."""
+        source = self._ranks[peer]
+        if not self.in_batches:
+            return Parcel([irecv(tensor, source, self._group) for tensor in tensors], tensors)
+        self._batch[1].extend((tensor, source) for tensor in tensors)
+        self._waiting.append(Parcel([], tensors))
+        return self._waiting[-1]
+
+    def flush(self) -> None:
+        """Begin with what has been gathered for a batch."""
+        sends, receives = self._batch
+        if sends or receives:
+            work = exchange(sends, receives, self._group, async_op=True)
+            self._hold(work, [tensor for tensor, _ in sends])
+            for parcel in self._waiting:
+                parcel.works.append(work)
+            self._batch, self._waiting = ([], []), []
+
+    def finish(self) -> None:
+        """Wait until all that was sent is through."""
+        while self._under_way:
+            self._under_way.popleft()[0].wait()
+
+    def _hold(self, work: Work[None], tensors: Sequence[Tensor]) -> None:
+        self._under_way.append((work, tensors))
+        if len(self._under_way) > IN_FLIGHT:
+            self._under_way.popleft()[0].wait()
