@@ -126,7 +126,7 @@ def test_every_layout_of_1_2_and_4_ranks(layout, tied):
     check(layout, sizes(tied), num_micro_batches=2, schedule="1f1b")
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "afab"])
+@pytest.mark.parametrize("schedule", ["1f1b", "afab", "interleaved_1f1b", "zb_v"])
 def test_all_four_axes_at_once(schedule):
     check((2, 2, 2, 2), sizes(tied=True), num_micro_batches=2, schedule=schedule)
 

@@ -6,6 +6,7 @@ from torch import nn
 
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, verify
+from scaletorch.verify.cases import OPTIONS
 
 pytest.importorskip("transformers")
 
@@ -134,6 +135,16 @@ def test_every_layout_trains_like_one_process(model_fn):
 )
 def test_a_layout_trains_like_one_process(model_fn, dtype, grid):
     report = verify(model_fn, layouts=[grid], dtype=dtype)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize(
+    "model_fn", [llama, tied_llama, recomputed_qwen3, mistral, gemma, gpt2, gpt_neox]
+)
+def test_every_schedule_trains_like_one_process(model_fn):
+    options = {"schedule": OPTIONS["schedule"]}
+    report = verify(model_fn, layouts=[Grid(pp=2)], dtype="float64", options=options)
+    assert len(report.results) == 7
     assert report.passed, str(report)
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from ..parallel.pipeline_parallel import Split, infer_split
+from ..parallel.pipeline_parallel import Split, layers_of
 
 
 def recompute_layers(model: nn.Module, split: Split | None = None) -> None:
@@ -26,8 +26,7 @@ def recompute_layers(model: nn.Module, split: Split | None = None) -> None:
     Raises:
         InvalidArgumentError: the layers cannot be told.
     """
-    layers = (infer_split(model) if split is None else split).layers
-    for layer in model.get_submodule(layers).children():
+    for layer in dict.fromkeys(map(model.get_submodule, layers_of(model, split))):
         # Bound to the layer, so that a deep copy of the model calls itself, not this one.
         layer.forward = MethodType(_checkpointed(layer.forward), layer)
 

@@ -4,6 +4,8 @@ from ._version import __version__
 from .cut import PassThrough
 from .evaluate import pipeline_forward
 from .faults import StageError
+from .materialize import materialize, meta_parameters
+from .measure import measure_costs
 from .pipeline_parallel import (
     PipelineParallel,
     train_step_pipeline,
@@ -36,7 +38,7 @@ from .schedules import (
     zb_h1,
     zb_v,
 )
-from .split import Split, distribute_layers, infer_split
+from .split import Split, distribute_layers, infer_split, layers_of
 
 __all__ = [
     "SCHEDULES",
@@ -63,7 +65,11 @@ __all__ = [
     "from_json",
     "infer_split",
     "interleaved_1f1b",
+    "layers_of",
     "looped_breadth_first",
+    "materialize",
+    "measure_costs",
+    "meta_parameters",
     "one_f_one_b",
     "pipeline_communicate",
     "pipeline_forward",

@@ -12,7 +12,7 @@ from pathlib import Path
 from ...dist.errors import InvalidArgumentError
 from .drawing import to_chrome_trace, to_png, to_svg, to_text
 from .schedules.check import check
-from .schedules.files import from_csv, to_csv
+from .schedules.files import from_csv, from_json, to_csv
 from .schedules.schedule import Schedule
 from .schedules.simulate import Costs, simulate
 from .schedules.table import SCHEDULES
@@ -61,6 +61,8 @@ def _schedule(args: argparse.Namespace) -> Schedule:
             message = "--file says its own sizes: leave out --stages, --micro-batches and --chunks"
             raise InvalidArgumentError(message)
         text = args.file.read_text(encoding="utf-8", errors="replace")
+        if args.file.suffix == ".json":
+            return from_json(text)
         return from_csv(text, name=args.file.stem)
     if args.stages is None or args.micro_batches is None:
         raise InvalidArgumentError(f"--schedule {args.schedule} needs --stages and --micro-batches")
@@ -93,7 +95,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--schedule", choices=list(SCHEDULES), help="one of the library's own")
-    source.add_argument("--file", type=Path, metavar="CSV", help="one of your own, as --csv writes")
+    source.add_argument(
+        "--file", type=Path, metavar="FILE", help="one of your own: CSV as --csv writes, or .json"
+    )
     for name, what in (
         ("stages", "ranks of the pipeline, each with one stage, or with several chunks' stages"),
         ("micro-batches", "micro-batches of a step"),

@@ -46,7 +46,8 @@ class MicroBatches:
     @cached_property
     def signatures(self) -> list[Hashable]:
         """For each micro-batch, what the form of its hidden states depends on."""
-        mode = torch.is_grad_enabled(), autocasts(self.device)
+        cast = autocasts(self.device) and torch.get_autocast_dtype(self.device.type)
+        mode = torch.is_grad_enabled(), cast, cast and self.dtype
         return [
             (*((n, _form(v)) for n, v in batch.items() if n != "labels"), *mode)
             for batch in self.batches

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -54,20 +53,26 @@ class PassThrough(nn.Module):
 
 
 class Chunks:
-    """The stages of one rank in one model: one of them at a time is there, or all."""
+    """The stages of one rank in one model: one of them at a time is there, or all.
+
+    Attributes:
+        selected: Which one is meant, the first where all are there.
+    """
 
     def __init__(self, stages: tuple[int, ...], switches: list[_Switch]) -> None:
+        self.selected = 0
         self._stages = stages
         self._switches = switches if len(stages) > 1 else []
 
     def select(self, chunk: int) -> None:
         """Leave one stage's modules in the model."""
-        stage = self._stages[chunk]
+        self.selected, stage = chunk, self._stages[chunk]
         for siblings, name, home, module, stand_in in self._switches:
             siblings[name] = module if home == stage else stand_in
 
     def restore(self) -> None:
         """Put back the modules of all the rank's stages."""
+        self.selected = 0
         for siblings, name, _, module, _ in self._switches:
             siblings[name] = module
 
@@ -86,22 +91,11 @@ def cut(model: nn.Module, placement: Placement, stages: tuple[int, ...]) -> Chun
     """
     switches: list[_Switch] = []
     for name, home in placement.homes():
-        for each in with_forward(model, name):
-            module, (path, _, leaf) = model.get_submodule(each), each.rpartition(".")
-            siblings = model.get_submodule(path)._modules
-            stand_in = PassThrough(module, f"{each} is on stage {home} of the pipeline")
-            if home in stages:
-                switches.append((siblings, leaf, home, module, stand_in))
-            else:
-                siblings[leaf] = stand_in
+        module, (path, _, leaf) = model.get_submodule(name), name.rpartition(".")
+        siblings = model.get_submodule(path)._modules
+        stand_in = PassThrough(module, f"{name} is on stage {home} of the pipeline")
+        if home in stages:
+            switches.append((siblings, leaf, home, module, stand_in))
+        else:
+            siblings[leaf] = stand_in
     return Chunks(stages, switches)
-
-
-def with_forward(model: nn.Module, name: str) -> Iterator[str]:
-    """Yield a module's name, or those of the entries of a list or mapping, which has no forward."""
-    module = model.get_submodule(name)
-    if not isinstance(module, nn.ModuleList | nn.ModuleDict):
-        yield name
-        return
-    for child in list(module._modules):
-        yield from with_forward(model, f"{name}.{child}")

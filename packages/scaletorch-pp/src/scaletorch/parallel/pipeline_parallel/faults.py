@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from typing import Any
 
 import torch
@@ -31,43 +32,53 @@ class Watch:
         self._group, self._key = group, f"scaletorch/pipeline/{step}"
         self._store = None if group is None else _store()
         self._looked = time.monotonic()
+        self._own: str | None = None
 
     def look(self) -> None:
-        """Raise if another rank has failed; it is asked at most every `PERIOD` seconds.
+        """Raise if another rank has failed; they are asked at most every `PERIOD` seconds.
 
         Raises:
             StageError: One has; the message is its own.
         """
-        if self._store is None or time.monotonic() - self._looked < PERIOD:
+        if time.monotonic() - self._looked < PERIOD:
             return
         self._looked = time.monotonic()
-        if self._store.check([self._key]):
-            raise StageError(self._store.get(self._key).decode())
+        first = self._first()
+        if first is not None:
+            raise StageError(first)
 
     def report(self, error: Exception, where: str) -> None:
         """Tell the others; the first one to do so is heard."""
-        if self._store is not None and not isinstance(error, StageError):
-            self._store.compare_set(self._key, "", _text(error, where))
-
-    def settle(self, error: Exception | None, where: str) -> None:
-        """End the step, on all ranks.
-
-        Raises:
-            StageError: Another rank has failed, and this one has not.
-        """
-        if self._group is None:
+        if isinstance(error, StageError):
             return
+        self._own = _text(error, where)
+        if self._store is not None:
+            first = self._store.compare_set(self._key, "", self._own).decode()
+            if first != self._own:  # it may have come of that, by what was missing then
+                error.add_note(f"Before that, {first}")
+
+    def settle(self, error: Exception | None) -> str | None:
+        """End the step, on all ranks; return what the first that failed has said, if one did."""
+        if self._group is None:
+            return None
         failed = torch.tensor([error is not None], device=get_comm_device(self._group))
         if not any(map(bool, all_gather(failed, group=self._group))):
-            return
-        own = None if error is None or isinstance(error, StageError) else _text(error, where)
-        texts = [text for text in all_gather_object(own, group=self._group) if text is not None]
-        if error is None:
-            raise StageError(self._store.get(self._key).decode() if self._store else texts[0])
+            return None
+        texts = [t for t in all_gather_object(self._own, group=self._group) if t is not None]
+        return self._first() or texts[0]
+
+    def _first(self) -> str | None:
+        """Return what the first that failed has said."""
+        if self._store is None or not self._store.check([self._key]):
+            return None
+        text: str = self._store.get(self._key).decode()
+        return text
 
 
 def _text(error: Exception, where: str) -> str:
-    return f"{describe_rank()} failed in {where}: {type(error).__name__}: {error}"
+    text = "".join(traceback.format_exception_only(error)).strip()
+    text = f"{describe_rank()} failed in {where}: {text}"
+    return text.encode(errors="backslashreplace").decode()  # a store takes UTF-8 alone
 
 
 def _store() -> Any:

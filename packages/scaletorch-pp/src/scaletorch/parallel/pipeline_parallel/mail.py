@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -10,11 +11,13 @@ from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
+from .faults import StageError
 from .forms import (
     HEADER_BYTES,
     NOTHING,
     Form,
     Hidden,
+    TensorForm,
     contained,
     form_of,
     from_header,
@@ -24,7 +27,8 @@ from .forms import (
 from .posts import Parcel, Posts
 from .schedules.messages import Receive, Send
 
-Forms = dict[tuple[int, Hashable], Form]
+Forms = dict[Hashable, dict[int, Form]]  # by signature and stage
+Make = Callable[[tuple[TensorForm, ...]], list[Tensor]]
 
 
 class Key(NamedTuple):
@@ -49,16 +53,22 @@ class Mail:
     """
 
     def __init__(self, posts: Posts, signatures: Sequence[Hashable], forms: Forms) -> None:
-        self._posts, self._signatures, self._forms = posts, signatures, forms
+        self._posts = posts
+        self._forms = [forms.setdefault(signature, {}) for signature in signatures]
         self._made: dict[Key, Hidden] = {}
         self._coming: dict[Key, Parcel] = {}
-        self._void: set[tuple[int, Hashable]] = set()  # there is none to come: their stage failed
+        self._void: list[tuple[dict[int, Form], int]] = []  # of which there is none to come
         self.begun = 0  # messages so far, in the order of the program
 
-    def knows(self, stages: Iterable[int]) -> bool:
-        """Tell whether the forms of all that these stages pass on are known."""
-        keys = ((stage, each) for each in set(self._signatures) for stage in stages)
-        return all(key in self._forms for key in keys)
+    def may_receive_early(self, stages: Iterable[int]) -> bool:
+        """Tell whether receives of what these stages pass on may begin before their turn.
+
+        Not where a header is to come, nor in batches: a batch waits for those before it, and two
+        ranks that both receive first would wait for each other.
+        """
+        kinds = {id(forms): forms for forms in self._forms}.values()
+        known = all(stage in forms for forms in kinds for stage in stages)
+        return known and not self._posts.in_batches
 
     def put(self, key: Key, value: Hidden) -> None:
         """Keep what an action made until it is sent, or another stage of this rank takes it."""
@@ -73,7 +83,7 @@ class Mail:
         for message in messages:
             key = Key(message.stage, message.micro_batch, message.gradient)
             if isinstance(message, Receive):
-                self._receive(key, message.peer)
+                self._receive(key, message.peer, self._empty)
             else:
                 self._send(key, message.peer)
             self.begun += 1
@@ -81,12 +91,15 @@ class Mail:
 
     def skip(self, messages: Sequence[Send | Receive]) -> None:
         """Let the messages of a step that has failed pass: zeros, or word that there are none."""
+        self._made.clear()
+        # One for all of a form, since nobody reads them: memory may be what the step failed for.
+        empty, zeros = cache(self._empty), cache(self._zeros)
         for message in messages:
             key = Key(message.stage, message.micro_batch, message.gradient)
             if isinstance(message, Receive):
-                self._receive(key, message.peer)
+                self._receive(key, message.peer, empty)
             else:
-                self._send_nothing(key, message.peer)
+                self._send_nothing(key, message.peer, zeros)
         self._posts.flush()
 
     def wait(self, key: Key) -> None:
@@ -101,15 +114,24 @@ class Mail:
         for key in list(self._coming):
             self.wait(key)
         self._posts.finish()
+        while self._void:
+            forms, stage = self._void.pop()
+            del forms[stage]
 
     def take_hidden(self, key: Key) -> Hidden:
-        """Return what the stage before passed on: leaves that require grad where it did."""
+        """Return what the stage before passed on: leaves that require grad where it did.
+
+        Raises:
+            StageError: It has failed.
+        """
         parcel = self._coming.pop(key, None)
         if parcel is None:
             made = self._made.pop(key)
             form, tensors = form_of(made), [tensor.detach() for tensor in tensors_in(made)]
         else:
-            form, tensors = self._forms[self._form_key(key)], parcel.tensors
+            form, tensors = self._forms[key.micro_batch][key.stage], parcel.tensors
+            if form is NOTHING:
+                raise StageError(f"{describe_rank()}: the stage before has failed")
         if torch.is_grad_enabled():
             for tensor, each in zip(tensors, form.tensors, strict=True):
                 tensor.requires_grad_(each.requires_grad)
@@ -127,37 +149,42 @@ class Mail:
         for tensor in tensors_in(made):
             self._posts.send(tensor, peer)
 
-    def _send_nothing(self, key: Key, peer: int) -> None:
-        form_key = self._form_key(key)
-        if form_key not in self._forms and form_key not in self._void:
-            self._void.add(form_key)
+    def _send_nothing(self, key: Key, peer: int, make: Make) -> None:
+        forms = self._forms[key.micro_batch]
+        if not key.gradient and key.stage not in forms:
             self._posts.send(to_header(None).to(self._posts.device), peer)
-        for tensor in self._buffers(key):
-            self._posts.send(tensor.zero_(), peer)
+            self._avoid(forms, key.stage)
+        for tensor in make(self._due(key)):
+            self._posts.send(tensor, peer)
 
-    def _receive(self, key: Key, peer: int) -> None:
-        if not key.gradient:
-            self._learn(self._form_key(key), peer)
-        self._coming[key] = self._posts.receive(self._buffers(key), peer)
+    def _receive(self, key: Key, peer: int, make: Make) -> None:
+        forms = self._forms[key.micro_batch]
+        if not key.gradient and key.stage not in forms:
+            form = self._header(peer)
+            if form is None:
+                self._avoid(forms, key.stage)
+            else:
+                forms[key.stage] = form
+        self._coming[key] = self._posts.receive(make(self._due(key)), peer)
 
-    def _learn(self, form_key: tuple[int, Hashable], peer: int) -> None:
-        if form_key in self._forms or form_key in self._void:
-            return
+    def _avoid(self, forms: dict[int, Form], stage: int) -> None:
+        """Let nothing travel for the rest of this step between a stage and the next."""
+        forms[stage] = NOTHING
+        self._void.append((forms, stage))
+
+    def _header(self, peer: int) -> Form | None:
         header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self._posts.device)
         parcel = self._posts.receive([header], peer)
         self._posts.flush()
         for work in parcel.works:
             work.wait()
-        form = from_header(header)
-        if form is None:
-            self._void.add(form_key)
-        else:
-            self._forms[form_key] = form
+        return from_header(header)
 
     def _tell(self, key: Key, form: Form, peer: int) -> None:
-        known = self._forms.setdefault(self._form_key(key), form)
-        if known is form:
+        known = self._forms[key.micro_batch].get(key.stage)
+        if known is None:
             self._posts.send(to_header(form).to(self._posts.device), peer)
+            self._forms[key.micro_batch][key.stage] = form
         elif known != form:
             raise InvalidArgumentError(
                 f"{describe_rank()}: stage {key.stage} passes on {form}, and passed on {known} for "
@@ -165,10 +192,12 @@ class Mail:
                 "depend on the shapes and dtypes of a micro-batch's entries alone"
             )
 
-    def _form_key(self, key: Key) -> tuple[int, Hashable]:
-        return key.stage - key.gradient, self._signatures[key.micro_batch]
+    def _due(self, key: Key) -> tuple[TensorForm, ...]:
+        form = self._forms[key.micro_batch].get(key.stage - key.gradient, NOTHING)
+        return form.gradients if key.gradient else form.tensors
 
-    def _buffers(self, key: Key) -> list[Tensor]:
-        form = self._forms.get(self._form_key(key), NOTHING)
-        forms = form.gradients if key.gradient else form.tensors
+    def _empty(self, forms: tuple[TensorForm, ...]) -> list[Tensor]:
         return [torch.empty(f.shape, dtype=f.dtype, device=self._posts.device) for f in forms]
+
+    def _zeros(self, forms: tuple[TensorForm, ...]) -> list[Tensor]:
+        return [tensor.zero_() for tensor in self._empty(forms)]

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import exchange, get_comm_device, irecv, isend
-from ...dist.collectives.work import Work
+from ...dist import exchange, get_comm_device
+from ...dist.collectives.peer import Handle, Peer
 
 IN_FLIGHT = 8  # sends under way before the first is waited for: what they hold stays in memory
 
@@ -19,7 +19,7 @@ IN_FLIGHT = 8  # sends under way before the first is waited for: what they hold 
 class Parcel(NamedTuple):
     """Tensors on their way to this rank; they are there once all works are done."""
 
-    works: list[Work[None]]
+    works: list[Handle]
     tensors: list[Tensor]
 
 
@@ -41,25 +41,25 @@ class Posts:
     ) -> None:
         self.device = device
         self._ranks, self._group = ranks, group
+        self._peers: dict[int, Peer] = {}
         self.in_batches = group is not None and get_comm_device(group).type != "cpu"
-        self._under_way: deque[tuple[Work[None], Sequence[Tensor]]] = deque()
+        self._under_way: deque[tuple[Handle, Sequence[Tensor]]] = deque()
         self._batch: tuple[list[tuple[Tensor, int]], list[tuple[Tensor, int]]] = [], []
         self._waiting: list[Parcel] = []
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Begin to send to a rank of the pipeline, or with the next `flush`."""
-        tensor, to = tensor.detach().contiguous(), self._ranks[peer]
+        tensor = tensor.detach().contiguous()
         if self.in_batches:
-            self._batch[0].append((tensor, to))
+            self._batch[0].append((tensor, self._ranks[peer]))
         else:
-            self._hold(isend(tensor, to, self._group), [tensor])
+            self._hold(self._peer(peer).send(tensor), [tensor])
 
     def receive(self, tensors: list[Tensor], peer: int) -> Parcel:
         """Begin to receive from a rank of the pipeline, or with the next `flush`."""
-        source = self._ranks[peer]
         if not self.in_batches:
-            return Parcel([irecv(tensor, source, self._group) for tensor in tensors], tensors)
-        self._batch[1].extend((tensor, source) for tensor in tensors)
+            return Parcel([self._peer(peer).receive(tensor) for tensor in tensors], tensors)
+        self._batch[1].extend((tensor, self._ranks[peer]) for tensor in tensors)
         self._waiting.append(Parcel([], tensors))
         return self._waiting[-1]
 
@@ -78,7 +78,12 @@ class Posts:
         while self._under_way:
             self._under_way.popleft()[0].wait()
 
-    def _hold(self, work: Work[None], tensors: Sequence[Tensor]) -> None:
+    def _peer(self, place: int) -> Peer:
+        if place not in self._peers:
+            self._peers[place] = Peer(self._ranks[place], self._group)
+        return self._peers[place]
+
+    def _hold(self, work: Handle, tensors: Sequence[Tensor]) -> None:
         self._under_way.append((work, tensors))
         if len(self._under_way) > IN_FLIGHT:
             self._under_way.popleft()[0].wait()

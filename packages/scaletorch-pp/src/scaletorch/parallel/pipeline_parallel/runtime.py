@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from .faults import Watch
+from .faults import StageError, Watch
 from .mail import Mail
 from .schedules.messages import Operation, Receive, Send
 from .schedules.schedule import Action
@@ -53,15 +53,26 @@ def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Action], None], wa
             if messages:
                 mail.start(messages)
             if action is not None:
-                watch.look()
                 run(action)
         mail.finish()
     except Exception as error:
-        where = "its last messages" if action is None else f"{action} of this step"
+        text = None
         with suppress(Exception):  # what has happened first is raised, whatever else fails now
-            watch.report(error, where)
-            mail.skip([m for step in steps for m in step.messages][mail.begun :])
-            mail.finish()
-            watch.settle(error, where)
+            text = _let_pass(steps, mail, watch, error, action)
+        if text is not None and isinstance(error, StageError):
+            raise StageError(text) from None
         raise
-    watch.settle(None, "")
+    text = watch.settle(None)
+    if text is not None:
+        raise StageError(text)
+
+
+def _let_pass(
+    steps: Sequence[Step], mail: Mail, watch: Watch, error: Exception, action: Action | None
+) -> str | None:
+    """Let what is left of a step's messages pass; return what the first that failed has said."""
+    with suppress(Exception):  # the others wait for messages, whether they can be told or not
+        watch.report(error, "its last messages" if action is None else f"{action} of this step")
+    mail.skip([message for step in steps for message in step.messages][mail.begun :])
+    mail.finish()
+    return watch.settle(error)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import zlib
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -17,12 +16,12 @@ from ...dist import get_rank, group_ranks
 from ...dist.agreement import agree
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import ModuleWrapper, axis_group
-from .cut import cut, with_forward
+from .cut import cut
 from .forms import Form, tensors_in
 from .hidden import HiddenFlow
 from .placing import AnySchedule, stages_of
 from .split import Placement, Split, place
-from .ties import TiedGradients, find_ties
+from .ties import Tie, TiedGradients, find_ties
 from .weights import Deferral, WeightGradients, defer_weight_gradients
 
 if TYPE_CHECKING:
@@ -78,7 +77,7 @@ class PipelineParallel(ModuleWrapper):
         self.schedule = schedule
         self.all_stages = ranks_stages
         self.placement = placement
-        self.forms: dict[tuple[int, Any], Form] = {}  # what `Mail` knows from earlier steps
+        self.forms: dict[Hashable, dict[int, Form]] = {}  # what `Mail` knows from earlier steps
         self._trained: tuple[int, ...] = ()
         self.deferral = Deferral()
         homes = {stage: rank for rank, stages in enumerate(ranks_stages) for stage in stages}
@@ -86,7 +85,6 @@ class PipelineParallel(ModuleWrapper):
         ends = [_ends(model, placement, stage) for stage in self.stages]
         self._flows = [HiddenFlow(*each) for each in ends]
         self._chunks = cut(model, placement, self.stages)
-        self._chunk = 0
         self._takes_embeds = _takes(model, "inputs_embeds")
         if splits:
             defer_weight_gradients(model, self.deferral)
@@ -118,6 +116,11 @@ class PipelineParallel(ModuleWrapper):
         return self.num_stages - 1 in self.stages
 
     @property
+    def ties(self) -> tuple[Tie, ...]:
+        """Parameters that several ranks hold, with all their names in the whole model."""
+        return self._tied.ties
+
+    @property
     def tied_parameters(self) -> dict[str, tuple[int, ...]]:
         """Places of the ranks that hold a parameter of several, ascending, by each of its names.
 
@@ -131,12 +134,10 @@ class PipelineParallel(ModuleWrapper):
 
         The modules of the others are out of the model until `select_all`.
         """
-        self._chunk = chunk
         self._chunks.select(chunk)
 
     def select_all(self) -> None:
         """Put back the modules of all the rank's stages."""
-        self._chunk = 0
         self._chunks.restore()
 
     def forward(self, input_or_hidden: Any, **kwargs: Any) -> Any:
@@ -154,7 +155,7 @@ class PipelineParallel(ModuleWrapper):
         Raises:
             InvalidArgumentError: the model changes hidden states outside the modules of its split.
         """
-        stage, flow = self.stages[self._chunk], self._flows[self._chunk]
+        stage, flow = self.stages[self._chunks.selected], self._flows[self._chunks.selected]
         flow.start(input_or_hidden)
         try:
             if stage > 0 and self._takes_embeds:
@@ -191,11 +192,11 @@ class PipelineParallel(ModuleWrapper):
         return made[0] if isinstance(input_tensor, Tensor) and made else made
 
     def trained(self) -> int:
-        """Return a number that changes when parameters are frozen or unfrozen."""
-        return zlib.crc32(bytes(parameter.requires_grad for parameter in self._own))
+        """Return a number that changes when parameters are frozen, unfrozen or cast."""
+        return hash(tuple((parameter.requires_grad, parameter.dtype) for parameter in self._own))
 
     def forget_forms(self, trained: tuple[int, ...]) -> None:
-        """Forget the forms of what stages pass on, where parameters were frozen or unfrozen.
+        """Forget the forms of what stages pass on, where parameters were frozen, unfrozen or cast.
 
         Args:
             trained: what `trained` returned on each rank.
@@ -229,7 +230,7 @@ def _ends(
     model: nn.Module, placement: Placement, stage: int
 ) -> tuple[nn.Module | None, nn.Module | None]:
     """Return a stage's first and last module, but not where the model begins or ends."""
-    names = [each for name in placement.stages[stage] for each in with_forward(model, name)]
+    names = placement.stages[stage]
     last = stage == len(placement.stages) - 1
     entry = None if stage == 0 else model.get_submodule(names[0])
     return entry, None if last else model.get_submodule(names[-1])

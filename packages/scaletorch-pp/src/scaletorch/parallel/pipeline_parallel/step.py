@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist import group_ranks
+from ...dist import get_comm_device, group_ranks
 from ...dist.agreement import agree
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
@@ -24,7 +24,7 @@ from .placing import AnySchedule, built
 from .posts import Posts
 from .runtime import Step, execute, in_steps
 from .schedules import Schedule, check, derive_messages
-from .schedules.schedule import FORWARD, Action
+from .schedules.schedule import Action
 from .stage import PipelineParallel
 from .work import SYNC_SWITCH, Stages, Training
 
@@ -71,9 +71,8 @@ def train_step(
         loss_fn = token_mean_loss(inputs.batches, inputs.device)
     with deferred_sync(wrappers) as switches:
         pipeline.set_earlier_gradients_aside()
-        backwards = sum(a.kind != FORWARD for a in plan.schedule.ranks[pipeline.rank])
         stages = stages_of_step(arguments, inputs)
-        training = Training(stages, loss_fn, switches, backwards)
+        training = Training(stages, loss_fn, switches, plan.schedule.ranks[pipeline.rank])
         execute_plan(plan, stages, training.run)
         if all(switches.values()):
             pipeline.sync_tied_gradients()
@@ -130,9 +129,10 @@ def execute_plan(plan: Plan, stages: Stages, perform: Callable[[Action], None]) 
         key = stages.needs(action)
         if key is not None:
             mail.wait(key)
+        watch.look()
         perform(action)
 
-    steps = plan.steps[mail.knows(plan.crossings)]
+    steps = plan.steps[mail.may_receive_early(plan.crossings)]
     watch = Watch(stages.group, f"{pipeline.name} {next(pipeline.serials)}")
     try:
         execute(steps, mail, run, watch)
@@ -144,9 +144,12 @@ def _inputs(
     arguments: StepArguments, pipeline: PipelineParallel, *, with_labels: bool
 ) -> MicroBatches:
     _, data_loader, shape, device, dtype, _ = arguments
+    if device is None:  # where the parameters are, but a stage may have none
+        first = next(pipeline.parameters(), None)
+        device = get_comm_device(pipeline.group) if first is None else first.device
     return MicroBatches(
         read(data_loader, with_labels=with_labels),
-        next(pipeline.parameters()).device if device is None else torch.device(device),
+        torch.device(device),
         None if shape is None else checked_shape(shape),
         None if dtype is None else checked_dtype(dtype),
     )

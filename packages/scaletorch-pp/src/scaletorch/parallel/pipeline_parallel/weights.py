@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from types import MethodType
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ class WeightGradients:
         """Leave the gradient of a weight for later.
 
         Args:
-            weight: [out, in]; ``inputs @ weight.T`` was the output.
+            weight: [out, in], a leaf; ``inputs @ weight.T`` was the output.
             inputs: [..., in].
             gradient: [..., out], that of the output.
         """
@@ -42,11 +44,20 @@ class Deferral:
     """Where weight gradients of a stage's linear layers go: nowhere special, unless `into` is set.
 
     Attributes:
-        into: What collects them during a backward of inputs.
+        into: What collects those of the forward that is running, or running again.
     """
 
     def __init__(self) -> None:
         self.into: WeightGradients | None = None
+
+    @contextmanager
+    def to(self, into: WeightGradients | None) -> Iterator[None]:
+        """Let the forwards in this context leave their weight gradients for later."""
+        self.into = into
+        try:
+            yield
+        finally:
+            self.into = None
 
 
 def defer_weight_gradients(model: nn.Module, deferral: Deferral) -> None:
@@ -56,52 +67,53 @@ def defer_weight_gradients(model: nn.Module, deferral: Deferral) -> None:
     compute at once.
     """
     for module in model.modules():
-        if type(module).forward is nn.Linear.forward and "forward" not in vars(module):
-            module.forward = MethodType(_Forward(deferral), module)
+        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+            continue
+        if "forward" not in vars(module):
+            # A partial, not a closure, so that a deep copy and pickle take module and deferral too.
+            module.forward = partial(_forward, module, deferral)  # type: ignore[method-assign]
 
 
-class _Forward:
-    """The forward of a linear layer; a class so that a deep copy of a module keeps its own."""
-
-    def __init__(self, deferral: Deferral) -> None:
-        self._deferral = deferral
-
-    def __call__(self, module: nn.Linear, inputs: Tensor) -> Tensor:
-        weight: Tensor = module.weight
-        bias: Tensor | None = module.bias
-        if not torch.is_grad_enabled() or not weight.requires_grad:
-            return F.linear(inputs, weight, bias)
-        if bias is not None:
-            bias = as_autocast(bias)
-        inputs, weight = as_autocast(inputs), as_autocast(weight)
-        output: Tensor = _Linear.apply(inputs, weight, bias, self._deferral)  # type: ignore[no-untyped-call]
-        return output
+def _forward(module: nn.Linear, deferral: Deferral, input: Tensor) -> Tensor:
+    weight: Tensor = module.weight
+    bias: Tensor | None = module.bias
+    trained = torch.is_grad_enabled() and weight.requires_grad
+    # A weight that is itself computed has a graph, which is gone after the first backward.
+    if deferral.into is None or not trained or not weight.is_leaf:
+        return F.linear(input, weight, bias)
+    bias = bias if bias is None else as_autocast(bias)
+    output: Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
+        as_autocast(input), bias, weight.new_empty(0).requires_grad_(), (weight, deferral.into)
+    )
+    return output
 
 
 class _Linear(torch.autograd.Function):
+    # The weight is hidden from autograd: its hooks would run in the backward of inputs, with None.
     @staticmethod
     def forward(
-        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, deferral: Deferral
+        ctx: Any,
+        inputs: Tensor,
+        bias: Tensor | None,
+        root: Tensor,  # requires grad, and so does the output, where neither inputs nor bias do
+        later: tuple[Tensor, WeightGradients],
     ) -> Tensor:
-        ctx.save_for_backward(inputs, weight)
-        ctx.deferral = deferral
-        return F.linear(inputs, weight, bias)
+        ctx.later = later
+        # Saved for its version alone too: autograd refuses weights that were changed in between.
+        ctx.save_for_backward(inputs, later[0])
+        return F.linear(inputs, as_autocast(later[0].detach()), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         inputs, weight = ctx.saved_tensors
-        of_inputs = of_weight = of_bias = None
+        of_inputs = of_bias = None
         if ctx.needs_input_grad[0]:
-            of_inputs = gradient @ weight
-        if ctx.needs_input_grad[2]:
-            of_bias = _rows(gradient).sum(0)
+            of_inputs = gradient @ weight.to(gradient.dtype)
         if ctx.needs_input_grad[1]:
-            into = ctx.deferral.into
-            if into is None:
-                of_weight = _of_weight(inputs, gradient)
-            else:
-                into.leave(weight, inputs, gradient)
-        return of_inputs, of_weight, of_bias, None
+            of_bias = _rows(gradient).sum(0)
+        weight, into = ctx.later
+        into.leave(weight, inputs, gradient)
+        return of_inputs, of_bias, None, None
 
 
 class _Later(torch.autograd.Function):
@@ -112,13 +124,9 @@ class _Later(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
-        of_weight = _of_weight(*ctx.inputs)
+        inputs, gradient = ctx.inputs
         ctx.inputs = None
-        return of_weight, None
-
-
-def _of_weight(inputs: Tensor, gradient: Tensor) -> Tensor:
-    return _rows(gradient).t() @ _rows(inputs)
+        return _rows(gradient).t() @ _rows(inputs), None
 
 
 def _rows(tensor: Tensor) -> Tensor:

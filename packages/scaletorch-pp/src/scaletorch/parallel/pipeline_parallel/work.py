@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from .batches import MicroBatches
 from .forms import Hidden
 from .loss import LossFunction
 from .mail import Key, Mail
-from .schedules.schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
+from .schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action
 from .stage import PipelineParallel
 from .weights import WeightGradients
 
@@ -80,28 +80,35 @@ class Training:
         stages: This rank's stages.
         loss_fn: Loss of one micro-batch; not used before the last stage.
         switches: Wrappers whose gradient sync waits for the last backward, and what it was.
-        backwards: How many actions of this rank are (parts of) backwards.
+        actions: This rank's actions of the step.
         total: The sum of the losses so far, 0-d.
     """
 
     stages: Stages
     loss_fn: LossFunction | None
     switches: Mapping[nn.Module, bool]
-    backwards: int
+    actions: Sequence[Action]
     total: Tensor = field(init=False)
     _live: dict[tuple[int, int], tuple[Hidden | None, Any]] = field(default_factory=dict)
-    _later: dict[tuple[int, int], WeightGradients] = field(default_factory=dict)
+    _later: dict[tuple[int, int], WeightGradients] = field(init=False)
+    _backwards: int = field(init=False)
 
     def __post_init__(self) -> None:
-        dtype = self.stages.inputs.dtype or next(self.stages.pipeline.parameters()).dtype
+        parted = [action for action in self.actions if action.kind == BACKWARD_WEIGHT]
+        self._later = {(a.micro_batch, a.chunk): WeightGradients() for a in parted}
+        self._backwards = sum(action.kind != FORWARD for action in self.actions)
+        first = next(self.stages.pipeline.parameters(), torch.empty(0))
+        dtype = self.stages.inputs.dtype or first.dtype
         wide = torch.promote_types(dtype, torch.float32)
         self.total = torch.zeros((), dtype=wide, device=self.stages.inputs.device)
 
     def run(self, action: Action) -> None:
         """Run an action; what it needs is here."""
         place = action.micro_batch, action.chunk
+        deferral = self.stages.pipeline.deferral
         if action.kind == FORWARD:
-            hidden, output = self.stages.forward(action)
+            with deferral.to(self._later.get(place)):
+                hidden, output = self.stages.forward(action)
             last = self.stages.is_last(self.stages.pipeline.stages[action.chunk])
             if last and self.loss_fn is not None:
                 batch = self.stages.inputs.batches[action.micro_batch]
@@ -113,7 +120,8 @@ class Training:
         if action.kind == BACKWARD_WEIGHT:
             self._backward(None, self._later.pop(place), None)
         else:
-            self._backward_of_inputs(action)
+            with deferral.to(self._later.get(place)):  # for forwards that are recomputed
+                self._backward_of_inputs(action)
 
     def _backward_of_inputs(self, action: Action) -> None:
         """Run a backward, or the part of it that others wait for."""
@@ -122,13 +130,7 @@ class Training:
         gradients = None if key is None else self.stages.mail.take_gradients(key)
         hidden, output = self._live.pop(place)
         self.stages.pipeline.select(action.chunk)  # a recomputed forward may look for its modules
-        deferral = self.stages.pipeline.deferral
-        if action.kind == BACKWARD_INPUT:
-            deferral.into = self._later[place] = WeightGradients()
-        try:
-            made = self._backward(hidden, output, gradients)
-        finally:
-            deferral.into = None
+        made = self._backward(hidden, output, gradients)
         stage = self.stages.pipeline.stages[action.chunk]
         if stage > 0:
             self.stages.mail.put(Key(stage, action.micro_batch, gradient=True), made)
@@ -140,9 +142,9 @@ class Training:
 
     def _switch_sync(self) -> None:
         """Let wrappers sync gradients in the last backward alone."""
-        self.backwards -= 1
+        self._backwards -= 1
         for wrapper, wanted in self.switches.items():
-            setattr(wrapper, SYNC_SWITCH, wanted and self.backwards == 0)
+            setattr(wrapper, SYNC_SWITCH, wanted and self._backwards == 0)
 
 
 def checked_loss(loss: Any) -> Tensor:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...parallel.pipeline_parallel import PassThrough
-from ...parallel.pipeline_parallel.forms import tensors_in
 from .mutant import Catalogue
 
 PIPELINE = Catalogue("parallel.pipeline_parallel")
@@ -121,24 +119,10 @@ def weight_gradients_of_next_layer(leave: Any) -> Any:
     return lambda self, weight, inputs, gradient: leave(self, weight, inputs * 0.5, gradient)
 
 
-@fault("work:Training._backward", layout="1x2x1x1", schedule="zb_h1")
-def weight_gradients_twice(backward: Any) -> Any:
-    """A backward of inputs computes the weights' gradients too, which come again later."""
-
-    def whole(self: Any, hidden: Any, output: Any, gradient: Any) -> Any:
-        deferral = self.stages.pipeline.deferral
-        if deferral.into is not None:
-            retained, deferral.into = deferral.into, None
-            torch.autograd.backward(
-                [t for t in tensors_in(output) if t.requires_grad],
-                None if gradient is None else tensors_in(gradient),
-                retain_graph=True,
-                inputs=list(self.stages.pipeline.parameters()),
-            )
-            deferral.into = retained
-        return backward(self, hidden, output, gradient)
-
-    return whole
+@fault("weights:WeightGradients.leave", layout="1x2x1x1", schedule="zb_h1")
+def weight_gradients_twice(leave: Any) -> Any:
+    """A weight gradient that a backward has left for later is computed twice."""
+    return lambda self, *given: (leave(self, *given), leave(self, *given))[0]
 
 
 @fault("mail:Mail.take_gradients", layout="1x2x1x1", schedule="dualpipe_v")

@@ -1,0 +1,64 @@
+"""Another rank, for many small messages: what can be checked once is checked once."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch.distributed as c10d
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..errors import InvalidArgumentError
+from .arguments import check_member
+from .checks import checking
+from .p2p import irecv, isend
+from .raw import MOVABLE, process_group, route
+
+
+class Handle(Protocol):
+    """A message under way; keep it, and its tensor, until it is through."""
+
+    def wait(self) -> object:
+        """Wait until it is through; on devices with streams the current stream waits."""
+
+
+class Peer:
+    """One other rank of a group: `isend` and `irecv` in a third of the host's time.
+
+    Args:
+        rank: global rank, another member of `group`.
+        group: the default group by default.
+
+    Raises:
+        NotInGroupError: `rank` or this rank is outside the group.
+        InvalidArgumentError: `rank` is this rank.
+    """
+
+    def __init__(self, rank: int, group: ProcessGroup | None = None) -> None:
+        members = process_group(group)
+        if check_member(rank, "rank", group) or members is None:
+            raise InvalidArgumentError(f"rank={rank} is this rank itself, not a peer")
+        self._rank, self._members = rank, members
+        self._place = c10d.get_group_rank(members, rank)
+
+    def send(self, data: Tensor) -> Handle:
+        """Start to send `data`; leave it unchanged until `wait()`. It must not require grad."""
+        if self._plain(data):
+            return self._members.send([data], self._place, 0)
+        return isend(data, self._rank, self._members)
+
+    def receive(self, data: Tensor) -> Handle:
+        """Start to receive into `data`, which is filled after `wait()`."""
+        if self._plain(data):
+            return self._members.recv([data], self._place, 0)
+        return irecv(data, self._rank, self._members)
+
+    def _plain(self, data: Tensor) -> bool:
+        """Tell whether the backend takes a tensor as it is, and nobody wants it compared."""
+        return (
+            data.dtype in MOVABLE
+            and data.is_contiguous()
+            and not checking()
+            and route(data, self._members).native
+            and not (data.is_conj() or data.is_neg())
+        )

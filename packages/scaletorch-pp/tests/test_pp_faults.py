@@ -1,0 +1,251 @@
+"""A stage that raises: every rank raises soon and says why, and the model trains on."""
+
+import copy
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scaletorch.dist import MismatchError
+from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.parallel.pipeline_parallel import (
+    PipelineParallel,
+    StageError,
+    pipeline_forward,
+    train_step_pipeline,
+)
+
+SCHEDULES = ["1f1b", "zb_v", "interleaved_1f1b", "afab"]
+COUNT = 6
+
+
+class Trap:
+    """When set, raises for one micro-batch (the n-th that comes by) in forward or backward."""
+
+    def __init__(self):
+        self.spring(None)
+
+    def spring(self, kind, after=0, error=ZeroDivisionError):
+        self.kind, self.left, self.error = kind, after, error
+
+    def __call__(self, kind):
+        if self.kind == kind:
+            self.left -= 1
+            if self.left < 0:
+                raise self.error(f"boom in {kind}")
+
+
+class Trapped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, trap):
+        trap("forward")
+        ctx.trap = trap
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.trap("backward")
+        return gradient, None
+
+
+class Layer(nn.Linear):
+    def __init__(self, pause):
+        super().__init__(4, 4)
+        self.trap, self.pause = Trap(), pause
+
+    def forward(self, x):
+        time.sleep(self.pause)
+        return Trapped.apply(super().forward(x).tanh(), self.trap)
+
+
+class Net(nn.Module):
+    def __init__(self, num_layers=8, pause=0.0):
+        super().__init__()
+        self.embed = nn.Embedding(4, 4)
+        self.layers = nn.ModuleList(Layer(pause) for _ in range(num_layers))
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def make(**options):
+    torch.manual_seed(0)
+    plain = Net(**options).double()
+    return plain, copy.deepcopy(plain)
+
+
+def make_batches(count=COUNT, length=3):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(4, (count, 2, 2, length), generator=generator)
+    return [{"input_ids": ids, "labels": labels} for ids, labels in tokens]
+
+
+def sum_loss(output, batch):
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def failing_loss(output, batch):
+    raise ZeroDivisionError("boom in loss")
+
+
+def own_layer(stage):
+    """The first layer that is here."""
+    return next(layer for layer in stage.module.layers if isinstance(layer, Layer))
+
+
+def trains_on(stage, plain, batches):
+    """Train one step, as one process does."""
+    stage.zero_grad()
+    plain.zero_grad()
+    train_step_pipeline(stage, batches, loss_fn=sum_loss)
+    for batch in batches:
+        sum_loss(plain(batch["input_ids"]), batch).backward()
+    references = dict(plain.named_parameters())
+    for name, parameter in stage.named_parameters():
+        assert torch.equal(parameter.grad, references[name].grad), name
+
+
+def fail(stage, guilty, batches, loss_fn=sum_loss, text="boom in"):
+    """Run a step in which these ranks raise what they find, and the others say what that was."""
+    kinds = {(stage.rank,): [ZeroDivisionError]}.get(guilty, [StageError])
+    if len(guilty) > 1 and stage.rank in guilty:  # whoever comes first
+        kinds = [ZeroDivisionError, StageError]
+    with pytest.raises(tuple(kinds), match=text) as raised:
+        train_step_pipeline(stage, batches, loss_fn=loss_fn)
+    if raised.type is StageError:
+        places = "|".join(f"rank {rank}" for rank in guilty)
+        assert raised.match(rf"({places}) failed in [FBIW]\d.*: ZeroDivisionError: boom in")
+
+
+def failures(schedule):
+    world = torch.distributed.group.WORLD
+    plain, model = make()
+    stage = PipelineParallel(model, group=world, schedule=schedule)
+    last = next(r for r, own in enumerate(stage.all_stages) if stage.num_stages - 1 in own)
+    trap = own_layer(stage).trap
+    lengths = iter(range(2, 99))  # of which the form is known to nobody
+    for guilty in [(0,), (1,), (world.size() - 1,), (0, world.size() - 1)]:
+        for kind, after in [("forward", 0), ("forward", COUNT - 1), ("backward", COUNT - 1)]:
+            for batches in make_batches(length=next(lengths)), make_batches():
+                if stage.rank in guilty:
+                    trap.spring(kind, after)
+                fail(stage, guilty, batches, text=f"boom in {kind}")
+                trap.spring(None)
+        trains_on(stage, plain, make_batches())
+    fail(stage, (last,), make_batches(), failing_loss)
+    fail(stage, (last,), make_batches(length=next(lengths)), failing_loss)
+    trains_on(stage, plain, make_batches(length=next(lengths)))
+    forwards(stage, plain, trap)
+    trains_on(stage, plain, make_batches(length=3))
+
+
+def forwards(stage, plain, trap):
+    """Forwards alone, of a form that is not known and of one that is, fail as steps do."""
+    for length in (77, 77, 3):
+        if stage.rank == 1:
+            trap.spring("forward", after=1)
+        kind = ZeroDivisionError if stage.rank == 1 else StageError
+        with pytest.raises(kind, match="boom in forward"):
+            pipeline_forward(stage, make_batches(length=length))
+        trap.spring(None)
+        outputs = pipeline_forward(stage, make_batches(length=length), everywhere=True)
+        for output, batch in zip(outputs, make_batches(length=length), strict=True):
+            assert torch.equal(output, plain(batch["input_ids"]))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("world_size", [3, 4])
+def test_every_rank_raises_and_trains_on(schedule, world_size):
+    run_ranks(failures, world_size, schedule)
+
+
+@distributed_test(world_size=3)
+def test_a_failure_in_the_very_last_action():
+    plain, model = make()
+    for schedule in ("1f1b", "zb_h1"):
+        stage = PipelineParallel(copy.deepcopy(model), group=torch.distributed.group.WORLD,
+                                 schedule=schedule)  # fmt: skip
+        bias = stage.module.embed.weight if stage.is_first_stage else own_layer(stage).bias
+        seen = []
+
+        def last_of_all(parameter, seen=seen):
+            seen.append(None)
+            if len(seen) == COUNT:
+                raise ZeroDivisionError("boom in hook")
+
+        if stage.rank == 0:
+            handle = bias.register_post_accumulate_grad_hook(last_of_all)
+        fail(stage, (0,), make_batches())
+        if stage.rank == 0:
+            handle.remove()
+        trains_on(stage, plain, make_batches())
+
+
+@distributed_test(world_size=3)
+def test_long_actions_end_soon():
+    """The others learn of a failure in the action that they are in, not at the step's end."""
+    _, model = make(num_layers=3, pause=0.3)
+    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
+    for _ in range(2):  # forms are not known, and known
+        actions = []
+        handle = own_layer(stage).register_forward_hook(lambda *_, seen=actions: seen.append(None))
+        own_layer(stage).trap.spring("forward" if stage.rank == 1 else None, after=1)
+        fail(stage, (1,), make_batches(20))
+        handle.remove()
+        assert len(actions) < 8
+
+
+class Odd(Exception):
+    def __str__(self):
+        return "boom \udcff"
+
+
+@distributed_test(world_size=2)
+def test_errors_whose_text_cannot_be_sent():
+    plain, model = make()
+    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
+    own_layer(stage).trap.spring("forward" if stage.rank == 0 else None, error=Odd)
+    kind, text = ((Odd, "boom"), (StageError, r"boom \\udcff"))[stage.rank]
+    with pytest.raises(kind, match=text):
+        train_step_pipeline(stage, make_batches(), loss_fn=sum_loss)
+    own_layer(stage).trap.spring(None)
+    trains_on(stage, plain, make_batches())
+
+
+@distributed_test(world_size=2)
+def test_what_follows_from_a_failure_says_so():
+    """Zeros come from a rank that has failed; what they break elsewhere names it."""
+    plain, model = make()
+    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
+    trains_on(stage, plain, make_batches())
+
+    def loss_fn(output, batch):
+        if (output[0, 0] == output[-1, -1]).all():
+            raise ValueError("no two tokens are alike")
+        return sum_loss(output, batch)
+
+    ids = torch.arange(4).view(2, 2)
+    batches = [{"input_ids": ids, "labels": ids}] * COUNT
+    own_layer(stage).trap.spring("forward" if stage.rank == 0 else None, after=2)
+    with pytest.raises((ZeroDivisionError, StageError, ValueError)) as raised:
+        train_step_pipeline(stage, batches, loss_fn=loss_fn)
+    if isinstance(raised.value, ValueError):
+        assert raised.value.__notes__[0].startswith("Before that, rank 0 failed in F2 of this")
+    own_layer(stage).trap.spring(None)
+    trains_on(stage, plain, make_batches())
+
+
+@distributed_test(world_size=3)
+def test_a_loader_that_ends_early():
+    plain, model = make()
+    stage = PipelineParallel(model, group=torch.distributed.group.WORLD, schedule="zb_v")
+    short = make_batches()[: COUNT - (stage.rank == 1)]
+    with pytest.raises(MismatchError, match=r"(?s)rank 1 .*- 6 micro-batches.*\+ 5 micro"):
+        train_step_pipeline(stage, iter(short), loss_fn=sum_loss)
+    trains_on(stage, plain, make_batches())

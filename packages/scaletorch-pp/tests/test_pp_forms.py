@@ -1,0 +1,292 @@
+"""Whatever stages pass on: tensors of all kinds, in containers, of sizes that change."""
+
+import copy
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import nn
+
+from scaletorch.dist import InvalidArgumentError
+from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.parallel.pipeline_parallel import (
+    SCHEDULES,
+    PipelineParallel,
+    StageError,
+    pipeline_forward,
+    train_step_pipeline,
+)
+
+TRAINING = [name for name in SCHEDULES if name != "forward_only"]
+WIDTH = 4
+NAMES = ("x", "mask", "count", "y", "bias", "nothing")
+
+
+def unpacked(state):
+    return tuple(state.values()) if isinstance(state, dict) else tuple(state)
+
+
+def packed(kind, entries):
+    return (
+        dict(zip(NAMES, entries, strict=True))
+        if kind == "dict"
+        else (tuple, list)[kind == "list"](entries)
+    )
+
+
+class Embed(nn.Embedding):
+    """Makes two trained tensors, and a bool, an int64, a float and an empty one that are not."""
+
+    def __init__(self, kind):
+        super().__init__(8, WIDTH)
+        self.kind = kind
+
+    def forward(self, ids):
+        x = super().forward(ids)
+        count = torch.arange(ids.shape[1])
+        bias = torch.linspace(0, 1, ids.shape[1], dtype=x.dtype)
+        y = x.sum(1).transpose(0, 1) * 0.5  # not contiguous
+        return packed(self.kind, (x, ids > 2, count, y, bias, x.new_empty(0, 3).detach()))
+
+
+class Layer(nn.Module):
+    """Some return a tensor as it came, some make a new one."""
+
+    def __init__(self, kind, index):
+        super().__init__()
+        self.kind, self.index = kind, index
+        self.linear, self.side = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, state):
+        x, mask, count, y, bias, nothing = unpacked(state)
+        assert (mask.dtype, count.dtype, nothing.shape) == (torch.bool, torch.int64, (0, 3))
+        assert type(state).__name__ == self.kind
+        x = x + self.linear(x + bias[:, None]).tanh() * mask[..., None] + count[:, None] * 0.1
+        x = x + y.transpose(0, 1)[:, None]
+        if self.index % 3:
+            y, mask = y + self.side(y.t()).t().tanh(), ~mask
+        return packed(self.kind, (x, mask, count + 1, y, bias, nothing))
+
+
+class Head(nn.Linear):
+    def forward(self, state):
+        x, mask, count, y, *_ = unpacked(state)
+        return super().forward(x * mask[..., None] + y.transpose(0, 1)[:, None] * count[0])
+
+
+class Net(nn.Module):
+    def __init__(self, kind="tuple", num_layers=8):
+        super().__init__()
+        self.embed = Embed(kind)
+        self.layers = nn.ModuleList(Layer(kind, index) for index in range(num_layers))
+        self.head = Head(WIDTH, 3)
+
+    def forward(self, input_ids):
+        state = self.embed(input_ids)
+        for layer in self.layers:
+            state = layer(state)
+        return self.head(state)
+
+
+def make(*args):
+    torch.manual_seed(0)
+    plain = Net(*args).double()
+    return plain, copy.deepcopy(plain)
+
+
+def make_batches(*sizes):
+    """Micro-batches of these batch sizes and lengths."""
+    generator = torch.Generator().manual_seed(1)
+    return [{"input_ids": torch.randint(8, size, generator=generator)} for size in sizes]
+
+
+def loss(output, batch):
+    return (
+        output.float().square().sum() if output.dtype == torch.bfloat16 else output.square().sum()
+    )
+
+
+def world():
+    return torch.distributed.group.WORLD
+
+
+def step(stage, plain, *sizes):
+    """Train a step without labels, and compare it with one process."""
+    batches = make_batches(*sizes)
+    stage.zero_grad()
+    plain.zero_grad()
+    total = train_step_pipeline(stage, batches, loss_fn=loss)
+    expected = torch.zeros_like(total)
+    for batch in batches:
+        value = loss(plain(batch["input_ids"]), batch)
+        value.backward()
+        expected += value.detach()
+    close(total, expected if stage.is_last_stage else torch.zeros_like(total))
+    references = dict(plain.named_parameters())
+    for name, parameter in stage.named_parameters():
+        reference = references[name].grad
+        assert (parameter.grad is None) == (reference is None), name
+        if reference is not None:
+            close(parameter.grad, reference)
+
+
+def close(a, b):
+    # Tensors that were sent are contiguous, and float64 products of such ones may round otherwise.
+    torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def forwards(stage, plain, *sizes):
+    batches = make_batches(*sizes)
+    outputs = pipeline_forward(stage, batches, everywhere=True)
+    for output, batch in zip(outputs, batches, strict=True):
+        close(output, plain(batch["input_ids"]))
+
+
+def many_forms(schedule):
+    for kind in ("tuple", "list", "dict"):
+        plain, model = make(kind)
+        stage = PipelineParallel(model, group=world(), schedule=schedule)
+        step(stage, plain, (2, 5), (2, 5), (2, 5), (2, 3), (1, 5))  # a last, smaller one
+        step(stage, plain, (2, 5), (2, 5), (2, 5), (2, 3), (1, 5))  # all known now
+        forwards(stage, plain, (2, 5), (2, 7))
+        step(stage, plain, (2, 7), (2, 5))  # a new one before a known one
+        step(stage, plain, (2, 3))
+        forwards(stage, plain, (2, 7), (2, 5))
+        for parameter in (*stage.module.embed.parameters(), *plain.embed.parameters()):
+            parameter.requires_grad_(False)
+        step(stage, plain, (2, 5), (2, 7))  # the first stage passes on what needs no gradient
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_several_tensors_of_many_sizes(schedule):
+    run_ranks(many_forms, 3, schedule)
+
+
+def thaw(stage, plain, count):
+    """Let all layers from this one on be trained, and the embedding not."""
+    for model in (stage.module, plain):
+        for index, layer in enumerate([model.embed, *model.layers]):
+            for parameter in layer.parameters():
+                parameter.requires_grad_(index >= count)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b", "zb_v"])
+@distributed_test(world_size=2)
+def test_parameters_frozen_and_unfrozen_between_steps(schedule):
+    plain, model = make()
+    stage = PipelineParallel(model, group=world(), schedule=schedule)
+    for count in (0, 4, 9, 1, 0, 4):
+        thaw(stage, plain, count)
+        step(stage, plain, (2, 5), (2, 3), (2, 5))
+        forwards(stage, plain, (2, 5))
+
+
+@distributed_test(world_size=3)
+def test_models_that_are_cast_between_steps():
+    plain = Tensors()
+    stage = PipelineParallel(copy.deepcopy(plain), group=world(), schedule="zb_h1")
+    for dtype in (torch.float64, torch.bfloat16, torch.float32, torch.bfloat16):
+        plain.to(dtype)
+        stage.to(dtype)
+        step(stage, plain, (2, 5), (1, 5))
+        forwards(stage, plain, (2, 5))
+
+
+class Tensors(nn.Module):
+    """Layers that pass on one tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(8, WIDTH)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+@distributed_test(world_size=3)
+def test_autocast_that_changes_between_steps():
+    torch.manual_seed(0)
+    plain = Tensors()
+    stage = PipelineParallel(copy.deepcopy(plain), group=world())
+    batches = make_batches((2, 5), (2, 5), (1, 5))
+    for dtype, wire in [
+        (torch.bfloat16, None),
+        (torch.float16, None),
+        (torch.bfloat16, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (None, None),
+    ]:
+        stage.zero_grad()
+        plain.zero_grad()
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            train_step_pipeline(stage, batches, dtype=wire, loss_fn=loss)
+            for batch in batches:
+                loss(plain(batch["input_ids"]), batch).backward()
+        references = dict(plain.named_parameters())
+        for name, parameter in stage.named_parameters():
+            expected = references[name].grad
+            assert (parameter.grad - expected).norm() <= 0.03 * expected.norm(), (dtype, wire, name)
+
+
+class Fickle(nn.Module):
+    """Returns what it was given, but sometimes in another form."""
+
+    def __init__(self):
+        super().__init__()
+        self.change = None
+
+    def forward(self, x):
+        return x if self.change is None else self.change(x)
+
+
+@distributed_test(world_size=3)
+def test_a_form_that_changes_without_reason():
+    model = Tensors()
+    model.layers[1] = Fickle()  # a stage without parameters
+    stage = PipelineParallel(copy.deepcopy(model), group=world())
+    step(stage, model, (2, 5), (2, 5))
+    kind = InvalidArgumentError if stage.rank == 1 else StageError
+    for change in (torch.Tensor.double, lambda x: x[:, :2], torch.Tensor.detach,
+                   lambda x: (x, x), lambda x: {"long " * 999: x, "x": x}):  # fmt: skip
+        if stage.rank == 1:
+            stage.module.layers[1].change = change
+        with pytest.raises(kind, match=r"passes on .*, and passed on \(2, 5, 4\) of torch.float32"):
+            train_step_pipeline(stage, make_batches((2, 5), (2, 5)), loss_fn=loss)
+        if stage.rank == 1:
+            stage.module.layers[1].change = None
+        step(stage, model, (2, 5), (2, 5))
+
+
+@distributed_test(world_size=3)
+def test_a_form_that_is_too_long():
+    model = Tensors()
+    model.layers[1] = Fickle()
+    stage = PipelineParallel(copy.deepcopy(model), group=world())
+    kind = InvalidArgumentError if stage.rank == 1 else StageError
+    if stage.rank == 1:
+        stage.module.layers[1].change = lambda x: {"long " * 999: x, "x": x}
+    for _ in range(2):
+        with pytest.raises(kind, match=r"takes \d+ bytes to describe, more than 4096: pass fewer"):
+            train_step_pipeline(stage, make_batches((2, 5), (2, 5)), loss_fn=loss)
+    if stage.rank == 1:
+        stage.module.layers[1].change = None
+    step(stage, model, (2, 5), (2, 5))
+
+
+@distributed_test(world_size=3)
+def test_more_forms_than_are_remembered():
+    with patch("scaletorch.parallel.pipeline_parallel.stage.MANY_FORMS", 5):
+        many_lengths()
+
+
+def many_lengths():
+    plain, model = make("tuple", 3)
+    stage = PipelineParallel(model, group=world())
+    for length in (2, 3, 4, 5, 6, 7, 2, 3, 8, 9, 7, 2):  # forgotten, and learned again
+        step(stage, plain, (1, length), (2, length))
+    assert len(stage.forms) <= 5 + 2
