@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
+import torch
 import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -25,40 +26,39 @@ class Handle(Protocol):
 class Peer:
     """One other rank of a group: `isend` and `irecv` in a third of the host's time.
 
+    Whether the ends of messages are compared (see `checks`) is asked once, here.
+
     Args:
         rank: global rank, another member of `group`.
         group: the default group by default.
+        device: where the tensors are.
 
     Raises:
         NotInGroupError: `rank` or this rank is outside the group.
         InvalidArgumentError: `rank` is this rank.
     """
 
-    def __init__(self, rank: int, group: ProcessGroup | None = None) -> None:
+    def __init__(self, rank: int, group: ProcessGroup | None, device: torch.device) -> None:
         members = process_group(group)
         if check_member(rank, "rank", group) or members is None:
             raise InvalidArgumentError(f"rank={rank} is this rank itself, not a peer")
         self._rank, self._members = rank, members
         self._place = c10d.get_group_rank(members, rank)
+        self._direct = not checking() and route(torch.empty(0, device=device), members).native
 
     def send(self, data: Tensor) -> Handle:
         """Start to send `data`; leave it unchanged until `wait()`. It must not require grad."""
-        if self._plain(data):
+        if self._direct and _plain(data):
             return self._members.send([data], self._place, 0)
         return isend(data, self._rank, self._members)
 
     def receive(self, data: Tensor) -> Handle:
         """Start to receive into `data`, which is filled after `wait()`."""
-        if self._plain(data):
+        if self._direct and _plain(data):
             return self._members.recv([data], self._place, 0)
         return irecv(data, self._rank, self._members)
 
-    def _plain(self, data: Tensor) -> bool:
-        """Tell whether the backend takes a tensor as it is, and nobody wants it compared."""
-        return (
-            data.dtype in MOVABLE
-            and data.is_contiguous()
-            and not checking()
-            and route(data, self._members).native
-            and not (data.is_conj() or data.is_neg())
-        )
+
+def _plain(data: Tensor) -> bool:
+    """Tell whether a backend takes a tensor as it is."""
+    return data.dtype in MOVABLE and data.is_contiguous() and not data.is_neg()

@@ -51,7 +51,7 @@ class Posts:
         """Begin to send to a rank of the pipeline, or with the next `flush`."""
         tensor = tensor.detach().contiguous()
         if self.in_batches:
-            self._batch[0].append((tensor, self._ranks[peer]))
+            self._gather(0, tensor, peer)
         else:
             self._hold(self._peer(peer).send(tensor), [tensor])
 
@@ -59,9 +59,11 @@ class Posts:
         """Begin to receive from a rank of the pipeline, or with the next `flush`."""
         if not self.in_batches:
             return Parcel([self._peer(peer).receive(tensor) for tensor in tensors], tensors)
-        self._batch[1].extend((tensor, self._ranks[peer]) for tensor in tensors)
-        self._waiting.append(Parcel([], tensors))
-        return self._waiting[-1]
+        parcel = Parcel([], tensors)
+        for tensor in tensors:
+            self._gather(1, tensor, peer)
+            self._waiting.append(parcel)
+        return parcel
 
     def flush(self) -> None:
         """Begin with what has been gathered for a batch."""
@@ -78,9 +80,19 @@ class Posts:
         while self._under_way:
             self._under_way.popleft()[0].wait()
 
+    def _gather(self, side: int, tensor: Tensor, peer: int) -> None:
+        """Add a message to the batch, or to the next one where it has such a one already.
+
+        NCCL runs the second message to a rank after the first one from there, which may be an
+        answer to the second.
+        """
+        if any(other == self._ranks[peer] for _, other in self._batch[side]):
+            self.flush()
+        self._batch[side].append((tensor, self._ranks[peer]))
+
     def _peer(self, place: int) -> Peer:
         if place not in self._peers:
-            self._peers[place] = Peer(self._ranks[place], self._group)
+            self._peers[place] = Peer(self._ranks[place], self._group, self.device)
         return self._peers[place]
 
     def _hold(self, work: Handle, tensors: Sequence[Tensor]) -> None:
