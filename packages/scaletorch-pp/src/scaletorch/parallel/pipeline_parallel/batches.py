@@ -108,6 +108,10 @@ def read(data_loader: Iterable[Batch], *, with_labels: bool) -> list[Batch]:
         if missing:
             message = f"micro-batch {index} has no {' and no '.join(missing)}, only {list(batch)}"
             raise InvalidArgumentError(f"{describe_rank()}: {message}")
+        if with_labels and not isinstance(batch["labels"], Tensor):
+            came = type(batch["labels"]).__name__
+            message = f"labels of micro-batch {index} must be a tensor [B, L], got {came}"
+            raise InvalidArgumentError(f"{describe_rank()}: {message}")
     if not batches:
         message = "data_loader has no micro-batches: every stage needs all of a step's"
         raise InvalidArgumentError(f"{describe_rank()}: {message}")

@@ -71,6 +71,12 @@ class HiddenFlow:
         if is_hidden(left) and type(output) is type(left) and _same(left, output):
             hidden: Hidden = output
             return hidden
+        if output is left and not isinstance(left, Tensor) and len(left) > 1:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: layers must pass on a tensor, or a tuple, list or dict of "
+                f"tensors alone, got a {type(left).__name__} with something else in it, or of a "
+                "class of its own; leave that out, or put it into a tensor"
+            )
         if not _same(tensor_of(left), tensor_of(output)):
             raise InvalidArgumentError(_message("after the last layer", "last"))
         return tensor_of(output)

@@ -1,0 +1,222 @@
+"""Schedules of all kinds with all else that a pipeline does: wrappers, ties, forwards, records."""
+
+import copy
+import random
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scaletorch.dist import InvalidArgumentError, MismatchError
+from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.parallel.pg_manager import ModuleWrapper
+from scaletorch.parallel.pipeline_parallel import (
+    SCHEDULES,
+    PipelineParallel,
+    ScheduleError,
+    check,
+    from_csv,
+    interleaved_1f1b,
+    pipeline_forward,
+    recording,
+    to_csv,
+    train_step_pipeline,
+    train_step_pipeline_1f1b,
+    zb_h1,
+    zb_v,
+)
+
+TRAINING = [name for name in SCHEDULES if name != "forward_only"]
+WIDTH, COUNT = 4, 5
+
+
+class Layer(nn.Module):
+    def __init__(self, recompute):
+        super().__init__()
+        self.norm, self.linear = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.recompute = recompute
+
+    def body(self, x):
+        return x + self.linear(self.norm(x)).tanh()
+
+    def forward(self, x):
+        return checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+
+
+class Net(nn.Module):
+    def __init__(self, num_layers=8, recompute=False, thrice=False):
+        super().__init__()
+        self.embed = nn.Embedding(WIDTH, WIDTH)
+        self.layers = nn.ModuleList(Layer(recompute) for _ in range(num_layers))
+        self.head = nn.Linear(WIDTH, WIDTH, bias=False)
+        if thrice:  # in the embedding, in layers of the middle and in the head
+            for linear in (self.head, self.layers[1].linear, self.layers[4].linear):
+                linear.weight = self.embed.weight
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Wrapper(ModuleWrapper):
+    """Notes whether gradients would be synced, for each forward and each part of a backward."""
+
+    def __init__(self, module):
+        super().__init__(module)
+        self.require_backward_grad_sync = True
+        self.seen = []
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+    def backward(self, *args):
+        self.seen.append(self.require_backward_grad_sync)
+        return self.module.backward(*args)
+
+
+def make(**options):
+    torch.manual_seed(0)
+    plain = Net(**options).double()
+    return plain, copy.deepcopy(plain)
+
+
+def make_batches(count=COUNT):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(WIDTH, (count, 2, 2, 3), generator=generator)
+    return [{"input_ids": ids, "labels": labels} for ids, labels in tokens]
+
+
+def sum_loss(output, batch):
+    return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), reduction="sum")
+
+
+def world():
+    return torch.distributed.group.WORLD
+
+
+def train_and_compare(model, plain):
+    """Train a step more, and compare gradients with those of one process that does so too."""
+    train_step_pipeline(model, make_batches(), loss_fn=sum_loss)
+    for batch in make_batches():
+        sum_loss(plain(batch["input_ids"]), batch).backward()
+    references = dict(plain.named_parameters(remove_duplicate=False))
+    for name, parameter in model.named_parameters():
+        assert torch.allclose(parameter.grad, references[name].grad, rtol=1e-12, atol=1e-14), name
+
+
+def all_at_once(name):
+    plain, model = make(recompute=True, thrice=True)
+    wrapper = Wrapper(PipelineParallel(model, group=world(), schedule=name))
+    pipeline = wrapper.module
+    for _ in range(2):
+        train_and_compare(wrapper, plain)
+    schedule = SCHEDULES[name](world().size(), COUNT)
+    parts = sum(action.kind != "F" for action in schedule.ranks[pipeline.rank])
+    assert wrapper.seen == 2 * [*[False] * (parts - 1), True]
+    wrapper.require_backward_grad_sync = False
+    with recording(wrapper) as recorder:
+        train_step_pipeline(wrapper, make_batches(), loss_fn=sum_loss)
+    assert wrapper.seen[2 * parts :] == [False] * parts
+    spans = [s.action for s in recorder.timeline().spans if s.rank == pipeline.rank]
+    assert tuple(spans) == schedule.ranks[pipeline.rank]
+    for everywhere in (False, True):
+        outputs = pipeline_forward(wrapper, make_batches(), everywhere=everywhere)
+        assert len(outputs) == (COUNT if everywhere or pipeline.is_last_stage else 0)
+        for output, batch in zip(outputs, make_batches(), strict=False):
+            assert torch.equal(output, plain(batch["input_ids"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "world_size"), [*((name, 2) for name in TRAINING), ("zb_v", 1),
+                             ("interleaved_1f1b", 4), ("dualpipe_v", 3)],
+)  # fmt: skip
+def test_wrapped_recomputed_tied_and_recorded(name, world_size):
+    run_ranks(all_at_once, world_size, name)
+
+
+def shuffled(schedule, seed):
+    """Swap neighbouring actions of a rank, wherever the schedule stays valid."""
+    generator = random.Random(seed)
+    for _ in range(40):
+        ranks = [list(actions) for actions in schedule.ranks]
+        actions = generator.choice(ranks)
+        at = generator.randrange(len(actions) - 1)
+        actions[at : at + 2] = reversed(actions[at : at + 2])
+        rows = [
+            ",".join([" ".join(map(str, stages)), *map(str, own)])
+            for stages, own in zip(schedule.stages, ranks, strict=True)
+        ]
+        candidate = from_csv("\n".join(rows), "mine")
+        try:
+            check(candidate)
+        except ScheduleError:
+            continue
+        schedule = candidate
+    return schedule
+
+
+def from_a_file(build, seed):
+    plain, model = make()
+    mine = shuffled(build(world().size(), COUNT), seed)
+    assert mine.ranks != build(world().size(), COUNT).ranks
+    stage = PipelineParallel(model, group=world(), schedule=from_csv(to_csv(mine), "mine"))
+    for _ in range(2):
+        train_and_compare(stage, plain)
+    with pytest.raises(InvalidArgumentError, match="is for 4 ranks and 5 micro-batches, and"):
+        train_step_pipeline(stage, make_batches(4), loss_fn=sum_loss)
+
+
+@pytest.mark.parametrize(("build", "seed"), [(zb_v, 0), (zb_v, 1), (interleaved_1f1b, 2)])
+def test_a_schedule_of_ones_own(build, seed):
+    run_ranks(from_a_file, 4, build, seed)
+
+
+@distributed_test(world_size=2)
+def test_schedules_that_do_not_fit():
+    rank = world().rank()
+    for schedule, text in [
+        ("zb_w", "schedule 'zb_w' is not one of afab, 1f1b"),
+        (3, "must be a name, a Schedule, or a function .* got int"),
+        (zb_v(3, 4), "is for 3 ranks and 4 micro-batches, and"),
+    ]:
+        with pytest.raises(InvalidArgumentError, match=text):
+            PipelineParallel(make()[1], group=world(), schedule=schedule)
+    with pytest.raises(MismatchError, match=r"(?s)stages of each rank"):
+        PipelineParallel(make()[1], group=world(), schedule=("zb_v", "interleaved_1f1b")[rank])
+    stage = PipelineParallel(make()[1], group=world(), schedule=("1f1b", "zb_h1")[rank])
+    with pytest.raises(MismatchError, match=r"(?s)schedule '1f1b'.*schedule 'zb_h1'"):
+        train_step_pipeline(stage, make_batches(), loss_fn=sum_loss)
+    stage = PipelineParallel(make()[1], group=world(), schedule="zb_v")
+    with pytest.raises(InvalidArgumentError, match=r"has stages \(\(0,\), \(1,\)\) on its"):
+        train_step_pipeline_1f1b(stage, make_batches(), None, None, None, loss_fn=sum_loss)
+    with pytest.raises(InvalidArgumentError, match="8 layers"):
+        PipelineParallel(make()[1], group=world(), schedule=lambda p, m: interleaved_1f1b(p, m, 5))
+
+
+@distributed_test(world_size=2)
+def test_labels_that_are_none():
+    plain, model = make()
+    stage = PipelineParallel(model, group=world())
+    kind = (MismatchError, InvalidArgumentError)[stage.rank]
+    with pytest.raises(
+        kind, match=r"labels of micro-batch 4 must be a tensor \[B, L\], got NoneType"
+    ):
+        train_step_pipeline(stage, [*make_batches(4), {**make_batches(1)[0], "labels": None}])
+    train_and_compare(stage, plain)
+
+
+@distributed_test(world_size=2)
+def test_a_schedule_that_parts_some_backwards_only_with_many_micro_batches():
+    """What a builder does with more micro-batches than were tried is done all the same."""
+    plain, model = make()
+
+    def build(num_ranks, num_micro_batches):
+        few = num_micro_batches > COUNT - 1 and num_micro_batches < 4 * num_ranks
+        return (zb_h1 if few else SCHEDULES["1f1b"])(num_ranks, num_micro_batches)
+
+    stage = PipelineParallel(model, group=world(), schedule=build)
+    train_and_compare(stage, plain)
