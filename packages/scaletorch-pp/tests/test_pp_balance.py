@@ -13,7 +13,7 @@ from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.parallel.pipeline_parallel import Split, distribute_layers, measure_costs
-from scaletorch.parallel.pipeline_parallel.split import place
+from scaletorch.parallel.pipeline_parallel.splitting.split import place
 
 COSTS = st.one_of(
     st.lists(st.integers(0, 9), min_size=3, max_size=11),
@@ -204,7 +204,7 @@ SLOW = Split(("embed", "before"), "layers", ("dropout", "count", "after", "norm"
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("scaletorch.parallel.pipeline_parallel.measure._now", clock)
+    monkeypatch.setattr("scaletorch.parallel.pipeline_parallel.splitting.measure._now", clock)
     return clock
 
 

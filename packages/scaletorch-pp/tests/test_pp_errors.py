@@ -16,7 +16,7 @@ from scaletorch.parallel.pipeline_parallel import (
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
-from scaletorch.parallel.pipeline_parallel.batches import MicroBatches
+from scaletorch.parallel.pipeline_parallel.steps.batches import MicroBatches
 
 SHAPE = (2, 3, 4)
 

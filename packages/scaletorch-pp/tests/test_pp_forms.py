@@ -179,7 +179,7 @@ def test_parameters_frozen_and_unfrozen_between_steps(schedule):
 
 @distributed_test(world_size=3)
 def test_more_forms_than_are_remembered():
-    with patch("scaletorch.parallel.pipeline_parallel.stage.MANY_FORMS", 5):
+    with patch("scaletorch.parallel.pipeline_parallel.stages.stage.MANY_FORMS", 5):
         many_lengths()
 
 

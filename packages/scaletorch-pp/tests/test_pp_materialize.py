@@ -12,8 +12,8 @@ from scaletorch.parallel.pipeline_parallel import (
     meta_parameters,
     train_step_pipeline,
 )
-from scaletorch.parallel.pipeline_parallel.cut import cut
-from scaletorch.parallel.pipeline_parallel.split import place
+from scaletorch.parallel.pipeline_parallel.splitting.split import place
+from scaletorch.parallel.pipeline_parallel.stages.cut import cut
 
 
 class Rotary(nn.Module):

@@ -14,9 +14,9 @@ from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
     StageError,
     pipeline_forward,
-    posts,
     train_step_pipeline,
 )
+from scaletorch.parallel.pipeline_parallel.runtime import posts
 
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]
 

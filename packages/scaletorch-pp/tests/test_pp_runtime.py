@@ -16,7 +16,7 @@ from scaletorch.parallel.pipeline_parallel import (
     one_f_one_b,
     train_step_pipeline,
 )
-from scaletorch.parallel.pipeline_parallel.runtime import in_steps
+from scaletorch.parallel.pipeline_parallel.runtime.execute import in_steps
 from scaletorch.parallel.pipeline_parallel.schedules.messages import Receive, Send
 
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]

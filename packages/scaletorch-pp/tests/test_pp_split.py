@@ -18,8 +18,8 @@ from scaletorch.parallel.pipeline_parallel import (
     infer_split,
     train_step_pipeline_1f1b,
 )
-from scaletorch.parallel.pipeline_parallel.cut import cut
-from scaletorch.parallel.pipeline_parallel.split import layers_of, place
+from scaletorch.parallel.pipeline_parallel.splitting.split import layers_of, place
+from scaletorch.parallel.pipeline_parallel.stages.cut import cut
 
 
 class Rotary(nn.Module):

@@ -1,20 +1,14 @@
 """Pipeline parallelism for plain PyTorch modules: stages, schedules as data, one runtime."""
 
 from ._version import __version__
-from .cut import PassThrough
-from .evaluate import pipeline_forward
-from .faults import StageError
-from .materialize import materialize, meta_parameters
-from .measure import measure_costs
 from .pipeline_parallel import (
     PipelineParallel,
     train_step_pipeline,
     train_step_pipeline_1f1b,
     train_step_pipeline_afab,
 )
-from .placing import AnySchedule
 from .pp_comms import bidirectional_pipeline_communicate, pipeline_communicate
-from .record import Recorder, recording
+from .runtime.faults import StageError
 from .schedules import (
     SCHEDULES,
     Action,
@@ -38,7 +32,13 @@ from .schedules import (
     zb_h1,
     zb_v,
 )
-from .split import Split, distribute_layers, infer_split, layers_of
+from .schedules.choose import AnySchedule
+from .splitting.materialize import materialize, meta_parameters
+from .splitting.measure import measure_costs
+from .splitting.split import Split, distribute_layers, infer_split, layers_of
+from .stages.cut import PassThrough
+from .steps.evaluate import pipeline_forward
+from .steps.record import Recorder, recording
 
 __all__ = [
     "SCHEDULES",

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from .loss import Batch, LossFunction
-from .stage import PipelineParallel
-from .step import StepArguments, train_step
+from .stages.stage import PipelineParallel
+from .steps.loss import Batch, LossFunction
+from .steps.step import StepArguments, train_step
 
 __all__ = [
     "PipelineParallel",

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from ...dist import exchange, get_rank, group_ranks
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import axis_group, describe_rank
-from .batches import checked_dtype, checked_shape
+from .steps.batches import checked_dtype, checked_shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .split import Placement
+from ..splitting.split import Placement
 
 
 class PassThrough(nn.Module):

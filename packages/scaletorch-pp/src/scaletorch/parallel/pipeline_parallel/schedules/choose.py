@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from ...dist.errors import InvalidArgumentError
-from .schedules import SCHEDULES, Builder, Schedule
-from .schedules.schedule import BACKWARD_WEIGHT
+from ....dist.errors import InvalidArgumentError
+from . import SCHEDULES, Builder, Schedule
+from .schedule import BACKWARD_WEIGHT
 
 AnySchedule = str | Builder | Schedule
 

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from ..runtime.forms import Hidden
+from ..runtime.mail import Key, Mail
+from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action
+from ..stages.stage import PipelineParallel
+from ..stages.weights import WeightGradients
 from .autocast import no_autocast
 from .batches import MicroBatches
-from .forms import Hidden
 from .loss import LossFunction
-from .mail import Key, Mail
-from .schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action
-from .stage import PipelineParallel
-from .weights import WeightGradients
 
 SYNC_SWITCH = "require_backward_grad_sync"
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields, replace
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
 from .balance import distribute_layers, parameter_costs
 from .parts import Parts, check_parts, find_parts
 from .points import cut_at

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
 from .tree import called_modules, check_name, children, has_parameters, is_placed, listing
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
 
 
 def distribute_layers(

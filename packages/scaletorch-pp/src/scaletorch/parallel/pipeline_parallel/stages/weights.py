@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .autocast import as_autocast
+from ..steps.autocast import as_autocast
 
 Inputs = tuple[Tensor, Tensor]  # of a linear layer, and the gradient of its output
 

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from ..schedules.messages import Operation, Receive, Send
+from ..schedules.schedule import Action
 from .faults import StageError, Watch
 from .mail import Mail
-from .schedules.messages import Operation, Receive, Send
-from .schedules.schedule import Action
 
 
 class Step(NamedTuple):

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist import all_gather_object, broadcast
-from .hidden import tensor_of
+from ....dist import all_gather_object, broadcast
+from ..schedules import Builder, forward_only
+from ..schedules.schedule import Action
+from ..stages.hidden import tensor_of
 from .loss import Batch
-from .schedules import Builder, forward_only
-from .schedules.schedule import Action
 from .step import StepArguments, agreed_step, execute_plan, stages_of_step, unwrap
 from .work import Stages
 

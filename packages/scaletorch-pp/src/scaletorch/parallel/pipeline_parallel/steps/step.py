@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist import get_comm_device, group_ranks
-from ...dist.agreement import agree
-from ...dist.errors import InvalidArgumentError, StateError
-from ..pg_manager import describe_rank
+from ....dist import get_comm_device, group_ranks
+from ....dist.agreement import agree
+from ....dist.errors import InvalidArgumentError, StateError
+from ...pg_manager import describe_rank
+from ..runtime.execute import Step, execute, in_steps
+from ..runtime.faults import Watch
+from ..runtime.mail import Mail
+from ..runtime.posts import Posts
+from ..schedules import Schedule, check, derive_messages
+from ..schedules.choose import AnySchedule, built
+from ..schedules.schedule import Action
+from ..stages.stage import PipelineParallel
 from .batches import MicroBatches, checked_dtype, checked_shape, read
-from .faults import Watch
 from .loss import Batch, LossFunction, token_mean_loss
-from .mail import Mail
-from .placing import AnySchedule, built
-from .posts import Posts
-from .runtime import Step, execute, in_steps
-from .schedules import Schedule, check, derive_messages
-from .schedules.schedule import Action
-from .stage import PipelineParallel
 from .work import SYNC_SWITCH, Stages, Training
 
 AHEAD = 1  # actions that a receive begins earlier than its message is due

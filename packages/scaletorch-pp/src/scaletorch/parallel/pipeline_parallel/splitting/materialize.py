@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from ...dist.errors import InvalidArgumentError
-from .stage import PipelineParallel
+from ....dist.errors import InvalidArgumentError
+from ..stages.stage import PipelineParallel
 from .tree import listing
 
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
 
 Hidden = Tensor | tuple[Tensor, ...] | list[Tensor] | dict[str, Tensor]
 HEADER_BYTES = 4096

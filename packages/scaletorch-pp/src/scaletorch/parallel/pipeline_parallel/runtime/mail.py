@@ -9,8 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from ..schedules.messages import Receive, Send
 from .faults import StageError
 from .forms import (
     HEADER_BYTES,
@@ -25,7 +26,6 @@ from .forms import (
     to_header,
 )
 from .posts import Parcel, Posts
-from .schedules.messages import Receive, Send
 
 Forms = dict[Hashable, dict[int, Form]]  # by signature and stage
 Make = Callable[[tuple[TensorForm, ...]], list[Tensor]]

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

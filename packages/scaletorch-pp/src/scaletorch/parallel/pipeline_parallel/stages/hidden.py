@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
-from .forms import Hidden, is_hidden, tensors_in
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from ..runtime.forms import Hidden, is_hidden, tensors_in
 
 
 def tensor_of(value: Any) -> Tensor:

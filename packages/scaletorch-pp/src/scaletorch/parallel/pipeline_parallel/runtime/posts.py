@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import exchange, get_comm_device
-from ...dist.collectives.peer import Handle, Peer
+from ....dist import exchange, get_comm_device
+from ....dist.collectives.peer import Handle, Peer
 
 IN_FLIGHT = 8  # sends under way before the first is waited for: what they hold stays in memory
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
 from .tree import CONTAINERS, check_name, children, has_parameters, is_placed, listing, within
 
 Parts = tuple[tuple[str, ...], str, tuple[str, ...]]

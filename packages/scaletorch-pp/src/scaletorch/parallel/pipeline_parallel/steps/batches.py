@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from ..runtime.forms import Hidden
 from .autocast import autocasts
-from .forms import Hidden
 from .loss import Batch
 
 # Entries of a micro-batch that the model's forward is not given by keyword.

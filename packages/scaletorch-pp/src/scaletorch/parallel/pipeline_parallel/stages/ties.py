@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist.dist import exchange
-from .split import Placement
+from ....dist.dist import exchange
+from ..splitting.split import Placement
 
 Message = tuple[Tensor, int]
 

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ...dist import all_gather, all_gather_object, get_comm_device
-from ...dist.errors import ScaletorchError
-from ..pg_manager import describe_rank
+from ....dist import all_gather, all_gather_object, get_comm_device
+from ....dist.errors import ScaletorchError
+from ...pg_manager import describe_rank
 
 PERIOD = 0.2  # seconds between looks at what the others say
 

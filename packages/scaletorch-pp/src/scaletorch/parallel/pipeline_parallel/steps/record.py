@@ -10,12 +10,12 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ...dist import all_gather_object, barrier
-from ...dist.errors import StateError
-from ..pg_manager import describe_rank
-from .schedules.schedule import Action, Schedule
-from .schedules.timeline import Span, Timeline
-from .stage import PipelineParallel
+from ....dist import all_gather_object, barrier
+from ....dist.errors import StateError
+from ...pg_manager import describe_rank
+from ..schedules.schedule import Action, Schedule
+from ..schedules.timeline import Span, Timeline
+from ..stages.stage import PipelineParallel
 from .step import unwrap
 
 

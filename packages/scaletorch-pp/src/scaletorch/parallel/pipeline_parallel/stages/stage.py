@@ -12,20 +12,20 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist import get_rank, group_ranks
-from ...dist.agreement import agree
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import ModuleWrapper, axis_group
+from ....dist import get_rank, group_ranks
+from ....dist.agreement import agree
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import ModuleWrapper, axis_group
+from ..runtime.forms import Form, tensors_in
+from ..schedules.choose import AnySchedule, stages_of
+from ..splitting.split import Placement, Split, place
 from .cut import cut
-from .forms import Form, tensors_in
 from .hidden import HiddenFlow
-from .placing import AnySchedule, stages_of
-from .split import Placement, Split, place
 from .ties import Tie, TiedGradients, find_ties
 from .weights import Deferral, WeightGradients, defer_weight_gradients
 
 if TYPE_CHECKING:
-    from .record import Recorder
+    from ..steps.record import Recorder
 
 
 MANY_FORMS = 4096  # forms that are remembered at most, on every rank alike

@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...dist.devices import synchronize
-from ...dist.errors import InvalidArgumentError
-from .hidden import tensor_of
-from .loss import Batch, LossFunction, token_loss_sum
+from ....dist.devices import synchronize
+from ....dist.errors import InvalidArgumentError
+from ..stages.hidden import tensor_of
+from ..steps.loss import Batch, LossFunction, token_loss_sum
 from .split import Split, layers_of
 
 

@@ -1,0 +1,1 @@
+"""Executes a program: what actions give each other, as messages between ranks."""
