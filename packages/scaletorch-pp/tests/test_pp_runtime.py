@@ -16,8 +16,8 @@ from scaletorch.parallel.pipeline_parallel import (
     one_f_one_b,
     train_step_pipeline,
 )
-from scaletorch.parallel.pipeline_parallel.runtime.execute import in_steps
-from scaletorch.parallel.pipeline_parallel.schedules.messages import Receive, Send
+from scaletorch.parallel.pipeline_parallel.runtime.execute import Task, in_steps
+from scaletorch.parallel.pipeline_parallel.runtime.mail import Key, Message
 
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]
 ENDS = {"F": 1, "B": -1, "I": -1, "W": 0}  # what an action does to the number of live graphs
@@ -75,8 +75,8 @@ def live_graphs(name):
 
     class Watching:
         def watch(self, schedule, perform):
-            def run(action):
-                perform(action)
+            def run(task):
+                perform(task)
                 gc.collect()
                 seen.append(len(alive))
 
@@ -105,17 +105,19 @@ def test_one_rank_too():
 
 def test_receives_begin_an_action_earlier():
     program = derive_messages(one_f_one_b(2, 3))[1]
-    late, early = in_steps(program, 0), in_steps(program, 1)
-    assert [step.action for step in late] == [step.action for step in early]
-    assert [step.action for step in late] == [*one_f_one_b(2, 3).ranks[1], None]
-    hidden = [Receive(0, 0, micro_batch, False) for micro_batch in range(3)]
-    gradients = [Send(0, 1, micro_batch, True) for micro_batch in range(3)]
+    late, early = in_steps(program, (1,), 2, 0), in_steps(program, (1,), 2, 1)
+    assert [step.task for step in late] == [step.task for step in early]
+    actions = [step.task.action for step in late[:-1]]
+    assert actions == list(one_f_one_b(2, 3).ranks[1])
+    hidden = [Message(Key(0, micro_batch, False), 0, True) for micro_batch in range(3)]
+    gradients = [Message(Key(1, micro_batch, True), 0, False) for micro_batch in range(3)]
 
     def places(steps):
         return {m: place for place, step in enumerate(steps) for m in step.messages}
 
     assert places(late)[hidden[0]] == 0
-    assert late[1].action == Action("B", 0)
+    assert late[0].task == Task(Action("F", 0), 1, Key(0, 0, False), None)
+    assert late[1].task == Task(Action("B", 0), 1, None, Key(1, 0, True))
     for message in hidden:
         assert places(early)[message] == max(0, places(late)[message] - 1)
     for message in gradients:

@@ -6,40 +6,73 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
-from ..schedules.messages import Operation, Receive, Send
-from ..schedules.schedule import Action
+from ..schedules.messages import Operation, Receive
+from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action
 from .faults import StageError, Watch
-from .mail import Mail
+from .mail import Key, Mail, Message
+
+
+class Task(NamedTuple):
+    """An action as its rank runs it.
+
+    Attributes:
+        action: The action.
+        stage: Its stage.
+        needs: What another stage's action has to have made.
+        makes: What other stages get from it.
+    """
+
+    action: Action
+    stage: int
+    needs: Key | None
+    makes: Key | None
 
 
 class Step(NamedTuple):
-    """Messages that begin together, and then one action; none after the last messages."""
+    """Messages that begin together, and then one task; none after the last messages."""
 
-    messages: tuple[Send | Receive, ...]
-    action: Action | None
+    messages: tuple[Message, ...]
+    task: Task | None
 
 
-def in_steps(program: Sequence[Operation], ahead: int) -> list[Step]:
+def in_steps(
+    program: Sequence[Operation], stages: Sequence[int], num_stages: int, ahead: int
+) -> list[Step]:
     """Part a rank's program before each of its actions.
 
     Args:
         program: As `derive_messages` gives it.
+        stages: The rank's stages, chunk by chunk.
+        num_stages: Of all ranks together.
         ahead: By how many actions receives begin earlier than there.
     """
-    messages: list[list[Send | Receive]] = [[]]
-    actions: list[Action | None] = []
+    messages: list[list[Message]] = [[]]
+    tasks: list[Task | None] = []
     for operation in program:
         if isinstance(operation, Action):
-            actions.append(operation)
+            tasks.append(task_of(operation, stages[operation.chunk], num_stages))
             messages.append([])
         else:
-            place = max(0, len(messages) - 1 - ahead) if isinstance(operation, Receive) else -1
-            messages[place].append(operation)
-    return [Step(tuple(m), a) for m, a in zip(messages, [*actions, None], strict=True)]
+            receives = isinstance(operation, Receive)
+            place = max(0, len(messages) - 1 - ahead) if receives else -1
+            messages[place].append(Message(Key(*operation[1:]), operation.peer, receives))
+    return [Step(tuple(m), task) for m, task in zip(messages, [*tasks, None], strict=True)]
 
 
-def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Action], None], watch: Watch) -> None:
-    """Start each step's messages and run its action.
+def task_of(action: Action, stage: int, num_stages: int) -> Task:
+    """Return what an action needs and makes."""
+    kind, micro_batch, _ = action
+    if kind == BACKWARD_WEIGHT:
+        return Task(action, stage, None, None)
+    gradient = kind != FORWARD
+    before, own = stage + (1 if gradient else -1), Key(stage, micro_batch, gradient)
+    needs = Key(before, micro_batch, gradient) if 0 <= before < num_stages else None
+    ends = stage == (0 if gradient else num_stages - 1)
+    return Task(action, stage, needs, None if ends else own)
+
+
+def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Task], None], watch: Watch) -> None:
+    """Start each step's messages, wait for what its task needs, and run it.
 
     If anything raises on any rank, all ranks raise. What is left of the messages still passes,
     without contents, so that no rank waits in vain and none is left over for the next step.
@@ -47,18 +80,21 @@ def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Action], None], wa
     Raises:
         StageError: Another rank has failed.
     """
-    action: Action | None = None
+    task: Task | None = None
     try:
-        for messages, action in steps:
+        for messages, task in steps:
             if messages:
                 mail.start(messages)
-            if action is not None:
-                run(action)
+            if task is not None:
+                if task.needs is not None:
+                    mail.wait(task.needs)
+                watch.look()
+                run(task)
         mail.finish()
     except Exception as error:
         text = None
         with suppress(Exception):  # what has happened first is raised, whatever else fails now
-            text = _let_pass(steps, mail, watch, error, action)
+            text = _let_pass(steps, mail, watch, error, task)
         if text is not None and isinstance(error, StageError):
             raise StageError(text) from None
         raise
@@ -68,11 +104,12 @@ def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Action], None], wa
 
 
 def _let_pass(
-    steps: Sequence[Step], mail: Mail, watch: Watch, error: Exception, action: Action | None
+    steps: Sequence[Step], mail: Mail, watch: Watch, error: Exception, task: Task | None
 ) -> str | None:
     """Let what is left of a step's messages pass; return what the first that failed has said."""
     with suppress(Exception):  # the others wait for messages, whether they can be told or not
-        watch.report(error, "its last messages" if action is None else f"{action} of this step")
+        where = "its last messages" if task is None else f"{task.action} of this step"
+        watch.report(error, where)
     mail.skip([message for step in steps for message in step.messages][mail.begun :])
     mail.finish()
     return watch.settle(error)

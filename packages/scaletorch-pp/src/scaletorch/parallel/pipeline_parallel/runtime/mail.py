@@ -11,7 +11,6 @@ from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..schedules.messages import Receive, Send
 from .faults import StageError
 from .forms import (
     HEADER_BYTES,
@@ -37,6 +36,14 @@ class Key(NamedTuple):
     stage: int
     micro_batch: int
     gradient: bool
+
+
+class Message(NamedTuple):
+    """What travels to or from another rank of the pipeline."""
+
+    key: Key
+    peer: int
+    receives: bool
 
 
 class Mail:
@@ -74,32 +81,30 @@ class Mail:
         """Keep what an action made until it is sent, or another stage of this rank takes it."""
         self._made[key] = value
 
-    def start(self, messages: Sequence[Send | Receive]) -> None:
+    def start(self, messages: Sequence[Message]) -> None:
         """Begin to send and receive; where a form is not known yet, wait for its header.
 
         Raises:
             InvalidArgumentError: What is to be sent has another form than last time.
         """
-        for message in messages:
-            key = Key(message.stage, message.micro_batch, message.gradient)
-            if isinstance(message, Receive):
-                self._receive(key, message.peer, self._empty)
+        for key, peer, receives in messages:
+            if receives:
+                self._receive(key, peer, self._empty)
             else:
-                self._send(key, message.peer)
+                self._send(key, peer)
             self.begun += 1
         self._posts.flush()
 
-    def skip(self, messages: Sequence[Send | Receive]) -> None:
+    def skip(self, messages: Sequence[Message]) -> None:
         """Let the messages of a step that has failed pass: zeros, or word that there are none."""
         self._made.clear()
         # One for all of a form, since nobody reads them: memory may be what the step failed for.
         empty, zeros = cache(self._empty), cache(self._zeros)
-        for message in messages:
-            key = Key(message.stage, message.micro_batch, message.gradient)
-            if isinstance(message, Receive):
-                self._receive(key, message.peer, empty)
+        for key, peer, receives in messages:
+            if receives:
+                self._receive(key, peer, empty)
             else:
-                self._send_nothing(key, message.peer, zeros)
+                self._send_nothing(key, peer, zeros)
         self._posts.flush()
 
     def wait(self, key: Key) -> None:

@@ -75,7 +75,9 @@ class PipelineParallel(ModuleWrapper):
         self.ranks = ranks
         self.rank = ranks.index(get_rank())
         self.schedule = schedule
-        self.all_stages = ranks_stages
+        self.all_stages = ranks_stages  # each rank's, chunk by chunk
+        self.stages = ranks_stages[self.rank]
+        self.num_stages = sum(map(len, ranks_stages))
         self.placement = placement
         self.forms: dict[Hashable, dict[int, Form]] = {}  # what `Mail` knows from earlier steps
         self._trained: tuple[int, ...] = ()
@@ -94,16 +96,6 @@ class PipelineParallel(ModuleWrapper):
         self._own = tuple(self.parameters())
         self.name = f"{ranks} {next(_serials[ranks])}"  # the same on all its ranks, and no other's
         self.serials = count()  # numbers steps
-
-    @property
-    def stages(self) -> tuple[int, ...]:
-        """This rank's stages, chunk by chunk."""
-        return self.all_stages[self.rank]
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages, of all ranks together."""
-        return sum(map(len, self.all_stages))
 
     @property
     def is_first_stage(self) -> bool:

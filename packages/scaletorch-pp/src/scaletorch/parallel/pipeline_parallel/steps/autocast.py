@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 from torch import Tensor
 
@@ -12,11 +10,6 @@ def autocasts(device: torch.device) -> bool:
     """Tell whether autocast is on for this kind of device; false where there is none."""
     available = torch.amp.is_autocast_available(device.type)
     return available and torch.is_autocast_enabled(device.type)
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[object]:
-    """Switch it off: it is for forwards, a backward runs in the dtypes that its forward chose."""
-    return torch.autocast(device.type, enabled=False) if autocasts(device) else nullcontext()
 
 
 def as_autocast(tensor: Tensor) -> Tensor:

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import all_gather_object, broadcast
+from ..runtime.execute import Task
 from ..schedules import Builder, forward_only
-from ..schedules.schedule import Action
 from ..stages.hidden import tensor_of
 from .loss import Batch
 from .step import StepArguments, agreed_step, execute_plan, stages_of_step, unwrap
@@ -58,10 +58,10 @@ def pipeline_forward(
     stages = stages_of_step(arguments, inputs)
     outputs: dict[int, Tensor] = {}
 
-    def perform(action: Action) -> None:
-        _, output = stages.forward(action)
-        if stages.is_last(pipeline.stages[action.chunk]):
-            outputs[action.micro_batch] = tensor_of(output)
+    def perform(task: Task) -> None:
+        _, output = stages.forward(task)
+        if task.makes is None:
+            outputs[task.action.micro_batch] = tensor_of(output)
 
     execute_plan(plan, stages, perform)
     ordered = [outputs[micro_batch] for micro_batch in sorted(outputs)]

@@ -13,7 +13,8 @@ from torch.distributed import ProcessGroup
 from ....dist import all_gather_object, barrier
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
-from ..schedules.schedule import Action, Schedule
+from ..runtime.execute import Task
+from ..schedules.schedule import Schedule
 from ..schedules.timeline import Span, Timeline
 from ..stages.stage import PipelineParallel
 from .step import unwrap
@@ -37,18 +38,16 @@ class Recorder:
         self._schedule: Schedule | None = None
         self._spans: list[Span] = []
 
-    def watch(
-        self, schedule: Schedule, perform: Callable[[Action], None]
-    ) -> Callable[[Action], None]:
+    def watch(self, schedule: Schedule, perform: Callable[[Task], None]) -> Callable[[Task], None]:
         """Return what notes its times; the last step that was watched counts."""
         self._schedule, self._spans = schedule, []
         barrier(self._group)
         zero = time.perf_counter()
 
-        def timed(action: Action) -> None:
+        def timed(task: Task) -> None:
             start = _now()
-            perform(action)
-            self._spans.append(Span(self._rank, action, start - zero, _now() - zero))
+            perform(task)
+            self._spans.append(Span(self._rank, task.action, start - zero, _now() - zero))
 
         return timed
 

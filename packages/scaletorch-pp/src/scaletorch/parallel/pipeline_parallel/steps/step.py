@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from ....dist import get_comm_device, group_ranks
 from ....dist.agreement import agree
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
-from ..runtime.execute import Step, execute, in_steps
+from ..runtime.execute import Step, Task, execute, in_steps
 from ..runtime.faults import Watch
 from ..runtime.mail import Mail
 from ..runtime.posts import Posts
@@ -115,7 +115,7 @@ def stages_of_step(arguments: StepArguments, inputs: MicroBatches) -> Stages:
     return Stages(arguments.model, pipeline, inputs, mail, group)
 
 
-def execute_plan(plan: Plan, stages: Stages, perform: Callable[[Action], None]) -> None:
+def execute_plan(plan: Plan, stages: Stages, perform: Callable[[Task], None]) -> None:
     """Execute this rank's part of a plan.
 
     Raises:
@@ -125,17 +125,10 @@ def execute_plan(plan: Plan, stages: Stages, perform: Callable[[Action], None]) 
     if pipeline.recorder is not None:
         perform = pipeline.recorder.watch(plan.schedule, perform)
 
-    def run(action: Action) -> None:
-        key = stages.needs(action)
-        if key is not None:
-            mail.wait(key)
-        watch.look()
-        perform(action)
-
     steps = plan.steps[mail.may_receive_early(plan.crossings)]
     watch = Watch(stages.group, f"{pipeline.name} {next(pipeline.serials)}")
     try:
-        execute(steps, mail, run, watch)
+        execute(steps, mail, perform, watch)
     finally:
         pipeline.select_all()
 
@@ -166,11 +159,12 @@ def _plan(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank: i
     check(chosen)
     program = derive_messages(chosen)[rank]
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
+    parted = partial(in_steps, program, chosen.stages[rank], chosen.num_stages)
     messages = [operation for operation in program if not isinstance(operation, Action)]
     return Plan(
         chosen,
         f"schedule {chosen.name!r} ({digest})",
-        (in_steps(program, 0), in_steps(program, AHEAD)),
+        (parted(0), parted(AHEAD)),
         frozenset(message.stage - message.gradient for message in messages),
     )
 

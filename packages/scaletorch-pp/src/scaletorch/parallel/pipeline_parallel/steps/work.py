@@ -12,12 +12,13 @@ from torch.distributed import ProcessGroup
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ..runtime.execute import Task
 from ..runtime.forms import Hidden
-from ..runtime.mail import Key, Mail
+from ..runtime.mail import Mail
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action
 from ..stages.stage import PipelineParallel
 from ..stages.weights import WeightGradients
-from .autocast import no_autocast
+from .autocast import autocasts
 from .batches import MicroBatches
 from .loss import LossFunction
 
@@ -42,33 +43,18 @@ class Stages:
     mail: Mail
     group: ProcessGroup | None
 
-    def is_last(self, stage: int) -> bool:
-        """Whether what a stage returns is the model's output."""
-        return stage == self.pipeline.num_stages - 1
-
-    def needs(self, action: Action) -> Key | None:
-        """Return what must be here before an action can run."""
-        stage = self.pipeline.stages[action.chunk]
-        if action.kind == FORWARD:
-            return Key(stage - 1, action.micro_batch, gradient=False) if stage > 0 else None
-        if action.kind == BACKWARD_WEIGHT or self.is_last(stage):
-            return None
-        return Key(stage + 1, action.micro_batch, gradient=True)
-
-    def forward(self, action: Action) -> tuple[Hidden | None, Any]:
+    def forward(self, task: Task) -> tuple[Hidden | None, Any]:
         """Run a stage on a micro-batch; return what it was given by another stage, and its output.
 
         What is not the model's output is passed on.
         """
-        key = self.needs(action)
-        hidden = None if key is None else self.mail.take_hidden(key)
-        self.pipeline.select(action.chunk)
-        first, entries = self.inputs.inputs(action.micro_batch, hidden)
+        hidden = None if task.needs is None else self.mail.take_hidden(task.needs)
+        self.pipeline.select(task.action.chunk)
+        first, entries = self.inputs.inputs(task.action.micro_batch, hidden)
         output = self.model(first, **entries)
-        stage = self.pipeline.stages[action.chunk]
-        if not self.is_last(stage):
+        if task.makes is not None:
             output = self.inputs.checked(output)
-            self.mail.put(Key(stage, action.micro_batch, gradient=False), output)
+            self.mail.put(task.makes, output)
         return hidden, output
 
 
@@ -92,52 +78,58 @@ class Training:
     _live: dict[tuple[int, int], tuple[Hidden | None, Any]] = field(default_factory=dict)
     _later: dict[tuple[int, int], WeightGradients] = field(init=False)
     _backwards: int = field(init=False)
+    _autocasts: bool = field(init=False)
 
     def __post_init__(self) -> None:
         parted = [action for action in self.actions if action.kind == BACKWARD_WEIGHT]
         self._later = {(a.micro_batch, a.chunk): WeightGradients() for a in parted}
         self._backwards = sum(action.kind != FORWARD for action in self.actions)
+        self._autocasts = autocasts(self.stages.inputs.device)
         first = next(self.stages.pipeline.parameters(), torch.empty(0))
         dtype = self.stages.inputs.dtype or first.dtype
         wide = torch.promote_types(dtype, torch.float32)
         self.total = torch.zeros((), dtype=wide, device=self.stages.inputs.device)
 
-    def run(self, action: Action) -> None:
-        """Run an action; what it needs is here."""
-        place = action.micro_batch, action.chunk
-        deferral = self.stages.pipeline.deferral
-        if action.kind == FORWARD:
-            with deferral.to(self._later.get(place)):
-                hidden, output = self.stages.forward(action)
-            last = self.stages.is_last(self.stages.pipeline.stages[action.chunk])
-            if last and self.loss_fn is not None:
-                batch = self.stages.inputs.batches[action.micro_batch]
-                output = checked_loss(self.loss_fn(output, batch))
-                self.total += output.detach()
-            self._live[place] = hidden, output
+    def run(self, task: Task) -> None:
+        """Run a task; what it needs is here."""
+        kind, micro_batch, chunk = task.action
+        into = self._later.get((micro_batch, chunk))
+        if kind == FORWARD:
+            self._forward(task, into)
             return
         self._switch_sync()
-        if action.kind == BACKWARD_WEIGHT:
-            self._backward(None, self._later.pop(place), None)
+        if kind == BACKWARD_WEIGHT:
+            self._backward(None, into, None)
         else:
-            with deferral.to(self._later.get(place)):  # for forwards that are recomputed
-                self._backward_of_inputs(action)
+            self._backward_of_inputs(task, into)
 
-    def _backward_of_inputs(self, action: Action) -> None:
+    def _forward(self, task: Task, into: WeightGradients | None) -> None:
+        _, micro_batch, chunk = task.action
+        with self.stages.pipeline.deferral.to(into):
+            hidden, output = self.stages.forward(task)
+        if task.makes is None and self.loss_fn is not None:
+            output = checked_loss(self.loss_fn(output, self.stages.inputs.batches[micro_batch]))
+            self.total += output.detach()
+        self._live[micro_batch, chunk] = hidden, output
+
+    def _backward_of_inputs(self, task: Task, into: WeightGradients | None) -> None:
         """Run a backward, or the part of it that others wait for."""
-        place = action.micro_batch, action.chunk
-        key = self.stages.needs(action)
-        gradients = None if key is None else self.stages.mail.take_gradients(key)
-        hidden, output = self._live.pop(place)
-        self.stages.pipeline.select(action.chunk)  # a recomputed forward may look for its modules
-        made = self._backward(hidden, output, gradients)
-        stage = self.stages.pipeline.stages[action.chunk]
-        if stage > 0:
-            self.stages.mail.put(Key(stage, action.micro_batch, gradient=True), made)
+        _, micro_batch, chunk = task.action
+        mail, pipeline = self.stages.mail, self.stages.pipeline
+        gradients = None if task.needs is None else mail.take_gradients(task.needs)
+        hidden, output = self._live.pop((micro_batch, chunk))
+        pipeline.select(chunk)  # a recomputed forward may look for its modules
+        with pipeline.deferral.to(into):
+            made = self._backward(hidden, output, gradients)
+        if task.makes is not None:
+            mail.put(task.makes, made)
 
     def _backward(self, hidden: Hidden | None, output: Any, gradient: Any) -> Any:
         backward: Any = self.stages.model.backward
-        with no_autocast(self.stages.inputs.device):
+        if not self._autocasts:
+            return backward(hidden, output, gradient)
+        # Autocast is for forwards: a backward runs in the dtypes that its forward chose.
+        with torch.autocast(self.stages.inputs.device.type, enabled=False):
             return backward(hidden, output, gradient)
 
     def _switch_sync(self) -> None:
