@@ -85,6 +85,15 @@ def form_of(hidden: Hidden) -> Form:
     return Form(forms, tuple(hidden) if isinstance(hidden, dict) else type(hidden).__name__)
 
 
+def fits(hidden: Hidden, form: Form) -> bool:
+    """Tell whether something has a form."""
+    if isinstance(hidden, Tensor) and form.container is None and form.tensors:
+        shape, dtype, requires_grad = form.tensors[0]
+        same = hidden.shape == shape and hidden.dtype == dtype
+        return same and hidden.requires_grad == requires_grad
+    return form_of(hidden) == form
+
+
 def contained(tensors: Sequence[Tensor], form: Form) -> Hidden:
     """Put tensors back into the container that they came in."""
     if form.container is None:

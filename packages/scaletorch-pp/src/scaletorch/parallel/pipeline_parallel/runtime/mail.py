@@ -19,6 +19,7 @@ from .forms import (
     Hidden,
     TensorForm,
     contained,
+    fits,
     form_of,
     from_header,
     tensors_in,
@@ -150,7 +151,7 @@ class Mail:
     def _send(self, key: Key, peer: int) -> None:
         made = self._made.pop(key)
         if not key.gradient:
-            self._tell(key, form_of(made), peer)
+            self._tell(key, made, peer)
         for tensor in tensors_in(made):
             self._posts.send(tensor, peer)
 
@@ -185,15 +186,16 @@ class Mail:
             work.wait()
         return from_header(header)
 
-    def _tell(self, key: Key, form: Form, peer: int) -> None:
+    def _tell(self, key: Key, made: Hidden, peer: int) -> None:
         known = self._forms[key.micro_batch].get(key.stage)
         if known is None:
+            form = form_of(made)
             self._posts.send(to_header(form).to(self._posts.device), peer)
             self._forms[key.micro_batch][key.stage] = form
-        elif known != form:
+        elif not fits(made, known):
             raise InvalidArgumentError(
-                f"{describe_rank()}: stage {key.stage} passes on {form}, and passed on {known} for "
-                "an earlier micro-batch whose entries had the same shapes; what it passes on may "
+                f"{describe_rank()}: stage {key.stage} passes on {form_of(made)}, and passed on "
+                f"{known} for an earlier micro-batch whose entries had the same shapes; what it passes on may "
                 "depend on the shapes and dtypes of a micro-batch's entries alone"
             )
 
@@ -202,7 +204,8 @@ class Mail:
         return form.gradients if key.gradient else form.tensors
 
     def _empty(self, forms: tuple[TensorForm, ...]) -> list[Tensor]:
-        return [torch.empty(f.shape, dtype=f.dtype, device=self._posts.device) for f in forms]
+        device = self._posts.device
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype, _ in forms]
 
     def _zeros(self, forms: tuple[TensorForm, ...]) -> list[Tensor]:
         return [tensor.zero_() for tensor in self._empty(forms)]

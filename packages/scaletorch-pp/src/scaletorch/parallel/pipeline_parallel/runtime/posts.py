@@ -49,7 +49,7 @@ class Posts:
 
     def send(self, tensor: Tensor, peer: int) -> None:
         """Begin to send to a rank of the pipeline, or with the next `flush`."""
-        tensor = tensor.detach().contiguous()
+        tensor = tensor.detach().contiguous()  # also from the graph, which may go before it is sent
         if self.in_batches:
             self._gather(0, tensor, peer)
         else:
@@ -58,7 +58,8 @@ class Posts:
     def receive(self, tensors: list[Tensor], peer: int) -> Parcel:
         """Begin to receive from a rank of the pipeline, or with the next `flush`."""
         if not self.in_batches:
-            return Parcel([self._peer(peer).receive(tensor) for tensor in tensors], tensors)
+            source = self._peer(peer)
+            return Parcel([source.receive(tensor) for tensor in tensors], tensors)
         parcel = Parcel([], tensors)
         for tensor in tensors:
             self._gather(1, tensor, peer)
@@ -91,9 +92,10 @@ class Posts:
         self._batch[side].append((tensor, self._ranks[peer]))
 
     def _peer(self, place: int) -> Peer:
-        if place not in self._peers:
-            self._peers[place] = Peer(self._ranks[place], self._group, self.device)
-        return self._peers[place]
+        peer = self._peers.get(place)
+        if peer is None:
+            peer = self._peers[place] = Peer(self._ranks[place], self._group, self.device)
+        return peer
 
     def _hold(self, work: Handle, tensors: Sequence[Tensor]) -> None:
         self._under_way.append((work, tensors))

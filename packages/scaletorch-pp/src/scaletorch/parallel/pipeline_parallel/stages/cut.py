@@ -31,12 +31,18 @@ class PassThrough(nn.Module):
         self._where = where
         self._embeds = hasattr(replaced, "num_embeddings")
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first positional argument, or else the first keyword argument."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the first positional argument, or else the first keyword argument.
+
+        There are as many of these as other stages have layers, so they do without the hooks of an
+        `nn.Module`.
+        """
         value = args[0] if args else next(iter(kwargs.values()))
         if self._embeds and isinstance(value, Tensor) and not value.is_floating_point():
             return torch.zeros((), device=value.device)
         return value
+
+    forward = __call__
 
     def __getattr__(self, name: str) -> Any:
         """Say where the module is when something of it is missing here."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -50,9 +50,12 @@ class Deferral:
     def __init__(self) -> None:
         self.into: WeightGradients | None = None
 
-    @contextmanager
-    def to(self, into: WeightGradients | None) -> Iterator[None]:
+    def to(self, into: WeightGradients | None) -> AbstractContextManager[object]:
         """Let the forwards in this context leave their weight gradients for later."""
+        return nullcontext() if into is None else self._collect(into)
+
+    @contextmanager
+    def _collect(self, into: WeightGradients) -> Iterator[None]:
         self.into = into
         try:
             yield

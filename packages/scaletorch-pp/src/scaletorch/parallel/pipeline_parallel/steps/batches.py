@@ -74,7 +74,8 @@ class MicroBatches:
         Raises:
             InvalidArgumentError: Another shape, dtype or device than was announced.
         """
-        if not isinstance(output, Tensor):
+        announced = self.shape is not None or self.dtype is not None
+        if not isinstance(output, Tensor) or not (announced or output.device != self.device):
             return output
         cast = self.dtype is not None and autocasts(self.device)
         came = tuple(output.shape), self.dtype if cast else output.dtype, output.device.type
