@@ -151,6 +151,21 @@ def test_tied_gradients_wait_for_the_wrappers_sync():
     check(wrapper, plain)
 
 
+@distributed_test(world_size=2)
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_dropped_gradients_stay_dropped(set_to_none):
+    plain, batches = make(), make_batches(2)
+    wrapper = Wrapper(PipelineParallel(make(), group=torch.distributed.group.WORLD))
+    for synced in (True, False, False):
+        wrapper.require_backward_grad_sync = synced
+        train_step_pipeline_1f1b(wrapper, batches, SHAPE, "cpu", torch.float64)
+    wrapper.zero_grad(set_to_none=set_to_none)
+    wrapper.require_backward_grad_sync = True
+    train_step_pipeline_1f1b(wrapper, batches, SHAPE, "cpu", torch.float64)
+    serial_step(plain, batches)
+    check(wrapper, plain)
+
+
 def test_a_failed_step_leaves_the_sync_as_it_was():
     wrapper = Wrapper(PipelineParallel(make()))
 

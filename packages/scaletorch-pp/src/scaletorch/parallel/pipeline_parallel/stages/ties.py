@@ -73,6 +73,9 @@ class TiedGradients:
         self._ranks, self._rank, self._group = ranks, rank, group
         self._earlier: dict[nn.Parameter, Tensor] = {}
         self._pending = False
+        self._left: dict[
+            nn.Parameter, Tensor | None
+        ] = {}  # gradients as the last postponed step left them
 
     def share_values(self) -> None:
         """Give every owner the first owner's values, as one process would have."""
@@ -93,6 +96,7 @@ class TiedGradients:
         Called before the first backward of an accumulation; ``sync`` adds them back.
         """
         if self._pending:  # the last accumulation goes on: its gradients have not been summed
+            self._forget_dropped()
             return
         self._earlier = {}
         for parameter, _ in self._own():
@@ -103,6 +107,10 @@ class TiedGradients:
     def postpone(self) -> None:
         """Leave this step's gradients to the next ``sync``."""
         self._pending = True
+        for parameter in self._earlier:
+            if parameter.grad is None:  # so that it shows if somebody drops it
+                parameter.grad = torch.zeros_like(parameter, requires_grad=False)
+        self._left = {parameter: parameter.grad for parameter, _ in self._own()}
 
     def sync(self) -> None:
         """Sum gradients over the owners, in rank order: the same bits on each of them.
@@ -123,6 +131,14 @@ class TiedGradients:
         self._exchange(sends, recvs)
         for (parameter, _), tensors in zip(trained, parts, strict=True):
             parameter.grad = _total(tensors, self._earlier.pop(parameter, None))
+
+    def _forget_dropped(self) -> None:
+        """Forget what was set aside of gradients that have been set to None or zero since."""
+        for parameter in list(self._earlier):
+            gradient = parameter.grad
+            same = gradient is not None and gradient is self._left.get(parameter)
+            if not same or not torch.as_tensor(gradient).count_nonzero():
+                del self._earlier[parameter]
 
     def _own(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
         return [(tie.parameter, tie.owners) for tie in self.ties if tie.parameter is not None]

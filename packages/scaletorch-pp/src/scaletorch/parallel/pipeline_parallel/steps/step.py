@@ -28,7 +28,9 @@ from .batches import MicroBatches, checked_dtype, checked_shape, read
 from .loss import Batch, LossFunction, token_mean_loss
 from .work import SYNC_SWITCH, Stages, Training
 
-AHEAD = 1  # actions that a receive begins earlier than its message is due
+# Actions that a receive begins earlier than its message is due, so that where messages take long
+# the sender knows of it in time. Each is one more buffer.
+AHEAD = 4
 
 
 class StepArguments(NamedTuple):

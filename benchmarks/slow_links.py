@@ -1,0 +1,140 @@
+"""Links with a latency between ranks of this machine, for kernels with and without netem.
+
+Each rank enters a network namespace of its own, in which the one way out is a tun device. A process
+passes IP packets from device to device and holds each for the latency, so that TCP and gloo run as
+they are. It needs root (of a user namespace, `unshare -r`, where /dev/net/tun is open to all).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import fcntl
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterator
+
+DEVICE = "slow"
+LARGEST = 65_000  # bytes of a packet
+CLONE_NEWNET, TUNSETIFF, IFF_TUN, IFF_NO_PI = 0x40000000, 0x400454CA, 0x0001, 0x1000
+PR_SET_PDEATHSIG = 1
+IP_VERSION_4 = 4
+
+
+@contextlib.contextmanager
+def slow_links(num_ranks: int, seconds: float) -> Iterator[str]:
+    """Yield the address that ranks `join` by.
+
+    Args:
+        num_ranks: of the ranks that will join.
+        seconds: that a packet takes one way.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        address = os.path.join(folder, "links")
+        arguments = ["--address", address, "--ranks", str(num_ranks), "--seconds", str(seconds)]
+        process = subprocess.Popen([sys.executable, __file__, *arguments])
+        try:
+            yield address
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait()
+
+
+def join(address: str, rank: int) -> None:
+    """Put this process on the links; what it listens on from now on is reached by these alone.
+
+    Raises:
+        OSError: It may not.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.unshare(CLONE_NEWNET):
+        number = ctypes.get_errno()
+        raise OSError(number, f"a network namespace needs root: {os.strerror(number)}")
+    device = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK)
+    fcntl.ioctl(device, TUNSETIFF, struct.pack("16sH", DEVICE.encode(), IFF_TUN | IFF_NO_PI))
+    for words in (
+        f"addr add {_ip(rank)}/24 dev {DEVICE}",
+        f"link set {DEVICE} up mtu {LARGEST} txqueuelen 10000",
+    ):
+        subprocess.run(["ip", *words.split()], check=True)
+    with socket.socket(socket.AF_UNIX) as connection:
+        _connect(connection, address)
+        socket.send_fds(connection, [bytes([rank])], [device])
+        connection.recv(1)  # comes once all are there
+    os.close(device)
+
+
+def _ip(rank: int) -> str:
+    return f"10.77.0.{rank + 1}"
+
+
+def _connect(connection: socket.socket, address: str) -> None:
+    """Connect once the process listens."""
+    for _ in range(200):
+        with contextlib.suppress(FileNotFoundError, ConnectionRefusedError):
+            connection.connect(address)
+            return
+        time.sleep(0.05)
+    raise TimeoutError(f"nobody listens at {address}")
+
+
+def _admit(address: str, num_ranks: int) -> dict[int, int]:
+    """Return the device of each rank, once all are there."""
+    devices: dict[int, int] = {}
+    connections = []
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(address)
+        listener.listen(num_ranks)
+        while len(devices) < num_ranks:
+            connection, _ = listener.accept()
+            message, (device,), _, _ = socket.recv_fds(connection, 1, 1)
+            devices[message[0]] = device
+            connections.append(connection)
+    for connection in connections:
+        connection.sendall(b"!")
+        connection.close()
+    return devices
+
+
+def _pass_on(devices: dict[int, int], seconds: float) -> None:
+    """Pass packets on, each after ``seconds``, for ever."""
+    held: deque[tuple[float, int, bytes]] = deque()
+    readable = list(devices.values())
+    while True:
+        wait = max(0.0, held[0][0] - time.monotonic()) if held else None
+        for device in select.select(readable, [], [], wait)[0]:
+            with contextlib.suppress(BlockingIOError):
+                while True:
+                    packet = os.read(device, LARGEST)
+                    target = devices.get(packet[19] - 1)
+                    if packet[0] >> 4 == IP_VERSION_4 and target is not None:
+                        held.append((time.monotonic() + seconds, target, packet))
+        while held and held[0][0] <= time.monotonic():
+            _, target, packet = held.popleft()
+            os.write(target, packet)
+
+
+def main() -> None:
+    """Serve the links."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--address", required=True)
+    parser.add_argument("--ranks", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    options = parser.parse_args()
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # ends with who started it
+    with contextlib.suppress(PermissionError):  # packets do not wait for ranks that compute
+        os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
+    _pass_on(_admit(options.address, options.ranks), options.seconds)
+
+
+if __name__ == "__main__":
+    main()
