@@ -234,6 +234,25 @@ def test_autocast_around_the_step(wire_dtype):
     run_ranks(autocast, 2, wire_dtype)
 
 
+def autocast_alike():
+    for schedule in TRAINING:
+        torch.manual_seed(0)
+        plain = Llama()
+        world = torch.distributed.group.WORLD
+        stage = PipelineParallel(copy.deepcopy(plain), group=world, schedule=schedule)
+        batches = make_batches(5)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            serial_step(plain, batches)
+            train_step_pipeline(stage, batches)
+        references = dict(plain.named_parameters())
+        for name, parameter in stage.named_parameters():
+            assert torch.equal(parameter.grad, references[name].grad), (schedule, name)
+
+
+def test_autocast_has_the_bits_of_one_process():
+    run_ranks(autocast_alike, 2)
+
+
 def frozen(prefixes):
     plain, model = make_models()
     for module in (plain, model):

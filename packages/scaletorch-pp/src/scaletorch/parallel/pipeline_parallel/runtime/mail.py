@@ -195,8 +195,8 @@ class Mail:
         elif not fits(made, known):
             raise InvalidArgumentError(
                 f"{describe_rank()}: stage {key.stage} passes on {form_of(made)}, and passed on "
-                f"{known} for an earlier micro-batch whose entries had the same shapes; what it passes on may "
-                "depend on the shapes and dtypes of a micro-batch's entries alone"
+                f"{known} for an earlier micro-batch whose entries had the same shapes; what it "
+                "passes on may depend on the shapes and dtypes of a micro-batch's entries alone"
             )
 
     def _due(self, key: Key) -> tuple[TensorForm, ...]:
