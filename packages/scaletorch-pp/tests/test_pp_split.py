@@ -284,7 +284,7 @@ def test_layers_of():
 def test_config_and_model_of_a_wrong_type():
     with pytest.raises(InvalidArgumentError, match="a Split or None, got dict"):
         PipelineParallel(Outer(), {"layers": "model.layers"})
-    with pytest.raises(InvalidArgumentError, match=r"wraps an nn\.Module, got list"):
+    with pytest.raises(InvalidArgumentError, match=r"wraps a plain nn\.Module, got list"):
         PipelineParallel([nn.Linear(2, 2)])
 
 

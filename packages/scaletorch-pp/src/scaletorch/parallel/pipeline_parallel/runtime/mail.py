@@ -79,15 +79,22 @@ class Mail:
         return known and not self._posts.in_batches
 
     def put(self, key: Key, value: Hidden) -> None:
-        """Keep what an action made until it is sent, or another stage of this rank takes it."""
+        """Keep what an action made until it is sent, or another stage of this rank takes it.
+
+        Raises:
+            InvalidArgumentError: It has another form than last time.
+        """
+        known = None if key.gradient else self._forms[key.micro_batch].get(key.stage)
+        if known is not None and known is not NOTHING and not fits(value, known):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: stage {key.stage} passes on {form_of(value)}, and passed on "
+                f"{known} for an earlier micro-batch whose entries had the same shapes; what it "
+                "passes on may depend on the shapes and dtypes of a micro-batch's entries alone"
+            )
         self._made[key] = value
 
     def start(self, messages: Sequence[Message]) -> None:
-        """Begin to send and receive; where a form is not known yet, wait for its header.
-
-        Raises:
-            InvalidArgumentError: What is to be sent has another form than last time.
-        """
+        """Begin to send and receive; where a form is not known yet, wait for its header."""
         for key, peer, receives in messages:
             if receives:
                 self._receive(key, peer, self._empty)
@@ -187,17 +194,10 @@ class Mail:
         return from_header(header)
 
     def _tell(self, key: Key, made: Hidden, peer: int) -> None:
-        known = self._forms[key.micro_batch].get(key.stage)
-        if known is None:
+        if key.stage not in self._forms[key.micro_batch]:
             form = form_of(made)
             self._posts.send(to_header(form).to(self._posts.device), peer)
             self._forms[key.micro_batch][key.stage] = form
-        elif not fits(made, known):
-            raise InvalidArgumentError(
-                f"{describe_rank()}: stage {key.stage} passes on {form_of(made)}, and passed on "
-                f"{known} for an earlier micro-batch whose entries had the same shapes; what it "
-                "passes on may depend on the shapes and dtypes of a micro-batch's entries alone"
-            )
 
     def _due(self, key: Key) -> tuple[TensorForm, ...]:
         form = self._forms[key.micro_batch].get(key.stage - key.gradient, NOTHING)

@@ -27,6 +27,9 @@ def built(schedule: AnySchedule, num_ranks: int, num_micro_batches: int) -> Sche
                 f"that returns one, got {type(schedule).__name__}"
             )
         schedule = schedule(num_ranks, num_micro_batches)
+        if not isinstance(schedule, Schedule):
+            message = f"schedule must return a Schedule, got {type(schedule).__name__}"
+            raise InvalidArgumentError(message)
     sizes = schedule.num_ranks, schedule.num_micro_batches
     if sizes != (num_ranks, num_micro_batches):
         raise InvalidArgumentError(

@@ -79,9 +79,11 @@ class HiddenFlow:
                 f"tensors alone, got a {type(left).__name__} with something else in it, or of a "
                 "class of its own; leave that out, or put it into a tensor"
             )
-        if not _same(tensor_of(left), tensor_of(output)):
+        carrier = tensor_of(output)
+        if not _same(tensor_of(left), carrier):
             raise InvalidArgumentError(_message("after the last layer", "last"))
-        return tensor_of(output)
+        _refuse_collected(output, carrier)
+        return carrier
 
     def reset(self) -> None:
         """Forget the forward that is running."""
@@ -104,6 +106,19 @@ class HiddenFlow:
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._watching:
             self._left = output
+
+
+def _refuse_collected(output: Any, carrier: Tensor) -> None:
+    """Refuse tensors to train by, beside the hidden states: they would end on this stage."""
+    entries = output.values() if isinstance(output, Mapping) else output
+    for entry in () if isinstance(output, Tensor) else entries:
+        if isinstance(entry, Tensor) and entry.requires_grad and not _same_tensor(entry, carrier):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's forward returns a tensor with a gradient of shape "
+                f"{tuple(entry.shape)} beside the hidden states, made by this stage's layers alone "
+                "(such as an auxiliary loss): it would be lost here; let layers pass it on, with "
+                "the hidden states in one tuple"
+            )
 
 
 def _same(a: Hidden, b: Hidden) -> bool:

@@ -257,16 +257,17 @@ def _agreed_placement(
     Returns:
         The placement, each rank's stages, and whether the schedule parts backwards.
     """
-    if not isinstance(model, nn.Module):
-        message = f"PipelineParallel wraps an nn.Module, got {type(model).__name__}"
-        raise InvalidArgumentError(message)
-    facts = _parameter_facts(model)
-    failed: InvalidArgumentError | None = None
+    facts: list[str] = []
+    failed: Exception | None = None
     try:
+        if not isinstance(model, nn.Module) or isinstance(model, PipelineParallel):
+            message = f"PipelineParallel wraps a plain nn.Module, got {type(model).__name__}"
+            raise InvalidArgumentError(message)
+        facts = _parameter_facts(model)
         stages, splits = stages_of(schedule, len(group_ranks(group)))
         placement = place(model, config, sum(map(len, stages)))
         facts += [f"{placement.split}", f"stages of each rank: {stages}"]
-    except InvalidArgumentError as error:
+    except Exception as error:  # a function that makes a schedule may raise anything
         failed = error
     agree("the model that PipelineParallel splits", facts, group, error=failed)
     return placement, stages, splits

@@ -49,7 +49,7 @@ class MicroBatches:
         cast = autocasts(self.device) and torch.get_autocast_dtype(self.device.type)
         mode = torch.is_grad_enabled(), cast, cast and self.dtype
         return [
-            (*((n, _form(v)) for n, v in batch.items() if n != "labels"), *mode)
+            (*((n, _form(batch[n])) for n in sorted(batch) if n != "labels"), *mode)
             for batch in self.batches
         ]
 
@@ -147,4 +147,6 @@ def checked_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _form(value: Any) -> Hashable:
-    return (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    return value if isinstance(value, bool | int | float | str) else type(value).__name__

@@ -54,7 +54,9 @@ def pipeline_forward(
     pipeline = unwrap(model)[1]
     arguments = StepArguments(model, data_loader, tensor_shapes, device, dtype, group)
     schedule = _forwards(pipeline.all_stages)
-    plan, inputs = agreed_step("these forwards", arguments, schedule, with_labels=False)
+    plan, inputs = agreed_step(
+        "these forwards", arguments, schedule, with_labels=False, facts=[f"everywhere={everywhere}"]
+    )
     stages = stages_of_step(arguments, inputs)
     outputs: dict[int, Tensor] = {}
 

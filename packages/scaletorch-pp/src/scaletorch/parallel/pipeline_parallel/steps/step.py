@@ -22,7 +22,7 @@ from ..runtime.mail import Mail
 from ..runtime.posts import Posts
 from ..schedules import Schedule, check, derive_messages
 from ..schedules.choose import AnySchedule, built
-from ..schedules.schedule import Action
+from ..schedules.schedule import FORWARD, Action
 from ..stages.stage import PipelineParallel
 from .batches import MicroBatches, checked_dtype, checked_shape, read
 from .loss import Batch, LossFunction, token_mean_loss
@@ -65,10 +65,10 @@ def train_step(
 ) -> Tensor:
     """Run one step with a schedule; None is the pipeline's own."""
     wrappers, pipeline = unwrap(arguments.model)
-    if not torch.is_grad_enabled():
-        raise StateError(f"{describe_rank()}: a train step needs gradients; leave torch.no_grad()")
     with_labels = loss_fn is None and pipeline.is_last_stage
-    plan, inputs = agreed_step("this train step", arguments, schedule, with_labels=with_labels)
+    plan, inputs = agreed_step(
+        "this train step", arguments, schedule, with_labels=with_labels, require=_require_training
+    )
     if with_labels:
         loss_fn = token_mean_loss(inputs.batches, inputs.device)
     with deferred_sync(wrappers) as switches:
@@ -84,9 +84,23 @@ def train_step(
 
 
 def agreed_step(
-    subject: str, arguments: StepArguments, schedule: AnySchedule | None, *, with_labels: bool
+    subject: str,
+    arguments: StepArguments,
+    schedule: AnySchedule | None,
+    *,
+    with_labels: bool,
+    require: Callable[[nn.Module, Schedule], None] | None = None,
+    facts: Iterable[str] = (),
 ) -> tuple[Plan, MicroBatches]:
     """Return the plan of a step and what it runs on, compared over the ranks of the pipeline.
+
+    Args:
+        subject: What is compared, for messages.
+        arguments: The step's.
+        schedule: Which one; None is the pipeline's own.
+        with_labels: Whether micro-batches need labels.
+        require: Raises where a model and a schedule cannot be used for this.
+        facts: What else must be alike.
 
     Raises:
         InvalidArgumentError: a bad argument.
@@ -94,17 +108,20 @@ def agreed_step(
     """
     pipeline = unwrap(arguments.model)[1]
     group = _same_ranks(pipeline, arguments.group)
-    facts: list[str] = []
+    lines = list(facts)
     error: Exception | None = None
     try:
         inputs = _inputs(arguments, pipeline, with_labels=with_labels)
         chosen = pipeline.schedule if schedule is None else schedule
         plan = _plan(chosen, len(pipeline.ranks), len(inputs.batches), pipeline.rank)
         _require_stages(plan.schedule, pipeline)
-        facts = [*inputs.describe(), plan.text]
+        if require is not None:
+            require(arguments.model, plan.schedule)
+        recorded = " recorded" * (pipeline.recorder is not None)
+        lines += [*inputs.describe(), plan.text + recorded]
     except Exception as found:  # a data loader may raise anything; the others must learn of it
         error = found
-    pipeline.forget_forms(agree(subject, facts, group, error=error, note=pipeline.trained()))
+    pipeline.forget_forms(agree(subject, lines, group, error=error, note=pipeline.trained()))
     return plan, inputs
 
 
@@ -169,6 +186,26 @@ def _plan(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank: i
         (parted(0), parted(AHEAD)),
         frozenset(message.stage - message.gradient for message in messages),
     )
+
+
+def _require_training(model: nn.Module, schedule: Schedule) -> None:
+    if not torch.is_grad_enabled():
+        raise StateError(
+            f"{describe_rank()}: a train step needs gradients; leave torch.no_grad(), or call "
+            "pipeline_forward for outputs alone"
+        )
+    if all(action.kind == FORWARD for rank in schedule.ranks for action in rank):
+        raise InvalidArgumentError(
+            f"schedule {schedule.name!r} has no backward: no gradient would be computed; call "
+            "pipeline_forward, or choose another schedule"
+        )
+    for wrapper in (model, *unwrap(model)[0]):
+        if not callable(getattr(wrapper, "backward", None)):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {type(wrapper).__name__} around a PipelineParallel must have "
+                "backward(input_tensor, output_tensor, output_tensor_grad), as DataParallelBucket "
+                "has; torch's DistributedDataParallel has none"
+            )
 
 
 def _require_stages(schedule: Schedule, pipeline: PipelineParallel) -> None:
