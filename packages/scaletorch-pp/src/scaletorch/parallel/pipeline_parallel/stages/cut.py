@@ -7,7 +7,37 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
 from ..splitting.split import Placement
+from ..splitting.tree import has_parameters
+
+
+class Passage:
+    """How far a forward that is running has come.
+
+    Attributes:
+        active: Whether one is; a recomputed one is not.
+        furthest: The last stage of which it has met a module, in place or not.
+    """
+
+    def __init__(self) -> None:
+        self.active = False
+        self.furthest = 0
+
+    def reach(self, stage: int, where: str) -> None:
+        """Note that the forward has come to a module with parameters.
+
+        Raises:
+            InvalidArgumentError: It was further already: what it runs twice is on one stage alone.
+        """
+        if self.active and stage < self.furthest:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {where}, and the model's forward comes back to it after "
+                f"modules of stage {self.furthest}; a pipeline runs each stage once, so put what "
+                "is run several times into one layer"
+            )
+        self.furthest = stage
 
 
 class PassThrough(nn.Module):
@@ -20,10 +50,16 @@ class PassThrough(nn.Module):
     Args:
         replaced: the module that it stands for; not kept.
         where: what it was and where it is, for messages.
+        stage: where it is.
+        passage: the forward that runs it.
     """
 
-    def __init__(self, replaced: nn.Module, where: str) -> None:
+    def __init__(
+        self, replaced: nn.Module, where: str, stage: int = 0, passage: Passage | None = None
+    ) -> None:
         super().__init__()
+        self._stage = stage
+        self._passage = passage if has_parameters(replaced) else None
         self.train(replaced.training)
         for name, value in vars(replaced).items():
             if not name.startswith("_") and isinstance(value, bool | int | float | str):
@@ -37,6 +73,8 @@ class PassThrough(nn.Module):
         There are as many of these as other stages have layers, so they do without the hooks of an
         `nn.Module`.
         """
+        if self._passage is not None:
+            self._passage.reach(self._stage, self._where)
         value = args[0] if args else next(iter(kwargs.values()))
         if self._embeds and isinstance(value, Tensor) and not value.is_floating_point():
             return torch.zeros((), device=value.device)
@@ -69,37 +107,54 @@ class Chunks:
         self.selected = 0
         self._stages = stages
         self._switches = switches if len(stages) > 1 else []
+        self._all = True
 
     def select(self, chunk: int) -> None:
         """Leave one stage's modules in the model."""
-        self.selected, stage = chunk, self._stages[chunk]
+        if self._all:
+            self._take_up()
+        self.selected, stage, self._all = chunk, self._stages[chunk], False
         for siblings, name, home, module, stand_in in self._switches:
             siblings[name] = module if home == stage else stand_in
 
     def restore(self) -> None:
         """Put back the modules of all the rank's stages."""
         self.selected = 0
-        for siblings, name, _, module, _ in self._switches:
-            siblings[name] = module
+        if not self._all:
+            for siblings, name, _, module, _ in self._switches:
+                siblings[name] = module
+        self._all = True
+
+    def _take_up(self) -> None:
+        """Keep what has been put in place of modules since, such as adapters around them."""
+        for index, (siblings, name, home, _, stand_in) in enumerate(self._switches):
+            self._switches[index] = siblings, name, home, siblings[name], stand_in
 
 
 # Where a module is registered, under which name, its stage, itself and its stand-in.
-_Switch = tuple[dict[str, nn.Module | None], str, int, nn.Module, PassThrough]
+_Switch = tuple[dict[str, nn.Module | None], str, int, nn.Module | None, PassThrough]
 
 
-def cut(model: nn.Module, placement: Placement, stages: tuple[int, ...]) -> Chunks:
+def cut(
+    model: nn.Module,
+    placement: Placement,
+    stages: tuple[int, ...],
+    passage: Passage | None = None,
+) -> Chunks:
     """Leave only one rank's modules in ``model``; nothing keeps the others alive.
 
     Args:
         model: the whole model; changed in place, names stay.
         placement: which module belongs to which stage.
         stages: the rank's stages, chunk by chunk.
+        passage: what the stand-ins tell of each forward.
     """
     switches: list[_Switch] = []
     for name, home in placement.homes():
         module, (path, _, leaf) = model.get_submodule(name), name.rpartition(".")
         siblings = model.get_submodule(path)._modules
-        stand_in = PassThrough(module, f"{name} is on stage {home} of the pipeline")
+        where = f"{name} is on stage {home} of the pipeline"
+        stand_in = PassThrough(module, where, home, passage)
         if home in stages:
             switches.append((siblings, leaf, home, module, stand_in))
         else:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import Hidden, is_hidden, tensors_in
+from .cut import Passage
 
 
 def tensor_of(value: Any) -> Tensor:
@@ -39,14 +40,19 @@ class HiddenFlow:
     run once on every stage instead of once. Two comparisons for each forward find it.
 
     Args:
-        entry: the stage's first module; None where nothing before it has been left out.
+        stage: which stage.
+        entry: its first module; None where nothing before it has been left out.
         exit: its last module; None where nothing after it has been left out.
+        passage: the forward that runs it.
     """
 
-    def __init__(self, entry: nn.Module | None, exit: nn.Module | None) -> None:
+    def __init__(
+        self, stage: int, entry: nn.Module | None, exit: nn.Module | None, passage: Passage
+    ) -> None:
+        self._stage, self._passage = stage, passage
         self._received: Any = None
         self._left: Any = None
-        self._watching = False
+        self._versions: list[int] = []  # of what was received, and then of what was left
         if entry is not None:
             entry.register_forward_pre_hook(self._enter, prepend=True, with_kwargs=True)
         if exit is not None:
@@ -54,7 +60,8 @@ class HiddenFlow:
 
     def start(self, received: Any) -> None:
         """Take note of what the stage's forward is called with."""
-        self._received, self._watching = received, True
+        self._received, self._versions = received, _versions(received)
+        self._passage.active, self._passage.furthest = True, 0
 
     def passed_on(self, output: Any) -> Hidden:
         """Return what a stage that is not the last passes on, out of what its forward returned.
@@ -64,14 +71,17 @@ class HiddenFlow:
         Raises:
             InvalidArgumentError: The forward returned something else.
         """
-        left = self._left
+        left, versions = self._left, self._versions
         self.reset()
+        if left is None:  # the module was not called: there is nothing to compare with
+            hidden: Hidden = output if is_hidden(output) else tensor_of(output)
+            return hidden
+        if versions != _versions(left):
+            raise InvalidArgumentError(_message("after the last layer", "last"))
         if output is left and isinstance(output, Tensor):  # by far the most frequent case
             return output
-        if left is None:  # the module was not called: there is nothing to compare with
-            return tensor_of(output)
         if is_hidden(left) and type(output) is type(left) and _same(left, output):
-            hidden: Hidden = output
+            hidden = output
             return hidden
         if output is left and not isinstance(left, Tensor) and len(left) > 1:
             raise InvalidArgumentError(
@@ -88,12 +98,25 @@ class HiddenFlow:
     def reset(self) -> None:
         """Forget the forward that is running."""
         self._received = self._left = None
-        self._watching = False
+        self._passage.active = False
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # Only the first call counts: a layer may be shared by several places, and it may be
         # recomputed during the backward of another micro-batch.
         received, self._received = self._received, None
+        if self._passage.active:
+            self._passage.reach(self._stage, f"{type(module).__name__} begins stage {self._stage}")
+        if received is None:
+            return
+        if any(entry is received for entry in (*args[1:], *kwargs.values()) if args):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the first layer of this stage is given the hidden states "
+                "twice: what it takes beside them, such as the embedding's output, would be "
+                "another tensor in one process; let layers pass it on, with the hidden states in "
+                "one tuple"
+            )
+        if self._versions != _versions(received):
+            raise InvalidArgumentError(_message("before the first layer", "first"))
         given: Any = args[0] if args else next(iter(kwargs.values()), None)
         if given is received:
             return
@@ -104,8 +127,14 @@ class HiddenFlow:
             raise InvalidArgumentError(_message("before the first layer", "first"))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._watching:
-            self._left = output
+        if self._passage.active:
+            self._left, self._versions = output, _versions(output)
+
+
+def _versions(value: Any) -> list[int]:
+    """Return numbers that change when tensors are changed in place."""
+    tensors = tensors_in(value) if isinstance(value, Tensor) or is_hidden(value) else []
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
 
 
 def _refuse_collected(output: Any, carrier: Tensor) -> None:

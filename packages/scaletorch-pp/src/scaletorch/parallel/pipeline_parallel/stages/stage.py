@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +14,12 @@ from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, group_ranks
 from ....dist.agreement import agree
-from ....dist.errors import InvalidArgumentError
-from ...pg_manager import ModuleWrapper, axis_group
+from ....dist.errors import InvalidArgumentError, StateError
+from ...pg_manager import ModuleWrapper, axis_group, describe_rank
 from ..runtime.forms import Form, tensors_in
 from ..schedules.choose import AnySchedule, stages_of
 from ..splitting.split import Placement, Split, place
-from .cut import cut
+from .cut import Passage, cut
 from .hidden import HiddenFlow
 from .ties import Tie, TiedGradients, find_ties
 from .weights import Deferral, WeightGradients, defer_weight_gradients
@@ -84,9 +84,11 @@ class PipelineParallel(ModuleWrapper):
         self.deferral = Deferral()
         homes = {stage: rank for rank, stages in enumerate(ranks_stages) for stage in stages}
         ties = find_ties(model, placement, homes, self.rank)
-        ends = [_ends(model, placement, stage) for stage in self.stages]
-        self._flows = [HiddenFlow(*each) for each in ends]
-        self._chunks = cut(model, placement, self.stages)
+        passage = Passage()
+        self._flows = [
+            HiddenFlow(stage, *_ends(model, placement, stage), passage) for stage in self.stages
+        ]
+        self._chunks = cut(model, placement, self.stages, passage)
         self._takes_embeds = _takes(model, "inputs_embeds")
         if splits:
             defer_weight_gradients(model, self.deferral)
@@ -174,17 +176,21 @@ class PipelineParallel(ModuleWrapper):
         """
         if isinstance(output_tensor, WeightGradients):
             return output_tensor.accumulate()
+        fresh = [parameter for parameter in self._own if parameter.grad is None]
         outputs = [tensor for tensor in tensors_in(output_tensor) if tensor.requires_grad]
         if outputs:  # none where everything up to here is frozen
             gradients = None if output_tensor_grad is None else tensors_in(output_tensor_grad)
             torch.autograd.backward(outputs, gradients)
+        leaves = [] if input_tensor is None else tensors_in(input_tensor)
+        made = [_gradient(tensor) for tensor in leaves if tensor.requires_grad]
+        _part(fresh, [*made, *self.deferral.gradients()])
         if input_tensor is None:
             return None
-        made = [_gradient(tensor) for tensor in tensors_in(input_tensor) if tensor.requires_grad]
         return made[0] if isinstance(input_tensor, Tensor) and made else made
 
     def trained(self) -> int:
         """Return a number that changes when parameters are frozen, unfrozen or cast."""
+        self._own = tuple(self.parameters())  # adapters may have come
         return hash(tuple((parameter.requires_grad, parameter.dtype) for parameter in self._own))
 
     def forget_forms(self, trained: tuple[int, ...]) -> None:
@@ -196,6 +202,22 @@ class PipelineParallel(ModuleWrapper):
         if trained != self._trained or len(self.forms) > MANY_FORMS:
             self.forms.clear()
             self._trained = trained
+
+    def check_ties(self) -> None:
+        """Check that the parameters that several ranks hold are those that they were.
+
+        Raises:
+            StateError: Another one is in the place of one of them.
+        """
+        own = [tie for tie in self._tied.ties if tie.parameter is not None]
+        held = set(self.parameters()) if own else set()
+        for tie in own:
+            if tie.parameter not in held:
+                raise StateError(
+                    f"{describe_rank()}: {tie.names[0]}, which several ranks hold, has been "
+                    "replaced by another parameter, so its gradients would not be summed; copy "
+                    "values into it (load_state_dict without assign=True)"
+                )
 
     def set_earlier_gradients_aside(self) -> None:
         """Begin a step: ``sync_tied_gradients`` will add gradients it has summed already once."""
@@ -212,6 +234,20 @@ class PipelineParallel(ModuleWrapper):
         backward of an accumulation that began without gradients.
         """
         self._tied.sync()
+
+
+def _part(parameters: Iterable[nn.Parameter], kept: Iterable[Tensor]) -> None:
+    """Give gradients memory of their own, where autograd took that of tensors still to be used.
+
+    It takes views as they are, and adds the next micro-batch's into them.
+    """
+    memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout != torch.strided:
+            continue
+        if gradient.untyped_storage().data_ptr() in memory:
+            parameter.grad = gradient.clone()
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -10,9 +10,12 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist.dist import exchange
+from ....dist.errors import StateError
+from ...pg_manager import describe_rank
 from ..splitting.split import Placement
 
 Message = tuple[Tensor, int]
+HELD, FROZEN = 1, 2  # what an owner says of its gradient and parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,11 +26,13 @@ class Tie:
         names: all its names in the whole model.
         owners: places in the pipeline of the ranks that hold it, ascending.
         parameter: the parameter itself; None on other ranks.
+        trained: whether it required grad when the model was split.
     """
 
     names: tuple[str, ...]
     owners: tuple[int, ...]
     parameter: nn.Parameter | None
+    trained: bool
 
 
 def find_ties(
@@ -52,7 +57,7 @@ def find_ties(
         owners = sorted({homes[stage] for stage in stages})
         if len(owners) > 1:
             kept = parameter if rank in owners else None
-            ties.append(Tie(tuple(aliases), tuple(owners), kept))
+            ties.append(Tie(tuple(aliases), tuple(owners), kept, parameter.requires_grad))
     return ties
 
 
@@ -116,9 +121,16 @@ class TiedGradients:
         """Sum gradients over the owners, in rank order: the same bits on each of them.
 
         An owner without a gradient counts as zeros; where no owner has one it stays None.
+
+        Raises:
+            StateError: One owner has frozen it since, and another one has not.
         """
         self._pending = False
-        trained = [(p, owners) for p, owners in self._own() if p.requires_grad]
+        trained = [
+            (tie.parameter, tie.owners)
+            for tie in self.ties
+            if tie.parameter is not None and tie.trained
+        ]
         parts = [[self._part(p, owner) for owner in owners] for p, owners in trained]
         sends: list[Message] = []
         recvs: list[Message] = []
@@ -129,8 +141,20 @@ class TiedGradients:
                     sends += [(tensor, self._ranks[owner]) for tensor in own]
                     recvs += [(tensor, self._ranks[owner]) for tensor in theirs]
         self._exchange(sends, recvs)
-        for (parameter, _), tensors in zip(trained, parts, strict=True):
+        for (parameter, owners), tensors in zip(trained, parts, strict=True):
+            self._require_all_trained(parameter, owners, tensors)
             parameter.grad = _total(tensors, self._earlier.pop(parameter, None))
+
+    def _require_all_trained(
+        self, parameter: nn.Parameter, owners: Sequence[int], parts: Sequence[tuple[Tensor, Tensor]]
+    ) -> None:
+        frozen = [o for o, (_, flag) in zip(owners, parts, strict=True) if int(flag) & FROZEN]
+        if 0 < len(frozen) < len(owners):
+            raise StateError(
+                f"{describe_rank()}: ranks {frozen} of the pipeline have frozen a parameter of "
+                f"shape {tuple(parameter.shape)} that ranks {list(owners)} hold; freeze it on all "
+                "of them, by the name that it has there, or on none"
+            )
 
     def _forget_dropped(self) -> None:
         """Forget what was set aside of gradients that have been set to None or zero since."""
@@ -145,13 +169,14 @@ class TiedGradients:
 
     def _part(self, parameter: nn.Parameter, owner: int) -> tuple[Tensor, Tensor]:
         """Return an owner's gradient and whether it has one; empty ones to receive another's."""
-        flag = torch.zeros(1, dtype=torch.uint8, device=parameter.device)
+        frozen = FROZEN * (not parameter.requires_grad)
+        flag = torch.full((1,), frozen, dtype=torch.uint8, device=parameter.device)
         if owner != self._rank:
             return torch.empty_like(parameter, requires_grad=False), flag
         if parameter.grad is None:
             return torch.zeros_like(parameter, requires_grad=False), flag
         gradient = parameter.grad.detach()
-        return gradient.to_dense() if gradient.is_sparse else gradient, flag.fill_(1)
+        return gradient.to_dense() if gradient.is_sparse else gradient, flag.add_(HELD)
 
     def _exchange(self, sends: list[Message], recvs: list[Message]) -> None:
         if sends or recvs:
@@ -160,7 +185,7 @@ class TiedGradients:
 
 def _total(parts: Sequence[tuple[Tensor, Tensor]], earlier: Tensor | None) -> Tensor | None:
     """Add in the given order, in float32 at least, and round once."""
-    if not any(flag.item() for _, flag in parts):
+    if not any(int(flag) & HELD for _, flag in parts):
         return earlier
     dtype = parts[0][0].dtype
     wide = torch.promote_types(dtype, torch.float32)

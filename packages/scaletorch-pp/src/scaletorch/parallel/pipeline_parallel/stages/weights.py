@@ -20,7 +20,12 @@ class WeightGradients:
     """The weight gradients that one backward of inputs has left for later."""
 
     def __init__(self) -> None:
+        self.open = False  # whether the backward that leaves them is running, and no other
         self._left: list[tuple[Tensor, Inputs]] = []
+
+    def gradients(self) -> list[Tensor]:
+        """Return the outputs' gradients, which are kept until `accumulate`."""
+        return [gradient for _, (_, gradient) in self._left]
 
     def leave(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> None:
         """Leave the gradient of a weight for later.
@@ -50,17 +55,28 @@ class Deferral:
     def __init__(self) -> None:
         self.into: WeightGradients | None = None
 
-    def to(self, into: WeightGradients | None) -> AbstractContextManager[object]:
-        """Let the forwards in this context leave their weight gradients for later."""
-        return nullcontext() if into is None else self._collect(into)
+    def gradients(self) -> list[Tensor]:
+        """Return what is kept for weights of the backward that is running."""
+        return [] if self.into is None else self.into.gradients()
+
+    def to(
+        self, into: WeightGradients | None, *, backward: bool = False
+    ) -> AbstractContextManager[object]:
+        """Let the forwards in this context leave their weight gradients for later.
+
+        Args:
+            into: What collects them; None computes them at once.
+            backward: Whether it is their backward that runs in this context.
+        """
+        return nullcontext() if into is None else self._collect(into, backward)
 
     @contextmanager
-    def _collect(self, into: WeightGradients) -> Iterator[None]:
-        self.into = into
+    def _collect(self, into: WeightGradients, backward: bool) -> Iterator[None]:
+        self.into, into.open = into, backward
         try:
             yield
         finally:
-            self.into = None
+            self.into, into.open = None, False
 
 
 def defer_weight_gradients(model: nn.Module, deferral: Deferral) -> None:
@@ -104,7 +120,9 @@ class _Linear(torch.autograd.Function):
         ctx.later = later
         # Saved for its version alone too: autograd refuses weights that were changed in between.
         ctx.save_for_backward(inputs, later[0])
-        return F.linear(inputs, as_autocast(later[0].detach()), bias)
+        output = F.linear(inputs, as_autocast(later[0].detach()), bias)
+        # Not a view for autograd, so that it may be changed in place, as by nn.ReLU(inplace=True).
+        return torch.ops.aten._unsafe_view(output, output.shape)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -115,7 +133,8 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             of_bias = _rows(gradient).sum(0)
         weight, into = ctx.later
-        into.leave(weight, inputs, gradient)
+        if into.open:  # and not a gradient that the model takes in its own forward
+            into.leave(weight, inputs, gradient)
         return of_inputs, of_bias, None, None
 
 

@@ -113,6 +113,13 @@ def read(data_loader: Iterable[Batch], *, with_labels: bool) -> list[Batch]:
             came = type(batch["labels"]).__name__
             message = f"labels of micro-batch {index} must be a tensor [B, L], got {came}"
             raise InvalidArgumentError(f"{describe_rank()}: {message}")
+        for name, value in batch.items():
+            if isinstance(value, Tensor) and value.requires_grad:
+                message = f"{name} of micro-batch {index} requires grad"
+                raise InvalidArgumentError(
+                    f"{describe_rank()}: {message}, and every stage has a copy of its own, so no "
+                    "gradient of it would be whole; make it a parameter of a layer, or detach it"
+                )
     if not batches:
         message = "data_loader has no micro-batches: every stage needs all of a step's"
         raise InvalidArgumentError(f"{describe_rank()}: {message}")

@@ -115,6 +115,7 @@ def agreed_step(
         chosen = pipeline.schedule if schedule is None else schedule
         plan = _plan(chosen, len(pipeline.ranks), len(inputs.batches), pipeline.rank)
         _require_stages(plan.schedule, pipeline)
+        pipeline.check_ties()
         if require is not None:
             require(arguments.model, plan.schedule)
         recorded = " recorded" * (pipeline.recorder is not None)

@@ -119,7 +119,7 @@ class Training:
         gradients = None if task.needs is None else mail.take_gradients(task.needs)
         hidden, output = self._live.pop((micro_batch, chunk))
         pipeline.select(chunk)  # a recomputed forward may look for its modules
-        with pipeline.deferral.to(into):
+        with pipeline.deferral.to(into, backward=True):
             made = self._backward(hidden, output, gradients)
         if task.makes is not None:
             mail.put(task.makes, made)

@@ -1,0 +1,303 @@
+"""Models that pipelines often train wrong in silence: here they are right, or refused."""
+
+import copy
+import itertools
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scaletorch.dist import InvalidArgumentError, MismatchError, StateError
+from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.parallel.pipeline_parallel import (
+    PipelineParallel,
+    StageError,
+    one_f_one_b,
+    pipeline_forward,
+    recording,
+    train_step_pipeline,
+)
+
+HIDDEN, VOCAB, LENGTH = 8, 16, 5
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x):
+        return x + self.linear(x).tanh()
+
+
+class Net(nn.Module):
+    layer = Layer
+
+    def __init__(self, tied=False):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(self.layer() for _ in range(4))
+        self.head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, input_ids):
+        return self.head(self.through(self.embed(input_ids)))
+
+    def through(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Position(nn.Module):
+    """Its parameter's gradient is a view of the output's."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(HIDDEN, HIDDEN)
+        self.position = nn.Parameter(torch.randn(LENGTH, HIDDEN))
+
+    def forward(self, x):
+        y = x.squeeze(0) + self.position.view(LENGTH, HIDDEN)
+        return self.linear(y).unsqueeze(0) + self.position.unsqueeze(0)
+
+
+class Force(Layer):
+    def forward(self, x):
+        with torch.enable_grad():
+            y = x if x.requires_grad else x.requires_grad_()
+            energy = self.linear(y).tanh().sum()
+            (force,) = torch.autograd.grad(energy, y, create_graph=True)
+        return x + force
+
+
+class InPlace(Layer):
+    def forward(self, x):
+        return x + torch.relu_(self.linear(x))
+
+
+class OfPositions(Net):
+    layer = Position
+
+
+class OfForces(Net):
+    layer = Force
+
+
+class OfInPlace(Net):
+    layer = InPlace
+
+
+class Adapted(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.ones(2, HIDDEN, dtype=torch.float64))
+
+    def forward(self, x):
+        return self.base(x) + (x @ self.down.T).sum(-1, keepdim=True)
+
+
+class Beside(Layer):
+    def forward(self, x, embedded):
+        return x + self.linear(x + embedded).tanh()
+
+
+class KeepsEmbedded(Net):
+    layer = Beside
+
+    def through(self, x):
+        embedded = x
+        for layer in self.layers:
+            x = layer(x, embedded)
+        return x
+
+
+class Twice(Net):
+    def through(self, x):
+        return super().through(super().through(x))
+
+
+class ChangesAfter(Net):
+    def through(self, x):
+        x = super().through(x)
+        x *= 0.5
+        return x
+
+
+class ChangesBefore(Net):
+    def through(self, x):
+        x *= 0.5
+        return super().through(x)
+
+
+class Collects(Net):
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        total = 0.0
+        for layer in self.layers:
+            x = layer(x)
+            total = total + x.pow(2).mean()
+        return self.head(x), total
+
+
+def make_batches(rows=1, count=4):
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCAB, (count, rows, LENGTH + 1), generator=generator)
+    return [{"input_ids": t[:, :-1], "labels": t[:, 1:]} for t in tokens]
+
+
+def split(kind, schedule="1f1b", **options):
+    torch.manual_seed(0)
+    plain = kind(**options).double()
+    world = torch.distributed.group.WORLD
+    return plain, PipelineParallel(copy.deepcopy(plain), group=world, schedule=schedule)
+
+
+def serial_step(plain, batches):
+    count = sum(batch["labels"].numel() for batch in batches)
+    for batch in batches:
+        logits = plain(batch["input_ids"]).flatten(0, 1)
+        (F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / count).backward()
+
+
+def check(stage, plain):
+    references = dict(plain.named_parameters())
+    for name, parameter in stage.named_parameters():
+        torch.testing.assert_close(
+            parameter.grad, references[name].grad, rtol=1e-12, atol=1e-14, msg=name
+        )
+
+
+def trains(kinds, schedules):
+    for kind, schedule in itertools.product(kinds, schedules):
+        plain, stage = split(kind, schedule)
+        for _ in range(2):
+            serial_step(plain, make_batches())
+            train_step_pipeline(stage, make_batches())
+            check(stage, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_that_share_memory_and_backwards_in_forwards(world_size):
+    kinds = [OfPositions, OfForces, OfInPlace]
+    run_ranks(trains, world_size, kinds, ["1f1b", "zb_h1", "zb_v", "looped_bfs"])
+
+
+@distributed_test(world_size=2)
+def test_modules_replaced_after_wrapping_stay():
+    for schedule in ("1f1b", "zb_v"):
+        plain, stage = split(Net, schedule)
+        plain.head = Adapted(plain.head)
+        if stage.is_last_stage:
+            stage.module.head = Adapted(stage.module.head)
+        for _ in range(2):
+            serial_step(plain, make_batches())
+            train_step_pipeline(stage, make_batches())
+        assert ("head.down" in dict(stage.named_parameters())) == stage.is_last_stage
+        check(stage, plain)
+
+
+@distributed_test(world_size=2)
+def test_adapters_in_frozen_layers():
+    plain, stage = split(Net)
+    for model in (plain, stage.module):
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(name.startswith("head"))
+    train_step_pipeline(stage, make_batches())
+    stage.zero_grad()
+    for model in (plain, stage.module):
+        for layer in model.layers:
+            if isinstance(layer, Layer):
+                layer.linear = Adapted(layer.linear)
+    serial_step(plain, make_batches())
+    train_step_pipeline(stage, make_batches())
+    check(stage, plain)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (KeepsEmbedded, "is given the hidden states twice"),
+        (Twice, "comes back to it after modules of stage"),
+        (ChangesAfter, "changes the hidden states after the last layer"),
+        (Collects, "returns a tensor with a gradient of shape .* beside the hidden states"),
+    ],
+)
+def test_what_stages_cannot_do_alike(kind, text, schedule):
+    run_ranks(refused, 2, kind, text, schedule)
+
+
+def refused(kind, text, schedule):
+    _, stage = split(kind, schedule)
+    with pytest.raises((InvalidArgumentError, StageError), match=text):
+        train_step_pipeline(stage, make_batches())
+
+
+@distributed_test(world_size=2)
+def test_hidden_states_changed_in_place_without_gradients():
+    _, stage = split(ChangesBefore)
+    text = "changes the hidden states before the first layer"
+    with pytest.raises((InvalidArgumentError, StageError), match=text):
+        pipeline_forward(stage, make_batches())
+
+
+@distributed_test(world_size=2)
+def test_tied_parameters_that_are_no_longer_tied():
+    _, stage = split(Net, tied=True)
+    if stage.is_first_stage:
+        stage.module.embed.weight.requires_grad_(False)
+    with pytest.raises(StateError, match=r"ranks \[0\] of the pipeline have frozen a parameter"):
+        train_step_pipeline(stage, make_batches())
+    plain, stage = split(Net, tied=True)
+    state = {name: t for name, t in plain.state_dict().items() if name in stage.state_dict()}
+    stage.load_state_dict(state, assign=True)
+    with pytest.raises(StateError, match=r"has been replaced by another parameter"):
+        train_step_pipeline(stage, make_batches())
+
+
+@distributed_test(world_size=2)
+def test_mistakes_of_one_rank_alone():
+    rank = torch.distributed.get_rank()
+    world = torch.distributed.group.WORLD
+
+    def fails(num_ranks, num_micro_batches):
+        if rank == 1:
+            raise ZeroDivisionError("no such schedule")
+        return one_f_one_b(num_ranks, num_micro_batches)
+
+    with pytest.raises((MismatchError, ZeroDivisionError)[rank], match="no such schedule"):
+        PipelineParallel(Net(), group=world, schedule=fails)
+    with pytest.raises((MismatchError, InvalidArgumentError)[rank], match="got str"):
+        PipelineParallel(["model", Net()][1 - rank], group=world)
+    _, stage = split(Net)
+    with torch.set_grad_enabled(rank == 0):  # noqa: SIM117
+        with pytest.raises((MismatchError, StateError)[rank], match="needs gradients"):
+            train_step_pipeline(stage, make_batches())
+    with recording(stage) if rank else nullcontext():  # noqa: SIM117
+        with pytest.raises(MismatchError, match="recorded"):
+            train_step_pipeline(stage, make_batches())
+    with pytest.raises(MismatchError, match="everywhere=True"):
+        pipeline_forward(stage, make_batches(), everywhere=rank == 0)
+    train_step_pipeline(stage, make_batches())
+
+
+def test_steps_that_would_compute_no_gradient():
+    stage = PipelineParallel(Net(), schedule="forward_only")
+    with pytest.raises(InvalidArgumentError, match="'forward_only' has no backward"):
+        train_step_pipeline(stage, make_batches())
+    batches = [{**batch, "memory": torch.ones(1, requires_grad=True)} for batch in make_batches()]
+    with pytest.raises(InvalidArgumentError, match="memory of micro-batch 0 requires grad"):
+        train_step_pipeline(PipelineParallel(Net()), batches)
+
+    class Around(nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+    with pytest.raises(InvalidArgumentError, match=r"Around around .* must have backward\("):
+        train_step_pipeline(Around(PipelineParallel(Net())), make_batches())
