@@ -17,8 +17,8 @@ fault = PIPELINE.fault
 def two_layers_lost(cut: Any) -> Any:
     """Five layers over three stages are rounded down to three: two belong to nobody."""
 
-    def losing(model: nn.Module, placement: Any, stages: Any) -> Any:
-        chunks = cut(model, placement, stages)
+    def losing(model: nn.Module, placement: Any, stages: Any, *more: Any) -> Any:
+        chunks = cut(model, placement, stages, *more)
         for name in (modules[-1] for modules in placement.stages[:2]):
             parent, _, leaf = name.rpartition(".")
             lost = model.get_submodule(name)
@@ -32,11 +32,11 @@ def two_layers_lost(cut: Any) -> Any:
 def layer_on_two_stages(cut: Any) -> Any:
     """The last layer of the first stage stays on the second one too."""
 
-    def sparing(model: nn.Module, placement: Any, stages: Any) -> Any:
+    def sparing(model: nn.Module, placement: Any, stages: Any, *more: Any) -> Any:
         parent, _, leaf = placement.stages[0][-1].rpartition(".")
         layers = model.get_submodule(parent)._modules
         layer = layers[leaf]
-        chunks = cut(model, placement, stages)
+        chunks = cut(model, placement, stages, *more)
         if 1 in stages:
             layers[leaf] = layer
             model.get_submodule(placement.stages[1][0])._forward_pre_hooks.clear()
