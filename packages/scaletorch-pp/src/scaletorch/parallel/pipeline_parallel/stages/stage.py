@@ -176,13 +176,15 @@ class PipelineParallel(ModuleWrapper):
         """
         if isinstance(output_tensor, WeightGradients):
             return output_tensor.accumulate()
-        fresh = [parameter for parameter in self._own if parameter.grad is None]
+        before = [parameter.grad for parameter in self._own]
         outputs = [tensor for tensor in tensors_in(output_tensor) if tensor.requires_grad]
         if outputs:  # none where everything up to here is frozen
             gradients = None if output_tensor_grad is None else tensors_in(output_tensor_grad)
             torch.autograd.backward(outputs, gradients)
         leaves = [] if input_tensor is None else tensors_in(input_tensor)
         made = [_gradient(tensor) for tensor in leaves if tensor.requires_grad]
+        pairs = zip(self._own, before, strict=True)
+        fresh = [parameter for parameter, gradient in pairs if parameter.grad is not gradient]
         _part(fresh, [*made, *self.deferral.gradients()])
         if input_tensor is None:
             return None
