@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from .numbering import Numbered, number
 from .schedule import Action, Schedule
-from .simulate import Costs, run
+from .simulate import Costs, Times, run
 
 
 class Send(NamedTuple):
@@ -72,43 +72,48 @@ def derive_messages(schedule: Schedule) -> tuple[tuple[Operation, ...], ...]:
     Raises:
         ScheduleError: A schedule that `check` refuses.
     """
+    numbered = number(schedule)
+    times = run(numbered, Costs())
+    return tuple(_program(numbered, times, rank) for rank in range(schedule.num_ranks))
+
+
+def derive_program(schedule: Schedule, rank: int) -> tuple[Operation, ...]:
+    """Return what `derive_messages` has for one rank, in less time.
+
+    Raises:
+        ScheduleError: A schedule that `check` refuses.
+    """
+    numbered = number(schedule)
+    return _program(numbered, run(numbered, Costs()), rank)
+
+
+def _program(numbered: Numbered, times: Times, rank: int) -> tuple[Operation, ...]:
     # All actions and messages stand in one order over all ranks: an action at its start, a message
     # at the end of the action that made it, before the actions that start then; messages of one
-    # time as in the list below. Each program is its rank's part of that order. So the ranks cannot
+    # time by block and micro-batch. Each program is its rank's part of that order. So ranks cannot
     # deadlock, even where a send waits for its receive: of what has not run, take the first in the
     # order. All that comes before it on its ranks has run, so an action has its inputs, and of a
     # message both sides have arrived. Neighbouring messages may as well be posted together: that
     # first message still has both sides posted, hence a group is complete after finitely many.
     # And two ranks see the messages between them in the same order, so they match as they come.
-    numbered = number(schedule)
-    times = run(numbered, Costs())
-    size = schedule.num_micro_batches
-    slots = [s for b in numbered.crossings for s in range(b * size, (b + 1) * size)]
+    owners, size = numbered.owners, numbered.schedule.num_micro_batches
+    blocks = [b for b in numbered.crossings if rank in (owners[b], owners[b + 1])]
+    slots = [slot for b in blocks for slot in range(b * size, (b + 1) * size)]
     slots.sort(key=times.ends.__getitem__)
-    messages, moments = _by_rank(numbered, slots, times.ends)
-    return tuple(
-        _merged(actions, list(map(times.starts.__getitem__, own)), messages[rank], moments[rank])
-        for rank, (actions, own) in enumerate(zip(schedule.ranks, numbered.slots, strict=True))
-    )
-
-
-def _by_rank(
-    numbered: Numbered, slots: list[int], ends: list[float]
-) -> tuple[list[list[Send | Receive]], list[list[float]]]:
-    """Return each rank's messages in order, and when they travel."""
-    size, owners = numbered.schedule.num_micro_batches, numbered.owners
     half = numbered.schedule.num_stages
-    messages: list[list[Send | Receive]] = [[] for _ in numbered.slots]
-    moments: list[list[float]] = [[] for _ in numbered.slots]
-    rows = {b: (owners[b], owners[b + 1], numbered.stage(b), b > half) for b in numbered.crossings}
+    rows = {
+        b: (Send, owners[b + 1], numbered.stage(b), b > half)
+        if owners[b] == rank
+        else (Receive, owners[b], numbered.stage(b), b > half)
+        for b in blocks
+    }
+    messages: list[Send | Receive] = []
     for slot in slots:
-        source, target, stage, gradient = rows[slot // size]
-        micro_batch, moment = slot % size, ends[slot]
-        messages[source].append(Send(target, stage, micro_batch, gradient))
-        messages[target].append(Receive(source, stage, micro_batch, gradient))
-        moments[source].append(moment)
-        moments[target].append(moment)
-    return messages, moments
+        kind, peer, stage, gradient = rows[slot // size]
+        messages.append(kind(peer, stage, slot % size, gradient))
+    starts = list(map(times.starts.__getitem__, numbered.slots[rank]))
+    moments = list(map(times.ends.__getitem__, slots))
+    return _merged(numbered.schedule.ranks[rank], starts, messages, moments)
 
 
 def _merged(

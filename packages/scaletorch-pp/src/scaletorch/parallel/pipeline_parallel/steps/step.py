@@ -20,8 +20,9 @@ from ..runtime.execute import Step, Task, execute, in_steps
 from ..runtime.faults import Watch
 from ..runtime.mail import Mail
 from ..runtime.posts import Posts
-from ..schedules import Schedule, check, derive_messages
+from ..schedules import Schedule, check
 from ..schedules.choose import AnySchedule, built
+from ..schedules.messages import derive_program
 from ..schedules.schedule import FORWARD, Action
 from ..stages.stage import PipelineParallel
 from .batches import MicroBatches, checked_dtype, checked_shape, read
@@ -177,7 +178,7 @@ def _plan(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank: i
     """
     chosen = built(schedule, num_ranks, num_micro_batches)
     check(chosen)
-    program = derive_messages(chosen)[rank]
+    program = derive_program(chosen, rank)
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
     parted = partial(in_steps, program, chosen.stages[rank], chosen.num_stages)
     messages = [operation for operation in program if not isinstance(operation, Action)]
