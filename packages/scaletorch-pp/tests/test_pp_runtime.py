@@ -18,6 +18,7 @@ from scaletorch.parallel.pipeline_parallel import (
 )
 from scaletorch.parallel.pipeline_parallel.runtime.execute import Task, in_steps
 from scaletorch.parallel.pipeline_parallel.runtime.mail import Key, Message
+from scaletorch.parallel.pipeline_parallel.schedules.messages import derive_program
 
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]
 ENDS = {"F": 1, "B": -1, "I": -1, "W": 0}  # what an action does to the number of live graphs
@@ -101,6 +102,13 @@ def test_graphs_live_from_their_forward_to_their_backward(name):
 def test_one_rank_too():
     seen, expected = run_ranks(live_graphs, 1, "zb_v")[0]
     assert seen == expected
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_rank_derives_its_program_alone(name):
+    schedule = SCHEDULES[name](4, 6)
+    alone = tuple(derive_program(schedule, rank) for rank in range(4))
+    assert alone == derive_messages(schedule)
 
 
 def test_receives_begin_an_action_earlier():
