@@ -63,10 +63,10 @@ def measure_costs(
         raise InvalidArgumentError(f"repeats must be 1 at least, got {repeats}")
     layers = [model.get_submodule(name) for name in layers_of(model, split)]
     if any(parameter.is_meta for parameter in model.parameters()):
-        message = (
-            "measure_costs runs the model, and parameters of it are on the meta device; build "
+        raise InvalidArgumentError(
+            "measure_costs runs the model, and parameters of it are on the meta device; build it "
+            "on a real one"
         )
-        raise InvalidArgumentError(f"{message}it on a real one")
     with _unchanged(model), torch.enable_grad():
         runs = [_run(model, layers, batch, loss_fn or _default_loss) for _ in range(1 + repeats)]
     return tuple(median(part) for part in zip(*runs[1:], strict=True))
