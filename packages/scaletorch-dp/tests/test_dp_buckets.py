@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from unittest import mock
 
@@ -15,7 +16,12 @@ from torch import nn
 from scaletorch.dist import all_gather_object
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import preload, run_ranks
-from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive, bucket
+from scaletorch.parallel.data_parallel import (
+    DataParallelBucket,
+    DataParallelNaive,
+    bucket,
+    reduction,
+)
 from scaletorch.parallel.data_parallel.slot import Slot
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
@@ -108,15 +114,20 @@ class Fork(nn.Module):
         return x
 
 
-def record(log, of):
-    """Replace a module's all_reduce by one that notes the sizes."""
-    original = of.all_reduce
+@contextlib.contextmanager
+def record(log):
+    """Let every all_reduce note its operation and size."""
+    original = bucket.all_reduce
 
     def noting(data, op, **kwargs):
         log.append((op, data.numel()))
         return original(data, op, **kwargs)
 
-    return mock.patch.object(of, "all_reduce", noting)
+    with (
+        mock.patch.object(bucket, "all_reduce", noting),
+        mock.patch.object(reduction, "all_reduce", noting),
+    ):
+        yield
 
 
 def check_launch_order():
@@ -125,7 +136,7 @@ def check_launch_order():
     model = DataParallelBucket(Fork(), bucket_size=4, group=c10d.group.WORLD)
     log = []
     model.module.layers[0].weight.register_hook(lambda grad: log.append("first layer"))
-    with record(log, bucket):
+    with record(log):
         for use in ([0, 1, 2, 3], [0, 3] if c10d.get_rank() else [0, 2]):
             log.clear()
             model.zero_grad()
@@ -146,7 +157,7 @@ def check_naive_order():
     model = DataParallelNaive(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), c10d.group.WORLD)
     log = []
     model.module[0].weight.register_post_accumulate_grad_hook(lambda _: log.append("last gradient"))
-    with record(log, bucket):
+    with record(log):
         model(torch.ones(1, 2)).sum().backward()
     sizes = [each[1] for each in log if each != "last gradient"]
     assert log.index("last gradient") == 0

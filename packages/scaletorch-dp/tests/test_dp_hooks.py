@@ -17,7 +17,12 @@ from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import StateError
 from scaletorch.dist.testing import preload, run_ranks
-from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive, bucket
+from scaletorch.parallel.data_parallel import (
+    DataParallelBucket,
+    DataParallelNaive,
+    bucket,
+    reduction,
+)
 
 KINDS = [
     pytest.param(DataParallelNaive, {}, id="naive"),
@@ -206,7 +211,11 @@ def check_used_again():
     plain = UsedAgain().double()
     model = wrap(copy.deepcopy(plain), options={"bucket_size": 1})
     calls = []
-    with mock.patch.object(bucket, "all_reduce", noting(bucket.all_reduce, calls)):
+    counted = noting(bucket.all_reduce, calls)
+    with (
+        mock.patch.object(bucket, "all_reduce", counted),
+        mock.patch.object(reduction, "all_reduce", counted),
+    ):
         for _ in range(2):  # the second adds to what is there
             run(model, c10d.get_rank())
             for rank in range(2):

@@ -33,6 +33,7 @@ from .dist import (
 from .errors import (
     InvalidArgumentError,
     MismatchError,
+    NonFiniteError,
     NotInGroupError,
     RankFailedError,
     ScaletorchError,
@@ -59,6 +60,7 @@ from .startup.launchers import infer_launcher
 __all__ = [
     "InvalidArgumentError",
     "MismatchError",
+    "NonFiniteError",
     "NotInGroupError",
     "RankFailedError",
     "RankPool",

@@ -23,6 +23,10 @@ class MismatchError(ScaletorchError, RuntimeError):
     """Ranks disagree about something they must agree on; the message shows both sides."""
 
 
+class NonFiniteError(ScaletorchError, RuntimeError):
+    """Gradients, or their norm, are infinite or NaN; the message says where."""
+
+
 class RankFailedError(ScaletorchError, RuntimeError):
     """One or more launched ranks failed, hung or died; the message holds every traceback.
 

@@ -4,6 +4,8 @@ from ._version import __version__
 from .bucket import Bucket, BucketManager
 from .data_parallel import DataParallelBucket, DataParallelNaive
 from .loss import global_token_count, global_token_mean
+from .norm import clip_grad_norm_, global_grad_norm
+from .scaler import GradScaler
 from .shards import Shard, parameter_shards
 
 __all__ = [
@@ -11,8 +13,11 @@ __all__ = [
     "BucketManager",
     "DataParallelBucket",
     "DataParallelNaive",
+    "GradScaler",
     "Shard",
     "__version__",
+    "clip_grad_norm_",
+    "global_grad_norm",
     "global_token_count",
     "global_token_mean",
     "parameter_shards",

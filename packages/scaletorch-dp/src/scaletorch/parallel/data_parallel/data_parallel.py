@@ -10,15 +10,14 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ...dist import get_world_size
 from ...dist.agreement import agree
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import ModuleWrapper, axis_group, describe_rank
 from .bucket import Bucket, BucketManager, fill_buckets
 from .hooks import GradientSync
+from .initial import check_init_sync, sync_initial_values
+from .reduction import Reduction, check_floating
 from .slot import Slot
-
-_OPS = ("sum", "mean")
 
 
 class _DataParallel(ModuleWrapper):
@@ -28,31 +27,39 @@ class _DataParallel(ModuleWrapper):
         self,
         module: nn.Module,
         group: ProcessGroup | None,
-        options: dict[str, object],
-        fill: Callable[[list[Slot]], list[Bucket]],
+        options: dict[str, Any],
+        fill: Callable[[Iterable[Slot], int], list[Bucket]],
         *,
         overlap: bool,
     ) -> None:
         if not isinstance(module, nn.Module):
             message = f"module must be a torch.nn.Module, got {type(module).__name__}"
             raise InvalidArgumentError(message)
-        op = str(options["op"]).lower()
-        if op not in _OPS:
-            message = f"op must be one of {', '.join(map(repr, _OPS))}, got {options['op']!r}"
-            raise InvalidArgumentError(message)
+        check_init_sync(options["init_sync"])
         group = axis_group("cp_dp", group)
-        alone = group is None or get_world_size(group) == 1
+        options["op"] = str(options["op"]).lower()
+        reduction = Reduction(
+            options["op"], group, options.get("reduce_dtype"), options.get("order", "any")
+        )
         parameters = list(module.named_parameters())
-        if not alone:
-            options = {"wrapper": type(self).__name__, **options, "op": op}
-            agree("the model to wrap", _describe(parameters, options), group)
+        if reduction.size > 1:
+            named = {"wrapper": type(self).__name__, **options}
+            agree("the model to wrap", _describe(parameters, named), group)
+            sync_initial_values(module, options["init_sync"], group)
         super().__init__(module)
         self._frozen = [(name, each) for name, each in parameters if not each.requires_grad]
         trainable = [(name, each) for name, each in parameters if each.requires_grad]
         slots = [Slot(name, at, each) for at, (name, each) in enumerate(trainable)]
-        self._sync = GradientSync(BucketManager(slots, fill(slots), op, group), group, overlap)
-        if not alone:
-            self._sync.attach()
+        check_finite = bool(options.get("check_finite"))
+        # What several ranks work on is a multiple of their number.
+        multiple = reduction.size if reduction.ordered else 1
+        manager = BucketManager(
+            slots, lambda some: fill(some, multiple), reduction, check_finite=check_finite
+        )
+        self._sync = GradientSync(manager, overlap=overlap)
+        wider = any(slot.buffer_dtype != slot.parameter.dtype for slot in slots)
+        if reduction.size > 1 or wider or check_finite:
+            self._sync.attach(module)
 
     @property
     def require_backward_grad_sync(self) -> bool:
@@ -150,21 +157,30 @@ class DataParallelNaive(_DataParallel):
     What it promises is what `DataParallelBucket` does; only speed differs.
 
     Args:
-        module: Any module. Its parameters must start equal on all ranks; they are not sent.
+        module: Any module.
         group: The ranks to reduce over, by default the ``cp_dp`` axis.
         op: ``"sum"``, for losses already divided by the global token count, or ``"mean"``, which
             divides by the group's size as DistributedDataParallel does.
+        init_sync: As for `DataParallelBucket`.
 
     Raises:
-        InvalidArgumentError: An unknown ``op``, or something that is no module.
-        MismatchError: The ranks' parameters differ in name, shape, dtype, order or frozenness.
+        InvalidArgumentError: An unknown ``op`` or ``init_sync``, or something that is no module.
+        MismatchError: The ranks' parameters differ in name, shape, dtype, order, frozenness or,
+            where they are to be compared, values.
         StateError: No group to be found, or a live wrapper has a parameter already.
     """
 
     def __init__(
-        self, module: nn.Module, group: ProcessGroup | None = None, *, op: str = "sum"
+        self,
+        module: nn.Module,
+        group: ProcessGroup | None = None,
+        *,
+        op: str = "sum",
+        init_sync: str = "check",
     ) -> None:
-        super().__init__(module, group, {"op": op}, _one_each, overlap=False)
+        super().__init__(
+            module, group, {"op": op, "init_sync": init_sync}, _one_each, overlap=False
+        )
 
 
 class DataParallelBucket(_DataParallel):
@@ -175,18 +191,32 @@ class DataParallelBucket(_DataParallel):
     None for parameters that no rank used; a rank that did not use one adds zeros.
 
     Args:
-        module: Any module. Its parameters must start equal on all ranks; they are not sent.
-        grad_type: dtype in which gradients travel and are summed over ranks, such as
+        module: Any module.
+        grad_type: dtype in which gradients are accumulated and summed over ranks, such as
             ``torch.float32`` for bfloat16 parameters; None is each parameter's own.
-        bucket_size: Most elements in a bucket; a larger parameter has one to itself.
+        bucket_size: Most elements in a bucket; a larger parameter has one to itself, and the
+            first bucket is smaller. They are filled in the order in which the first synchronised
+            backward makes the gradients.
         group: The ranks to reduce over, by default the ``cp_dp`` axis.
         op: ``"sum"``, for losses already divided by the global token count, or ``"mean"``, which
             divides by the group's size as DistributedDataParallel does.
+        reduce_dtype: dtype in which gradients travel, such as ``torch.bfloat16`` to send half as
+            much; None is the one they are accumulated in.
+        order: ``"any"``, the backend's, or ``"rank"``: what was there before, plus rank 0's, plus
+            rank 1's, and so on. If micro-batch m of a step is rank (m modulo ranks)'s and each is
+            synchronised, the bits are those of one process, however many ranks there are.
+        init_sync: What becomes of parameters and buffers that differ between ranks at the start:
+            ``"check"`` refuses them by name, ``"broadcast"`` sends the first rank's, ``"none"``
+            leaves them.
+        check_finite: Refuse, on every rank, gradients that are not finite before they are summed,
+            with the parameters and the ranks that made them. Costs one more pass over them.
 
     Raises:
-        InvalidArgumentError: An unknown ``op``, a ``grad_type`` that is no floating dtype, a
-            ``bucket_size`` below 1, or something that is no module.
-        MismatchError: The ranks' parameters differ in name, shape, dtype, order or frozenness.
+        InvalidArgumentError: An unknown ``op``, ``order`` or ``init_sync``, a ``grad_type`` or
+            ``reduce_dtype`` that is no floating dtype, a ``bucket_size`` below 1, or something
+            that is no module.
+        MismatchError: The ranks' parameters differ in name, shape, dtype, order, frozenness or,
+            where they are to be compared, values.
         StateError: No group to be found, or a live wrapper has a parameter already.
     """
 
@@ -198,27 +228,35 @@ class DataParallelBucket(_DataParallel):
         group: ProcessGroup | None = None,
         *,
         op: str = "sum",
+        reduce_dtype: torch.dtype | None = None,
+        order: str = "any",
+        init_sync: str = "check",
+        check_finite: bool = False,
     ) -> None:
         if isinstance(bucket_size, bool) or not isinstance(bucket_size, int) or bucket_size < 1:
             message = f"bucket_size must be a number of elements, at least 1, got {bucket_size!r}"
             raise InvalidArgumentError(message)
-        if grad_type is not None and not (
-            isinstance(grad_type, torch.dtype) and grad_type.is_floating_point
-        ):
-            message = f"grad_type must be a floating-point dtype or None, got {grad_type!r}"
-            raise InvalidArgumentError(message)
+        check_floating("grad_type", grad_type)
 
-        def fill(slots: list[Slot]) -> list[Bucket]:
-            # Backward makes gradients in about the reverse order of registration.
-            return fill_buckets(reversed(slots), bucket_size, grad_type)
+        def fill(slots: Iterable[Slot], multiple: int) -> list[Bucket]:
+            return fill_buckets(slots, bucket_size, grad_type, multiple)
 
-        options: dict[str, object] = {"op": op, "bucket_size": bucket_size, "grad_type": grad_type}
+        options = {
+            "op": op,
+            "bucket_size": bucket_size,
+            "grad_type": grad_type,
+            "reduce_dtype": reduce_dtype,
+            "order": order,
+            "check_finite": check_finite,
+            "init_sync": init_sync,
+        }
         super().__init__(module, group, options, fill, overlap=True)
 
 
-def _one_each(slots: list[Slot]) -> list[Bucket]:
+def _one_each(slots: Iterable[Slot], multiple: int) -> list[Bucket]:
     """Give every parameter a bucket of its own, in registration order."""
-    return [Bucket([slot], slot.parameter.dtype) for slot in slots]
+    ordered = sorted(slots, key=lambda slot: slot.index)
+    return [Bucket([slot], slot.parameter.dtype, multiple) for slot in ordered]
 
 
 def _describe(

@@ -10,14 +10,14 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Variable
-from torch.distributed import ProcessGroup
 from torch.utils.hooks import RemovableHandle
 
 from ...dist.errors import StateError
 from ..pg_manager import describe_rank
 from .bucket import BucketManager
+from .linear import ProductSink, direct_products
 
 _OUTSIDE = -1  # torch's number for "no backward is running on this thread"
 _serial = itertools.count()
@@ -34,15 +34,14 @@ class GradientSync:
 
     Args:
         manager: The buckets; its slots' parameters get the hooks.
-        group: The group they are reduced over.
         overlap: Whether buckets leave during backward, or all at its end.
     """
 
-    def __init__(self, manager: BucketManager, group: ProcessGroup | None, overlap: bool) -> None:
+    def __init__(self, manager: BucketManager, overlap: bool) -> None:
         self.enabled = True
         self.completed = 0  # synchronisations so far
         self.manager = manager
-        self.group = group
+        self.group = manager.reduction.group
         self._overlap = overlap
         self._touched = False
         self._root: int | None = None
@@ -51,8 +50,11 @@ class GradientSync:
         self._attached = False
         self._serial = next(_serial)
 
-    def attach(self) -> None:
+    def attach(self, module: nn.Module) -> None:
         """Put the hooks in place; without them nothing is ever communicated.
+
+        Args:
+            module: The model; its linear layers write their gradients right into the buckets.
 
         Raises:
             StateError: A parameter belongs to another wrapper that is still alive, or its
@@ -61,6 +63,10 @@ class GradientSync:
         self._refuse_shared_parameters()
         self._refuse_main_grads()
         weakref.finalize(self, _remove_hooks, self._register_hooks()).atexit = False
+        parameters = [slot.parameter for slot in self.manager.slots]
+        sink = ProductSink(partial(_add_product, weakref.ref(self)))
+        undo = direct_products(module, parameters, sink)
+        weakref.finalize(self, undo).atexit = False
         self._attached = True
         _alive.add(self)
 
@@ -107,7 +113,7 @@ class GradientSync:
     def gradient_added(self, index: int) -> None:
         """Handle a parameter's gradient just after autograd added it."""
         slot = self.manager.slots[index]
-        if not slot.after_accumulation():
+        if not slot.after_accumulation(self.manager.place):
             return
         self._touched = True
         if not self.enabled:
@@ -120,6 +126,16 @@ class GradientSync:
             )
             raise StateError(message)
         self.manager.mark_ready(index, launch=self._overlap and not self._crowded)
+
+    def add_product(self, index: int, weight: Tensor, rows: Tensor, columns: Tensor) -> bool:
+        """Add ``rows @ columns`` to a weight's gradient; False where others want to see it."""
+        slot = self.manager.slots[index]
+        watched = len(weight._backward_hooks or ()) + len(weight._post_accumulate_grad_hooks or ())
+        if weight is not slot.parameter or watched > 2 or not slot.writes(rows.dtype):
+            return False
+        self._enter()
+        slot.add_product(rows, columns, self.manager.place)
+        return True
 
     def _enter(self) -> None:
         """Queue the end of the running backward, once."""
@@ -227,6 +243,13 @@ def _after(this: weakref.ref[GradientSync], index: int, _parameter: Tensor) -> N
     sync = this()
     if sync is not None:
         sync.gradient_added(index)
+
+
+def _add_product(
+    this: weakref.ref[GradientSync], index: int, weight: Tensor, rows: Tensor, columns: Tensor
+) -> bool:
+    sync = this()
+    return sync is not None and sync.add_product(index, weight, rows, columns)
 
 
 def _remove_hooks(handles: Iterable[RemovableHandle]) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from ...dist.errors import StateError
+
+Place = Callable[["Slot"], Tensor]
 
 
 class Slot:
@@ -15,20 +19,37 @@ class Slot:
     held) or this rank's own since the last synchronisation (``local`` is True): a synchronised
     gradient that was there before is then held back, and added again by `give`.
 
+    This rank's own gradient lives in a bucket's buffer. Where that has the parameter's dtype,
+    ``parameter.grad`` is a view of it, into which autograd adds; else each backward's gradient is
+    added to the buffer, and stays as ``parameter.grad`` only to show whether it was zeroed.
+
     Args:
         name: The parameter's name in its module.
         index: Its position among the slots.
         parameter: The parameter; it must require grad.
     """
 
-    __slots__ = ("_held", "_version", "index", "local", "name", "parameter")
+    __slots__ = (
+        "_held",
+        "_shown",
+        "_version",
+        "_view",
+        "buffer_dtype",
+        "index",
+        "local",
+        "name",
+        "parameter",
+    )
 
     def __init__(self, name: str, index: int, parameter: nn.Parameter) -> None:
         self.name = name
         self.index = index
         self.parameter = parameter
         self.local = False
+        self.buffer_dtype = parameter.dtype  # its bucket's
         self._held: Tensor | None = None
+        self._view: Tensor | None = None
+        self._shown: Tensor | None = None
         self._version = 0
 
     def open(self) -> None:
@@ -40,24 +61,39 @@ class Slot:
         grad = self.parameter.grad
         if grad is None:
             self.local, self._held = False, None
-        elif self._held is not None and grad._version != self._version and not grad.any():
+        elif self.local and (grad is not self._shown or grad._version != self._version):
+            self._follow(grad)
+
+    def _follow(self, grad: Tensor) -> None:
+        """Take over what somebody did to the visible gradient."""
+        zeroed = not grad.any()
+        if zeroed:
             self._held = None
+        replaced = zeroed or grad is not self._shown
+        if replaced and self._view is not None and grad is not self._view:
+            self._view.copy_(grad)
 
     def close(self) -> None:
         """Put the gradient in order when a backward that is not synchronised ends."""
         grad = self.parameter.grad
         if self.local and grad is not None:
-            self._version = grad._version
+            self._shown, self._version = grad, grad._version
         elif self._held is not None:  # no gradient came, as in torch.autograd.grad
             self.give(None)
 
     def before_accumulation(self) -> None:
         """Hold a synchronised gradient back, so that autograd starts a new one."""
-        if not self.local and self.parameter.grad is not None:
-            self._held, self.parameter.grad = self.parameter.grad, None
+        if not self.local:
+            if self.parameter.grad is not None:
+                self._held, self.parameter.grad = self.parameter.grad, None
+        elif self.parameter.grad is not self._view:
+            self.parameter.grad = None
 
-    def after_accumulation(self) -> bool:
+    def after_accumulation(self, place: Place) -> bool:
         """Note that the gradient is now this rank's own; False where autograd gave none.
+
+        Args:
+            place: Gives the slot's memory in its bucket's buffer.
 
         Raises:
             StateError: The gradient is sparse.
@@ -71,29 +107,55 @@ class Slot:
                 "are synchronised: build its module with sparse=False"
             )
             raise StateError(message)
-        self.local = True
+        if grad is not self._view or not self.local:
+            self._store(grad, place)
         return True
 
-    def take(self) -> Tensor | None:
-        """Move this rank's own gradient out, leaving None; None where there is none."""
-        grad, self.parameter.grad = self.parameter.grad, None
-        if self.local:
-            self.local = False
-            return grad
-        if grad is not None:
-            self._held = grad
-        return None
+    def writes(self, dtype: torch.dtype) -> bool:
+        """Return whether products of a dtype can be added right in the buffer."""
+        return self.buffer_dtype == dtype and self.parameter.dtype == dtype
 
-    def give(self, reduced: Tensor | None) -> None:
+    def add_product(self, rows: Tensor, columns: Tensor, place: Place) -> None:
+        """Add ``rows @ columns``, a matrix of the parameter's shape and dtype, to the gradient."""
+        self.before_accumulation()
+        if self.local and self._view is not None:
+            self._view.addmm_(rows, columns)
+        else:
+            self.parameter.grad = torch.mm(rows, columns, out=self._begin(place))
+
+    def take(self, part: Tensor) -> bool:
+        """Leave this rank's own gradient in ``part`` of the buffer, and None to be seen.
+
+        Returns:
+            Whether there is one; else ``part`` is zero.
+        """
+        local, grad, self.parameter.grad = self.local, self.parameter.grad, None
+        if not local:
+            part.zero_()
+            if grad is not None:
+                self._held = grad
+        self.local, self._view, self._shown = False, None, None
+        return local
+
+    @property
+    def held(self) -> Tensor | None:
+        """The synchronised gradient that was there before this rank's own."""
+        return self._held
+
+    def give(self, reduced: Tensor | None, *, with_held: bool = False) -> None:
         """Set the gradient to the held one plus ``reduced``, which may be changed and kept.
 
         A gradient that arrived since `take` stays this rank's own, with the sum held.
+
+        Args:
+            reduced: None where no rank has one.
+            with_held: Whether the held one has been added to it already.
         """
         held, self._held = self._held, None
         if reduced is None:
             total = held
         else:
-            total = self._conform(reduced if held is None else reduced.add_(held))
+            total = self._conform(reduced if held is None or with_held else reduced.add_(held))
         if self.local:
             self._held = total
         else:
@@ -102,8 +164,22 @@ class Slot:
     def clear(self) -> None:
         """Forget everything; the gradient is None."""
         self.local = False
-        self._held = None
+        self._held = self._view = self._shown = None
         self.parameter.grad = None
+
+    def _begin(self, place: Place) -> Tensor:
+        """Return the memory of a new gradient of this rank's own."""
+        self._view, self.local = place(self), True
+        return self._view
+
+    def _store(self, grad: Tensor, place: Place) -> None:
+        """Move a gradient that autograd made into the buffer."""
+        if self.local and self._view is not None:
+            self._view.add_(grad)
+        else:
+            self._begin(place).copy_(grad)
+        if self._view is not None and self._view.dtype == grad.dtype:
+            self.parameter.grad = self._view
 
     def _conform(self, grad: Tensor) -> Tensor:
         """Return ``grad`` in the parameter's dtype and strides, copied only where they differ."""

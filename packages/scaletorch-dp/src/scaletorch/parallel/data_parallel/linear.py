@@ -1,0 +1,128 @@
+"""Linear layers whose weight gradients are computed right into the bucket's buffer.
+
+A gradient of its own would be written, read, and written once more; a product added by the matrix
+multiplication itself is not.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+# Takes a slot's index, its weight, rows and columns, and adds rows @ columns to the gradient;
+# False where it must go the usual way.
+AddProduct = Callable[[int, Tensor, Tensor, Tensor], bool]
+
+
+class ProductSink:
+    """Where linear layers leave their products; nowhere in a copy, or once the wrapper is gone."""
+
+    __slots__ = ("__weakref__", "add")
+
+    def __init__(self, add: AddProduct | None = None) -> None:
+        self.add = add
+
+    def __reduce__(self) -> tuple[type[ProductSink], tuple[()]]:
+        return ProductSink, ()  # a copy's gradients are its own
+
+
+def direct_products(
+    module: nn.Module, parameters: Iterable[nn.Parameter], sink: ProductSink
+) -> Callable[[], None]:
+    """Let the linear layers of a module leave their weights' products in a sink, in place.
+
+    Only layers that use `nn.Linear`'s own forward do, and whose weights are contiguous.
+
+    Args:
+        module: The model.
+        parameters: The slots' parameters, in the order of their indices.
+        sink: Takes the products.
+
+    Returns:
+        What undoes it; it keeps nothing alive.
+    """
+    index_of: dict[Tensor, int] = {each: index for index, each in enumerate(parameters)}
+    changed: list[weakref.ref[nn.Module]] = []
+    for each in module.modules():
+        if not isinstance(each, nn.Linear) or type(each).forward is not nn.Linear.forward:
+            continue
+        index = index_of.get(each.weight)
+        if index is not None and "forward" not in vars(each) and each.weight.is_contiguous():
+            # A partial, not a closure, so that a deep copy and pickle take the module along.
+            each.forward = partial(_forward, each, sink, index)  # type: ignore[method-assign]
+            changed.append(weakref.ref(each))
+    return partial(_restore, changed, weakref.ref(sink))
+
+
+def _restore(changed: list[weakref.ref[nn.Module]], sink: weakref.ref[ProductSink]) -> None:
+    for reference in changed:
+        module = reference()
+        forward = None if module is None else vars(module).get("forward")
+        if isinstance(forward, partial) and forward.func is _forward and forward.args[1] is sink():
+            vars(module).pop("forward")
+
+
+def _forward(module: nn.Linear, sink: ProductSink, index: int, input: Tensor) -> Tensor:
+    weight: Tensor = module.weight
+    bias: Tensor | None = module.bias
+    if (
+        sink.add is None
+        or not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf)
+        or torch.compiler.is_compiling()
+        or input.dtype != weight.dtype
+        or torch.is_autocast_enabled(input.device.type)
+    ):
+        return F.linear(input, weight, bias)
+    output: Tensor = _Linear.apply(input, weight, bias, (sink, index))  # type: ignore[no-untyped-call]
+    return output
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, to: tuple[ProductSink, int]
+    ) -> Tensor:
+        ctx.to = to
+        ctx.save_for_backward(inputs, weight)
+        output = F.linear(inputs, weight, bias)
+        # Not a view for autograd, so that it may be changed in place, as by nn.ReLU(inplace=True).
+        return torch.ops.aten._unsafe_view(output, output.shape)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (gradient,) = gradients
+        inputs, weight = ctx.saved_tensors
+        of_inputs = of_weight = of_bias = None
+        if ctx.needs_input_grad[0]:
+            of_inputs = gradient @ weight
+        if ctx.needs_input_grad[1]:
+            of_weight = _weight_gradient(ctx, weight, _rows(gradient).t(), _rows(inputs))
+        if ctx.needs_input_grad[2]:
+            of_bias = _rows(gradient).sum(0)
+        return of_inputs, of_weight, of_bias, None
+
+
+def _weight_gradient(ctx: Any, weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor | None:
+    """Return the gradient of the weight, or None where the sink has taken it."""
+    sink, index = ctx.to
+    if torch.is_grad_enabled() or sink.add is None or not _is_added(ctx.next_functions[1][0]):
+        return rows @ columns
+    return None if sink.add(index, weight, rows, columns) else rows @ columns
+
+
+def _is_added(node: Any) -> bool:
+    """Return whether the running backward adds to the gradient of a leaf, given its node."""
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # torch.autograd.grad, which takes the gradient for itself
+        return False
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])

@@ -1,0 +1,68 @@
+"""Loss scaling for float16, on which all ranks agree."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...dist import all_reduce
+from ...dist.devices import current_device
+from ..pg_manager import axis_group
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler` whose ranks skip a step, and change the scale, all or none.
+
+    An overflow on one rank counts on all of them, at the cost of one all-reduce of one number for
+    each optimizer and step. Its methods and what they return are torch's own. Every rank calls
+    `step` for as many optimizers and then `update`, also one that has no gradient, or that did
+    not `scale` a loss because it has another stage of a pipeline.
+
+    Gradients are whole or float32 shards, whatever the optimizer's ``param_groups`` hold. float16
+    gradients themselves are refused, as by torch: keep parameters, or their shards, in float32.
+
+    Args:
+        device: Type of the device of the optimizer's tensors; None is that of this process.
+        init_scale: The scale to begin with.
+        growth_factor: What the scale is multiplied by after ``growth_interval`` good steps.
+        backoff_factor: What it is multiplied by after a skipped step.
+        growth_interval: Good steps in a row before the scale grows.
+        enabled: If False, nothing is scaled, and steps are the optimizer's.
+        group: The ranks that agree, by default all of the current grid.
+
+    Raises:
+        StateError: Several ranks, and neither a group nor a process group manager.
+    """
+
+    def __init__(
+        self,
+        device: str | None = None,
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        kind = current_device().type if device is None else device
+        super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        if self._enabled:
+            self._group = axis_group("world", group)
+            # Not in the first `scale` as in torch: some ranks have no loss.
+            self._lazy_init_scale_growth_tracker(torch.device(kind))
+
+    def _unscale_grads_(
+        self,
+        optimizer: torch.optim.Optimizer,
+        inv_scale: Tensor,
+        found_inf: Tensor,
+        allow_fp16: bool,
+    ) -> dict[torch.device, Tensor]:
+        own = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        anywhere = found_inf.clone()
+        for found in own.values():
+            anywhere += found.to(anywhere.device)
+        all_reduce(anywhere, "max", self._group)
+        return {anywhere.device: anywhere}
