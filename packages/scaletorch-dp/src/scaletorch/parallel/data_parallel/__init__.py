@@ -6,6 +6,7 @@ from .data_parallel import DataParallelBucket, DataParallelNaive
 from .loss import global_token_count, global_token_mean
 from .norm import clip_grad_norm_, global_grad_norm
 from .scaler import GradScaler
+from .sharding.shard_optimizer import shard_optimizer, whole_gradients
 from .shards import Shard, parameter_shards
 
 __all__ = [
@@ -21,4 +22,6 @@ __all__ = [
     "global_token_count",
     "global_token_mean",
     "parameter_shards",
+    "shard_optimizer",
+    "whole_gradients",
 ]

@@ -55,6 +55,16 @@ class Bucket:
         self._used, self._work, self._before = {}, None, None
         self._buffer = self._sent = None
 
+    def open(self) -> None:
+        """Look, when a backward begins, at what became of the gradients since the last."""
+        for slot in self.slots:
+            slot.open()
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for slot in self.slots:
+            slot.clear()
+
     def place(self, slot: Slot) -> Tensor:
         """Return the memory of one parameter's gradient; its values are arbitrary."""
         start = self._places[slot.index]
@@ -85,6 +95,12 @@ class Bucket:
         self._work = self._start(reduction, buffer)
         self._sent = buffer
         self.launched = True
+
+    def collect(self) -> None:
+        """Wait for the reduction, and give up the buffer."""
+        if self._work is not None:
+            reduced = self._work.wait()
+            self._work, self._sent = Work((), lambda: reduced), None
 
     def flag(self, slot: Slot) -> int:
         """Say what this rank did with a parameter of this bucket."""
@@ -170,6 +186,7 @@ class BucketManager:
         self.fill = fill
         self.reduction = reduction
         self.order: list[int] | None = []  # of the first backward; None once it is known
+        self.eager = False  # whether every backward sums into shards, and keeps no buffer
         self._check_finite = check_finite
         # Backward makes gradients in about the reverse order of registration.
         self.use_buckets(fill(reversed(self.slots)))
@@ -179,6 +196,16 @@ class BucketManager:
         self.buckets = tuple(buckets)
         self._next = 0
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
+
+    def use_sharded(self, buckets: Iterable[Bucket], *, eager: bool) -> None:
+        """Take buckets whose parts belong to ranks: their order is settled."""
+        self.use_buckets(buckets)
+        self.order, self.eager = None, eager
+
+    def open(self) -> None:
+        """Look, when a backward begins, at what became of the gradients since the last."""
+        for bucket in self.buckets:
+            bucket.open()
 
     def place(self, slot: Slot) -> Tensor:
         """Return the memory of one parameter's gradient; its values are arbitrary."""
@@ -228,12 +255,20 @@ class BucketManager:
         for bucket in self.buckets:
             bucket.reset()
 
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for bucket in self.buckets:
+            bucket.clear()
+
     def info(self) -> list[dict[str, object]]:
         """Describe the buckets in the order of their launches, as plain data."""
         return [bucket.describe() for bucket in self.buckets]
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.launch(self.reduction, check_finite=self._check_finite)
+        at = self.buckets.index(bucket)
+        if self.eager and at > 0 and self.buckets[at - 1].launched:
+            self.buckets[at - 1].collect()
 
     def _agree(self, buckets: Iterable[Bucket]) -> list[int]:
         """Return for each slot the largest flag of any rank."""
@@ -253,8 +288,7 @@ class BucketManager:
         """Drop all gradients, and raise on every rank."""
         for bucket in self.buckets:
             bucket.finish([UNUSED] * len(self.slots))
-        for slot in self.slots:
-            slot.clear()
+            bucket.clear()
         names = [slot.name for slot in self.slots if flags[slot.index] == NONFINITE]
         raise_nonfinite(names, self.reduction.group)
 

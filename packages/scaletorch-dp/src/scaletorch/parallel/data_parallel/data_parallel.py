@@ -17,6 +17,7 @@ from .bucket import Bucket, BucketManager, fill_buckets
 from .hooks import GradientSync
 from .initial import check_init_sync, sync_initial_values
 from .reduction import Reduction, check_floating
+from .shards import Shard
 from .slot import Slot
 
 
@@ -117,6 +118,11 @@ class _DataParallel(ModuleWrapper):
         if self._sync.completed == completed:
             self._sync.finish_if_due()
         return result
+
+    @property
+    def bucket_manager(self) -> BucketManager:
+        """The buckets, and how they are reduced."""
+        return self._sync.manager
 
     def reset(self) -> None:
         """Set every gradient to None and forget accumulated ones and whatever is under way.
@@ -251,6 +257,26 @@ class DataParallelBucket(_DataParallel):
             "init_sync": init_sync,
         }
         super().__init__(module, group, options, fill, overlap=True)
+        self.optimizer_shards: list[Shard] | None = None
+        self._gathers: Any = None
+        self._overlap_gathers = False
+
+    def use_shards(self, shards: list[Shard], gathers: Any, *, overlap: bool) -> None:
+        """Note what an optimizer updates on this rank; `shard_optimizer` calls it."""
+        self._sync.attach(self.module)
+        self.optimizer_shards, self._gathers, self._overlap_gathers = shards, gathers, overlap
+
+    def fetch_parameters(self) -> None:
+        """Fetch what the other ranks have updated, behind the next forward where that was asked."""
+        if self._gathers is not None:
+            self._gathers.start()
+            if not self._overlap_gathers:
+                self._gathers.wait()
+
+    def wait_for_parameters(self) -> None:
+        """Wait until all updated parameters are here."""
+        if self._gathers is not None:
+            self._gathers.wait()
 
 
 def _one_each(slots: Iterable[Slot], multiple: int) -> list[Bucket]:

@@ -60,6 +60,8 @@ class GradientSync:
             StateError: A parameter belongs to another wrapper that is still alive, or its
                 gradients go elsewhere.
         """
+        if self._attached:
+            return
         self._refuse_shared_parameters()
         self._refuse_main_grads()
         weakref.finalize(self, _remove_hooks, self._register_hooks()).atexit = False
@@ -69,6 +71,11 @@ class GradientSync:
         weakref.finalize(self, undo).atexit = False
         self._attached = True
         _alive.add(self)
+
+    @property
+    def syncs(self) -> bool:
+        """Whether a backward that ends now is synchronised."""
+        return self.enabled or self.manager.eager
 
     def begin_forward(self) -> None:
         """Recover from a backward that raised, if there was one since the last forward."""
@@ -90,7 +97,7 @@ class GradientSync:
 
     def finish_if_due(self) -> None:
         """Synchronise now, whatever gradients this rank has, unless that is switched off."""
-        if self._attached and self.enabled:
+        if self._attached and self.syncs:
             self._open()
             self._finish()
 
@@ -98,8 +105,7 @@ class GradientSync:
         """Forget all gradients and everything under way."""
         self._forget_backward()
         self.manager.reset()
-        for slot in self.manager.slots:
-            slot.clear()
+        self.manager.clear()
 
     def output_arrived(self) -> None:
         """Handle the gradient of an output: a backward has begun."""
@@ -116,7 +122,7 @@ class GradientSync:
         if not slot.after_accumulation(self.manager.place):
             return
         self._touched = True
-        if not self.enabled:
+        if not self.syncs:
             return
         if slot.parameter.grad is not None and slot.parameter.grad.requires_grad:
             message = (
@@ -170,7 +176,7 @@ class GradientSync:
             each._end()
 
     def _end(self) -> None:
-        if self._touched and self.enabled:
+        if self._touched and self.syncs:
             self._finish()
         else:
             self._close()
@@ -181,8 +187,7 @@ class GradientSync:
         self.completed += 1
 
     def _open(self) -> None:
-        for slot in self.manager.slots:
-            slot.open()
+        self.manager.open()
 
     def _close(self) -> None:
         self._forget_backward()

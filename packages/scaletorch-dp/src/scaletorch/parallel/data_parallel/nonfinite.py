@@ -58,7 +58,7 @@ def refuse_nonfinite(norm: Tensor, found: Found) -> NoReturn:
         places.setdefault(name, []).append(place)
     shown = [f"{name} on {_first(ranks)}" for name, ranks in places.items()][:SHOWN]
     more = len(places) - len(shown)
-    culprits = "; ".join(shown) + (f"; and {more} parameters more" if more else "")
+    culprits = "; ".join(shown) + (f"; and {more} more" if more else "")
     raise NonFiniteError(
         f"the norm of the gradients is {norm.item()}, so they cannot be clipped: "
         f"{culprits or 'every gradient is finite, but the norm is beyond its dtype'}. Skip the "
@@ -68,4 +68,4 @@ def refuse_nonfinite(norm: Tensor, found: Found) -> NoReturn:
 
 def _first(ranks: list[str]) -> str:
     more = len(ranks) - SHOWN
-    return ", ".join(ranks[:SHOWN]) + (f" and {more} ranks more" if more > 0 else "")
+    return ", ".join(ranks[:SHOWN]) + (f" and {more} more" if more > 0 else "")

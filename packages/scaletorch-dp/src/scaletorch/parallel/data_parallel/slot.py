@@ -161,6 +161,13 @@ class Slot:
         else:
             self.parameter.grad = total
 
+    def stand(self, gradient: Tensor) -> None:
+        """Set the gradient to what stands for one that lies elsewhere, the held one with it."""
+        if self.local:
+            self._held = gradient
+        else:
+            self._held, self.parameter.grad = None, gradient
+
     def clear(self) -> None:
         """Forget everything; the gradient is None."""
         self.local = False

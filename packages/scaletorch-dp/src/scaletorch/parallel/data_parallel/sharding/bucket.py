@@ -1,0 +1,184 @@
+"""Buckets whose gradients are summed in parts, each on the rank that updates the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from ....dist import Work
+from ....dist.collectives.flat import all_gather_flat, part_of
+from ..bucket import UNUSED, Bucket
+from ..reduction import Reduction
+from ..shards import Shard
+from ..slot import Slot
+from .gradient import ShardedGradient
+
+
+class ShardedBucket(Bucket):
+    """A bucket of which each rank gets its part of the sum, and updates that part.
+
+    The parameters are moved into one flat tensor, of which each rank's part can be gathered.
+
+    Args:
+        slots: The parameters' slots, of one dtype and device.
+        dtype: Of the gradients' buffer.
+        reduction: How it is reduced, and over whom.
+        whole: Whether a parameter is never cut, for optimizers that look at whole ones.
+    """
+
+    def __init__(
+        self, slots: Sequence[Slot], dtype: torch.dtype, reduction: Reduction, *, whole: bool
+    ) -> None:
+        super().__init__(slots, dtype, 1 if whole else reduction.size)
+        self.reduction = reduction
+        self.counts = self._uncut() if whole else reduction.even(self.length)
+        own = part_of(self.counts, reduction.rank)
+        self.own = slice(own.start, own.stop)
+        self.values = self._move_parameters()
+        self.shards = list(self._own_shards(own, whole))
+        self._of: dict[int, list[Tensor]] = {slot.index: [] for slot in self.slots}
+        for slot, shard in self._placed():
+            self._of[slot.index].append(shard.tensor)
+        self._versions = self._current_versions()
+
+    def open(self) -> None:
+        """Follow a zero_grad of the model as well, which does not know the shards."""
+        held = {slot.index for slot in self.slots if slot.held is not None}
+        super().open()
+        for slot in self.slots:
+            if slot.parameter.grad is None or (slot.index in held and slot.held is None):
+                self._forget(slot)
+
+    def clear(self) -> None:
+        """Forget all gradients, those in shards too."""
+        super().clear()
+        for slot in self.slots:
+            self._forget(slot)
+
+    @torch.no_grad()
+    def read_parameters(self) -> None:
+        """Take over what somebody else has written into the parameters since the last update."""
+        versions = self._current_versions()
+        if versions != self._versions:
+            for shard in self.shards:
+                if shard.is_master:
+                    shard.tensor.copy_(_flat_range(shard).view(shard.tensor.shape))
+        self._versions = versions
+
+    @torch.no_grad()
+    def gather(self) -> Work[None]:
+        """Write this rank's part into the parameters, and start fetching the others'."""
+        for shard in self.shards:
+            if shard.is_master:
+                _flat_range(shard).copy_(shard.tensor.view(-1))
+        for slot in self.slots:  # so that autograd knows
+            torch.autograd.graph.increment_version(slot.parameter)
+        self._versions = self._current_versions()
+        group = self.reduction.group
+        work = all_gather_flat(self.values, self.counts, group, async_op=True)
+        return work if isinstance(work, Work) else Work((), lambda: None)
+
+    @torch.no_grad()
+    def whole_gradients(self) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield every parameter that has a gradient, and its whole."""
+        buffer = self.values.new_zeros(self.length, dtype=self._shard_dtype())
+        buffer[self.own] = self._own_gradients()
+        all_gather_flat(buffer, self.counts, self.reduction.group)
+        for slot, part in self._parts(buffer):
+            if slot.parameter.grad is not None:
+                yield slot, part
+
+    def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
+        held = reduction.ordered and any(shard.tensor.grad is not None for shard in self.shards)
+        before = self._own_gradients() if held else None
+        self._before = before
+        return reduction.part(buffer, self.counts, before)
+
+    def _held(self, buffer: Tensor) -> Tensor | None:
+        return None  # what was there before is in the shards
+
+    def _give(self, reduced: Tensor, flags: Sequence[int]) -> None:
+        reduced = reduced.to(self._shard_dtype())
+        for (slot, part), shard in zip(self._own_parts(reduced), self.shards, strict=True):
+            if flags[slot.index] == UNUSED:
+                continue
+            gradient = part.view(shard.tensor.shape)
+            if shard.tensor.grad is None or self._before is not None:
+                shard.tensor.grad = gradient
+            else:
+                shard.tensor.grad += gradient
+        for slot in self.slots:
+            if flags[slot.index] == UNUSED:
+                slot.give(None)
+            else:
+                slot.stand(ShardedGradient(slot.parameter, self._of[slot.index]))
+
+    def _forget(self, slot: Slot) -> None:
+        for tensor in self._of[slot.index]:
+            tensor.grad = None
+
+    def _own_gradients(self) -> Tensor:
+        """Return the gradients of this rank's part, flat, zero where there are none."""
+        own = self.values.new_zeros(self.own.stop - self.own.start, dtype=self._shard_dtype())
+        for (_, part), shard in zip(self._own_parts(own), self.shards, strict=True):
+            if shard.tensor.grad is not None:
+                part.copy_(shard.tensor.grad.view(-1))
+        return own
+
+    def _shard_dtype(self) -> torch.dtype:
+        return self.shards[0].tensor.dtype if self.shards else _master_dtype(self.values.dtype)
+
+    def _own_parts(self, own: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield slot and part of this rank's part of a buffer, for each of its shards."""
+        at = 0
+        for slot, shard in self._placed():
+            length = shard.stop - shard.start
+            yield slot, own[at : at + length]
+            at += length
+
+    def _placed(self) -> Iterator[tuple[Slot, Shard]]:
+        slots = {slot.name: slot for slot in self.slots}
+        for shard in self.shards:
+            yield slots[shard.name], shard
+
+    def _own_shards(self, own: range, whole: bool) -> Iterator[Shard]:
+        for slot in self.slots:
+            first = self._places[slot.index]
+            start = max(own.start - first, 0)
+            stop = min(own.stop - first, slot.parameter.numel())
+            if start < stop:
+                values = slot.parameter.detach().view(-1)[start:stop]
+                values = values.view(slot.parameter.shape) if whole else values
+                tensor = nn.Parameter(values.to(_master_dtype(values.dtype)))
+                yield Shard(slot.name, slot.parameter, start, stop, tensor, replicated=False)
+
+    def _uncut(self) -> list[int]:
+        """Give each rank whole parameters, those whose middle lies in its even share."""
+        counts = [0] * self.reduction.size
+        for slot in self.slots:
+            elements = slot.parameter.numel()
+            middle = self._places[slot.index] + elements / 2
+            counts[int(middle * self.reduction.size / max(self.length, 1))] += elements
+        return counts
+
+    @torch.no_grad()
+    def _move_parameters(self) -> Tensor:
+        first = self.slots[0].parameter
+        values = torch.zeros(self.length, dtype=first.dtype, device=first.device)
+        for slot, part in self._parts(values):
+            part.copy_(slot.parameter)
+            slot.parameter.data = part
+        return values
+
+    def _current_versions(self) -> list[int]:
+        return [slot.parameter._version for slot in self.slots]
+
+
+def _master_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _flat_range(shard: Shard) -> Tensor:
+    return shard.parameter.detach().view(-1)[shard.start : shard.stop]

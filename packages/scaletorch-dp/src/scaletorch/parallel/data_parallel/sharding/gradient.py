@@ -1,0 +1,63 @@
+"""What ``parameter.grad`` is where the gradient lies in shards over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ....dist.errors import StateError
+from ...pg_manager import describe_rank
+
+
+class ShardedGradient(Tensor):
+    """Says that there is a gradient, and refuses to be computed with: no rank has the whole.
+
+    It takes no memory. ``zero_()`` sets the shards of this rank to zero.
+    """
+
+    _shards: Sequence[Tensor]
+
+    def __new__(cls, parameter: Tensor, shards: Sequence[Tensor]) -> ShardedGradient:
+        """Stand for the gradient of a parameter.
+
+        Args:
+            parameter: Of which shape, dtype and device the gradient is.
+            shards: What this rank's optimizer has of the parameter.
+        """
+        whole: ShardedGradient = torch.Tensor._make_wrapper_subclass(
+            cls, parameter.shape, dtype=parameter.dtype, device=parameter.device
+        )
+        whole._shards = shards
+        return whole
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Describe it without values."""
+        return f"ShardedGradient(shape={tuple(self.shape)})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        """Zero the shards, and refuse all else."""
+        if func in (torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default):
+            for each in args[0] if isinstance(args[0], list | tuple) else [args[0]]:
+                zero(each)
+            return args[0]
+        raise StateError(
+            f"{describe_rank()}: {func} of a gradient that lies in shards over the ranks: clip "
+            "with clip_grad_norm_ of scaletorch, take this rank's shards from the optimizer's "
+            "param_groups, or the whole from whole_gradients(model)"
+        )
+
+
+def zero(gradient: Tensor) -> None:
+    """Set a gradient, or this rank's shards of it, to zero."""
+    if not isinstance(gradient, ShardedGradient):
+        gradient.zero_()
+        return
+    for shard in gradient._shards:
+        if shard.grad is not None:
+            shard.grad.zero_()

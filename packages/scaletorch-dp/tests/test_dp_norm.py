@@ -1,0 +1,208 @@
+"""The norm of whole and sharded gradients is one process's, on every rank, and so is clipping."""
+
+import math
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from scaletorch.dist import InvalidArgumentError, NonFiniteError, StateError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.data_parallel import (
+    DataParallelBucket,
+    Shard,
+    clip_grad_norm_,
+    global_grad_norm,
+    parameter_shards,
+)
+
+ORDERS = (2.0, 1.0, math.inf, 3.0)
+CLIP = 0.1
+
+
+def build(dtype=torch.float64):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3), nn.Linear(2, 2))
+    model[2].bias.requires_grad_(False)
+    return model.to(dtype)  # the last layer is never used: its gradients are None
+
+
+class Used(nn.Module):
+    """The layers that are used, and one that is not."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, x):
+        return self.layers[:3](x)
+
+
+def batch():
+    return torch.randn(8, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def reference():
+    model = Used(build())
+    model(batch()).square().sum().backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def trained(dtype=torch.float64):
+    """Return a wrapper with gradients summed over all ranks."""
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    model = DataParallelBucket(Used(build(dtype)), group=distributed.group.WORLD)
+    model(batch().to(dtype).chunk(ranks)[rank]).square().sum().backward()
+    return model
+
+
+def shard(model, kept=(), cuts=None):
+    """Divide all gradients but the `kept` ones' over the ranks, as a sharded optimizer does."""
+    rank, ranks = distributed.get_rank(), distributed.get_world_size()
+    found = []
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    total = sum(p.numel() for n, p in named if n not in kept)
+    cuts = [i * total // ranks for i in range(ranks + 1)] if cuts is None else cuts
+    at = 0
+    for name, p in named:
+        if name in kept:
+            found.append(Shard(name, p, 0, p.numel(), p, replicated=True))
+            continue
+        start, stop = (min(max(cut - at, 0), p.numel()) for cut in cuts[rank : rank + 2])
+        at += p.numel()
+        if start < stop:
+            tensor = p.detach().flatten()[start:stop].clone()
+            tensor.grad = None if p.grad is None else p.grad.flatten()[start:stop].clone()
+            found.append(Shard(name, p, start, stop, tensor, replicated=False))
+    model.optimizer_shards = found
+    return model
+
+
+KEPT = ("layers.0.bias", "layers.2.weight")
+FORMS = {
+    "whole": lambda model: model,
+    "sharded": shard,
+    "some_replicated": lambda model: shard(model, KEPT),
+    "a_rank_without_shards": lambda model: shard(
+        model, cuts=[0, 0] + [10**6] * (distributed.get_world_size() - 1)
+    ),
+}
+
+
+def measured(form, dtype):
+    """Return norms of several orders, how many collectives each took, and clipped gradients."""
+    model, group = FORMS[form](trained(dtype)), distributed.group.WORLD
+    norms, calls = [], []
+    for order in ORDERS:
+        with patch("torch.distributed.all_reduce", wraps=distributed.all_reduce) as spy:
+            norms.append(global_grad_norm(model, group, norm_type=order))
+        calls.append(spy.call_count)
+    assert {norm.dtype for norm in norms} == {torch.promote_types(dtype, torch.float32)}
+    assert torch.equal(clip_grad_norm_(model, CLIP, group), norms[0])
+    clipped = [
+        (s.name, s.start, s.stop, s.tensor.grad)
+        for s in parameter_shards(model)
+        if s.tensor.grad is not None
+    ]
+    return [norm.item() for norm in norms], calls, clipped
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_norm_and_clipping_are_one_process_s(form, ranks):
+    grads = reference()
+    flat = torch.cat([grad.flatten() for grad in grads.values()])
+    expected = [torch.linalg.vector_norm(flat, order).item() for order in ORDERS]
+    results = run_ranks(measured, ranks, form, torch.float64)
+    for norms, calls, clipped in results:
+        assert norms == results[0][0]  # the same bits
+        assert norms == pytest.approx(expected, rel=1e-12)
+        assert calls == [form != "whole"] * len(ORDERS)
+        for name, start, stop, grad in clipped:
+            part = grads[name].flatten()[start:stop] * (CLIP / (expected[0] + 1e-6))
+            torch.testing.assert_close(grad.flatten(), part, rtol=1e-12, atol=0)
+    elements = {(n, i) for _, _, clipped in results for n, a, b, _ in clipped for i in range(a, b)}
+    assert len(elements) == flat.numel()
+
+
+def test_norms_of_float32_and_bfloat16_are_float32():
+    flat = torch.cat([grad.flatten() for grad in reference().values()])
+    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
+        for norms, _, _ in run_ranks(measured, 2, "sharded", dtype):
+            assert norms[0] == pytest.approx(flat.norm().item(), rel=bound)
+
+
+def nonfinite(form, value, on):
+    model, group = FORMS[form](trained()), distributed.group.WORLD
+    tensors = [s.tensor for s in parameter_shards(model)]
+    before = [t.grad.clone() for t in tensors if t.grad is not None]
+    if distributed.get_rank() in on:
+        next(t.grad for t in tensors if t.grad is not None)[..., 0] = value
+        before = [t.grad.clone() for t in tensors if t.grad is not None]
+    with pytest.raises(NonFiniteError) as caught:
+        clip_grad_norm_(model, CLIP, group, error_if_nonfinite=True)
+    after = [t.grad for t in tensors if t.grad is not None]
+    for ours, theirs in zip(after, before, strict=True):  # nothing was scaled
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=0, equal_nan=True)
+    clip_grad_norm_(model, CLIP, group)  # as torch's
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("value", [math.inf, math.nan])
+def test_what_is_not_finite_on_one_rank_is_named_on_all(value):
+    messages = run_ranks(nonfinite, 4, "sharded", value, (2,))
+    assert len(set(messages)) == 1
+    assert f"is {value}" in messages[0]
+    assert "layers.0.weight on rank 2." in messages[0]
+
+
+def test_whole_gradients_that_are_not_finite_need_no_communication():
+    first, second = run_ranks(nonfinite, 2, "whole", math.inf, (0, 1))
+    assert "layers.0.weight on rank 0." in first
+    assert "layers.0.weight on rank 1." in second
+
+
+def test_one_process():
+    model = Used(build())
+    model(torch.ones(1, 5, dtype=torch.float64)).sum().backward()
+    grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    norm = global_grad_norm(model)
+    assert norm.item() == pytest.approx(torch.nn.utils.get_total_norm(grads).item(), rel=1e-14)
+    assert torch.equal(clip_grad_norm_(model, 1e9), norm)
+    assert torch.equal(global_grad_norm(model), norm)  # gradients are never made larger
+    assert global_grad_norm(nn.ReLU()).item() == 0
+    with torch.no_grad():
+        for i, p in enumerate(model.parameters()):
+            p.grad = torch.full_like(p, math.inf) if i != 1 else None
+    with pytest.raises(NonFiniteError, match=r"layers.0.weight on rank 0; .*; and 1 more\."):
+        clip_grad_norm_(model, 1.0, error_if_nonfinite=True)
+
+
+def test_large_gradients_do_not_overflow():
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.grad = torch.full((2, 2), 1e18)
+    other = nn.Sequential(model, nn.Linear(2, 2, bias=False))
+    other[1].weight.grad = torch.full((2, 2), 9e18)
+    assert global_grad_norm(other).item() == pytest.approx(2e18 * math.sqrt(82), rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [0, -1, math.nan, "two", None])
+def test_bad_orders(bad):
+    with pytest.raises(InvalidArgumentError, match="norm_type must be a number above 0"):
+        global_grad_norm(nn.Linear(1, 1), norm_type=bad)
+
+
+@pytest.mark.parametrize("bad", [-1, math.nan, "1", None])
+def test_bad_bounds(bad):
+    with pytest.raises(InvalidArgumentError, match="max_norm must be a number of at least 0"):
+        clip_grad_norm_(nn.Linear(1, 1), bad)
+
+
+def no_group():
+    with pytest.raises(StateError, match="no process group for the cp_dp axis"):
+        global_grad_norm(nn.Linear(1, 1))
+
+
+def test_several_ranks_need_a_group():
+    run_ranks(no_group, 2)

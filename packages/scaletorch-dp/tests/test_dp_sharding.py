@@ -1,0 +1,264 @@
+"""Sharded optimizers train as the same optimizer does in one process, whatever the optimizer."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+
+import pytest
+import torch
+import torch.distributed as c10d
+from torch import nn
+
+from scaletorch.dist import all_gather_object
+from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
+from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.parallel.data_parallel import (
+    DataParallelBucket,
+    DataParallelNaive,
+    parameter_shards,
+    shard_optimizer,
+    whole_gradients,
+)
+
+OPTIMIZERS = {
+    "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
+    "Adam": {"amsgrad": True},
+    "AdamW": {"weight_decay": 0.1},
+    "Adagrad": {"initial_accumulator_value": 0.1},
+    "Adadelta": {},
+    "Adamax": {},
+    "NAdam": {},
+    "RAdam": {},
+    "ASGD": {},
+    "RMSprop": {"centered": True},
+    "Rprop": {},
+    "Adafactor": {},
+    "Muon": {"lr": 0.02},
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dynamo():
+    preload("torch._dynamo")  # which the first optimizer of a process imports
+
+
+class Net(nn.Module):
+    """Layers in a list, a weight read past its module, one that is tied and one never used."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(7, 6)
+        self.layers = nn.ModuleList([nn.Linear(6, 6, bias=False) for _ in range(3)])
+        self.raw = nn.Linear(6, 6, bias=False)
+        self.unused = nn.Linear(6, 5, bias=False)
+        self.head = nn.Linear(6, 7, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids, skip=False):
+        x = self.embed(ids)
+        for layer in self.layers[skip:]:
+            x = x + torch.tanh(layer(x))
+        return self.head(nn.functional.linear(x, self.raw.weight))
+
+
+def batch(step, micro, rank, ranks):
+    """Return ids and labels: another number of valid ones on each rank, none on the last."""
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro + rank)
+    ids = torch.randint(7, (3, 4), generator=generator)
+    labels = torch.randint(7, (3, 4), generator=generator)
+    labels[rank % 3 :] = -100
+    if rank == ranks - 1 and step == 1:
+        labels[:] = -100
+    return ids, labels
+
+
+def loss(model, ids, labels, skip):
+    out = model(ids, skip).flatten(0, 1)
+    return nn.functional.cross_entropy(out, labels.flatten(), reduction="sum") / 10
+
+
+def train(model, optimizer, ranks, own, micros=2, steps=4):
+    """Train; ``own`` is this rank, or None for one process that does all ranks' work."""
+    for step in range(steps):
+        for micro in range(micros):
+            last = micro == micros - 1
+            quiet = own is not None and not last
+            with model.no_sync() if quiet else contextlib.nullcontext():
+                for rank in range(ranks) if own is None else [own]:
+                    loss(model, *batch(step, micro, rank, ranks), skip=rank == 1).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def build(name, dtype=torch.float64, seed=3):
+    torch.manual_seed(seed)
+    net = Net().to(dtype)
+    kind, settings = getattr(torch.optim, name), OPTIMIZERS[name]
+    return net, lambda model: kind(
+        [
+            {"params": list(model.layers.parameters()), **settings},
+            {"params": [model.embed.weight, model.raw.weight, model.unused.weight], "lr": 0.003},
+        ]
+    )
+
+
+def check_optimizer(name, stage, overlap, bucket_size=50):
+    ranks, rank = c10d.get_world_size(), c10d.get_rank()
+    plain, make = build(name)
+    model = DataParallelBucket(
+        copy.deepcopy(plain), bucket_size=bucket_size, group=c10d.group.WORLD
+    )
+    optimizer = shard_optimizer(make(model), model, stage=stage, overlap=overlap)
+    reference = make(plain)
+    train(model, optimizer, ranks, rank)
+    train(plain, reference, ranks, None)
+    found = model.state_dict()
+    for key, expected in plain.state_dict().items():
+        torch.testing.assert_close(found[key], expected, rtol=1e-11, atol=1e-12, msg=key)
+    state = sum(t.numel() for s in optimizer.state.values() for t in s.values() if t.ndim)
+    whole = sum(t.numel() for s in reference.state.values() for t in s.values() if t.ndim)
+    assert sum(all_gather_object(state)) == whole
+    if name == "AdamW":
+        assert max(all_gather_object(state)) <= whole / ranks + 2 * 8  # shares are even
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_every_optimizer_trains_as_one_process(name):
+    run_ranks(check_optimizer, 2, name, 1, False)
+
+
+@pytest.mark.parametrize(("stage", "overlap"), [(1, True), (2, False), (2, True)])
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_stages_and_overlap(ranks, stage, overlap):
+    for name in ("AdamW", "Muon") if ranks == 3 else ("AdamW",):
+        run_ranks(check_optimizer, ranks, name, stage, overlap)
+
+
+def check_masters(grad_type):
+    """Masters of bfloat16 parameters are what float32 parameters would be, rounded for forward."""
+    ranks, rank = c10d.get_world_size(), c10d.get_rank()
+    net, make = build("AdamW", torch.bfloat16)
+    model = DataParallelBucket(net, grad_type, bucket_size=50, group=c10d.group.WORLD)
+    optimizer = shard_optimizer(make(model), model)
+    assert all(s.tensor.dtype == torch.float32 and s.is_master for s in parameter_shards(model))
+    train(model, optimizer, ranks, rank)
+    for shard in parameter_shards(model):
+        mine = shard.parameter.detach().view(-1)[shard.start : shard.stop]
+        assert torch.equal(mine, shard.tensor.detach().to(torch.bfloat16))
+    # What somebody loads into the parameters reaches the masters.
+    model.load_state_dict({name: torch.full_like(v, 0.5) for name, v in model.state_dict().items()})
+    optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0
+    optimizer.step()
+    assert all((value == 0.5).all() for value in model.state_dict().values())
+    return [(s.name, s.start, s.tensor.detach().clone()) for s in parameter_shards(model)]
+
+
+@pytest.mark.parametrize("grad_type", [None, torch.float32])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_masters_of_16_bit_parameters(grad_type, ranks):
+    run_ranks(check_masters, ranks, grad_type)
+
+
+def check_gradients(stage):
+    """Whole gradients can be had, p.grad refuses to be computed with, and zero_grad reaches all."""
+    ranks, rank = c10d.get_world_size(), c10d.get_rank()
+    plain, make = build("SGD")
+    model = DataParallelBucket(copy.deepcopy(plain), bucket_size=50, group=c10d.group.WORLD)
+    optimizer = shard_optimizer(make(model), model, stage=stage)
+
+    def backward(step):
+        loss(model, *batch(step, 0, rank, ranks), skip=rank == 1).backward()
+        for each in range(ranks):
+            loss(plain, *batch(step, 0, each, ranks), skip=each == 1).backward()
+
+    def agree():
+        found = whole_gradients(model)
+        expected = {n: p.grad for n, p in plain.named_parameters() if p.grad is not None}
+        assert found.keys() == expected.keys()
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-12)
+
+    backward(0)
+    backward(2)  # adds up
+    agree()
+    with pytest.raises(
+        StateError, match="lies in shards over the ranks: clip with clip_grad_norm_"
+    ):
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    for zero in (model.zero_grad, optimizer.zero_grad, lambda: model.zero_grad(False)):
+        with model.no_sync():
+            loss(model, *batch(4, 0, rank, ranks), skip=False).backward()
+        zero()
+        plain.zero_grad(set_to_none=zero.__name__ != "<lambda>")
+        backward(3)
+        agree()
+    model.reset()
+    assert not whole_gradients(model)
+    assert all(s.tensor.grad is None for s in parameter_shards(model))
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_gradients_in_shards(stage):
+    run_ranks(check_gradients, 2, stage)
+
+
+def check_refusals():
+    net, make = build("AdamW")
+    model = DataParallelBucket(net, group=c10d.group.WORLD)
+    with pytest.raises(InvalidArgumentError, match=r"stage must be 1 .* got 3"):
+        shard_optimizer(make(model), model, stage=3)
+    with pytest.raises(InvalidArgumentError, match="LBFGS cannot be sharded"):
+        shard_optimizer(torch.optim.LBFGS(model.parameters()), model)
+    with pytest.raises(InvalidArgumentError, match="must be a DataParallelBucket, got Net"):
+        shard_optimizer(make(model), net)
+    kind = torch.optim.SGD if c10d.get_rank() else torch.optim.Adam
+    with pytest.raises(MismatchError, match="the optimizer to shard"):
+        shard_optimizer(kind(model.parameters()), model)
+    with model.no_sync():
+        loss(model, *batch(0, 0, 0, 2), skip=False).backward()
+    with pytest.raises(StateError, match="gradients are accumulated"):
+        shard_optimizer(make(model), model)
+    model.reset()
+    shard_optimizer(make(model), model)
+    with pytest.raises(StateError, match="sharded already"):
+        shard_optimizer(make(model), model)
+    naive = DataParallelNaive(nn.Linear(2, 2), c10d.group.WORLD)
+    with pytest.raises(InvalidArgumentError, match="got DataParallelNaive"):
+        shard_optimizer(torch.optim.SGD(naive.parameters()), naive)
+    pair = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    pair[1].weight.data = pair[0].weight.data
+    shared = DataParallelBucket(pair, group=c10d.group.WORLD)
+    with pytest.raises(StateError, match="shares memory with another tensor"):
+        shard_optimizer(torch.optim.SGD(shared.parameters()), shared)
+
+
+def test_what_cannot_be_sharded_is_refused():
+    run_ranks(check_refusals, 2)
+
+
+def check_left_out():
+    """Parameters the optimizer does not have, or that stages tie, are summed whole."""
+    torch.manual_seed(0)
+    net = Net().double()
+    net.tied_parameters = {"embed.weight": (0, 1)}
+    model = DataParallelBucket(net, bucket_size=50, group=c10d.group.WORLD)
+    sharded = [net.layers[0].weight, net.embed.weight]
+    optimizer = shard_optimizer(torch.optim.SGD(sharded, lr=0.1), model)
+    ranks, rank = c10d.get_world_size(), c10d.get_rank()
+    loss(model, *batch(0, 0, rank, ranks), skip=False).backward()
+    assert net.embed.weight.grad.norm() > 0
+    assert net.raw.weight.grad.norm() > 0
+    before = net.embed.weight.detach().clone()
+    optimizer.step()
+    assert not torch.equal(before, net.embed.weight)
+    names = {shard.name for shard in parameter_shards(model) if not shard.replicated}
+    assert names <= {"layers.0.weight"}
+    sums = all_gather_object(net.embed.weight.sum().item())
+    assert sums == [sums[0]] * 2
+
+
+def test_parameters_that_stay_whole():
+    run_ranks(check_left_out, 2)
