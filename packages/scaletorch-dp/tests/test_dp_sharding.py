@@ -222,9 +222,11 @@ def check_refusals():
     with pytest.raises(StateError, match="gradients are accumulated"):
         shard_optimizer(make(model), model)
     model.reset()
-    shard_optimizer(make(model), model)
-    with pytest.raises(StateError, match="sharded already"):
-        shard_optimizer(make(model), model)
+    first = shard_optimizer(make(model), model)
+    second = shard_optimizer(make(model), model)  # takes over
+    assert first.param_groups[0]["params"][0] is second.param_groups[0]["params"][0]
+    with pytest.raises(StateError, match="Adafactor needs them whole"):
+        shard_optimizer(torch.optim.Adafactor(model.parameters()), model)
     naive = DataParallelNaive(nn.Linear(2, 2), c10d.group.WORLD)
     with pytest.raises(InvalidArgumentError, match="got DataParallelNaive"):
         shard_optimizer(torch.optim.SGD(naive.parameters()), naive)

@@ -1,11 +1,11 @@
 """What needs the four strategies together: composing them, one training step, whole tensors."""
 
 from .loss import token_loss_sum
-from .norm import clip_grad_norm_, global_grad_norm
+from .norm import clip_grad_norm_, global_grad_norm, nonfinite_gradients
 from .parallelize import parallelize
 from .randomness import seed_ranks
 from .recompute import recompute_layers
-from .state import full_gradients, full_state_dict
+from .state import full_gradients, full_state_dict, local_gradients
 from .step import shard_global_batch, train_step
 
 __all__ = [
@@ -13,6 +13,8 @@ __all__ = [
     "full_gradients",
     "full_state_dict",
     "global_grad_norm",
+    "local_gradients",
+    "nonfinite_gradients",
     "parallelize",
     "recompute_layers",
     "seed_ranks",

@@ -30,6 +30,7 @@ def parallelize(
     loss_parallel: bool = False,
     cp_layout: str = "zigzag",
     cp_method: str = "ring",
+    data_parallel: Mapping[str, Any] | None = None,
 ) -> DataParallelBucket:
     """Put ``model`` on every axis of ``manager``'s grid, in place.
 
@@ -50,6 +51,8 @@ def parallelize(
         cp_layout: which positions each cp rank has, ``shard_global_batch`` told alike: "zigzag"
             balances causal attention, and "contiguous" is for attention that sees everything.
         cp_method: how cp ranks attend: "ring", "all_gather", "ulysses", "hybrid" or "auto".
+        data_parallel: further settings of ``DataParallelBucket``, such as ``grad_type``,
+            ``reduce_dtype`` or ``order``.
 
     Returns:
         The model's stage of this rank, with gradients summed over CP x DP.
@@ -72,4 +75,6 @@ def parallelize(
     if recompute:  # around all that a layer does, communication included
         recompute_layers(model, split)
     stage = PipelineParallel(model, split, manager.pp_group, schedule=schedule)
-    return DataParallelBucket(stage, bucket_size=bucket_size, group=manager.cp_dp_group)
+    return DataParallelBucket(
+        stage, bucket_size=bucket_size, group=manager.cp_dp_group, **data_parallel or {}
+    )

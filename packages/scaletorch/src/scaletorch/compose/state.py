@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from torch import Tensor, nn
 
 from ..dist import all_gather_object
+from ..parallel.data_parallel import whole_gradients
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import gather_tensors
 
@@ -25,7 +26,17 @@ def full_state_dict(model: nn.Module, manager: ProcessGroupManager) -> dict[str,
     return gather_full(model, {k: v.detach() for k, v in model.state_dict().items()}, manager)
 
 
+def local_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return the gradients of this rank's parameters under all their names.
+
+    Those that lie in shards are gathered: all ranks of the data-parallel group call it.
+    """
+    found = whole_gradients(model)
+    of = {parameter: found.get(name) for name, parameter in model.named_parameters()}
+    named = model.named_parameters(remove_duplicate=False)
+    return {name: g for name, p in named if (g := of[p]) is not None}
+
+
 def full_gradients(model: nn.Module, manager: ProcessGroupManager) -> dict[str, Tensor]:
     """Return every parameter's whole gradient (CPU tensors), by plain names, on every rank."""
-    named = model.named_parameters(remove_duplicate=False)
-    return gather_full(model, {n: p.grad for n, p in named if p.grad is not None}, manager)
+    return gather_full(model, local_gradients(model), manager)

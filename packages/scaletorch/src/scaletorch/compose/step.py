@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
 
 from ..dist import all_reduce
 from ..dist.errors import InvalidArgumentError
@@ -70,7 +71,11 @@ def _rows(batch: Batch, shares: int, index: int) -> Batch:
 
 
 def train_step(
-    model: DataParallelBucket, micro_batches: Sequence[Batch], manager: ProcessGroupManager
+    model: DataParallelBucket,
+    micro_batches: Sequence[Batch],
+    manager: ProcessGroupManager,
+    *,
+    scaler: GradScaler | None = None,
 ) -> Tensor:
     """Run forward and backward of one global batch; gradients are complete when it returns.
 
@@ -78,6 +83,8 @@ def train_step(
         model: what ``parallelize`` returned.
         micro_batches: this rank's, from ``shard_global_batch``.
         manager: the grid.
+        scaler: multiplies all gradients by its scale, but not the loss that is returned; for
+            float16, see `scaletorch.parallel.data_parallel.GradScaler`.
 
     Returns:
         The global loss, sum of token losses / number of valid tokens over the whole global batch,
@@ -87,7 +94,10 @@ def train_step(
     head = find_sharded_head(model)
 
     def loss_fn(output: Any, batch: Batch) -> Tensor:
-        return token_loss_sum(output, batch["labels"], head) / max(count, 1)
+        loss = token_loss_sum(output, batch["labels"], head) / max(count, 1)
+        if scaler is not None and loss.requires_grad:
+            loss.register_hook(scaler.scale)  # of the gradient with which backward begins
+        return loss
 
     loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
     all_reduce(loss, group=manager.cp_dp_group)

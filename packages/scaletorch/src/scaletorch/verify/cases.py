@@ -22,6 +22,7 @@ OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "loss_parallel": ("off", "on"),
     "cp_layout": ("zigzag", "contiguous", "stripe"),
     "cp_method": ("ring", "all_gather", "ulysses", "hybrid", "auto"),
+    "data_parallel": ("buckets", "rank_order", "float64", "zero1", "zero2"),
 }
 
 
@@ -40,6 +41,8 @@ class Case:
         sequence_parallel: 'on' shares sequences out over tp between sharded layers.
         cp_layout: which positions each cp rank has.
         cp_method: how cp ranks attend.
+        data_parallel: gradients are summed in 'buckets', in 'rank_order', in 'float64', or each
+            on the rank that updates it ('zero1', 'zero2').
     """
 
     grid: Grid
@@ -52,6 +55,7 @@ class Case:
     loss_parallel: str = "off"
     cp_layout: str = "zigzag"
     cp_method: str = "ring"
+    data_parallel: str = "buckets"
 
     def __str__(self) -> str:
         """Return the layout, the dtype and the options that are not the default."""
@@ -121,6 +125,7 @@ def enumerate_cases(
             "loss_parallel": grid.tp > 1,
             "cp_layout": grid.cp > 1,
             "cp_method": grid.cp > 1,
+            "data_parallel": grid.cp * grid.dp > 1,
         }
         values = [v if matters.get(name, True) else OPTIONS[name][:1] for name, v in chosen.items()]
         for dtype, combination in itertools.product(dtypes, itertools.product(*values)):

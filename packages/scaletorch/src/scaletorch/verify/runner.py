@@ -13,6 +13,7 @@ from ..compose import (
     clip_grad_norm_,
     full_state_dict,
     global_grad_norm,
+    local_gradients,
     parallelize,
     seed_ranks,
     shard_global_batch,
@@ -20,7 +21,7 @@ from ..compose import (
 )
 from ..dist import all_gather_object, get_rank
 from ..dist.ranks.locate import Locator, find
-from ..parallel.data_parallel import DataParallelBucket
+from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
 from ..parallel.pg_manager import (
     ProcessGroupManager,
     destroy_process_group_manager,
@@ -36,6 +37,11 @@ from .problem import MAX_NORM, SGD_STEPS, TORCH_DTYPES, make_optimizer
 from .replicas import doubled, missing, unlike
 
 SHOWN = 3  # failures that a rank reports
+WRAPPER: Mapping[str, Mapping[str, Any]] = {
+    "rank_order": {"order": "rank"},
+    "float64": {"grad_type": torch.float64},
+}
+STAGES = {"zero1": 1, "zero2": 2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +127,7 @@ def compare_case(
         loss_parallel=case.loss_parallel == "on",
         cp_layout=case.cp_layout,
         cp_method=case.cp_method,
+        data_parallel=WRAPPER.get(case.data_parallel),
     )
     dropout.switch(parallel, on=False)
     yield from train_and_compare(case, parallel, manager, saved)
@@ -144,17 +151,18 @@ def train_and_compare(
         micro_batches = shard_global_batch(
             batch, case.micro_batches, manager, cp_layout=case.cp_layout
         )
+        optimizer = make_optimizer(model, step)
+        if stage := STAGES.get(case.data_parallel):
+            shard_optimizer(optimizer, model, stage=stage, overlap=True)
         with model_precision(TORCH_DTYPES[case.dtype]):
             loss = train_step(model, micro_batches, manager)
         yield compare_tensor("loss", step, loss, theirs["loss"], bound)
-        named = model.named_parameters(remove_duplicate=False)
-        gradients = {name: p.grad for name, p in named if p.grad is not None}
+        gradients = local_gradients(model)
         expected = set(theirs["gradients"])
         yield from missing("gradient", step, set().union(*stages), expected, bound)
         yield from missing("gradient", step, gradients, expected & mine, bound)
         yield from compare_named("gradient", step, gradients, theirs["gradients"], bound, shard)
         yield from unlike("gradient", step, split_by_owner(model, gradients), bound)
-        optimizer = make_optimizer(model, step)
         if step < SGD_STEPS:
             norm = global_grad_norm(model, manager)
         else:

@@ -197,10 +197,10 @@ class BucketManager:
         self._next = 0
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
 
-    def use_sharded(self, buckets: Iterable[Bucket], *, eager: bool) -> None:
-        """Take buckets whose parts belong to ranks: their order is settled."""
+    def use_settled(self, buckets: Iterable[Bucket]) -> None:
+        """Take buckets that no first backward will fill anew: their parts belong to ranks."""
         self.use_buckets(buckets)
-        self.order, self.eager = None, eager
+        self.order = None
 
     def open(self) -> None:
         """Look, when a backward begins, at what became of the gradients since the last."""

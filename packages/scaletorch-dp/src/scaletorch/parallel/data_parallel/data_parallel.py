@@ -17,6 +17,7 @@ from .bucket import Bucket, BucketManager, fill_buckets
 from .hooks import GradientSync
 from .initial import check_init_sync, sync_initial_values
 from .reduction import Reduction, check_floating
+from .sharding.gather import Gathers
 from .shards import Shard
 from .slot import Slot
 
@@ -258,19 +259,19 @@ class DataParallelBucket(_DataParallel):
         }
         super().__init__(module, group, options, fill, overlap=True)
         self.optimizer_shards: list[Shard] | None = None
-        self._gathers: Any = None
-        self._overlap_gathers = False
+        self.overlap_gathers = False  # whether they run behind the next forward
+        self._gathers: Gathers | None = None
 
-    def use_shards(self, shards: list[Shard], gathers: Any, *, overlap: bool) -> None:
+    def use_shards(self, shards: list[Shard], gathers: Gathers) -> None:
         """Note what an optimizer updates on this rank; `shard_optimizer` calls it."""
         self._sync.attach(self.module)
-        self.optimizer_shards, self._gathers, self._overlap_gathers = shards, gathers, overlap
+        self.optimizer_shards, self._gathers = shards, gathers
 
     def fetch_parameters(self) -> None:
         """Fetch what the other ranks have updated, behind the next forward where that was asked."""
         if self._gathers is not None:
             self._gathers.start()
-            if not self._overlap_gathers:
+            if not self.overlap_gathers:
                 self._gathers.wait()
 
     def wait_for_parameters(self) -> None:

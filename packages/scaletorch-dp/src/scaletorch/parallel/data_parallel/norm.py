@@ -84,6 +84,8 @@ def is_sharded(model: nn.Module) -> bool:
 
     A rank may have no shard at all, but what is replicated every rank has.
     """
+    if getattr(model, "optimizer_shards", None) is None:
+        return False
     whole: dict[nn.Parameter, int] = {}
     for shard in parameter_shards(model):
         if shard.replicated:
@@ -107,11 +109,12 @@ def power_sum(gradients: Iterable[Tensor], order: float, device: torch.device) -
     for gradient in gradients:
         if gradient.numel():
             kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient.detach())
-    norms: list[Tensor] = [torch.zeros((), dtype=wide, device=device)]
+    norms = [torch.zeros(1, dtype=wide, device=device)]
     for (_, dtype), alike in kinds.items():
         exact = torch.promote_types(dtype, torch.float32)
-        norms += [n.to(device, wide) for n in torch._foreach_norm(alike, order, dtype=exact)]
-    joined = torch.stack(norms)
+        found = torch._foreach_norm(alike, order, dtype=exact)
+        norms.append(torch.stack(found).to(device, wide))
+    joined = torch.cat(norms)
     return joined.amax() if order == math.inf else joined.pow(order).sum()
 
 

@@ -32,7 +32,7 @@ class ShardedBucket(Bucket):
         self, slots: Sequence[Slot], dtype: torch.dtype, reduction: Reduction, *, whole: bool
     ) -> None:
         super().__init__(slots, dtype, 1 if whole else reduction.size)
-        self.reduction = reduction
+        self.reduction, self.whole = reduction, whole
         self.counts = self._uncut() if whole else reduction.even(self.length)
         own = part_of(self.counts, reduction.rank)
         self.own = slice(own.start, own.stop)

@@ -14,7 +14,7 @@ from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
 from ..bucket import Bucket, BucketManager
 from ..data_parallel import DataParallelBucket
-from ..shards import Shard
+from ..shards import Shard, parameter_shards
 from ..slot import Slot
 from .bucket import ShardedBucket
 from .gather import Gathers
@@ -52,13 +52,15 @@ def shard_optimizer(
             module that has it is called. Then read parameters after ``optimizer.step()`` by
             ``state_dict()`` only, or after ``model.wait_for_parameters()``.
 
+    A further call lets another optimizer take over the shards.
+
     Returns:
         The optimizer.
 
     Raises:
         InvalidArgumentError: Another stage, or an optimizer that cannot be sharded.
-        StateError: The model's optimizer is sharded already, gradients are under way, or
-            parameters share memory.
+        StateError: Gradients are under way, parameters share memory, or they were cut for another
+            optimizer and this one needs them whole.
         MismatchError: The ranks' optimizers differ.
 
     Source: ZeRO, https://arxiv.org/abs/1910.02054.
@@ -67,22 +69,37 @@ def shard_optimizer(
     manager = model.bucket_manager
     whole = type(optimizer) not in ELEMENTWISE
     _agree(optimizer, manager, stage, overlap)
+    if model.optimizer_shards is None:
+        _shard(optimizer, model, whole=whole)
+    buckets = [each for each in manager.buckets if isinstance(each, ShardedBucket)]
+    if any(bucket.whole < whole for bucket in buckets):
+        raise StateError(
+            f"{describe_rank()}: this model's parameters were cut for another optimizer, and "
+            f"{type(optimizer).__name__} needs them whole: wrap the model anew"
+        )
+    manager.eager = stage == 2
+    _replace_parameters(optimizer, parameter_shards(model))
+    model.overlap_gathers = overlap
+    _follow(optimizer, model, buckets)
+    return optimizer
+
+
+def _shard(optimizer: Optimizer, model: DataParallelBucket, *, whole: bool) -> None:
+    """Put the parameters that the optimizer has into sharded buckets."""
+    manager = model.bucket_manager
     taken = {id(each) for group in optimizer.param_groups for each in group["params"]}
     tied = set(getattr(model, "tied_parameters", ()))
-    sharded = [s for s in _in_order(manager) if id(s.parameter) in taken and s.name not in tied]
+    slots = _in_order(manager)
+    sharded = [s for s in slots if id(s.parameter) in taken and s.name not in tied]
     _refuse_shared_memory(model, sharded)
     buckets = [
         ShardedBucket(each.slots, each.dtype, manager.reduction, whole=whole)
         for each in manager.fill(sharded)
     ]
     kept = {slot.index for slot in sharded}
-    rest = manager.fill(slot for slot in _in_order(manager) if slot.index not in kept)
-    manager.use_sharded([*buckets, *rest], eager=stage == 2)
-    shards = _all_shards(manager, buckets)
-    _replace_parameters(optimizer, shards)
-    model.use_shards(shards, Gathers(model.module, buckets), overlap=overlap)
-    _follow(optimizer, model, buckets)
-    return optimizer
+    rest = manager.fill(slot for slot in slots if slot.index not in kept)
+    manager.use_settled([*buckets, *rest])
+    model.use_shards(_all_shards(manager, buckets), Gathers(model.module, buckets))
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -121,8 +138,6 @@ def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
             f"{type(optimizer).__name__} cannot be sharded: it looks at all parameters at once, "
             "or at sparse gradients; take another optimizer"
         )
-    if getattr(model, "optimizer_shards", None) is not None:
-        raise StateError("this model's optimizer is sharded already; wrap the model anew first")
     if any(slot.local for slot in model.bucket_manager.slots):
         raise StateError(
             f"{describe_rank()}: gradients are accumulated that have not been synchronised; shard "

@@ -246,8 +246,8 @@ def _part(parameters: Iterable[nn.Parameter], kept: Iterable[Tensor]) -> None:
     memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
     for parameter in parameters:
         gradient = parameter.grad
-        if gradient is None or gradient.layout != torch.strided:
-            continue
+        if type(gradient) is not Tensor or gradient.layout != torch.strided:
+            continue  # none, or one that only stands for shards elsewhere
         if gradient.untyped_storage().data_ptr() in memory:
             parameter.grad = gradient.clone()
 

@@ -1,0 +1,150 @@
+"""Loss scaling through `train_step`: the loss stays, overflow skips on every rank of the grid."""
+
+import math
+
+import pytest
+import torch
+
+from scaletorch.compose import (
+    clip_grad_norm_,
+    full_state_dict,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.data_parallel import GradScaler, parameter_shards, shard_optimizer
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+CONFIG = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
+)
+STEPS = 3
+SCALE = 2.0**10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dynamo():
+    preload("torch._dynamo")  # which the first optimizer of a process imports
+
+
+def build(half):
+    torch.manual_seed(0)
+    model = Llama(CONFIG)
+    if half:  # around forward alone: backward must not run under autocast
+        model.__dict__["forward"] = torch.autocast("cpu", torch.float16)(model.forward)
+    return model
+
+
+def batch_of(step):
+    tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(step))
+    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+def train(layout, scale, half=False, poison=None, interval=2000):
+    """Train with a loss scale, or None; returns losses, norms, scales and whole weights."""
+    dp, pp, cp, tp = layout
+    manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
+    model = parallelize(build(half), manager)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    scaler = GradScaler("cpu", scale or 1.0, growth_interval=interval, enabled=scale is not None)
+    losses, norms, scales = [], [], []
+    for step in range(STEPS):
+        micro_batches = shard_global_batch(batch_of(step), 2, manager)
+        losses.append(train_step(model, micro_batches, manager, scaler=scaler).item())
+        if step == 0 and str(manager.grid.coordinates(manager.global_rank)) == poison:
+            next(model.parameters()).grad.view(-1)[0] = math.inf
+        scaler.unscale_(optimizer)
+        norms.append(clip_grad_norm_(model, 1.0, manager).item())
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    weights = full_state_dict(model, manager)
+    destroy_process_group_manager()
+    return losses, norms, scales, weights
+
+
+LAYOUTS = [(1, 1, 1, 1), (1, 2, 1, 2), (2, 1, 1, 2), (2, 2, 1, 1)]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
+def test_scaled_training_has_the_bits_of_unscaled(layout):
+    plain = run_ranks(train, math.prod(layout), layout, None)
+    for ours, theirs in zip(run_ranks(train, math.prod(layout), layout, SCALE), plain, strict=True):
+        assert ours[:2] == theirs[:2]
+        assert ours[2] == [SCALE] * STEPS
+        assert all(torch.equal(ours[3][name], tensor) for name, tensor in theirs[3].items())
+
+
+@pytest.mark.parametrize("poison", ["dp0 pp1 cp0 tp0", "dp0 pp0 cp0 tp1"])
+def test_overflow_on_one_stage_or_shard_skips_everywhere(poison):
+    initial = build(half=False).state_dict()
+    results = run_ranks(train, 4, (1, 2, 1, 2), SCALE, poison=poison, interval=1)
+    for losses, norms, scales, weights in results:
+        assert scales == [SCALE / 2, SCALE, SCALE * 2]
+        assert not math.isfinite(norms[0])
+        assert all(map(math.isfinite, (*losses, *norms[1:])))
+        assert (losses, norms[1:], scales) == (results[0][0], results[0][1][1:], results[0][2])
+        for name, tensor in results[0][3].items():
+            assert torch.equal(weights[name], tensor)
+        assert not torch.equal(weights["norm.weight"], initial["norm.weight"])
+        assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+def test_float16_overflows_by_itself_and_recovers():
+    """A scale beyond float16 makes gradients of logits infinite on the last stage first."""
+    results = run_ranks(train, 4, (1, 2, 1, 2), 2.0**22, half=True)
+    exact = train((1, 1, 1, 1), None)
+    for losses, _, scales, weights in results:
+        assert scales == results[0][2]
+        assert scales[0] == 2.0**21
+        assert losses[0] == pytest.approx(exact[0][0], rel=1e-2)
+        assert all(tensor.isfinite().all() for tensor in weights.values())
+
+
+def masters(layout, scale, poison):
+    """Train a float16 model with float32 masters in shards; return the scales and the weights."""
+    dp, pp, cp, tp = layout
+    manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
+    model = parallelize(build(half=False).half(), manager)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    shard_optimizer(optimizer, model)
+    scaler = GradScaler("cpu", scale)
+    scales = []
+    for step in range(STEPS):
+        train_step(model, shard_global_batch(batch_of(step), 2, manager), manager, scaler=scaler)
+        assert {s.tensor.grad.dtype for s in parameter_shards(model)} == {torch.float32}
+        if step == 0 and str(manager.grid.coordinates(manager.global_rank)) == poison:
+            parameter_shards(model)[0].tensor.grad[-1] = math.nan
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    weights = full_state_dict(model, manager)
+    destroy_process_group_manager()
+    return scales, weights
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1, 2), (2, 1, 2, 1)])
+def test_float32_shards_of_float16_parameters(layout):
+    """One bad shard skips the first step everywhere; then steps are those of one process."""
+    results = run_ranks(masters, 4, layout, SCALE, "dp1 pp0 cp0 tp0")
+    model = build(half=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    for step in range(1, STEPS):
+        batch = batch_of(step)
+        logits = model(batch["input_ids"])
+        torch.nn.functional.cross_entropy(
+            logits.flatten(0, 1), batch["labels"].flatten()
+        ).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for scales, weights in results:
+        assert scales == [SCALE / 2] * STEPS
+        for name, weight in model.state_dict().items():
+            torch.testing.assert_close(weights[name].float(), weight, rtol=2e-2, atol=2e-3)
