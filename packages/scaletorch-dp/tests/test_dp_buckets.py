@@ -16,13 +16,10 @@ from torch import nn
 from scaletorch.dist import all_gather_object
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import preload, run_ranks
-from scaletorch.parallel.data_parallel import (
-    DataParallelBucket,
-    DataParallelNaive,
-    bucket,
-    reduction,
-)
-from scaletorch.parallel.data_parallel.slot import Slot
+from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive
+from scaletorch.parallel.data_parallel.buckets import manager, reduction
+from scaletorch.parallel.data_parallel.buckets.fill import fill_buckets
+from scaletorch.parallel.data_parallel.buckets.slot import Slot
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
 
@@ -46,7 +43,7 @@ def make_slots(parts):
 )
 def test_buckets_hold_every_slot_once(parts, bucket_size, grad_type):
     slots = make_slots(parts)
-    buckets = bucket.fill_buckets(slots, bucket_size, grad_type)
+    buckets = fill_buckets(slots, bucket_size, grad_type)
     places = [[slot.index for slot in each.slots] for each in buckets]
     assert sorted(at for each in places for at in each) == list(range(len(slots)))
     assert all(each == sorted(each) for each in places)  # the order given, within a bucket
@@ -60,9 +57,7 @@ def test_buckets_hold_every_slot_once(parts, bucket_size, grad_type):
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=25), st.integers(1, 30))
 def test_buckets_are_full(sizes, bucket_size):
-    buckets = bucket.fill_buckets(
-        make_slots([(n, torch.float32) for n in sizes]), bucket_size, None
-    )
+    buckets = fill_buckets(make_slots([(n, torch.float32) for n in sizes]), bucket_size, None)
     for each, after in itertools.pairwise(buckets):
         assert each.elements + after.slots[0].parameter.numel() > bucket_size
 
@@ -117,14 +112,14 @@ class Fork(nn.Module):
 @contextlib.contextmanager
 def record(log):
     """Let every all_reduce note its operation and size."""
-    original = bucket.all_reduce
+    original = manager.all_reduce
 
     def noting(data, op, **kwargs):
         log.append((op, data.numel()))
         return original(data, op, **kwargs)
 
     with (
-        mock.patch.object(bucket, "all_reduce", noting),
+        mock.patch.object(manager, "all_reduce", noting),
         mock.patch.object(reduction, "all_reduce", noting),
     ):
         yield

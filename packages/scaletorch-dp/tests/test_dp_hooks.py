@@ -17,12 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.errors import StateError
 from scaletorch.dist.testing import preload, run_ranks
-from scaletorch.parallel.data_parallel import (
-    DataParallelBucket,
-    DataParallelNaive,
-    bucket,
-    reduction,
-)
+from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive
+from scaletorch.parallel.data_parallel.buckets import manager, reduction
 
 KINDS = [
     pytest.param(DataParallelNaive, {}, id="naive"),
@@ -211,9 +207,9 @@ def check_used_again():
     plain = UsedAgain().double()
     model = wrap(copy.deepcopy(plain), options={"bucket_size": 1})
     calls = []
-    counted = noting(bucket.all_reduce, calls)
+    counted = noting(manager.all_reduce, calls)
     with (
-        mock.patch.object(bucket, "all_reduce", counted),
+        mock.patch.object(manager, "all_reduce", counted),
         mock.patch.object(reduction, "all_reduce", counted),
     ):
         for _ in range(2):  # the second adds to what is there

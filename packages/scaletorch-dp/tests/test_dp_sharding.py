@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as c10d
 from torch import nn
 
-from scaletorch.dist import all_gather_object
+from scaletorch.dist import RankFailedError, Work, all_gather_object
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError, StateError
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.data_parallel import (
@@ -20,6 +21,8 @@ from scaletorch.parallel.data_parallel import (
     shard_optimizer,
     whole_gradients,
 )
+from scaletorch.parallel.data_parallel.sharding import bucket as sharded
+from scaletorch.parallel.data_parallel.sharding.gather import Gathers
 
 OPTIMIZERS = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "nesterov": True},
@@ -133,6 +136,35 @@ def test_every_optimizer_trains_as_one_process(name):
 def test_stages_and_overlap(ranks, stage, overlap):
     for name in ("AdamW", "Muon") if ranks == 3 else ("AdamW",):
         run_ranks(check_optimizer, ranks, name, stage, overlap)
+
+
+def check_late_arrival(waits):
+    """Parameters arrive only when somebody waits for them: forward does, wherever it reads them."""
+    gather = sharded.ShardedBucket.gather
+    before_forward = Gathers.before_forward
+
+    def late(bucket):
+        old = bucket.values.clone()
+        gather(bucket).wait()
+        new = bucket.values.clone()
+        bucket.values[: bucket.own.start] = old[: bucket.own.start]
+        bucket.values[bucket.own.stop :] = old[bucket.own.stop :]
+        return Work((), lambda: bucket.values.copy_(new))
+
+    def never(gathers, name):
+        gathers._seen.add(name)
+
+    with (
+        mock.patch.object(sharded.ShardedBucket, "gather", late),
+        mock.patch.object(Gathers, "before_forward", before_forward if waits else never),
+    ):
+        check_optimizer("AdamW", 1, True, bucket_size=20)
+
+
+def test_forward_waits_for_what_it_reads():
+    run_ranks(check_late_arrival, 2, True)
+    with pytest.raises(RankFailedError, match="AssertionError: "):
+        run_ranks(check_late_arrival, 2, False)
 
 
 def check_masters(grad_type):

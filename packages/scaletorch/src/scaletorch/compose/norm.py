@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from ..dist import all_reduce
 from ..parallel.data_parallel import Shard, parameter_shards
-from ..parallel.data_parallel.nonfinite import found_on_ranks, refuse_nonfinite
-from ..parallel.data_parallel.norm import (
+from ..parallel.data_parallel.gradients.nonfinite import found_on_ranks, refuse_nonfinite
+from ..parallel.data_parallel.gradients.norm import (
     check_max_norm,
     checked_order,
     device_of,

@@ -13,13 +13,15 @@ from torch.distributed import ProcessGroup
 from ...dist.agreement import agree
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import ModuleWrapper, axis_group, describe_rank
-from .bucket import Bucket, BucketManager, fill_buckets
-from .hooks import GradientSync
-from .initial import check_init_sync, sync_initial_values
-from .reduction import Reduction, check_floating
+from .buckets.bucket import Bucket
+from .buckets.fill import fill_buckets
+from .buckets.hooks import GradientSync
+from .buckets.initial import check_init_sync, sync_initial_values
+from .buckets.manager import BucketManager
+from .buckets.reduction import Reduction, check_floating
+from .buckets.slot import Slot
 from .sharding.gather import Gathers
 from .shards import Shard
-from .slot import Slot
 
 
 class _DataParallel(ModuleWrapper):

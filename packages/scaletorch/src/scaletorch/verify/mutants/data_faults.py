@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...dist import Work
 from .mutant import Catalogue
 from .patch import patched
 
@@ -14,52 +15,112 @@ DATA = Catalogue("parallel.data_parallel")
 fault = DATA.fault
 
 
-def _only_flags(all_reduce: Any) -> Any:
-    """Leave out the reductions of gradients, which are the asynchronous ones."""
-    return lambda *args, **options: None if "async_op" in options else all_reduce(*args, **options)
-
-
-@fault("bucket:all_reduce", layout="2x1x1x1")
+@fault("buckets.reduction:all_reduce", layout="2x1x1x1")
 def buckets_not_reduced(all_reduce: Any) -> Any:
     """Gradient buckets miss their all-reduce."""
-    return _only_flags(all_reduce)
+    return lambda *_, **__: Work((), lambda: None)
 
 
-@fault("bucket:all_reduce", layout="2x1x1x1")
+@fault("buckets.reduction:all_reduce", layout="2x1x1x1")
 def buckets_reduced_twice(all_reduce: Any) -> Any:
     """Gradient buckets are all-reduced twice."""
 
     def twice(data: Tensor, op: str, **options: Any) -> Any:
-        if "async_op" in options:
-            all_reduce(data, op, group=options["group"])
+        all_reduce(data, op, group=options["group"])
         return all_reduce(data, op, **options)
 
     return twice
 
 
-@fault("bucket:Bucket.launch", layout="2x1x1x1")
+@fault("buckets.bucket:Bucket.launch", layout="2x1x1x1")
 def unused_parameter_blocks_bucket(launch: Any) -> Any:
     """A bucket that waits for a parameter nobody used is never reduced."""
 
-    def blocked(self: Any, *args: Any) -> None:
+    def blocked(self: Any, *args: Any, **options: Any) -> None:
         if self.ready:
-            launch(self, *args)
+            launch(self, *args, **options)
             return
-        with patched("parallel.data_parallel.bucket:all_reduce", _only_flags):
-            launch(self, *args)
+        with patched("parallel.data_parallel.buckets.reduction:all_reduce", buckets_not_reduced):
+            launch(self, *args, **options)
 
     return blocked
 
 
-@fault("slot:Slot.give", layout="2x1x1x1")
+@fault("buckets.slot:Slot.give", layout="2x1x1x1")
 def stale_gradient_after_zero_grad(give: Any) -> Any:
     """The reduced gradient of the step before is added again after zero_grad."""
     kept: dict[str, Tensor] = {}
 
-    def stale(self: Any, reduced: Tensor | None) -> None:
+    def stale(self: Any, reduced: Tensor | None, **options: Any) -> None:
         if reduced is not None:
             reduced = reduced.add(kept.get(self.name, torch.zeros_like(reduced)))
             kept[self.name] = reduced.clone()
-        give(self, reduced)
+        give(self, reduced, **options)
 
     return stale
+
+
+@fault("buckets.slot:Slot.add_product", layout="2x1x1x1")
+def later_products_replace_earlier(add_product: Any) -> Any:
+    """A linear weight's gradient is the last micro-batch's alone."""
+
+    def replacing(self: Any, *args: Any) -> None:
+        self.local = False
+        add_product(self, *args)
+
+    return replacing
+
+
+@fault("buckets.slot:Slot.take", layout="2x1x1x1")
+def unused_parameter_keeps_old_gradient(take: Any) -> Any:
+    """What a rank did not use travels as what the buffer held in the step before."""
+
+    def dirty(self: Any, part: Tensor) -> bool:
+        before = part.clone()
+        local: bool = take(self, part)
+        if not local:
+            part.copy_(before)
+        return local
+
+    return dirty
+
+
+@fault("buckets.reduction:reduce_scatter_flat", layout="2x1x1x1", data_parallel="zero1")
+def shards_of_own_gradients(reduce_scatter_flat: Any) -> Any:
+    """Each rank updates its shard with its own gradients alone."""
+
+    def own(data: Tensor, counts: Any, op: str, group: Any, **_: Any) -> Work[Tensor]:
+        part = data.split(list(counts))[group.rank()].clone()
+        return Work((), lambda: part)
+
+    return own
+
+
+@fault("buckets.reduction:reduce_scatter_flat", layout="2x1x1x1", data_parallel="rank_order")
+def first_rank_left_out(reduce_scatter_flat: Any) -> Any:
+    """The ordered sum begins with the second rank."""
+
+    def late(data: Tensor, counts: Any, op: str, group: Any, **options: Any) -> Work[Tensor]:
+        data = data * 0 if group.rank() == 0 else data
+        work: Work[Tensor] = reduce_scatter_flat(data, counts, op, group, **options)
+        return work
+
+    return late
+
+
+@fault("sharding.bucket:all_gather_flat", layout="2x1x1x1", data_parallel="zero1")
+def updated_parameters_not_fetched(all_gather_flat: Any) -> Any:
+    """Parameters that other ranks have updated stay as they were."""
+    return lambda *_, **__: Work((), lambda: None)
+
+
+@fault("sharding.bucket:ShardedBucket._start", layout="2x1x1x1", data_parallel="zero2")
+def earlier_micro_batches_forgotten(start: Any) -> Any:
+    """Shards keep the gradients of the last micro-batch alone."""
+
+    def forgetful(self: Any, *args: Any) -> Any:
+        for shard in self.shards:
+            shard.tensor.grad = None
+        return start(self, *args)
+
+    return forgetful

@@ -86,6 +86,12 @@ def loss_of_own_vocabulary(loss: Any) -> Any:
     return own
 
 
+@fault("norm:is_sharded", layout="2x1x1x1", data_parallel="zero1")
+def norm_of_own_shards(is_sharded: Any) -> Any:
+    """The gradient norm counts one rank's shards alone."""
+    return lambda model: False
+
+
 @fault("norm:counted_gradients", layout="1x1x1x2")
 def norm_counts_replicas(counted: Any) -> Any:
     """The gradient norm counts parameters once on every rank that holds them."""

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from ....dist import Work
 from ....dist.collectives.flat import all_gather_flat, part_of
-from ..bucket import UNUSED, Bucket
-from ..reduction import Reduction
+from ..buckets.bucket import UNUSED, Bucket
+from ..buckets.reduction import Reduction
+from ..buckets.slot import Slot
 from ..shards import Shard
-from ..slot import Slot
 from .gradient import ShardedGradient
 
 

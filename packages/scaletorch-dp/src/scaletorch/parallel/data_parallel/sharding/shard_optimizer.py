@@ -12,10 +12,11 @@ from torch.optim import Optimizer
 from ....dist.agreement import agree
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
-from ..bucket import Bucket, BucketManager
+from ..buckets.bucket import Bucket
+from ..buckets.manager import BucketManager
+from ..buckets.slot import Slot
 from ..data_parallel import DataParallelBucket
 from ..shards import Shard, parameter_shards
-from ..slot import Slot
 from .bucket import ShardedBucket
 from .gather import Gathers
 

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from ...dist.errors import StateError
-from ..pg_manager import describe_rank
-from .bucket import BucketManager
-from .linear import ProductSink, direct_products
+from ....dist.errors import StateError
+from ...pg_manager import describe_rank
+from .manager import BucketManager
+from .products import ProductSink, direct_products
 
 _OUTSIDE = -1  # torch's number for "no backward is running on this thread"
 _serial = itertools.count()

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import Work, all_reduce, get_rank, get_world_size
-from ...dist.collectives.flat import all_gather_flat, part_of, reduce_scatter_flat
-from ...dist.errors import InvalidArgumentError
+from ....dist import Work, all_reduce, get_rank, get_world_size
+from ....dist.collectives.flat import all_gather_flat, part_of, reduce_scatter_flat
+from ....dist.errors import InvalidArgumentError
 
 OPS = ("sum", "mean")
 ORDERS = ("any", "rank")

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist import broadcast, group_ranks
-from ...dist.agreement import agree
-from ...dist.errors import InvalidArgumentError
+from ....dist import broadcast, group_ranks
+from ....dist.agreement import agree
+from ....dist.errors import InvalidArgumentError
 
 INIT_SYNCS = ("check", "broadcast", "none")
 

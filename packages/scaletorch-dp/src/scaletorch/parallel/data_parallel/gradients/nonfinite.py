@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist import all_gather_object, get_rank
-from ...dist.errors import NonFiniteError
-from ..pg_manager import get_process_group_manager
-from .shards import parameter_shards
+from ....dist import all_gather_object, get_rank
+from ....dist.errors import NonFiniteError
+from ...pg_manager import get_process_group_manager
+from ..shards import parameter_shards
 
 Found = list[tuple[str, str]]  # a parameter's name, and a rank's place
 SHOWN = 3  # parameters, and ranks of each, that an error names
@@ -42,28 +42,40 @@ def found_on_ranks(
         place: This rank's; by default its coordinates in the grid, or its number without one.
         alone: Ask this rank alone, where others have the same.
     """
+    return share_names(nonfinite_names(model), group, place, alone=alone)
+
+
+def share_names(
+    names: list[str], group: ProcessGroup | None, place: str | None = None, *, alone: bool = False
+) -> Found:
+    """Return all ranks' names by rank; arguments as for `found_on_ranks`."""
     if place is None:
         manager = get_process_group_manager()
         rank = get_rank()
         place = f"rank {rank}" if manager is None else str(manager.grid.coordinates(rank))
-    mine = (place, nonfinite_names(model))
+    mine = (place, names)
     everyone: list[tuple[str, list[str]]] = [mine] if alone else all_gather_object(mine, group)
     return [(name, place) for place, names in everyone for name in names]
 
 
 def refuse_nonfinite(norm: Tensor, found: Found) -> NoReturn:
     """Raise with the first parameters and their ranks."""
+    culprits = name_culprits(found) or "every gradient is finite, but the norm is beyond its dtype"
+    raise NonFiniteError(
+        f"the norm of the gradients is {norm.item()}, so they cannot be clipped: "
+        f"{culprits}. Skip the "
+        "step (a GradScaler does by itself), or pass error_if_nonfinite=False"
+    )
+
+
+def name_culprits(found: Found) -> str:
+    """Return the first parameters with their ranks as text, empty if there are none."""
     places: dict[str, list[str]] = {}
     for name, place in found:
         places.setdefault(name, []).append(place)
     shown = [f"{name} on {_first(ranks)}" for name, ranks in places.items()][:SHOWN]
     more = len(places) - len(shown)
-    culprits = "; ".join(shown) + (f"; and {more} more" if more else "")
-    raise NonFiniteError(
-        f"the norm of the gradients is {norm.item()}, so they cannot be clipped: "
-        f"{culprits or 'every gradient is finite, but the norm is beyond its dtype'}. Skip the "
-        "step (a GradScaler does by itself), or pass error_if_nonfinite=False"
-    )
+    return "; ".join(shown) + (f"; and {more} more" if more else "")
 
 
 def _first(ranks: list[str]) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...dist.errors import StateError
+from ....dist.errors import StateError
 
 Place = Callable[["Slot"], Tensor]
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import all_reduce
-from ...dist.devices import current_device
-from ..pg_manager import axis_group
+from ....dist import all_reduce
+from ....dist.devices import current_device
+from ...pg_manager import axis_group
 
 
 class GradScaler(torch.amp.GradScaler):

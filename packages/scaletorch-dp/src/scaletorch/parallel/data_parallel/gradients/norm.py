@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist import all_reduce, get_comm_device, get_rank, group_ranks
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import axis_group
+from ....dist import all_reduce, get_comm_device, get_rank, group_ranks
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import axis_group
+from ..shards import Shard, parameter_shards
 from .nonfinite import found_on_ranks, refuse_nonfinite
-from .shards import Shard, parameter_shards
 
 
 def global_grad_norm(

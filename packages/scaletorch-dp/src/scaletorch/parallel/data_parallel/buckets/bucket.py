@@ -1,0 +1,169 @@
+"""A bucket: a flat buffer in which gradients live, reduced over the group by one call."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ....dist import Work
+from .reduction import Reduction
+from .slot import Slot
+
+# What a rank says of a parameter; the largest over ranks counts.
+UNUSED, USED, LATE, NONFINITE = 0, 1, 2, 3
+
+
+class Bucket:
+    """Gradients of one dtype and device that travel together.
+
+    Its buffer is used again and again, but for as long as anybody holds a view of it, such as a
+    gradient of the step before: then a new one takes its place.
+
+    Args:
+        slots: The parameters' slots, in the order of the buffer.
+        dtype: The buffer's dtype.
+        multiple: The buffer's length is one of this; what is behind the last gradient is zero.
+    """
+
+    def __init__(self, slots: Sequence[Slot], dtype: torch.dtype, multiple: int = 1) -> None:
+        self.slots = tuple(slots)
+        self.dtype = dtype
+        self.elements = sum(slot.parameter.numel() for slot in self.slots)
+        self.length = -(-self.elements // multiple) * multiple
+        self.launched = False
+        self._places = dict(zip((s.index for s in self.slots), self._starts(), strict=True))
+        self._buffer: Tensor | None = None  # where this rank's own gradients are
+        self._sent: Tensor | None = None  # what the reduction that is under way reads and writes
+        self._spare: Tensor | None = None  # the last one, to be used again
+        self._used: dict[int, int] = {}
+        self._work: Work[Tensor] | None = None
+        self._before: Tensor | None = None
+        self._missing: set[int] = set()
+        for slot in self.slots:
+            slot.buffer_dtype = dtype
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what is ready and what is under way."""
+        self.launched = False
+        self._missing = set(self._places)
+        self._used, self._work, self._before = {}, None, None
+        self._buffer = self._sent = None
+
+    def open(self) -> None:
+        """Look, when a backward begins, at what became of the gradients since the last."""
+        for slot in self.slots:
+            slot.open()
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for slot in self.slots:
+            slot.clear()
+
+    def place(self, slot: Slot) -> Tensor:
+        """Return the memory of one parameter's gradient; its values are arbitrary."""
+        start = self._places[slot.index]
+        part = self._own_buffer()[start : start + slot.parameter.numel()]
+        return part.view(slot.parameter.shape)
+
+    def mark_ready(self, index: int) -> None:
+        """Note that a parameter has its gradient."""
+        self._missing.discard(index)
+
+    @property
+    def ready(self) -> bool:
+        """Whether every parameter has its gradient."""
+        return not self._missing
+
+    @torch.no_grad()
+    def launch(self, reduction: Reduction, *, check_finite: bool = False) -> None:
+        """Start reducing the buffer, zero where this rank has no gradient."""
+        for slot in self.slots:
+            used = slot.take(self.place(slot))
+            self._used[slot.index] = USED if used else UNUSED
+        buffer, self._buffer = self._own_buffer(), None
+        buffer[self.elements :] = 0
+        if check_finite:
+            self._find_nonfinite(buffer)
+        self._before = self._held(buffer) if reduction.ordered else None
+        self._work = self._start(reduction, buffer)
+        self._sent = buffer
+        self.launched = True
+
+    def collect(self) -> None:
+        """Wait for the reduction, and give up the buffer."""
+        if self._work is not None:
+            reduced = self._work.wait()
+            self._work, self._sent = Work((), lambda: reduced), None
+
+    def flag(self, slot: Slot) -> int:
+        """Say what this rank did with a parameter of this bucket."""
+        if slot.local:  # a gradient came after the launch
+            return LATE
+        return self._used[slot.index]
+
+    def finish(self, flags: Sequence[int]) -> None:
+        """Wait for the reduction and write the gradients; unused everywhere ones stay."""
+        if self._work is not None:
+            self._give(self._work.wait(), flags)
+            self._spare, self._sent = self._sent, None
+        self.launched = False
+        self._missing = set(self._places)
+        self._used, self._work, self._before = {}, None, None
+
+    def describe(self) -> dict[str, object]:
+        """Describe the bucket as plain data."""
+        names = [slot.name for slot in self.slots]
+        return {"parameters": names, "elements": self.elements, "dtype": str(self.dtype)}
+
+    def _find_nonfinite(self, buffer: Tensor) -> None:
+        for slot, part in self._parts(buffer):
+            # A sum costs one pass; it may overflow of itself, so a suspect is looked at again.
+            if not part.sum().isfinite() and not part.isfinite().all():
+                self._used[slot.index] = NONFINITE
+
+    def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
+        return reduction.whole(buffer, self._before)
+
+    def _give(self, reduced: Tensor, flags: Sequence[int]) -> None:
+        for slot, part in self._parts(reduced):
+            used = flags[slot.index] != UNUSED
+            slot.give(part if used else None, with_held=self._before is not None)
+
+    def _held(self, buffer: Tensor) -> Tensor | None:
+        """Return the synchronised gradients from before, in the buffer's order, if any."""
+        if all(slot.held is None for slot in self.slots):
+            return None
+        before = torch.zeros_like(buffer)
+        for slot, part in self._parts(before):
+            if slot.held is not None:
+                part.copy_(slot.held)
+        return before
+
+    def _parts(self, buffer: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        for slot in self.slots:
+            start, parameter = self._places[slot.index], slot.parameter
+            yield slot, buffer[start : start + parameter.numel()].view(parameter.shape)
+
+    def _starts(self) -> Iterator[int]:
+        start = 0
+        for slot in self.slots:
+            yield start
+            start += slot.parameter.numel()
+
+    def _own_buffer(self) -> Tensor:
+        if self._buffer is None:
+            spare, self._spare = self._spare, None
+            if spare is None or _is_shared(spare):
+                device = self.slots[0].parameter.device
+                spare = torch.empty(self.length, dtype=self.dtype, device=device)
+            self._buffer = spare
+        return self._buffer
+
+
+def _is_shared(buffer: Tensor) -> bool:
+    """Return whether another tensor has this one's memory."""
+    # The tensor itself and the storage's Python object are two.
+    return torch._C._storage_Use_Count(buffer.untyped_storage()._cdata) > 2

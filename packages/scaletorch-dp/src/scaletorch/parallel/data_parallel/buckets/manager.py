@@ -1,0 +1,168 @@
+"""All buckets of a model, launched in one order on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from ....dist import all_reduce, broadcast, get_comm_device, group_ranks
+from ....dist.errors import NonFiniteError
+from ...pg_manager import describe_rank
+from ..gradients.nonfinite import name_culprits, share_names
+from .bucket import LATE, NONFINITE, UNUSED, Bucket
+from .reduction import Reduction
+from .slot import Slot
+
+
+class BucketManager:
+    """Reduces slots over a group in buckets, in one order on every rank.
+
+    A bucket is launched only after all before it, so that ranks that use different parameters
+    still issue the same calls in the same order.
+
+    Args:
+        slots: All trainable parameters' slots, in registration order.
+        fill: Puts slots into buckets, in the order of their launches; see `fill_buckets`.
+        reduction: How buffers are reduced.
+        check_finite: Whether gradients that are not finite are found before they travel.
+    """
+
+    def __init__(
+        self,
+        slots: Sequence[Slot],
+        fill: Callable[[Iterable[Slot]], list[Bucket]],
+        reduction: Reduction,
+        *,
+        check_finite: bool = False,
+    ) -> None:
+        self.slots = tuple(slots)
+        self.fill = fill
+        self.reduction = reduction
+        self.order: list[int] | None = []  # of the first backward; None once it is known
+        self.eager = False  # whether every backward sums into shards, and keeps no buffer
+        self._check_finite = check_finite
+        # Backward makes gradients in about the reverse order of registration.
+        self.use_buckets(fill(reversed(self.slots)))
+
+    def use_buckets(self, buckets: Iterable[Bucket]) -> None:
+        """Take other buckets over the same slots; nothing may be under way."""
+        self.buckets = tuple(buckets)
+        self._next = 0
+        self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
+
+    def use_settled(self, buckets: Iterable[Bucket]) -> None:
+        """Take buckets that no first backward will fill anew: their parts belong to ranks."""
+        self.use_buckets(buckets)
+        self.order = None
+
+    def open(self) -> None:
+        """Look, when a backward begins, at what became of the gradients since the last."""
+        for bucket in self.buckets:
+            bucket.open()
+
+    def place(self, slot: Slot) -> Tensor:
+        """Return the memory of one parameter's gradient; its values are arbitrary."""
+        return self._bucket_of[slot.index].place(slot)
+
+    def mark_ready(self, index: int, launch: bool = True) -> None:
+        """Note that a parameter has its gradient, and launch the buckets that are due."""
+        if self.order is not None:
+            self.order.append(index)
+        self._bucket_of[index].mark_ready(index)
+        while launch and self._next < len(self.buckets) and self.buckets[self._next].ready:
+            self._launch(self.buckets[self._next])
+            self._next += 1
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Launch what is left, wait for all, and write every gradient.
+
+        One more, small reduction tells which parameters any rank used: one int32 for each. A
+        parameter that a reentrant checkpoint used again after its bucket had left is reduced in
+        a second round.
+
+        Raises:
+            NonFiniteError: Some rank's gradient is not finite, and that was to be checked.
+        """
+        try:
+            buckets = self.buckets
+            while buckets:
+                for bucket in buckets:
+                    if not bucket.launched:
+                        self._launch(bucket)
+                flags = self._agree(buckets)
+                for bucket in buckets:
+                    bucket.finish(flags)
+                buckets = tuple(
+                    bucket
+                    for bucket in buckets
+                    if any(flags[slot.index] == LATE for slot in bucket.slots)
+                )
+            self._reorder()
+        finally:
+            self.reset()
+
+    def reset(self) -> None:
+        """Forget what is ready and under way; gradients are not touched."""
+        self._next = 0
+        for bucket in self.buckets:
+            bucket.reset()
+
+    def clear(self) -> None:
+        """Forget all gradients."""
+        for bucket in self.buckets:
+            bucket.clear()
+
+    def info(self) -> list[dict[str, object]]:
+        """Describe the buckets in the order of their launches, as plain data."""
+        return [bucket.describe() for bucket in self.buckets]
+
+    def _launch(self, bucket: Bucket) -> None:
+        bucket.launch(self.reduction, check_finite=self._check_finite)
+        at = self.buckets.index(bucket)
+        if self.eager and at > 0 and self.buckets[at - 1].launched:
+            self.buckets[at - 1].collect()
+
+    def _agree(self, buckets: Iterable[Bucket]) -> list[int]:
+        """Return for each slot the largest flag of any rank."""
+        flags = [UNUSED] * len(self.slots)
+        for bucket in buckets:
+            for slot in bucket.slots:
+                flags[slot.index] = bucket.flag(slot)
+        group = self.reduction.group
+        shared = torch.tensor(flags, dtype=torch.int32, device=get_comm_device(group))
+        all_reduce(shared, "max", group=group)
+        result: list[int] = shared.tolist()
+        if NONFINITE in result:
+            self._refuse(flags)
+        return result
+
+    def _refuse(self, flags: Sequence[int]) -> NoReturn:
+        """Drop all gradients, and raise on every rank."""
+        for bucket in self.buckets:
+            bucket.finish([UNUSED] * len(self.slots))
+            bucket.clear()
+        names = [slot.name for slot in self.slots if flags[slot.index] == NONFINITE]
+        found = name_culprits(share_names(names, self.reduction.group))
+        raise NonFiniteError(
+            f"{describe_rank()}: gradients are not finite: {found}; none was summed, and all are "
+            "None now: look at the batches of these ranks, or lower the learning rate"
+        )
+
+    def _reorder(self) -> None:
+        """Fill the buckets anew in the order in which the first backward made the gradients."""
+        if self.order is None:
+            return
+        rest = [slot.index for slot in reversed(self.slots)]
+        found = list(dict.fromkeys([*self.order, *rest]))
+        self.order = None
+        group = self.reduction.group
+        if self.reduction.size > 1 and found:  # ranks may differ: the first one's order counts
+            shared = torch.tensor(found, device=get_comm_device(group))
+            broadcast(shared, group_ranks(group)[0], group=group)
+            found = shared.tolist()
+        if found != [slot.index for bucket in self.buckets for slot in bucket.slots]:
+            self.use_buckets(self.fill(self.slots[index] for index in found))

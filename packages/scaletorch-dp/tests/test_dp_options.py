@@ -1,0 +1,231 @@
+"""What the wrapper can be asked for: orders, dtypes, initial values, finite gradients."""
+
+from __future__ import annotations
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as c10d
+from torch import nn
+
+from scaletorch.dist import all_gather_object
+from scaletorch.dist.errors import InvalidArgumentError, MismatchError, NonFiniteError
+from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.parallel.data_parallel import DataParallelBucket, shard_optimizer
+from scaletorch.parallel.data_parallel.buckets import reduction
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dynamo():
+    preload("torch._dynamo")
+
+
+def net(dtype=torch.float32, seed=0):
+    torch.manual_seed(seed)
+    layers = [nn.Linear(9, 17), nn.Tanh(), nn.Linear(17, 5, bias=False), nn.LayerNorm(5)]
+    return nn.Sequential(*layers).to(dtype)
+
+
+def wrap(module, **options):
+    return DataParallelBucket(module, group=c10d.group.WORLD, **options)
+
+
+def rows(micro, dtype=torch.float32):
+    return torch.randn(4, 9, generator=torch.Generator().manual_seed(micro)).to(dtype)
+
+
+def train_in_order(micros, stage, order="rank"):
+    """Train; micro-batch m of a step is rank (m modulo ranks)'s. Return the weights' bits."""
+    ranks, rank = c10d.get_world_size(), c10d.get_rank()
+    model = wrap(net(), bucket_size=40, order=order)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    if stage:
+        shard_optimizer(optimizer, model, stage=stage)
+    for step in range(3):
+        for micro in range(rank, micros, ranks):
+            model(rows(micros * step + micro)).pow(3).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([p.detach().view(-1) for p in model.parameters()])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_sums_in_rank_order_do_not_depend_on_the_ranks(stage):
+    (alone,) = run_ranks(train_in_order, 1, 8, stage)
+    for ranks in (2, 4, 8):
+        for found in run_ranks(train_in_order, ranks, 8, stage):
+            assert torch.equal(found, alone), ranks
+
+
+def check_wire():
+    seen = []
+    original = reduction.all_reduce
+
+    def noting(data, *args, **options):
+        seen.append(data.dtype)
+        return original(data, *args, **options)
+
+    model, plain = wrap(net(), reduce_dtype=torch.bfloat16), net()
+    with mock.patch.object(reduction, "all_reduce", noting):
+        model(rows(c10d.get_rank())).sum().backward()
+    assert set(seen) == {torch.bfloat16}
+    parts = []
+    for rank in range(2):
+        plain.zero_grad()
+        plain(rows(rank)).sum().backward()
+        parts.append([p.grad.to(torch.bfloat16) for p in plain.parameters()])
+    for found, one, other in zip(model.parameters(), *parts, strict=True):
+        assert torch.equal(found.grad, (one + other).float())
+
+
+def test_gradients_travel_in_another_dtype():
+    run_ranks(check_wire, 2)
+
+
+def check_main_gradients(ranks):
+    """Sums of many small bfloat16 gradients are float32's, with the same bits."""
+    rank, micros = c10d.get_rank(), 40
+    plain = net(torch.bfloat16)
+    model = wrap(copy.deepcopy(plain), grad_type=torch.float32, bucket_size=40)
+    with model.no_sync():
+        for micro in range(micros - 1):
+            model(rows(micro * ranks + rank, torch.bfloat16)).sum().backward()
+    model(rows((micros - 1) * ranks + rank, torch.bfloat16)).sum().backward()
+    sums = [[torch.zeros_like(p, dtype=torch.float32) for p in plain.parameters()] for _ in "12"]
+    for micro in range(micros):
+        for each in range(ranks):
+            plain.zero_grad()
+            plain(rows(micro * ranks + each, torch.bfloat16)).sum().backward()
+            for total, p in zip(sums[each], plain.parameters(), strict=True):
+                total += p.grad
+    for at, parameter in enumerate(model.parameters()):
+        expected = sums[0][at] + sums[1][at] if ranks == 2 else sums[0][at]
+        assert torch.equal(parameter.grad, expected.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_main_gradients_of_bfloat16_parameters(ranks):
+    run_ranks(check_main_gradients, ranks, ranks)
+
+
+def check_initial_values():
+    rank = c10d.get_rank()
+
+    def build():
+        module = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3))
+        if rank:
+            torch.manual_seed(rank)
+            nn.init.normal_(module[0].weight)
+            module[1].running_mean += 1
+        return module
+
+    torch.manual_seed(0)
+    with pytest.raises(
+        MismatchError, match=r"values to begin with \(pass init_sync='broadcast'"
+    ) as e:
+        wrap(build())
+    for name in ("0.weight", "1.running_mean"):
+        assert f"{name} has values" in str(e.value)
+    assert "0.bias has" not in str(e.value)
+    torch.manual_seed(0)
+    model = wrap(build(), init_sync="broadcast")
+    everyone = all_gather_object([t.tolist() for t in model.state_dict().values()])
+    assert everyone == [everyone[0]] * len(everyone)
+    torch.manual_seed(0)
+    loose = wrap(build(), init_sync="none")
+    assert len({float(w) for w in all_gather_object(loose.module[0].weight[0, 0].item())}) == 3
+    with pytest.raises(InvalidArgumentError, match="init_sync must be one of 'check', 'broadcast'"):
+        wrap(build(), init_sync="yes")
+
+
+def test_initial_values_are_compared_or_sent():
+    run_ranks(check_initial_values, 3)
+
+
+def check_finite():
+    rank = c10d.get_rank()
+    model = wrap(net(), check_finite=True, bucket_size=40)
+    x = rows(0)
+    if rank == 1:
+        x[0] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"not finite: 0.weight on rank 1.*none was summed"):
+        model(x).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    plain = net()
+    for _ in range(2):
+        model(rows(rank)).sum().backward()
+    for each in range(2):
+        plain(rows(each)).mul(2).sum().backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+
+
+def test_gradients_that_are_not_finite_are_named():
+    run_ranks(check_finite, 2)
+
+
+class Backwards(nn.Module):
+    """Uses its layers in another order than it registers them; the ranks in two."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3, bias=False) for _ in range(4))
+
+    def forward(self, x):
+        order = (2, 0, 3, 1) if c10d.get_rank() == 0 else (0, 1, 2, 3)
+        for at in order:
+            x = self.layers[at](x)
+        return x
+
+
+def check_order():
+    torch.manual_seed(0)
+    model, plain = wrap(Backwards(), bucket_size=18), None
+    plain = copy.deepcopy(model.module)
+    before = [bucket["parameters"] for bucket in model.get_bucket_info()]
+    assert before == [[f"layers.{a}.weight" for a in pair] for pair in ((3, 2), (1, 0))]
+    for _ in range(2):
+        model.zero_grad()
+        model(torch.ones(1, 3)).sum().backward()
+    after = [bucket["parameters"] for bucket in model.get_bucket_info()]
+    assert after == [[f"layers.{a}.weight" for a in pair] for pair in ((1, 3), (0, 2))]
+    totals = [0.0] * 4
+    plain(torch.ones(1, 3)).sum().backward()
+    for at, parts in enumerate(zip(*all_gather_object([p.grad for p in plain.parameters()]),
+                                   strict=True)):  # fmt: skip
+        totals[at] = sum(parts)
+        torch.testing.assert_close(model.layers[at].weight.grad, totals[at])
+
+
+def test_buckets_follow_the_first_backward():
+    run_ranks(check_order, 2)
+
+
+def check_memory():
+    model = wrap(net())
+    pointers, kept = [], []
+    for step in range(6):
+        model.zero_grad()
+        model(rows(step)).sum().backward()
+        grad = model.module[0].weight.grad
+        pointers.append(grad.untyped_storage().data_ptr())
+        if step in (2, 4):  # as for a log, or to add up two losses' gradients by hand
+            kept.append((grad if step == 2 else grad[1:].detach(), grad.clone()))
+        del grad
+    assert pointers[1] == pointers[2]
+    assert len(set(pointers[2:])) == 3  # a buffer that is still looked at is left alone
+    assert torch.equal(*kept[0])
+    assert torch.equal(kept[1][0], kept[1][1][1:])
+
+
+def test_a_gradient_that_is_kept_stays():
+    run_ranks(check_memory, 2)
+
+
+def test_unknown_orders_and_dtypes_are_refused():
+    with pytest.raises(InvalidArgumentError, match="order must be one of 'any', 'rank', got 'x'"):
+        DataParallelBucket(net(), order="x")
+    with pytest.raises(InvalidArgumentError, match="reduce_dtype must be a floating-point dtype"):
+        DataParallelBucket(net(), reduce_dtype=torch.int32)
