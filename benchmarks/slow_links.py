@@ -1,8 +1,9 @@
-"""Links with a latency between ranks of this machine, for kernels with and without netem.
+"""Slow links between ranks of this machine, for kernels with and without netem.
 
 Each rank enters a network namespace of its own, in which the one way out is a tun device. A process
-passes IP packets from device to device and holds each for the latency, so that TCP and gloo run as
-they are. It needs root (of a user namespace, `unshare -r`, where /dev/net/tun is open to all).
+passes IP packets from device to device, at most so many bytes a second, and holds each for the
+latency, so that TCP and gloo run as they are. It needs root (of a user namespace, `unshare -r`,
+where /dev/net/tun is open to all).
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import contextlib
 import ctypes
 import fcntl
+import math
 import os
 import select
 import signal
@@ -31,16 +33,18 @@ IP_VERSION_4 = 4
 
 
 @contextlib.contextmanager
-def slow_links(num_ranks: int, seconds: float) -> Iterator[str]:
+def slow_links(num_ranks: int, seconds: float, bandwidth: float | None = None) -> Iterator[str]:
     """Yield the address that ranks `join` by.
 
     Args:
         num_ranks: of the ranks that will join.
         seconds: that a packet takes one way.
+        bandwidth: bytes a second that each rank can receive; None for no limit.
     """
     with tempfile.TemporaryDirectory() as folder:
         address = os.path.join(folder, "links")
         arguments = ["--address", address, "--ranks", str(num_ranks), "--seconds", str(seconds)]
+        arguments += ["--bandwidth", str(bandwidth)] if bandwidth else []
         process = subprocess.Popen([sys.executable, __file__, *arguments])
         try:
             yield address
@@ -105,22 +109,24 @@ def _admit(address: str, num_ranks: int) -> dict[int, int]:
     return devices
 
 
-def _pass_on(devices: dict[int, int], seconds: float) -> None:
-    """Pass packets on, each after ``seconds``, for ever."""
-    held: deque[tuple[float, int, bytes]] = deque()
-    readable = list(devices.values())
+def _pass_on(devices: dict[int, int], seconds: float, bandwidth: float) -> None:
+    """Pass packets on, each ``seconds`` after the link to its rank had time for it, for ever."""
+    held: dict[int, deque[tuple[float, bytes]]] = {device: deque() for device in devices.values()}
+    free = dict.fromkeys(held, 0.0)  # when a link will have passed what it has
     while True:
-        wait = max(0.0, held[0][0] - time.monotonic()) if held else None
-        for device in select.select(readable, [], [], wait)[0]:
+        due = min((queue[0][0] for queue in held.values() if queue), default=None)
+        wait = None if due is None else max(0.0, due - time.monotonic())
+        for device in select.select(list(held), [], [], wait)[0]:
             with contextlib.suppress(BlockingIOError):
                 while True:
                     packet = os.read(device, LARGEST)
                     target = devices.get(packet[19] - 1)
                     if packet[0] >> 4 == IP_VERSION_4 and target is not None:
-                        held.append((time.monotonic() + seconds, target, packet))
-        while held and held[0][0] <= time.monotonic():
-            _, target, packet = held.popleft()
-            os.write(target, packet)
+                        free[target] = max(free[target], time.monotonic()) + len(packet) / bandwidth
+                        held[target].append((free[target] + seconds, packet))
+        for target, queue in held.items():
+            while queue and queue[0][0] <= time.monotonic():
+                os.write(target, queue.popleft()[1])
 
 
 def main() -> None:
@@ -129,11 +135,12 @@ def main() -> None:
     parser.add_argument("--address", required=True)
     parser.add_argument("--ranks", type=int, required=True)
     parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--bandwidth", type=float, default=math.inf)
     options = parser.parse_args()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)  # ends with who started it
     with contextlib.suppress(PermissionError):  # packets do not wait for ranks that compute
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    _pass_on(_admit(options.address, options.ranks), options.seconds)
+    _pass_on(_admit(options.address, options.ranks), options.seconds, options.bandwidth)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ PORTIONS = [
     "parallel/data_parallel",
     "models",
     "compose",
+    "checkpoint",
 ]
 
 PROGRAM = """

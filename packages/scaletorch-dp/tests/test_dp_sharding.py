@@ -220,11 +220,11 @@ def check_gradients(stage):
         StateError, match="lies in shards over the ranks: clip with clip_grad_norm_"
     ):
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    for zero in (model.zero_grad, optimizer.zero_grad, lambda: model.zero_grad(False)):
+    for zero, to_none in ((model, True), (optimizer, True), (model, False), (optimizer, False)):
         with model.no_sync():
             loss(model, *batch(4, 0, rank, ranks), skip=False).backward()
-        zero()
-        plain.zero_grad(set_to_none=zero.__name__ != "<lambda>")
+        zero.zero_grad(set_to_none=to_none)
+        plain.zero_grad(set_to_none=to_none)
         backward(3)
         agree()
     model.reset()

@@ -29,6 +29,8 @@ class PretrainConfig:
     """Data parallel size."""
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule."""
+    zero: Literal[0, 1, 2] = 0
+    """What dp x cp ranks share out: 1 the optimizer's state, 2 gradients too."""
     model: LlamaConfig = field(default_factory=LlamaConfig)
     """Sizes of the model; the vocabulary is the tokenizer's when there is one."""
     steps: int = 60
@@ -58,9 +60,11 @@ class PretrainConfig:
     out: Path | None = None
     """Folder for log, curve and checkpoints; a new temporary one when absent."""
     save_every: int = 0
-    """Steps between checkpoints; 0 saves none."""
-    resume: bool = False
-    """Go on from the last checkpoint in `out`."""
+    """Steps between checkpoints, written while training goes on; 0 saves none."""
+    keep: int = 0
+    """Last checkpoints to keep; 0 keeps all."""
+    resume: Literal["no", "auto"] = "no"
+    """auto goes on from the last good checkpoint in `out`, of whatever layout, if there is one."""
     backend: str = "nccl"
     """Communication backend; a machine without it uses its device's own."""
     compare: bool = False
@@ -75,7 +79,7 @@ class PretrainConfig:
         """The same training on one process, leaving nothing behind."""
         return replace(
             self, tp=1, cp=1, pp=1, dp=1, micro_batches=self.micro_batches * self.dp,
-            save_every=0, resume=False, out=None, compare=False,
+            zero=0, save_every=0, keep=0, resume="no", out=None, compare=False,
         )  # fmt: skip
 
     def check(self) -> None:
@@ -88,7 +92,12 @@ class PretrainConfig:
             "batch_size", self.batch_size, "dp x micro_batches", self.dp * self.micro_batches
         )
         self._divides("seq_len", self.seq_len, "cp", self.cp)
-        if (self.resume or self.save_every) and self.out is None:
+        negative = [
+            f"{n}={getattr(self, n)}" for n in ("save_every", "keep") if getattr(self, n) < 0
+        ]
+        if negative:
+            raise InvalidArgumentError(f"must be at least 0: {', '.join(negative)}")
+        if (self.resume == "auto" or self.save_every) and self.out is None:
             raise InvalidArgumentError("checkpoints need a folder: pass --out")
 
     @staticmethod

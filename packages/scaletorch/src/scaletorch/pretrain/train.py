@@ -9,21 +9,22 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..checkpoint import Saving
 from ..compose import clip_grad_norm_, parallelize, shard_global_batch, train_step
 from ..dist import barrier, is_main_process
 from ..dist.devices import current_device
 from ..models import Llama, LlamaConfig
-from ..parallel.data_parallel import DataParallelBucket
+from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
 from ..parallel.pg_manager import (
     ProcessGroupManager,
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from . import checkpoint
 from .config import PretrainConfig
 from .data import Corpus, check_same_data, load_corpus
 from .flops import flops_per_token, job_peak
 from .report import Reporter
+from .resume import load_last, refuse_mixing, save_step
 
 
 def train(config: PretrainConfig) -> list[float]:
@@ -49,12 +50,15 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
     sizes = replace(config.model, vocab_size=corpus.vocab_size)
     model = parallelize(build_model(config, sizes, device), manager, schedule=config.schedule)
     optimizer = build_optimizer(config, model)
-    checkpoint.refuse_mixing(config)
-    start = checkpoint.load(config, model, optimizer) if config.resume else 0
+    if config.zero:
+        shard_optimizer(optimizer, model, stage=config.zero, overlap=True)
+    refuse_mixing(config)
+    start = load_last(config, model, optimizer, manager) if config.resume == "auto" else 0
     tokens = config.batch_size * config.seq_len
     flops = tokens * flops_per_token(sizes, config.seq_len)
     peak = shared_peak(config, device, manager.world_size)
     losses = []
+    saving: Saving | None = None
     folder = config.out if is_main_process() else None
     with Reporter(folder, str(config.grid), start, config.steps) as reporter:
         for step in range(start, config.steps):
@@ -62,7 +66,9 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
             losses.append(values["loss"])
             reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)
             if config.save_every and (step + 1) % config.save_every == 0:
-                checkpoint.save(config, step + 1, model, optimizer)
+                saving = save_step(config, step + 1, model, optimizer, manager)
+    if saving is not None:
+        saving.wait()
     return losses
 
 

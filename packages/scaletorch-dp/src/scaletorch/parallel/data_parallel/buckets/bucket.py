@@ -33,6 +33,7 @@ class Bucket:
         self.elements = sum(slot.parameter.numel() for slot in self.slots)
         self.length = -(-self.elements // multiple) * multiple
         self.launched = False
+        self.keeps_buffer = True
         self._places = dict(zip((s.index for s in self.slots), self._starts(), strict=True))
         self._buffer: Tensor | None = None  # where this rank's own gradients are
         self._sent: Tensor | None = None  # what the reduction that is under way reads and writes
@@ -92,11 +93,8 @@ class Bucket:
         self._sent = buffer
         self.launched = True
 
-    def collect(self) -> None:
-        """Wait for the reduction, and give up the buffer."""
-        if self._work is not None:
-            reduced = self._work.wait()
-            self._work, self._sent = Work((), lambda: reduced), None
+    def collect_if_done(self) -> None:
+        """Give up memory that only the reduction needed, if it is over; never wait for it."""
 
     def flag(self, slot: Slot) -> int:
         """Say what this rank did with a parameter of this bucket."""
@@ -108,7 +106,7 @@ class Bucket:
         """Wait for the reduction and write the gradients; unused everywhere ones stay."""
         if self._work is not None:
             self._give(self._work.wait(), flags)
-            self._spare, self._sent = self._sent, None
+            self._reuse()
         self.launched = False
         self._missing = set(self._places)
         self._used, self._work, self._before = {}, None, None
@@ -117,6 +115,12 @@ class Bucket:
         """Describe the bucket as plain data."""
         names = [slot.name for slot in self.slots]
         return {"parameters": names, "elements": self.elements, "dtype": str(self.dtype)}
+
+    def _reuse(self) -> None:
+        """Keep the buffer that the reduction has done with for the next backward."""
+        if self._sent is not None and self.keeps_buffer:
+            self._spare = self._sent
+        self._sent = None
 
     def _find_nonfinite(self, buffer: Tensor) -> None:
         for slot, part in self._parts(buffer):

@@ -122,9 +122,8 @@ class BucketManager:
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.launch(self.reduction, check_finite=self._check_finite)
-        at = self.buckets.index(bucket)
-        if self.eager and at > 0 and self.buckets[at - 1].launched:
-            self.buckets[at - 1].collect()
+        for each in self.buckets:
+            each.collect_if_done()
 
     def _agree(self, buckets: Iterable[Bucket]) -> list[int]:
         """Return for each slot the largest flag of any rank."""

@@ -57,6 +57,16 @@ class ShardedBucket(Bucket):
         for slot in self.slots:
             self._forget(slot)
 
+    def collect_if_done(self) -> None:
+        """Keep this rank's part of the sum alone, if it is there.
+
+        Ranks may be elsewhere in their programs, so this never waits.
+        """
+        if self._work is not None and self._sent is not None and self._work.is_completed():
+            reduced = self._work.wait()
+            self._work = Work((), lambda: reduced)
+            self._reuse()
+
     @torch.no_grad()
     def read_parameters(self) -> None:
         """Take over what somebody else has written into the parameters since the last update."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -79,6 +81,8 @@ def shard_optimizer(
             f"{type(optimizer).__name__} needs them whole: wrap the model anew"
         )
     manager.eager = stage == 2
+    for bucket in buckets:
+        bucket.keeps_buffer = stage == 1
     _replace_parameters(optimizer, parameter_shards(model))
     model.overlap_gathers = overlap
     _follow(optimizer, model, buckets)
@@ -208,22 +212,34 @@ def _follow(
     optimizer: Optimizer, model: DataParallelBucket, buckets: Iterable[ShardedBucket]
 ) -> None:
     """Let the optimizer's steps read and fetch parameters, and its zero_grad reach the model's."""
+    this = weakref.ref(model)
 
     def before(*_: Any) -> None:
-        model.wait_for_parameters()
-        for bucket in buckets:
-            bucket.read_parameters()
+        model = this()
+        if model is not None:
+            model.wait_for_parameters()
+            for bucket in buckets:
+                bucket.read_parameters()
 
     def after(*_: Any) -> None:
-        model.fetch_parameters()
-
-    zero_shards = optimizer.zero_grad
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        """Forget all gradients, those in shards and those on their way there."""
-        zero_shards(set_to_none)
-        model.zero_grad(set_to_none)
+        model = this()
+        if model is not None:
+            model.fetch_parameters()
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
+    zero_grad = partial(_zero_grad, weakref.ref(optimizer), this)
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+
+def _zero_grad(
+    optimizer: weakref.ref[Optimizer],
+    model: weakref.ref[DataParallelBucket],
+    set_to_none: bool = True,
+) -> None:
+    """Forget all gradients, those in shards and those on their way there."""
+    this, wrapper = optimizer(), model()
+    if this is not None:
+        type(this).zero_grad(this, set_to_none)
+    if wrapper is not None:
+        wrapper.zero_grad(set_to_none)

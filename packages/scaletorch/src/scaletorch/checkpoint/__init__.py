@@ -1,0 +1,20 @@
+"""Checkpoints that load on any layout: model, optimizer, scheduler, data position, generators."""
+
+from .errors import CheckpointError, DamagedCheckpointError
+from .exporting import export_safetensors
+from .folders import latest
+from .importing import import_safetensors
+from .loading import Loaded, load
+from .saving import Saving, save
+
+__all__ = [
+    "CheckpointError",
+    "DamagedCheckpointError",
+    "Loaded",
+    "Saving",
+    "export_safetensors",
+    "import_safetensors",
+    "latest",
+    "load",
+    "save",
+]

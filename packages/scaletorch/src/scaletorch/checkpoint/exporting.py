@@ -1,0 +1,156 @@
+"""Weights out: a plain safetensors folder, as ``save_pretrained`` of transformers leaves it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from ..dist import all_gather_object
+from ..parallel.pg_manager import ProcessGroupManager
+from .errors import CheckpointError
+from .files import flush, flush_folder, plan_file, write_tensor
+from .held import Held, find_held
+from .place import Place, control_group, find_place
+from .saving import wait_for_last
+from .together import all_or_none, on_first_rank
+
+WHOLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_FILE = 5 * 10**9  # bytes
+
+Listing = list[list[tuple[str, int]]]  # for each file the names and bytes of its tensors
+
+
+def export_safetensors(
+    model: nn.Module,
+    folder: str | Path,
+    manager: ProcessGroupManager | None = None,
+    *,
+    max_file_bytes: int = MAX_FILE,
+) -> None:
+    """Write the plain model's weights for other programs; all ranks call it.
+
+    One ``model.safetensors``, or ``model-00001-of-0000n.safetensors`` and an index where there are
+    several: each stage of a pipeline writes its own. Names are the plain model's; a tied parameter
+    has its first one. Tensors are gathered one by one, so that no rank has more than one whole
+    tensor beside its shards.
+
+    Args:
+        model: What ``parallelize`` returned, or any module.
+        folder: Where to; made if need be..
+        manager: The grid; None is the current one, or one process.
+        max_file_bytes: Begin another file rather than exceed this.
+
+    Raises:
+        CheckpointError: ``folder`` has weights already, or a rank could not write; the same on
+            every rank.
+    """
+    group, what, root = control_group(), f"the export to {folder}", Path(folder)
+    place, held = all_or_none(what, lambda: _describe(model, manager), group)
+    on_first_rank(lambda: _start(root), group)
+    files = list(_split(_not_earlier(held, place), max_file_bytes))
+    listing = [[(each.name, _bytes(each)) for each in file] for file in files]
+    stages = [listing]
+    if place.manager is not None:
+        stages = all_gather_object(listing, place.manager.pp_group)
+    total, before = sum(map(len, stages)), sum(map(len, stages[: place.pp]))
+    failed: OSError | None = None
+    for number, file in enumerate(files if place.replica == 0 else (), before + 1):
+        path = root / _file_name(number, total) if place.tp == 0 else None
+        failed = _write(path, file) or failed
+    all_or_none(what, lambda: _raise(failed), group)
+    on_first_rank(lambda: _finish(root, stages), group)
+
+
+def _describe(model: nn.Module, manager: ProcessGroupManager | None) -> tuple[Place, list[Held]]:
+    wait_for_last()
+    place = find_place(manager)
+    return place, [each for each in find_held(model, place).values() if each.first]
+
+
+def _start(root: Path) -> None:
+    root.mkdir(parents=True, exist_ok=True)
+    there = sorted(path.name for path in root.glob("model*.safetensors*"))
+    if there:
+        raise CheckpointError(f"{root} has weights already ({there[0]}); export to another folder")
+
+
+def _not_earlier(held: list[Held], place: Place) -> list[Held]:
+    """Leave out what an earlier stage has as well, such as a buffer of the whole model."""
+    if place.manager is None:
+        return held
+    stages = all_gather_object([each.name for each in held], place.manager.pp_group)
+    earlier = {name for names in stages[: place.pp] for name in names}
+    return [each for each in held if each.name not in earlier]
+
+
+def _split(held: Iterable[Held], max_bytes: int) -> Iterator[list[Held]]:
+    file: list[Held] = []
+    for each in held:
+        if file and sum(map(_bytes, file)) + _bytes(each) > max_bytes:
+            yield file
+            file = []
+        file.append(each)
+    if file:
+        yield file
+
+
+def _bytes(each: Held) -> int:
+    return torch.Size(each.shape).numel() * each.tensor.dtype.itemsize
+
+
+def _file_name(number: int, total: int) -> str:
+    return WHOLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
+
+
+def _write(path: Path | None, held: list[Held]) -> OSError | None:
+    """Gather a file's tensors one by one, and write them where there is a path.
+
+    An error is returned: other ranks are to gather with this one until the end.
+    """
+    held = sorted(held, key=lambda each: -each.tensor.dtype.itemsize)  # aligned
+    slots = [(each.name, each.tensor.dtype, each.shape) for each in held]
+    tensors = (_gather(each) for each in held)
+    failed = None
+    if path is not None:
+        try:
+            with path.open("xb") as file:
+                file.write(plan_file(slots, {"format": "pt"})[0])
+                for tensor in tensors:
+                    write_tensor(file, tensor)
+                flush(file)
+        except OSError as error:
+            failed = error
+    for _ in tensors:
+        pass
+    return failed
+
+
+@torch.no_grad()
+def _gather(each: Held) -> Tensor:
+    tensor = each.tensor.detach()
+    return tensor if each.cut is None else each.cut.layer.join(tensor, each.cut.dim)
+
+
+def _raise(error: OSError | None) -> None:
+    if error is not None:
+        raise error
+
+
+def _finish(root: Path, stages: list[Listing]) -> None:
+    """Write the index where there are several files."""
+    files = [file for stage in stages for file in stage]
+    names = [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
+    if len(files) > 1:
+        where = {name: at for at, file in zip(names, files, strict=True) for name, _ in file}
+        size = sum(nbytes for file in files for _, nbytes in file)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
+        unfinished = root / f"{INDEX}.unfinished"
+        unfinished.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        os.replace(unfinished, root / INDEX)
+    flush_folder(root)

@@ -1,0 +1,209 @@
+"""Loading: find a good checkpoint, check all of it, then fill the model, on whatever layout."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint.metadata import Metadata
+
+from ..dist import is_main_process
+from ..parallel.data_parallel import Shard
+from ..parallel.pg_manager import ProcessGroupManager
+from .errors import DamagedCheckpointError
+from .fitting import (
+    all_names,
+    check_fit,
+    check_parts,
+    plan_masters,
+    plan_model,
+    saved_dtype,
+    saved_shapes,
+)
+from .folders import UNFINISHED, finished, is_step
+from .held import Held, find_held, find_shards, refresh_shards
+from .metadata import METADATA, from_json, unseal
+from .optimizer_state import make_state, restore_groups, sort_saved
+from .place import Place, control_group, find_place
+from .random_state import find_random, restore_random, seed_anew
+from .reader import CheckpointReader
+from .saving import wait_for_last
+from .together import all_or_none, on_first_rank, read_together
+from .values import decode, like
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """What was loaded.
+
+    Attributes:
+        step: The number of steps done.
+        extra: What ``save`` was given as extra.
+        folder: The checkpoint.
+    """
+
+    step: int
+    extra: dict[str, Any]
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class _Program:
+    """What a checkpoint is loaded into."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer | None
+    scheduler: Any
+    place: Place
+    held: dict[int, Held]
+    shards: list[Shard]
+    names: set[str]
+    group: ProcessGroup | None
+
+
+def load(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    manager: ProcessGroupManager | None = None,
+    *,
+    scheduler: Any = None,
+) -> Loaded | None:
+    """Load the newest checkpoint, saved on whatever layout; all ranks call it.
+
+    Everything is checked on all ranks before anything changes: the description, the sizes of the
+    files, the checksum of every block that is read. A damaged checkpoint is passed over for the
+    one before, with a warning. Nothing is unpickled.
+
+    On the layout that saved, each rank's random generators go on as they were; on another one they
+    are seeded anew (`seed_ranks`) from what was saved.
+
+    Args:
+        folder: Holds the checkpoints, or is one itself (``step-00000012``), and then no other will
+            do.
+        model: What ``parallelize`` returned, or any module.
+        optimizer: One of the model's parameters, or of their shards; its state is replaced.
+        manager: The grid; None is the current one, or one process.
+        scheduler: Anything with ``load_state_dict``.
+
+    Returns:
+        What it was; None where there is no checkpoint at all.
+
+    Raises:
+        CheckpointError: The checkpoint is of another model, or lacks what is asked for.
+        DamagedCheckpointError: It is not what was saved, nor is any before it.
+    """
+    group = control_group()
+    program = all_or_none(
+        "what a checkpoint is loaded into",
+        lambda: _describe(model, optimizer, scheduler, manager, group),
+        group,
+    )
+    root = Path(folder)
+    candidates = [root] if is_step(root) else on_first_rank(lambda: finished(root), group)
+    damage: list[str] = []
+    for candidate in candidates:
+        try:
+            return _load_one(candidate, program)
+        except DamagedCheckpointError as error:
+            damage.append(str(error))
+            if len(candidates) > 1 and is_main_process():
+                warnings.warn(f"passing over a damaged checkpoint: {error}", stacklevel=2)
+    if damage:
+        raise DamagedCheckpointError("\n".join(damage))
+    return None
+
+
+def _describe(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    manager: ProcessGroupManager | None,
+    group: ProcessGroup | None,
+) -> _Program:
+    wait_for_last()
+    place = find_place(manager)
+    held = find_held(model, place)
+    groups = [] if optimizer is None else optimizer.param_groups
+    shards = find_shards(model, [tensor for each in groups for tensor in each["params"]])
+    return _Program(model, optimizer, scheduler, place, held, shards, set(), group)
+
+
+def _load_one(folder: Path, program: _Program) -> Loaded:
+    """Load one checkpoint, or raise with nothing changed."""
+    document = on_first_rank(lambda: _read_document(folder), program.group)
+    metadata = all_or_none(f"{folder}", lambda: from_json(document["entries"]), program.group)
+    names = all_names(program.held.values(), program.place)
+    plan = all_or_none(
+        f"{folder}", lambda: _Plan(program, document, metadata, names), program.group
+    )
+    reader = CheckpointReader(folder, metadata, document["files"])
+    read_together(plan.targets, reader, program.group, f"{folder}")
+    plan.install()
+    return Loaded(document["step"], decode(document["extra"]), folder)
+
+
+def _read_document(folder: Path) -> dict[str, Any]:
+    if folder.name.endswith(UNFINISHED):
+        raise DamagedCheckpointError(f"{folder} was never finished")
+    return unseal(folder / METADATA)
+
+
+class _Plan:
+    """What is read of a checkpoint, and what is done with it afterwards."""
+
+    def __init__(
+        self, program: _Program, document: dict[str, Any], metadata: Metadata, names: set[str]
+    ) -> None:
+        self._program, self._document = program, document
+        saved = saved_shapes(metadata)
+        groups = None if program.optimizer is None else len(program.optimizer.param_groups)
+        check_parts(document, groups, program.scheduler is not None)
+        held = program.held.values()
+        check_fit(held, names, saved, document["ties"])
+        self.targets = plan_model(held, program.shards, saved)
+        plan_masters(program.shards, program.held, saved, self.targets)
+        self._state: list[tuple[Tensor, dict[str, Any]]] = []
+        if program.optimizer is not None:
+            self._plan_optimizer(program.optimizer, saved)
+        self._random: dict[str, Tensor] | None = None
+        grid = program.place.grid
+        if document["grid"] == {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp}:
+            shapes = {name: shape for name, (shape, _) in saved.items()}
+            self._random = find_random(shapes, program.place, self.targets)
+
+    def _plan_optimizer(self, optimizer: torch.optim.Optimizer, saved: Any) -> None:
+        state = sort_saved(((n, *found) for n, found in saved.items()), self._document["scalars"])
+        groups = {id(t): group for group in optimizer.param_groups for t in group["params"]}
+        for shard in self._program.shards:
+            group = groups.get(id(shard.tensor))
+            if group is not None and shard.tensor.numel():
+                own = self._program.held[id(shard.parameter)]
+                dtype = saved_dtype(own.name, saved)
+                current = optimizer.state.get(shard.tensor, {})
+                made = make_state(shard, own, state, dtype, self.targets, group, current)
+                self._state.append((shard.tensor, made))
+
+    def install(self) -> None:
+        """Set what is not read in place: masters' copies, state, rates, schedule, generators."""
+        program, document = self._program, self._document
+        refresh_shards(program.shards)
+        if program.optimizer is not None:
+            for tensor, state in self._state:
+                program.optimizer.state.pop(tensor, None)
+                if state:
+                    program.optimizer.state[tensor] = state
+            restore_groups(program.optimizer, document["groups"])
+        if program.scheduler is not None:
+            current = program.scheduler.state_dict()
+            program.scheduler.load_state_dict(like(current, decode(document["scheduler"])))
+        device = next((each.tensor.device for each in program.held.values()), torch.device("cpu"))
+        if self._random is not None:
+            restore_random(self._random, device)
+        else:
+            seed_anew(document["seed"], program.place)

@@ -1,0 +1,190 @@
+"""Saving: describe the state, share it out, write it now or in the background."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dist.agreement import agree
+from ..dist.errors import InvalidArgumentError
+from ..parallel.pg_manager import ProcessGroupManager
+from .entries import Index, Record, share_out, stage
+from .folders import check_keep, step_folder
+from .held import find_held, find_shards, find_ties
+from .optimizer_state import encode_groups, record_shard
+from .place import Place, control_group, find_place
+from .planner import PartsSavePlanner
+from .random_state import record_random, seed_material
+from .together import write_together
+from .values import canonical, encode
+from .writer import CheckpointWriter
+
+_buffers: weakref.WeakKeyDictionary[nn.Module, dict[Index, Tensor]] = weakref.WeakKeyDictionary()
+_last: Saving | None = None
+
+
+class Saving:
+    """A checkpoint that is being written, or is.
+
+    Attributes:
+        folder: Where it is once it is finished.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._thread: threading.Thread | None = None
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        """Tell whether the writing has ended on this rank, well or not."""
+        return self._thread is None or not self._thread.is_alive()
+
+    def wait(self) -> Path:
+        """Wait until it is finished on every rank; return its folder.
+
+        Raises:
+            CheckpointError: It could not be written; the same on every rank.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self.folder
+
+    def _run(self, write: Callable[[], None]) -> None:
+        try:
+            write()
+        except Exception as error:  # for whoever waits
+            self._error = error
+
+    def begin(self, write: Callable[[], None]) -> None:
+        """Write in a thread; no daemon, so that no program ends in the middle of a checkpoint."""
+        name = f"checkpoint {self.folder.name}"
+        self._thread = threading.Thread(target=self._run, args=(write,), name=name, daemon=False)
+        self._thread.start()
+
+
+def wait_for_last() -> None:
+    """Wait for the save in the background, if there is one, and raise its error."""
+    global _last
+    last, _last = _last, None
+    if last is not None:
+        last.wait()
+
+
+def save(
+    folder: str | Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    manager: ProcessGroupManager | None = None,
+    *,
+    step: int,
+    scheduler: Any = None,
+    extra: Mapping[str, Any] | None = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+) -> Saving:
+    """Write a checkpoint that any other layout can load; all ranks call it.
+
+    It becomes ``folder/step-<step>`` once everything is on the disk; until then nothing is there
+    by that name. A second save waits for a first one in the background, and raises its error.
+
+    Args:
+        folder: Holds the checkpoints; shared by all machines.
+        model: What ``parallelize`` returned, or any module.
+        optimizer: One of the model's parameters, or of their shards.
+        manager: The grid; None is the current one, or one process.
+        step: The number of steps done.
+        scheduler: Anything whose ``state_dict`` is of plain values.
+        extra: Plain values to get back, such as the position in the data; equal on all ranks.
+        keep: Remove finished checkpoints before the last ``keep``; None keeps all.
+        asynchronous: Copy the state, and write it while training goes on.
+
+    Returns:
+        The checkpoint, which ``wait`` waits for; finished already unless asynchronous.
+
+    Raises:
+        InvalidArgumentError: State that a checkpoint cannot hold.
+        MismatchError: Ranks were given different steps, extra or hyperparameters, or another rank
+            cannot take part.
+        CheckpointError: A rank could not write; the same on every rank.
+    """
+    global _last
+    group, root = control_group(), Path(folder)
+    lines: list[str] = []
+    failed: Exception | None = None
+    try:
+        wait_for_last()
+        check_keep(keep)
+        place = find_place(manager)
+        document = _document(place, step, optimizer, scheduler, extra)
+        lines = [f"{key}: {canonical(value)}" for key, value in document.items() if key != "seed"]
+        lines += [f"folder: {folder}", f"keep: {keep}", f"asynchronous: {asynchronous}"]
+        record = _record(model, optimizer, place)
+        entries = share_out(record, place)
+        if asynchronous:
+            entries = stage(entries, _buffers.setdefault(model, {}))
+    except Exception as error:  # of whatever kind: the others must know
+        failed = error
+    agree("the checkpoint to save", lines, group, error=failed)
+    saving = Saving(step_folder(root, step))
+    planner = PartsSavePlanner({"scalars": record.scalars, "ties": record.ties})
+    writer = CheckpointWriter(root, step, keep, document)
+    write = partial(write_together, entries, planner, writer, group, f"saving {saving.folder}")
+    if asynchronous:
+        _last = saving
+        saving.begin(write)
+    else:
+        write()
+    return saving
+
+
+def _document(
+    place: Place,
+    step: int,
+    optimizer: torch.optim.Optimizer | None,
+    scheduler: Any,
+    extra: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+        raise InvalidArgumentError(f"step must be a number of steps, at least 0, got {step!r}")
+    grid = place.grid
+    state = None if scheduler is None else encode(dict(scheduler.state_dict()), "the scheduler")
+    return {
+        "step": step,
+        "grid": {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp},
+        "seed": seed_material(step),
+        "groups": None if optimizer is None else encode_groups(optimizer),
+        "scheduler": state,
+        "extra": encode(dict(extra or {}), "extra"),
+    }
+
+
+def _record(model: nn.Module, optimizer: torch.optim.Optimizer | None, place: Place) -> Record:
+    """Describe all that this rank has."""
+    record = Record()
+    held = find_held(model, place)
+    record.ties = find_ties(held)
+    for each in held.values():
+        if each.first:
+            tensor = each.tensor
+            parts = each.parts(tensor)
+            record.add(f"model.{each.name}", each.shape, tensor.dtype, parts, replicated=True)
+    groups = [] if optimizer is None else optimizer.param_groups
+    for shard in find_shards(model, [tensor for group in groups for tensor in group["params"]]):
+        own = held[id(shard.parameter)]
+        if own.first:
+            state = {} if optimizer is None else optimizer.state.get(shard.tensor, {})
+            writes = place.tp == 0 and (place.replica == 0 or not shard.replicated)
+            record_shard(record, shard, own, state, writes=writes)
+    device = next((each.tensor.device for each in held.values()), torch.device("cpu"))
+    record_random(record, place, device)
+    return record

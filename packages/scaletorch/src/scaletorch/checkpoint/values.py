@@ -1,0 +1,91 @@
+"""Plain values as JSON and back: what optimizers, schedulers and users keep beside tensors."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dist.errors import InvalidArgumentError
+
+_PLAIN = (str, int, float, bool, type(None))
+_MARKS = {"tuple", "pairs", "tensor"}
+
+
+def encode(value: Any, where: str) -> Any:
+    """Return what JSON keeps of a value: tuples, keys that are no strings, and 0-d tensors too.
+
+    Raises:
+        InvalidArgumentError: It is something else; ``where`` says whose.
+    """
+    if type(value) in _PLAIN:
+        return value
+    if isinstance(value, list):
+        return [encode(each, where) for each in value]
+    if isinstance(value, tuple):
+        return {"tuple": [encode(each, where) for each in value]}
+    if isinstance(value, Mapping):
+        if all(type(key) is str for key in value) and not _MARKS & set(value):
+            return {key: encode(each, f"{where}[{key!r}]") for key, each in value.items()}
+        pairs = [[encode(key, where), encode(each, where)] for key, each in value.items()]
+        return {"pairs": pairs}
+    if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
+        return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
+    raise InvalidArgumentError(
+        f"{where} is a {type(value).__name__}, which a checkpoint does not hold; it holds numbers, "
+        "strings, None, and lists, tuples and mappings of these"
+    )
+
+
+def decode(value: Any) -> Any:
+    """Return the value that `encode` was given."""
+    if isinstance(value, list):
+        return [decode(each) for each in value]
+    if not isinstance(value, dict):
+        return value
+    if "tuple" in value:
+        return tuple(decode(each) for each in value["tuple"])
+    if "pairs" in value:
+        return {decode(key): decode(each) for key, each in value["pairs"]}
+    if "tensor" in value:
+        return torch.tensor(value["tensor"], dtype=named_dtype(value["dtype"]))
+    return {key: decode(each) for key, each in value.items()}
+
+
+def like(current: Any, value: Any) -> Any:
+    """Return a decoded value with the containers and devices of the one that it replaces."""
+    if isinstance(current, Counter):
+        return Counter(value)
+    if isinstance(current, dict) and isinstance(value, dict):
+        return {key: like(current.get(key), each) for key, each in value.items()}
+    if isinstance(current, Tensor) and isinstance(value, int | float):
+        return torch.full_like(current, value)
+    if isinstance(current, Tensor) and isinstance(value, Tensor):
+        return value.to(current.device)
+    return value
+
+
+def canonical(value: Any) -> str:
+    """Return the one JSON text of a value."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return a dtype's name, such as ``float32``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def named_dtype(name: str) -> torch.dtype:
+    """Return the dtype of a name.
+
+    Raises:
+        TypeError: There is none.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{name!r} is no dtype")
+    return dtype

@@ -1,0 +1,421 @@
+"""Several ranks: one error for all, generators, masters of 16-bit parameters, plain weights."""
+
+import copy
+import json
+import random
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+from scaletorch import checkpoint
+from scaletorch.checkpoint import (
+    CheckpointError,
+    DamagedCheckpointError,
+    export_safetensors,
+    import_safetensors,
+    latest,
+    load,
+    save,
+)
+from scaletorch.compose import (
+    full_state_dict,
+    parallelize,
+    seed_ranks,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.compose.state import gather_full
+from scaletorch.dist import RankPool, all_gather_object, all_reduce, barrier, get_rank
+from scaletorch.dist.errors import InvalidArgumentError, MismatchError, ScaletorchError
+from scaletorch.dist.testing import preload
+from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.data_parallel import parameter_shards, shard_optimizer
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+SIZES = LlamaConfig(
+    vocab_size=30, hidden_size=32, intermediate_size=40, num_layers=4, num_heads=8,
+    num_kv_heads=2, tie_embeddings=True,
+)  # fmt: skip
+
+preload("torch.distributed.tensor", "torch.distributed.checkpoint")  # 2 s a rank
+
+
+@pytest.fixture(scope="module")
+def two():
+    with RankPool(2, seed=0) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def four():
+    with RankPool(4, seed=0) as pool:
+        yield pool
+
+
+def setup(layout, seed=3, dtype=torch.float32, optimizer=torch.optim.AdamW, stage=0):
+    dp, pp, cp, tp = layout
+    destroy_process_group_manager()  # of an earlier function
+    manager = setup_process_group_manager(tp_size=tp, cp_size=cp, pp_size=pp, dp_size=dp)
+    torch.manual_seed(seed)
+    model = parallelize(Llama(SIZES).to(dtype), manager, bucket_size=3000)
+    optimizer = optimizer(model.parameters(), lr=1e-2)
+    if stage:
+        shard_optimizer(optimizer, model, stage=stage)
+    return model, optimizer, manager
+
+
+def train(model, optimizer, manager, step):
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(30, (8, 17), generator=generator)
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
+    optimizer.zero_grad()
+    train_step(model, shard_global_batch(batch, 1, manager), manager)
+    optimizer.step()
+
+
+def assert_equal(found, expected):
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+# One rank fails.
+
+
+def fail_on_rank_1(root, asynchronous):
+    model, optimizer, _ = setup((1, 1, 1, 2))
+    write = checkpoint.writer.write_tensor
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    if get_rank() == 1:
+        checkpoint.writer.write_tensor = full
+    with pytest.raises(CheckpointError, match=r"failed: rank 1: OSError: .*No space left"):
+        save(root, model, optimizer, step=1, asynchronous=asynchronous).wait()
+    if asynchronous:
+        save(root, model, optimizer, step=1, asynchronous=True)
+        with pytest.raises(CheckpointError, match=r"rank 1: OSError: .*No space left"):
+            save(root, model, optimizer, step=2)
+    checkpoint.writer.write_tensor = write
+    assert latest(root) is None
+    barrier()
+    save(root, model, optimizer, step=1)
+    assert latest(root).name == "step-00000001"
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_one_rank_that_cannot_write_fails_all(two, tmp_path, asynchronous):
+    two.run(fail_on_rank_1, tmp_path, asynchronous)
+
+
+def differ(root):
+    model, optimizer, _ = setup((1, 1, 1, 2))
+    with pytest.raises(MismatchError, match="extra"):
+        save(root, model, optimizer, step=1, extra={"position": get_rank()})
+    kind = MismatchError if get_rank() else InvalidArgumentError
+    with pytest.raises(kind, match="step must be a number"):
+        save(root, model, optimizer, step=1 if get_rank() else None)
+    assert latest(root) is None
+
+
+def test_ranks_must_save_the_same(two, tmp_path):
+    two.run(differ, tmp_path)
+
+
+def meet_damage(root):
+    model, optimizer, manager = setup((1, 1, 1, 2))
+    train(model, optimizer, manager, 0)
+    save(root, model, optimizer, step=1)
+    good = copy.deepcopy(model.state_dict())
+    train(model, optimizer, manager, 1)
+    folder = save(root, model, optimizer, step=2).wait()
+    if get_rank() == 0:  # what rank 0 itself does not read
+        path = folder / "rank-00001.safetensors"
+        path.write_bytes(path.read_bytes()[:-1] + b"\x55")
+    train(model, optimizer, manager, 2)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    barrier()
+    with pytest.raises(DamagedCheckpointError, match=r"rank 1: .*rank-00001.*checksum"):
+        load(folder, model, optimizer)
+    assert_equal((model.state_dict(), optimizer.state_dict()), before)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert load(root, model, optimizer).step == 1
+    assert ["passing over" in str(w.message) for w in caught] == [True] * (get_rank() == 0)
+    assert_equal(model.state_dict(), good)
+
+
+def test_damage_that_one_rank_sees_is_refused_by_all(two, tmp_path):
+    two.run(meet_damage, tmp_path)
+
+
+def misfit(root):
+    model, optimizer, _ = setup((1, 2, 1, 1))
+    save(root, model, optimizer, step=1)
+    other = Llama(LlamaConfig(**{name: getattr(SIZES, name) for name in (
+        "vocab_size", "hidden_size", "intermediate_size", "num_heads", "num_kv_heads")},
+        num_layers=5))  # fmt: skip
+    before = copy.deepcopy(other.state_dict())
+    with pytest.raises(ScaletorchError, match=r"no layers\.4"):
+        load(root, other)
+    assert_equal(other.state_dict(), before)
+
+
+def test_another_model_is_refused_by_all(two, tmp_path):
+    two.run(misfit, tmp_path)
+
+
+# Random generators.
+
+
+def draws():
+    return torch.rand(2).tolist(), random.random()
+
+
+def generators(root, layout, same):
+    model, optimizer, manager = setup(layout)
+    if same:
+        seed_ranks(7, manager)
+        random.seed(get_rank())
+        draws()
+        save(root, model, optimizer, step=1)
+        expected = draws()
+    load(root, model, optimizer)
+    found = draws()
+    load(root, model, optimizer)
+    assert draws() == found
+    everyone = all_gather_object((manager.tp_rank, found))
+    if same:
+        assert found == expected
+        assert len({str(numbers) for _, (_, numbers) in everyone}) == 4
+    return [numbers for _, (numbers, _) in everyone]
+
+
+def test_generators_go_on_or_are_seeded_anew(four, tmp_path):
+    first = four.run(generators, tmp_path, (2, 1, 1, 2), True)[0]
+    assert first[0] == first[1] != first[2] == first[3]  # alike over tp
+    other = four.run(generators, tmp_path, (1, 2, 1, 2), False)[0]
+    assert other[0] == other[1] != other[2] == other[3]
+    assert other != first
+
+
+# Masters.
+
+
+def masters(model, manager):
+    """Return the whole masters, or parameters without any, by plain names."""
+    flat = {n: torch.zeros(p.numel(), dtype=torch.float32) for n, p in model.named_parameters()}
+    for shard in parameter_shards(model):
+        if not shard.replicated or get_rank(manager.cp_dp_group) == 0:
+            flat[shard.name][shard.start : shard.stop] = shard.tensor.detach().flatten()
+    for each in flat.values():
+        all_reduce(each, group=manager.cp_dp_group)
+    local = {name: flat[name].view_as(p) for name, p in model.named_parameters()}
+    return gather_full(model, local, manager)
+
+
+def save_masters(root, layout, stage):
+    model, optimizer, manager = setup(layout, dtype=torch.bfloat16, stage=stage)
+    for step in range(2):
+        train(model, optimizer, manager, step)
+    save(root, model, optimizer, step=2)
+    result = masters(model, manager), full_state_dict(model, manager)
+    train(model, optimizer, manager, 2)
+    return (*result, masters(model, manager))
+
+
+def load_masters(root, layout, stage, dtype):
+    model, optimizer, manager = setup(layout, seed=9, dtype=dtype, stage=stage)
+    train(model, optimizer, manager, 5)  # masters that are to be forgotten
+    load(root, model, optimizer)
+    result = masters(model, manager), full_state_dict(model, manager)
+    train(model, optimizer, manager, 2)
+    return (*result, masters(model, manager))
+
+
+def names_of(*states):
+    """Return what all have, but for the tied one: where stages share it, it has no master."""
+    return set.intersection(*map(set, states)) - {"embed_tokens.weight", "lm_head.weight"}
+
+
+def test_masters_of_16_bit_parameters(four, tmp_path):
+    saved, weights, after = four.run(save_masters, tmp_path, (2, 1, 1, 2), 1)[0]
+    assert any(not torch.equal(saved[n], weights[n].float()) for n in saved)
+    for layout, stage in [((2, 1, 1, 2), 1), ((1, 2, 2, 1), 1), ((4, 1, 1, 1), 2)]:
+        found, found_weights, next_one = four.run(
+            load_masters, tmp_path, layout, stage, torch.bfloat16
+        )[0]
+        for name in names_of(saved, found):
+            assert_equal(found[name], saved[name])
+        assert_equal(found_weights, weights)
+        if layout == (2, 1, 1, 2):
+            assert_equal(next_one, after)
+    # Parameters of float32 are what the masters were, with or without shards.
+    for stage in (0, 1):
+        found, found_weights, _ = four.run(
+            load_masters, tmp_path, (1, 2, 1, 2), stage, torch.float32
+        )[0]
+        for name in names_of(saved, found):
+            assert_equal(found[name], saved[name])
+        for name in names_of(saved, found_weights):
+            assert_equal(found_weights[name], saved[name])
+    # Without masters 16-bit parameters are what they were.
+    _, found_weights, _ = four.run(load_masters, tmp_path, (1, 1, 1, 4), 0, torch.bfloat16)[0]
+    assert_equal(found_weights, weights)
+
+
+def save_wide(root):
+    model, optimizer, manager = setup((2, 1, 1, 2))
+    train(model, optimizer, manager, 0)
+    save(root, model, optimizer, step=1)
+    return masters(model, manager)
+
+
+def refuse_narrow(root):
+    model, optimizer, _ = setup((2, 1, 1, 2), dtype=torch.bfloat16)
+    with pytest.raises(CheckpointError, match=r"is torch\.float32 there and torch\.bfloat16"):
+        load(root, model, optimizer)
+
+
+def test_masters_are_made_of_wide_parameters_that_were_saved(four, tmp_path):
+    saved = four.run(save_wide, tmp_path)[0]
+    found, weights, _ = four.run(load_masters, tmp_path, (1, 2, 2, 1), 1, torch.bfloat16)[0]
+    for name in names_of(saved, found):
+        assert_equal(found[name], saved[name])
+    for name in names_of(saved, weights):
+        assert_equal(weights[name], saved[name].bfloat16())
+    four.run(refuse_narrow, tmp_path)
+
+
+def factored(root, layout, stage):
+    model, optimizer, manager = setup(layout, optimizer=torch.optim.Adafactor, stage=stage)
+    train(model, optimizer, manager, 0)
+    if manager.tp_size > 1:
+        with pytest.raises(InvalidArgumentError, match=r"optimizer\.embed_tokens.*divided"):
+            save(root, model, optimizer, step=1)
+        return None
+    save(root, model, optimizer, step=1)
+    train(model, optimizer, manager, 1)
+    expected = full_state_dict(model, manager)
+    load(root, model, optimizer)
+    train(model, optimizer, manager, 1)
+    assert_equal(full_state_dict(model, manager), expected)
+    return expected
+
+
+def test_factored_state_of_whole_parameters(four, tmp_path):
+    for layout, stage in [((4, 1, 1, 1), 1), ((1, 4, 1, 1), 0), ((2, 1, 1, 2), 0)]:
+        four.run(factored, tmp_path / str(layout), layout, stage)
+
+
+# Weights alone.
+
+
+def export(root, layout, max_file_bytes):
+    model, _, manager = setup(layout, seed=4)
+    export_safetensors(model, root, manager, max_file_bytes=max_file_bytes)
+    with pytest.raises(CheckpointError, match="has weights already"):
+        export_safetensors(model, root)
+    return full_state_dict(model, manager)
+
+
+def take_in(root, layout, dtype=torch.float32, stage=0):
+    model, optimizer, manager = setup(layout, seed=9, dtype=dtype, stage=stage)
+    train(model, optimizer, manager, 0)
+    import_safetensors(model, root, manager)
+    weights = full_state_dict(model, manager)
+    result = weights, masters(model, manager)
+    optimizer.step()  # without new gradients, but no master may come back from before
+    return result
+
+
+def test_weights_go_out_and_come_in(four, tmp_path):
+    expected = four.run(export, tmp_path / "many", (1, 2, 1, 2), 20_000)[0]
+    index = json.loads((tmp_path / "many" / "model.safetensors.index.json").read_text())
+    assert set(index["weight_map"]) == set(expected) - {"lm_head.weight"}
+    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == files
+    assert files[0] == f"model-00001-of-{len(files):05d}.safetensors"
+    assert all((tmp_path / "many" / f).stat().st_size < 25_000 for f in files)
+    weights, _ = four.run(take_in, tmp_path / "many", (2, 1, 1, 2))[0]
+    assert_equal(weights, expected)
+    weights, wide = four.run(take_in, tmp_path / "many", (1, 2, 2, 1), torch.bfloat16, 1)[0]
+    for name in names_of(wide, expected):
+        assert_equal(wide[name], expected[name])
+        assert_equal(weights[name], expected[name].bfloat16())
+    plain = Llama(SIZES)
+    import_safetensors(plain, tmp_path / "many")
+    assert_equal(dict(plain.state_dict()), expected)
+    export_safetensors(plain, tmp_path / "one")
+    assert [path.name for path in (tmp_path / "one").iterdir()] == ["model.safetensors"]
+    safetensors = pytest.importorskip("safetensors.torch")
+    found = safetensors.load_file(tmp_path / "one" / "model.safetensors")
+    assert_equal(found | {"lm_head.weight": found["embed_tokens.weight"]}, expected)
+
+
+def test_other_weights_are_refused(tmp_path):
+    with pytest.raises(DamagedCheckpointError, match="has neither"):
+        import_safetensors(Llama(SIZES), tmp_path)
+    export_safetensors(nn.Linear(3, 2), tmp_path / "linear")
+    with pytest.raises(CheckpointError, match=r"the model has no bias, weight; the checkpoint has"):
+        import_safetensors(Llama(SIZES), tmp_path / "linear")
+    with pytest.raises(CheckpointError, match=r"shape \(2, 3\) there and \(2, 4\)"):
+        import_safetensors(nn.Linear(4, 2), tmp_path / "linear")
+    (tmp_path / "linear" / "model.safetensors").write_bytes(b"\xff" * 20)
+    with pytest.raises(DamagedCheckpointError, match="cannot be read as safetensors"):
+        import_safetensors(nn.Linear(3, 2), tmp_path / "linear")
+    (tmp_path / "index").mkdir()
+    index = tmp_path / "index" / "model.safetensors.index.json"
+    index.write_text('{"weight_map": {"weight": "../linear/model.safetensors"}}')
+    with pytest.raises(DamagedCheckpointError, match="not in the folder"):
+        import_safetensors(nn.Linear(3, 2), tmp_path / "index")
+
+
+# transformers.
+
+
+def transformers_llama(tied):
+    from transformers import LlamaConfig as Config
+    from transformers import LlamaForCausalLM
+
+    config = Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=8, num_key_value_heads=4, tie_word_embeddings=tied, use_cache=False,
+    )  # fmt: skip
+    torch.manual_seed(1)
+    return LlamaForCausalLM(config)
+
+
+def export_transformers(root, tied):
+    destroy_process_group_manager()
+    manager = setup_process_group_manager(tp_size=2, pp_size=2)
+    model = parallelize(transformers_llama(tied), manager)
+    export_safetensors(model, root, manager)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    import_safetensors(model, root, manager)
+    return full_state_dict(model, manager)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("tied", [False, True])
+def test_transformers_reads_what_is_exported(four, tmp_path, tied):
+    pytest.importorskip("transformers")
+    from transformers import LlamaForCausalLM
+
+    again = four.run(export_transformers, tmp_path, tied, timeout=200)[0]
+    plain = transformers_llama(tied)
+    assert_equal(again, dict(plain.state_dict()))
+    plain.config.save_pretrained(tmp_path)
+    found, report = LlamaForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert_equal(dict(found.state_dict()), dict(plain.state_dict()))
+    plain.save_pretrained(tmp_path / "theirs")
+    export_safetensors(plain, tmp_path / "ours")
+    theirs, ours = (checkpoint.files.read_header(tmp_path / name / "model.safetensors")
+                    for name in ("theirs", "ours"))  # fmt: skip
+    assert {n: h[:2] for n, h in theirs.items()} == {n: h[:2] for n, h in ours.items()}
