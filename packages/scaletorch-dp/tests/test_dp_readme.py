@@ -1,4 +1,4 @@
-"""The README's snippet runs as it stands."""
+"""The README's snippets run as they stand."""
 
 from __future__ import annotations
 
@@ -8,11 +8,17 @@ import sys
 from pathlib import Path
 
 
-def test_the_snippet_runs(tmp_path):
+def test_the_snippets_run(tmp_path):
     readme = Path(__file__).parents[1] / "README.md"
-    (snippet,) = re.findall(r"```python\n(.*?)```", readme.read_text("utf-8"), re.DOTALL)
-    program = tmp_path / "program.py"
-    program.write_text(snippet, "utf-8")
-    done = subprocess.run([sys.executable, program], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("5 tensor(")
+    snippets = re.findall(r"```python\n(.*?)```", readme.read_text("utf-8"), re.DOTALL)
+    shown = []
+    for snippet in snippets:
+        program = tmp_path / "program.py"
+        program.write_text(snippet, "utf-8")
+        done = subprocess.run(
+            [sys.executable, program], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        shown.append(done.stdout)
+    assert shown[0].startswith("5 tensor(")
+    assert shown[1].startswith("0 [('weight', 0, 13)")

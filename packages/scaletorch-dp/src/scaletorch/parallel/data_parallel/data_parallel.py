@@ -203,9 +203,9 @@ class DataParallelBucket(_DataParallel):
         module: Any module.
         grad_type: dtype in which gradients are accumulated and summed over ranks, such as
             ``torch.float32`` for bfloat16 parameters; None is each parameter's own.
-        bucket_size: Most elements in a bucket; a larger parameter has one to itself, and the
-            first bucket is smaller. They are filled in the order in which the first synchronised
-            backward makes the gradients.
+        bucket_size: Most elements in a bucket; a larger parameter has one to itself. The first
+            bucket is small, and a model that would fill fewer than eight has smaller ones. They
+            are filled in the order in which the first synchronised backward makes the gradients.
         group: The ranks to reduce over, by default the ``cp_dp`` axis.
         op: ``"sum"``, for losses already divided by the global token count, or ``"mean"``, which
             divides by the group's size as DistributedDataParallel does.

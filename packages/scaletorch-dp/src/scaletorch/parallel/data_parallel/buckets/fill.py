@@ -10,7 +10,8 @@ import torch
 from .bucket import Bucket
 from .slot import Slot
 
-FIRST_SIZE = 2**18  # most elements in the first bucket: its reduction begins early in backward
+SMALL = 2**18  # elements of a bucket that costs little more to start than to send
+AT_LEAST = 8  # buckets of a model that is not small, so that most leave during backward
 
 
 def fill_buckets(
@@ -18,10 +19,13 @@ def fill_buckets(
 ) -> list[Bucket]:
     """Part slots, in the order given, into buckets of at most ``bucket_size`` elements.
 
-    A bucket has one dtype and one device, and at least one parameter, however large. The first
-    is small, so that its reduction begins early. Buckets come in the order in which their last
-    parameters do.
+    A bucket has one dtype and one device, and at least one parameter, however large. There are
+    `AT_LEAST` or so, if they do not get smaller than `SMALL`, and the first is that small, so
+    that its reduction begins early. Buckets come in the order in which their last parameters do.
     """
+    slots = list(slots)
+    share = sum(slot.parameter.numel() for slot in slots) // AT_LEAST
+    usual = min(bucket_size, max(share, SMALL))
     members: list[tuple[torch.dtype, list[Slot]]] = []
     current: dict[Any, list[Slot]] = {}
     room: dict[Any, int] = {}
@@ -32,10 +36,7 @@ def fill_buckets(
         key = (dtype, slot.parameter.dtype, slot.parameter.device)
         elements = slot.parameter.numel()
         if elements > room.get(key, -1):
-            current[key], room[key] = (
-                [],
-                min(bucket_size, FIRST_SIZE if not members else bucket_size),
-            )
+            current[key], room[key] = [], usual if members else min(usual, SMALL)
             members.append((dtype, current[key]))
         current[key].append(slot)
         room[key] -= elements
