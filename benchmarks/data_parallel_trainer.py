@@ -14,8 +14,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from scaletorch.parallel.data_parallel import DataParallelBucket, whole_gradients
+from scaletorch.parallel.data_parallel import DataParallelBucket, DataParallelNaive, whole_gradients
 
+OURS = (DataParallelBucket, DataParallelNaive)
 Wrap = Callable[[nn.Module, ProcessGroup], nn.Module]
 Optimize = Callable[[nn.Module, ProcessGroup], Optimizer]
 
@@ -39,18 +40,25 @@ class Trainer:
     def __init__(self, way: Way, model: nn.Module, group: ProcessGroup) -> None:
         self.module: Any = way.wrap(model, group)
         self.optimizer = way.optimize(self.module, group) if way.optimize else None
+        # Ours sums gradients of losses that are divided by the tokens of all ranks; DDP divides.
+        sums = isinstance(self.module, OURS) and self.module.op == "sum"
+        self.share = 1 / group.size() if sums else 1.0
 
     def step(self, batches: list[Batch]) -> None:
         """Forget gradients, make those of the mean loss of all micro-batches, and use them."""
         (self.optimizer or self.module).zero_grad()
         for batch in batches[:-1]:
             with paused(self.module):
-                (self.module(*batch) / len(batches)).backward()
-        (self.module(*batches[-1]) / len(batches)).backward()
+                self._loss(batch, len(batches)).backward()
+        self._loss(batches[-1], len(batches)).backward()
         if hasattr(self.module, "finish"):
             self.module.finish()
         if self.optimizer:
             self.optimizer.step()
+
+    def _loss(self, batch: Batch, micro_batches: int) -> Tensor:
+        loss: Tensor = self.module(*batch)
+        return loss * (self.share / micro_batches)
 
     def settle(self) -> None:
         """Wait for what the last step left under way."""

@@ -42,7 +42,7 @@ def _ddp(model: nn.Module, group: ProcessGroup, **options: Any) -> nn.Module:
 
 
 def _ours(model: nn.Module, group: ProcessGroup, **options: Any) -> nn.Module:
-    return DataParallelBucket(model, group=group, op="mean", **options)
+    return DataParallelBucket(model, group=group, **options)
 
 
 def _at_the_end(model: nn.Module, group: ProcessGroup, **options: Any) -> nn.Module:
@@ -53,7 +53,7 @@ def _at_the_end(model: nn.Module, group: ProcessGroup, **options: Any) -> nn.Mod
 
 
 def _naive(model: nn.Module, group: ProcessGroup) -> nn.Module:
-    return DataParallelNaive(model, group=group, op="mean")
+    return DataParallelNaive(model, group=group)
 
 
 def _adamw(module: nn.Module, group: ProcessGroup) -> Optimizer:
@@ -95,6 +95,7 @@ GRADIENTS = {
     **_of_ours(
         {
             OURS: {},
+            f"{OURS}, mean": {"op": "mean"},
             f"{OURS}, 2**22": {"bucket_size": 2**22},
             f"{OURS}, rank order": {"order": "rank"},
         }

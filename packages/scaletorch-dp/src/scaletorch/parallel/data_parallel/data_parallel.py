@@ -66,6 +66,11 @@ class _DataParallel(ModuleWrapper):
             self._sync.attach(module)
 
     @property
+    def op(self) -> str:
+        """``"sum"`` or ``"mean"``."""
+        return self._sync.manager.reduction.op
+
+    @property
     def require_backward_grad_sync(self) -> bool:
         """Whether backward calls synchronise; what counts is its value while backward runs."""
         return self._sync.enabled
