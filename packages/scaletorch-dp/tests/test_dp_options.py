@@ -11,7 +11,7 @@ import torch.distributed as c10d
 from torch import nn
 
 from scaletorch.dist import all_gather_object
-from scaletorch.dist.errors import InvalidArgumentError, MismatchError, NonFiniteError
+from scaletorch.dist.errors import InvalidArgumentError, MismatchError, NonFiniteError, StateError
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.data_parallel import DataParallelBucket, shard_optimizer
 from scaletorch.parallel.data_parallel.buckets import reduction
@@ -229,3 +229,60 @@ def test_unknown_orders_and_dtypes_are_refused():
         DataParallelBucket(net(), order="x")
     with pytest.raises(InvalidArgumentError, match="reduce_dtype must be a floating-point dtype"):
         DataParallelBucket(net(), reduce_dtype=torch.int32)
+
+
+def check_out_of_step():
+    """Ranks that ran backward a different number of times are told, before sums are mixed."""
+    model = wrap(net())
+    model(rows(0)).sum().backward()
+    if c10d.get_rank():
+        model.zero_grad()
+    expected = "begins without" if c10d.get_rank() else "adds to"
+    with pytest.raises(MismatchError, match=f"this backward {expected} gradients of an earlier"):
+        model(rows(0)).sum().backward()
+    assert all(p.grad is None for p in model.parameters())
+    model(rows(0)).sum().backward()
+
+
+def test_ranks_out_of_step_are_told():
+    run_ranks(check_out_of_step, 2)
+
+
+def check_hooks_of_users():
+    model, plain = wrap(net()), net()
+    model.module[0].weight.register_post_accumulate_grad_hook(
+        lambda p: setattr(p, "grad", p.grad * 2)
+    )
+    model(rows(c10d.get_rank())).sum().backward()
+    for rank in range(2):
+        plain(rows(rank)).sum().backward()
+    torch.testing.assert_close(model.module[0].weight.grad, plain[0].weight.grad * 2)
+    with pytest.raises(
+        StateError, match=r"3\.weight was torch.float32 when it was wrapped, and is"
+    ):
+        model.double()(rows(0).double()).sum().backward()
+
+
+def test_hooks_that_change_gradients_and_later_conversions():
+    run_ranks(check_hooks_of_users, 2)
+
+
+def test_modules_without_shapes_are_refused():
+    with pytest.raises(InvalidArgumentError, match="weight has no shape yet: call the module once"):
+        DataParallelBucket(nn.LazyLinear(3))
+
+
+def check_refusal():
+    alone = c10d.new_group([1])
+    module = nn.Linear(2, 2)
+    torch.manual_seed(0)
+    nn.init.ones_(module.weight), nn.init.ones_(module.bias)
+    rank = c10d.get_rank()
+    taken = DataParallelBucket(module, torch.float64, group=alone) if rank else None
+    with pytest.raises((StateError, MismatchError), match="would be synchronised twice"):
+        wrap(module)
+    del taken
+
+
+def test_a_rank_that_cannot_wrap_tells_the_others():
+    run_ranks(check_refusal, 2)

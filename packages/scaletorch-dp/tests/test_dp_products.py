@@ -161,3 +161,37 @@ def check_copies():
 
 def test_copies_and_the_end_of_the_wrapper():
     run_ranks(check_copies, 2)
+
+
+def check_plain_torch():
+    """What plain layers can do, wrapped ones can: complex, empty, nested, transformed, reused."""
+    world = c10d.group.WORLD
+    torch.manual_seed(0)
+    plain = nn.Sequential(
+        nn.Linear(3, 4, dtype=torch.complex128), nn.Linear(4, 2, dtype=torch.complex128)
+    )
+    model = DataParallelBucket(copy.deepcopy(plain), group=world)
+    x = torch.randn(5, 3, dtype=torch.complex128)
+    for net in (model, plain):
+        (net(x).abs().square().sum() / (2 if net is model else 1)).backward()
+    for found, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found.grad, expected.grad)
+    layer = nn.Linear(4, 3).double()
+    one = DataParallelBucket(copy.deepcopy(layer), group=world)
+    x = torch.randn(2, 4).double()
+    for transform in (torch.func.jacrev, torch.func.jacfwd, torch.func.vmap):
+        torch.testing.assert_close(transform(one.module)(x), transform(layer)(x))
+    nested = torch.nested.nested_tensor([x[0:1], x], layout=torch.jagged)
+    one(nested).values().sum().backward()
+    empty = DataParallelBucket(nn.Sequential(nn.Linear(0, 3)), group=world)
+    empty(torch.ones(2, 0)).sum().backward()
+    outputs = [DataParallelBucket(nn.Linear(4, 3), group=world)(x.float()).sum()]
+    optimizer = torch.optim.SGD(one.parameters(), lr=0.1)
+    outputs = [one(x).sum(), one(2 * x).sum()]
+    for output in outputs:  # the layer's input needs no gradient, so its weight may change
+        output.backward()
+        optimizer.step()
+
+
+def test_what_plain_layers_can_do():
+    run_ranks(check_plain_torch, 2)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import io
 from unittest import mock
 
 import pytest
@@ -257,6 +258,8 @@ def check_refusals():
     first = shard_optimizer(make(model), model)
     second = shard_optimizer(make(model), model)  # takes over
     assert first.param_groups[0]["params"][0] is second.param_groups[0]["params"][0]
+    with pytest.raises(StateError, match="this optimizer is sharded already"):
+        shard_optimizer(second, model)
     with pytest.raises(StateError, match="Adafactor needs them whole"):
         shard_optimizer(torch.optim.Adafactor(model.parameters()), model)
     naive = DataParallelNaive(nn.Linear(2, 2), c10d.group.WORLD)
@@ -296,3 +299,138 @@ def check_left_out():
 
 def test_parameters_that_stay_whole():
     run_ranks(check_left_out, 2)
+
+
+def pair(**options):
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(3, 2)).double()
+    model = DataParallelBucket(copy.deepcopy(plain), group=c10d.group.WORLD, **options)
+    return model, plain
+
+
+def rows(rank):
+    return torch.randn(3, 4, generator=torch.Generator().manual_seed(rank)).double()
+
+
+def assert_equal_weights(model, plain):
+    for (name, found), expected in zip(model.named_parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12, msg=name)
+
+
+def check_several_optimizers():
+    """Each optimizer shards its own parameters, forgets its own gradients, keeps foreign ones."""
+    model, plain = pair()
+    extra, other = nn.Parameter(torch.ones(2).double()), nn.Parameter(torch.ones(2).double())
+
+    def make(net, scale):
+        layers = list(net.module if hasattr(net, "module") else net)
+        one = torch.optim.AdamW([*layers[0].parameters(), scale], lr=0.1)
+        return one, torch.optim.Muon([layers[1].weight], lr=0.1)
+
+    one, two = make(model, extra)
+    shard_optimizer(one, model, stage=1)
+    shard_optimizer(two, model, stage=1, overlap=True)
+    first, second = make(plain, other)
+    names = {shard.name for shard in parameter_shards(model) if not shard.replicated}
+    assert names <= {"0.weight", "0.bias", "1.weight"}
+    assert one.param_groups[0]["params"][-1] is extra
+    for step in range(4):
+        (model(rows(c10d.get_rank())) * extra).square().sum().backward()
+        for rank in range(2):
+            (plain(rows(rank)) * other).square().sum().backward()
+        c10d.all_reduce(extra.grad)
+        torch.testing.assert_close(extra.grad, other.grad)
+        for ours, theirs in ((one, first),) if step % 2 else ((one, first), (two, second)):
+            ours.step(), theirs.step()
+            ours.zero_grad(), theirs.zero_grad()
+        if step % 2 == 0:
+            model.module[1].bias.grad = model.module[2].weight.grad = None
+            model.module[2].bias.grad = None
+            for p in [plain[1].bias, *plain[2].parameters()]:
+                p.grad = None
+    model.wait_for_parameters()
+    assert_equal_weights(model, plain)
+    torch.testing.assert_close(extra, other)
+
+
+def test_several_optimizers():
+    run_ranks(check_several_optimizers, 2)
+
+
+def check_changed_between():
+    """What is done to gradients and parameters between backward and step counts, or is refused."""
+    model, plain = pair()
+    ours = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
+    theirs = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for net, ranks in ((model, [c10d.get_rank()]), (plain, range(2))):
+        layers = net.module if net is model else net
+        for rank in ranks:
+            net(rows(rank)).square().sum().backward()
+        layers[0].weight.grad = None
+        layers[1].zero_grad()
+        layers[2].weight.grad = torch.ones_like(layers[2].weight)
+    ours.step(), theirs.step()
+    kept = copy.deepcopy(model.state_dict())
+    ours.step()  # parameters under way again
+    model.load_state_dict(kept)
+    assert_equal_weights(model, plain)
+    ours.zero_grad()
+    with model.no_sync():
+        model(rows(0)).sum().backward()
+    with pytest.raises(StateError, match="has not been synchronised; step only after"):
+        ours.step()
+    model.reset()
+    state = ours.state_dict()
+    ours.load_state_dict(state)
+    with pytest.raises(StateError, match="not of this rank's shards"):
+        ours.load_state_dict({**state, "shards": ["0.weight[0:1]"]})
+    file = io.BytesIO()
+    torch.save(model.module, file)
+    model.module.float().double()
+    with pytest.raises(StateError, match=r"2\.bias has been moved or replaced since"):
+        ours.step()
+    module = model.module
+    del model, ours
+    again = DataParallelBucket(module, group=c10d.group.WORLD)
+    shard_optimizer(torch.optim.SGD(again.parameters(), lr=0.1), again)
+
+
+def test_what_happens_between_backward_and_step():
+    run_ranks(check_changed_between, 2)
+
+
+def check_earlier_gradients():
+    model, plain = pair()
+    model(rows(c10d.get_rank())).sum().backward()
+    for rank in range(2):
+        plain(rows(rank)).sum().backward()
+    shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model).step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    assert_equal_weights(model, plain)
+
+
+def test_gradients_from_before_sharding_count():
+    run_ranks(check_earlier_gradients, 2)
+
+
+def check_swapped_masters():
+    """Parameters put away for an evaluation and back leave the masters' digits alone."""
+    torch.manual_seed(0)
+    model = DataParallelBucket(nn.Linear(4, 4).bfloat16(), torch.float32, group=c10d.group.WORLD)
+    optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=1e-4), model)
+    for swap in (False, True):
+        before = [shard.tensor.detach().clone() for shard in parameter_shards(model)]
+        for _ in range(50):
+            if swap:
+                state = copy.deepcopy(model.state_dict())
+                model.load_state_dict({name: value * 0 for name, value in state.items()})
+                model.load_state_dict(state)
+            model(torch.ones(1, 4).bfloat16()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for shard, old in zip(parameter_shards(model), before, strict=True):
+            torch.testing.assert_close(old - shard.tensor, torch.full_like(old, 0.01))
+
+
+def test_masters_keep_their_digits():
+    run_ranks(check_swapped_masters, 2)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.distributed import ProcessGroup
@@ -12,12 +13,21 @@ from torch.distributed import ProcessGroup
 from .collectives.checks import named_ranks
 from .devices import get_comm_device
 from .dist import all_gather, all_gather_object
-from .errors import MismatchError
+from .errors import MismatchError, ScaletorchError
 from .info import get_rank, group_ranks
 
 SHOWN = 12  # lines of difference for each rank
 
 Report = tuple[list[str], str | None]  # a rank's lines, and the mistake it has found
+
+
+def caught(check: Callable[..., object], *arguments: Any) -> ScaletorchError | None:
+    """Return the error of a check for `agree` to tell the others, None if there is none."""
+    try:
+        check(*arguments)
+    except ScaletorchError as error:
+        return error
+    return None
 
 
 def agree(

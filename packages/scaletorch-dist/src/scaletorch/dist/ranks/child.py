@@ -10,6 +10,7 @@ import pickle
 import random
 import signal
 import sys
+import threading
 import traceback
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -110,6 +111,7 @@ def _run(task: tuple[Locator, bytes], seed: int | None, before: dict[str, Any]) 
         fn = find(locator)
         args, kwargs = ForkingPickler.loads(arguments)
         result = fn(*args, **kwargs)
+        _finish_threads()
     except BaseException as error:
         return _pickle_failure(error)
     finally:
@@ -123,6 +125,21 @@ def _run(task: tuple[Locator, bytes], seed: int | None, before: dict[str, Any]) 
         error.add_note(f"{locator.qualname} returned a {name} that does not pickle")
         return _pickle_failure(error)
     return pickle.dumps(("returned", payload, left))
+
+
+def _finish_threads() -> None:
+    """Wait for the function's threads as an interpreter does at its end: `_leave` would cut them.
+
+    Workers of executors that were left open have no end, and are not waited for.
+    """
+    executors = (("thread", "_threads_queues"), ("process", "_threads_wakeups"))
+    for thread in threading.enumerate():
+        endless = any(
+            thread in getattr(sys.modules.get(f"concurrent.futures.{module}"), name, ())
+            for module, name in executors
+        )
+        if not (thread.daemon or endless or thread is threading.current_thread()):
+            thread.join()
 
 
 def _seed(seed: int) -> None:

@@ -9,13 +9,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
+from torch.nn.parameter import UninitializedParameter
 
-from ...dist.agreement import agree
+from ...dist.agreement import agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import ModuleWrapper, axis_group, describe_rank
 from .buckets.bucket import Bucket
 from .buckets.fill import fill_buckets
-from .buckets.hooks import GradientSync
+from .buckets.hooks import GradientSync, refuse_taken
 from .buckets.initial import check_init_sync, sync_initial_values
 from .buckets.manager import BucketManager
 from .buckets.reduction import Reduction, check_floating
@@ -46,13 +47,15 @@ class _DataParallel(ModuleWrapper):
             options["op"], group, options.get("reduce_dtype"), options.get("order", "any")
         )
         parameters = list(module.named_parameters())
+        _refuse_lazy(parameters)
+        trainable = [(name, each) for name, each in parameters if each.requires_grad]
         if reduction.size > 1:
             named = {"wrapper": type(self).__name__, **options}
-            agree("the model to wrap", _describe(parameters, named), group)
+            error = caught(refuse_taken, trainable)
+            agree("the model to wrap", _describe(parameters, named), group, error=error)
             sync_initial_values(module, options["init_sync"], group)
         super().__init__(module)
         self._frozen = [(name, each) for name, each in parameters if not each.requires_grad]
-        trainable = [(name, each) for name, each in parameters if each.requires_grad]
         slots = [Slot(name, at, each) for at, (name, each) in enumerate(trainable)]
         check_finite = bool(options.get("check_finite"))
         # What several ranks work on is a multiple of their number.
@@ -266,31 +269,32 @@ class DataParallelBucket(_DataParallel):
         }
         super().__init__(module, group, options, fill, overlap=True)
         self.optimizer_shards: list[Shard] | None = None
-        self.overlap_gathers = False  # whether they run behind the next forward
-        self._gathers: Gathers | None = None
+        self._gathers: list[Gathers] = []
 
     def use_shards(self, shards: list[Shard], gathers: Gathers) -> None:
-        """Note what an optimizer updates on this rank; `shard_optimizer` calls it."""
+        """Note what optimizers update on this rank; `shard_optimizer` calls it."""
         self._sync.attach(self.module)
-        self.optimizer_shards, self._gathers = shards, gathers
-
-    def fetch_parameters(self) -> None:
-        """Fetch what the other ranks have updated, behind the next forward where that was asked."""
-        if self._gathers is not None:
-            self._gathers.start()
-            if not self.overlap_gathers:
-                self._gathers.wait()
+        self.optimizer_shards = shards
+        others = [each for each in self._gathers if not each.buckets & gathers.buckets]
+        self._gathers = [*others, gathers]
 
     def wait_for_parameters(self) -> None:
         """Wait until all updated parameters are here."""
-        if self._gathers is not None:
-            self._gathers.wait()
+        for gathers in self._gathers:
+            gathers.wait()
 
 
 def _one_each(slots: Iterable[Slot], multiple: int) -> list[Bucket]:
     """Give every parameter a bucket of its own, in registration order."""
     ordered = sorted(slots, key=lambda slot: slot.index)
     return [Bucket([slot], slot.parameter.dtype, multiple) for slot in ordered]
+
+
+def _refuse_lazy(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    for name, parameter in parameters:
+        if isinstance(parameter, UninitializedParameter):
+            message = f"{name} has no shape yet: call the module once before it is wrapped"
+            raise InvalidArgumentError(message)
 
 
 def _describe(

@@ -55,18 +55,12 @@ class GradientSync:
 
         Args:
             module: The model; its linear layers write their gradients right into the buckets.
-
-        Raises:
-            StateError: A parameter belongs to another wrapper that is still alive, or its
-                gradients go elsewhere.
         """
         if self._attached:
             return
-        self._refuse_shared_parameters()
-        self._refuse_main_grads()
         weakref.finalize(self, _remove_hooks, self._register_hooks()).atexit = False
         parameters = [slot.parameter for slot in self.manager.slots]
-        sink = ProductSink(partial(_add_product, weakref.ref(self)))
+        sink = ProductSink(partial(_add_product, weakref.ref(self)), parameters)
         undo = direct_products(module, parameters, sink)
         weakref.finalize(self, undo).atexit = False
         self._attached = True
@@ -133,11 +127,11 @@ class GradientSync:
             raise StateError(message)
         self.manager.mark_ready(index, launch=self._overlap and not self._crowded)
 
-    def add_product(self, index: int, weight: Tensor, rows: Tensor, columns: Tensor) -> bool:
+    def add_product(self, index: int, rows: Tensor, columns: Tensor) -> bool:
         """Add ``rows @ columns`` to a weight's gradient; False where others want to see it."""
         slot = self.manager.slots[index]
-        watched = len(weight._backward_hooks or ()) + len(weight._post_accumulate_grad_hooks or ())
-        if weight is not slot.parameter or watched > 2 or not slot.writes(rows.dtype):
+        watchers = slot.parameter._backward_hooks, slot.parameter._post_accumulate_grad_hooks
+        if any(len(each or ()) > 1 for each in watchers) or not slot.writes(rows.dtype):
             return False
         self._enter()
         slot.add_product(rows, columns, self.manager.place)
@@ -209,27 +203,32 @@ class GradientSync:
             handles.append(parameter.register_post_accumulate_grad_hook(after))
         return handles
 
-    def _refuse_shared_parameters(self) -> None:
-        taken = {id(slot.parameter) for other in _alive for slot in other.manager.slots}
-        names = [slot.name for slot in self.manager.slots if id(slot.parameter) in taken]
-        if names:
-            message = (
-                f"{describe_rank()}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''} "
-                "would be synchronised twice: a data-parallel wrapper that is alive has it; "
-                "use that one, or drop it first"
-            )
-            raise StateError(message)
 
-    def _refuse_main_grads(self) -> None:
-        slots = self.manager.slots
-        names = [slot.name for slot in slots if hasattr(slot.parameter, "main_grad")]
-        if names:
-            message = (
-                f"{describe_rank()}: the gradient of {names[0]} goes to its main_grad, past this "
-                "wrapper, which would synchronise nothing: sum main gradients over the group "
-                "yourself, or remove them"
-            )
-            raise StateError(message)
+def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Refuse parameters whose gradients somebody else has.
+
+    Raises:
+        StateError: A parameter belongs to another wrapper that is still alive, or its gradients go
+            elsewhere.
+    """
+    parameters = list(parameters)
+    taken = {id(slot.parameter) for other in _alive for slot in other.manager.slots}
+    names = [name for name, each in parameters if id(each) in taken]
+    if names:
+        message = (
+            f"{describe_rank()}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''} "
+            "would be synchronised twice: a data-parallel wrapper that is alive has it; "
+            "use that one, or drop it first"
+        )
+        raise StateError(message)
+    names = [name for name, each in parameters if hasattr(each, "main_grad")]
+    if names:
+        message = (
+            f"{describe_rank()}: the gradient of {names[0]} goes to its main_grad, past this "
+            "wrapper, which would synchronise nothing: sum main gradients over the group "
+            "yourself, or remove them"
+        )
+        raise StateError(message)
 
 
 def _output_hook(this: weakref.ref[GradientSync], _grad: Tensor) -> None:
@@ -251,10 +250,10 @@ def _after(this: weakref.ref[GradientSync], index: int, _parameter: Tensor) -> N
 
 
 def _add_product(
-    this: weakref.ref[GradientSync], index: int, weight: Tensor, rows: Tensor, columns: Tensor
+    this: weakref.ref[GradientSync], index: int, rows: Tensor, columns: Tensor
 ) -> bool:
     sync = this()
-    return sync is not None and sync.add_product(index, weight, rows, columns)
+    return sync is not None and sync.add_product(index, rows, columns)
 
 
 def _remove_hooks(handles: Iterable[RemovableHandle]) -> None:

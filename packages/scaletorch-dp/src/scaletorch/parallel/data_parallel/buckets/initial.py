@@ -57,7 +57,8 @@ def _digest(tensor: Tensor) -> str:
     """Return a hash of a tensor's bits; one on the meta device has none yet."""
     if tensor.is_meta:
         return "none"
-    flat = tensor.detach().cpu().contiguous().view(-1)
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    flat = dense.detach().cpu().contiguous().view(-1)
     if flat.is_complex():
         flat = torch.view_as_real(flat).view(-1)
     data = flat.view(torch.uint8) if flat.numel() else flat.new_empty(0, dtype=torch.uint8)

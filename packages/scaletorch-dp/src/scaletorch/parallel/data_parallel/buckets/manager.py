@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ....dist import all_reduce, broadcast, get_comm_device, group_ranks
-from ....dist.errors import NonFiniteError
+from ....dist.errors import MismatchError, NonFiniteError
 from ...pg_manager import describe_rank
 from ..gradients.nonfinite import name_culprits, share_names
 from .bucket import LATE, NONFINITE, UNUSED, Bucket
@@ -44,6 +44,7 @@ class BucketManager:
         self.order: list[int] | None = []  # of the first backward; None once it is known
         self.eager = False  # whether every backward sums into shards, and keeps no buffer
         self._check_finite = check_finite
+        self._adds = False  # whether this backward adds to gradients of an earlier synchronisation
         # Backward makes gradients in about the reverse order of registration.
         self.use_buckets(fill(reversed(self.slots)))
 
@@ -62,6 +63,7 @@ class BucketManager:
         """Look, when a backward begins, at what became of the gradients since the last."""
         for bucket in self.buckets:
             bucket.open()
+        self._adds = any(slot.has_synchronised for slot in self.slots)
 
     def place(self, slot: Slot) -> Tensor:
         """Return the memory of one parameter's gradient; its values are arbitrary."""
@@ -132,18 +134,29 @@ class BucketManager:
             for slot in bucket.slots:
                 flags[slot.index] = bucket.flag(slot)
         group = self.reduction.group
-        shared = torch.tensor(flags, dtype=torch.int32, device=get_comm_device(group))
+        places = [int(self._adds), int(not self._adds)]
+        shared = torch.tensor([*flags, *places], dtype=torch.int32, device=get_comm_device(group))
         all_reduce(shared, "max", group=group)
-        result: list[int] = shared.tolist()
+        *result, adds, begins = shared.tolist()
+        if adds and begins:
+            self._drop()
+            raise MismatchError(
+                f"{describe_rank()}: this backward {'adds to' if self._adds else 'begins without'} "
+                "gradients of an earlier one, and other ranks' does not do so: the ranks ran "
+                "backward or zero_grad a different number of times; all gradients are None now"
+            )
         if NONFINITE in result:
             self._refuse(flags)
         return result
 
-    def _refuse(self, flags: Sequence[int]) -> NoReturn:
-        """Drop all gradients, and raise on every rank."""
+    def _drop(self) -> None:
         for bucket in self.buckets:
             bucket.finish([UNUSED] * len(self.slots))
             bucket.clear()
+
+    def _refuse(self, flags: Sequence[int]) -> NoReturn:
+        """Drop all gradients, and raise on every rank."""
+        self._drop()
         names = [slot.name for slot in self.slots if flags[slot.index] == NONFINITE]
         found = name_culprits(share_names(names, self.reduction.group))
         raise NonFiniteError(

@@ -15,18 +15,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Takes a slot's index, its weight, rows and columns, and adds rows @ columns to the gradient;
-# False where it must go the usual way.
-AddProduct = Callable[[int, Tensor, Tensor, Tensor], bool]
+# Takes a slot's index, rows and columns, and adds rows @ columns to the gradient; False where it
+# must go the usual way.
+AddProduct = Callable[[int, Tensor, Tensor], bool]
 
 
 class ProductSink:
     """Where linear layers leave their products; nowhere in a copy, or once the wrapper is gone."""
 
-    __slots__ = ("__weakref__", "add")
+    __slots__ = ("__weakref__", "_weights", "add")
 
-    def __init__(self, add: AddProduct | None = None) -> None:
+    def __init__(self, add: AddProduct | None = None, weights: Iterable[nn.Parameter] = ()) -> None:
         self.add = add
+        self._weights = [weakref.ref(each) for each in weights]
+
+    def takes(self, index: int, weight: Tensor) -> bool:
+        """Return whether a slot is this very weight's."""
+        return self.add is not None and self._weights[index]() is weight
 
     def __reduce__(self) -> tuple[type[ProductSink], tuple[()]]:
         return ProductSink, ()  # a copy's gradients are its own
@@ -71,16 +76,25 @@ def _restore(changed: list[weakref.ref[nn.Module]], sink: weakref.ref[ProductSin
 def _forward(module: nn.Linear, sink: ProductSink, index: int, input: Tensor) -> Tensor:
     weight: Tensor = module.weight
     bias: Tensor | None = module.bias
-    if (
-        sink.add is None
-        or not (torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf)
-        or torch.compiler.is_compiling()
-        or input.dtype != weight.dtype
-        or torch.is_autocast_enabled(input.device.type)
-    ):
+    trained = torch.is_grad_enabled() and weight.requires_grad and weight.is_leaf
+    if not trained or not sink.takes(index, weight) or not _is_plain(input, weight):
         return F.linear(input, weight, bias)
     output: Tensor = _Linear.apply(input, weight, bias, (sink, index))  # type: ignore[no-untyped-call]
     return output
+
+
+def _is_plain(input: Tensor, weight: Tensor) -> bool:
+    """Return whether the layer computes with just these tensors, and nobody transforms it."""
+    return (
+        type(input) is Tensor
+        and input.dtype == weight.dtype
+        and input.dtype.is_floating_point
+        and not input.is_nested
+        and weight.numel() > 0
+        and not torch.is_autocast_enabled(input.device.type)
+        and not torch.compiler.is_compiling()
+        and not torch._C._are_functorch_transforms_active()
+    )
 
 
 class _Linear(torch.autograd.Function):
@@ -89,7 +103,7 @@ class _Linear(torch.autograd.Function):
         ctx: Any, inputs: Tensor, weight: Tensor, bias: Tensor | None, to: tuple[ProductSink, int]
     ) -> Tensor:
         ctx.to = to
-        ctx.save_for_backward(inputs, weight)
+        ctx.save_for_backward(inputs, weight if ctx.needs_input_grad[0] else None)
         output = F.linear(inputs, weight, bias)
         # Not a view for autograd, so that it may be changed in place, as by nn.ReLU(inplace=True).
         return torch.ops.aten._unsafe_view(output, output.shape)  # type: ignore[no-any-return]
@@ -102,18 +116,18 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_inputs = gradient @ weight
         if ctx.needs_input_grad[1]:
-            of_weight = _weight_gradient(ctx, weight, _rows(gradient).t(), _rows(inputs))
+            of_weight = _weight_gradient(ctx, _rows(gradient).t(), _rows(inputs))
         if ctx.needs_input_grad[2]:
             of_bias = _rows(gradient).sum(0)
         return of_inputs, of_weight, of_bias, None
 
 
-def _weight_gradient(ctx: Any, weight: Tensor, rows: Tensor, columns: Tensor) -> Tensor | None:
+def _weight_gradient(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor | None:
     """Return the gradient of the weight, or None where the sink has taken it."""
     sink, index = ctx.to
     if torch.is_grad_enabled() or sink.add is None or not _is_added(ctx.next_functions[1][0]):
         return rows @ columns
-    return None if sink.add(index, weight, rows, columns) else rows @ columns
+    return None if sink.add(index, rows, columns) else rows @ columns
 
 
 def _is_added(node: Any) -> bool:

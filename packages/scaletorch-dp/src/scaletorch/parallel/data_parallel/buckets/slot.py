@@ -30,6 +30,7 @@ class Slot:
     """
 
     __slots__ = (
+        "_dtype",
         "_held",
         "_shown",
         "_version",
@@ -47,6 +48,7 @@ class Slot:
         self.parameter = parameter
         self.local = False
         self.buffer_dtype = parameter.dtype  # its bucket's
+        self._dtype = parameter.dtype
         self._held: Tensor | None = None
         self._view: Tensor | None = None
         self._shown: Tensor | None = None
@@ -134,8 +136,15 @@ class Slot:
             part.zero_()
             if grad is not None:
                 self._held = grad
+        elif grad is not None and grad is not self._view and grad.dtype == part.dtype:
+            part.copy_(grad)  # a hook has put another one in its place
         self.local, self._view, self._shown = False, None, None
         return local
+
+    @property
+    def has_synchronised(self) -> bool:
+        """Whether there is a gradient of an earlier synchronisation."""
+        return self._held is not None or (not self.local and self.parameter.grad is not None)
 
     @property
     def held(self) -> Tensor | None:
@@ -175,7 +184,16 @@ class Slot:
         self.parameter.grad = None
 
     def _begin(self, place: Place) -> Tensor:
-        """Return the memory of a new gradient of this rank's own."""
+        """Return the memory of a new gradient of this rank's own.
+
+        Raises:
+            StateError: The parameter's dtype is not what it was when it was wrapped.
+        """
+        if self.parameter.dtype != self._dtype:
+            raise StateError(
+                f"{self.name} was {self._dtype} when it was wrapped, and is "
+                f"{self.parameter.dtype} now: convert the module first, then wrap it"
+            )
         self._view, self.local = place(self), True
         return self._view
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from ....dist import Work
 from ....dist.collectives.flat import all_gather_flat, part_of
+from ....dist.errors import StateError
+from ...pg_manager import describe_rank
 from ..buckets.bucket import UNUSED, Bucket
 from ..buckets.reduction import Reduction
 from ..buckets.slot import Slot
@@ -42,6 +45,8 @@ class ShardedBucket(Bucket):
         for slot, shard in self._placed():
             self._of[slot.index].append(shard.tensor)
         self._versions = self._current_versions()
+        for slot in self.slots:
+            self.adopt(slot)
 
     def open(self) -> None:
         """Follow a zero_grad of the model as well, which does not know the shards."""
@@ -68,14 +73,41 @@ class ShardedBucket(Bucket):
             self._reuse()
 
     @torch.no_grad()
-    def read_parameters(self) -> None:
-        """Take over what somebody else has written into the parameters since the last update."""
+    def before_step(self) -> None:
+        """Take over what somebody has done to parameters and gradients since the last update.
+
+        Raises:
+            StateError: A parameter has other memory now, or a gradient has not been summed.
+        """
+        for slot, place in self._parts(self.values):
+            if slot.parameter.numel() and slot.parameter.data_ptr() != place.data_ptr():
+                self._refuse(f"{slot.name} has been moved or replaced since its optimizer was "
+                             "sharded (by module.to, load_state_dict(assign=True) or .data), and "
+                             "would not be updated; copy values into it instead")  # fmt: skip
+            if slot.local:
+                self._refuse(f"the gradient of {slot.name} has not been synchronised; step only "
+                             "after a backward outside no_sync()")  # fmt: skip
+            if not isinstance(slot.parameter.grad, ShardedGradient):
+                self.adopt(slot)
         versions = self._current_versions()
         if versions != self._versions:
             for shard in self.shards:
                 if shard.is_master:
-                    shard.tensor.copy_(_flat_range(shard).view(shard.tensor.shape))
+                    _follow(shard)
         self._versions = versions
+
+    @torch.no_grad()
+    def adopt(self, slot: Slot) -> None:
+        """Take over a whole gradient that all ranks have, or the lack of one."""
+        gradient = slot.parameter.grad
+        self._forget(slot)
+        if gradient is None:
+            return
+        for shard in self.shards:
+            if shard.parameter is slot.parameter:
+                part = gradient.reshape(-1)[shard.start : shard.stop]
+                shard.tensor.grad = part.to(shard.tensor.dtype, copy=True).view_as(shard.tensor)
+        slot.stand(ShardedGradient(slot.parameter, self._of[slot.index]))
 
     @torch.no_grad()
     def gather(self) -> Work[None]:
@@ -124,6 +156,9 @@ class ShardedBucket(Bucket):
                 slot.give(None)
             else:
                 slot.stand(ShardedGradient(slot.parameter, self._of[slot.index]))
+
+    def _refuse(self, text: str) -> NoReturn:
+        raise StateError(f"{describe_rank()}: {text}")
 
     def _forget(self, slot: Slot) -> None:
         for tensor in self._of[slot.index]:
@@ -188,6 +223,12 @@ class ShardedBucket(Bucket):
 
 def _master_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
+
+
+def _follow(shard: Shard) -> None:
+    """Take what was written into a parameter over into its master, where it is another value."""
+    values, master = _flat_range(shard), shard.tensor.view(-1)
+    master.copy_(torch.where(values != master.to(values.dtype), values.to(master.dtype), master))
 
 
 def _flat_range(shard: Shard) -> Tensor:

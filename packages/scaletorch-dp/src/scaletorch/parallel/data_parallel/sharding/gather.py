@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -29,8 +28,9 @@ class Gathers:
 
     def __init__(self, module: nn.Module, buckets: Iterable[ShardedBucket]) -> None:
         self._under_way: dict[ShardedBucket, Work[None]] = {}
-        self._buckets = list(buckets)
-        bucket_of = {s.parameter: bucket for bucket in self._buckets for s in bucket.slots}
+        self._order = list(buckets)
+        self.buckets = frozenset(self._order)
+        bucket_of = {s.parameter: bucket for bucket in self._order for s in bucket.slots}
         self._read_by = {
             name: {bucket_of[each] for each in _readable(below) if each in bucket_of}
             for name, below in module.named_modules()
@@ -38,18 +38,17 @@ class Gathers:
         self._seen: set[str] = set()
         hooks = []
         for name, below in module.named_modules():
-            wait = partial(_before_forward, weakref.ref(self), name)
-            hooks.append(below.register_forward_pre_hook(wait))
-            everything = partial(_before_state, weakref.ref(self))
-            hooks.append(below.register_state_dict_pre_hook(everything))
+            hooks.append(below.register_forward_pre_hook(Waiter(self, name)))
+            hooks.append(below.register_state_dict_pre_hook(Waiter(self)))
+            hooks.append(below.register_load_state_dict_pre_hook(Waiter(self)))
         weakref.finalize(self, _remove, hooks).atexit = False
 
     def start(self) -> None:
         """Start fetching all, what forward reads first at first; for the root's forward at once."""
-        for bucket in reversed(self._buckets):
+        for bucket in reversed(self._order):
             self._under_way[bucket] = bucket.gather()
         waited = set().union(*(self._read_by[name] for name in self._seen if name))
-        self._read_by[""] |= set(self._buckets) - waited
+        self._read_by[""] |= self.buckets - waited
 
     def before_forward(self, name: str) -> None:
         """Wait for what the forward of a module may read."""
@@ -72,16 +71,30 @@ def _readable(module: nn.Module) -> Iterable[nn.Parameter]:
             yield from _readable(child)
 
 
-def _before_forward(this: weakref.ref[Gathers], name: str, *_: Any) -> None:
-    gathers = this()
-    if gathers is not None:
-        gathers.before_forward(name)
+class Waiter:
+    """A hook that waits for what a module's forward may read, or for all; a copy of it does not.
 
+    Args:
+        gathers: For which; they are not kept alive.
+        name: The module's; None waits for all.
+    """
 
-def _before_state(this: weakref.ref[Gathers], *_: Any) -> None:
-    gathers = this()
-    if gathers is not None:
-        gathers.wait()
+    def __init__(self, gathers: Gathers | None = None, name: str | None = None) -> None:
+        self._gathers = None if gathers is None else weakref.ref(gathers)
+        self._name = name
+
+    def __call__(self, *_: Any) -> None:
+        """Wait."""
+        gathers = None if self._gathers is None else self._gathers()
+        if gathers is None:
+            return
+        if self._name is None:
+            gathers.wait()
+        else:
+            gathers.before_forward(self._name)
+
+    def __reduce__(self) -> tuple[type[Waiter], tuple[()]]:
+        return Waiter, ()  # a copy's parameters are its own
 
 
 def _remove(hooks: Iterable[Any]) -> None:

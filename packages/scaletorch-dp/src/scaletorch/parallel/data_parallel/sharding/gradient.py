@@ -48,8 +48,7 @@ class ShardedGradient(Tensor):
             return args[0]
         raise StateError(
             f"{describe_rank()}: {func} of a gradient that lies in shards over the ranks: clip "
-            "with clip_grad_norm_ of scaletorch, take this rank's shards from the optimizer's "
-            "param_groups, or the whole from whole_gradients(model)"
+            "with clip_grad_norm_ of scaletorch, and see whole_gradients(model) for the whole"
         )
 
 

@@ -11,16 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ....dist.agreement import agree
+from ....dist.agreement import agree, caught
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
 from ..buckets.bucket import Bucket
 from ..buckets.manager import BucketManager
 from ..buckets.slot import Slot
 from ..data_parallel import DataParallelBucket
-from ..shards import Shard, parameter_shards
+from ..shards import Shard
 from .bucket import ShardedBucket
 from .gather import Gathers
+from .gradient import zero
 
 # They treat every element alike, so a parameter may be cut anywhere. Others get whole ones.
 ELEMENTWISE = frozenset(
@@ -68,43 +69,68 @@ def shard_optimizer(
 
     Source: ZeRO, https://arxiv.org/abs/1910.02054.
     """
-    _check(optimizer, model, stage)
-    manager = model.bucket_manager
-    whole = type(optimizer) not in ELEMENTWISE
-    _agree(optimizer, manager, stage, overlap)
-    if model.optimizer_shards is None:
-        _shard(optimizer, model, whole=whole)
-    buckets = [each for each in manager.buckets if isinstance(each, ShardedBucket)]
-    if any(bucket.whole < whole for bucket in buckets):
-        raise StateError(
-            f"{describe_rank()}: this model's parameters were cut for another optimizer, and "
-            f"{type(optimizer).__name__} needs them whole: wrap the model anew"
+    if not isinstance(model, DataParallelBucket):
+        raise InvalidArgumentError(
+            f"model must be a DataParallelBucket, got {type(model).__name__}: wrap the model first"
         )
-    manager.eager = stage == 2
+    manager = model.bucket_manager
+    _agree(optimizer, manager, stage, overlap, caught(_check, optimizer, model, stage))
+    _shard_rest(optimizer, model)
+    buckets = _buckets_of(optimizer, manager)
+    manager.eager = manager.eager or stage == 2
     for bucket in buckets:
         bucket.keeps_buffer = stage == 1
-    _replace_parameters(optimizer, parameter_shards(model))
-    model.overlap_gathers = overlap
-    _follow(optimizer, model, buckets)
+    shards = _all_shards(manager)
+    gathers = Gathers(model.module, buckets)
+    model.use_shards(shards, gathers)
+    known = {id(slot.parameter) for slot in manager.slots}
+    _replace_parameters(optimizer, shards, known)
+    _follow(optimizer, model, gathers, overlap=overlap)
     return optimizer
 
 
-def _shard(optimizer: Optimizer, model: DataParallelBucket, *, whole: bool) -> None:
-    """Put the parameters that the optimizer has into sharded buckets."""
-    manager = model.bucket_manager
-    taken = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    tied = set(getattr(model, "tied_parameters", ()))
-    slots = _in_order(manager)
-    sharded = [s for s in slots if id(s.parameter) in taken and s.name not in tied]
-    _refuse_shared_memory(model, sharded)
-    buckets = [
+def _shard_rest(optimizer: Optimizer, model: DataParallelBucket) -> None:
+    """Put the parameters that the optimizer has, and no other has sharded, into sharded buckets."""
+    manager, whole = model.bucket_manager, _needs_whole(optimizer)
+    sharded = [each for each in manager.buckets if isinstance(each, ShardedBucket)]
+    slots = _slots_to_shard(optimizer, model)
+    sharded += [
         ShardedBucket(each.slots, each.dtype, manager.reduction, whole=whole)
-        for each in manager.fill(sharded)
+        for each in manager.fill(slots)
     ]
-    kept = {slot.index for slot in sharded}
-    rest = manager.fill(slot for slot in slots if slot.index not in kept)
-    manager.use_settled([*buckets, *rest])
-    model.use_shards(_all_shards(manager, buckets), Gathers(model.module, buckets))
+    settled = {slot.index for bucket in sharded for slot in bucket.slots}
+    rest = manager.fill(slot for slot in _in_order(manager) if slot.index not in settled)
+    manager.use_settled([*sharded, *rest])
+
+
+def _slots_to_shard(optimizer: Optimizer, model: DataParallelBucket) -> list[Slot]:
+    taken = _parameters_of(optimizer)
+    tied = set(getattr(model, "tied_parameters", ()))
+    return [
+        slot
+        for bucket in model.bucket_manager.buckets
+        if not isinstance(bucket, ShardedBucket)
+        for slot in bucket.slots
+        if id(slot.parameter) in taken and slot.name not in tied
+    ]
+
+
+def _buckets_of(optimizer: Optimizer, manager: BucketManager) -> list[ShardedBucket]:
+    taken = _parameters_of(optimizer)
+    return [
+        bucket
+        for bucket in manager.buckets
+        if isinstance(bucket, ShardedBucket)
+        and any(id(slot.parameter) in taken for slot in bucket.slots)
+    ]
+
+
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
+
+
+def _needs_whole(optimizer: Optimizer) -> bool:
+    return type(optimizer) not in ELEMENTWISE
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -129,10 +155,6 @@ def _in_order(manager: BucketManager) -> list[Slot]:
 
 
 def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
-    if not isinstance(model, DataParallelBucket):
-        raise InvalidArgumentError(
-            f"model must be a DataParallelBucket, got {type(model).__name__}: wrap the model first"
-        )
     if stage not in (1, 2):
         raise InvalidArgumentError(
             f"stage must be 1 (optimizer state) or 2 (gradients too), got {stage!r}; for sharded "
@@ -143,63 +165,91 @@ def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
             f"{type(optimizer).__name__} cannot be sharded: it looks at all parameters at once, "
             "or at sparse gradients; take another optimizer"
         )
-    if any(slot.local for slot in model.bucket_manager.slots):
+    manager = model.bucket_manager
+    shards = {id(shard.tensor) for shard in model.optimizer_shards or () if not shard.replicated}
+    if shards & _parameters_of(optimizer):
+        raise StateError("this optimizer is sharded already")
+    if any(slot.local for slot in manager.slots):
         raise StateError(
             f"{describe_rank()}: gradients are accumulated that have not been synchronised; shard "
             "the optimizer before the first backward"
         )
+    if any(each.whole < _needs_whole(optimizer) for each in _buckets_of(optimizer, manager)):
+        raise StateError(
+            f"{describe_rank()}: parameters were cut for another optimizer, and "
+            f"{type(optimizer).__name__} needs them whole: wrap the model anew"
+        )
+    _refuse_shared_memory(model, _slots_to_shard(optimizer, model))
 
 
-def _agree(optimizer: Optimizer, manager: BucketManager, stage: int, overlap: bool) -> None:
+def _agree(
+    optimizer: Optimizer,
+    manager: BucketManager,
+    stage: int,
+    overlap: bool,
+    error: Exception | None,
+) -> None:
     names = {id(slot.parameter): slot.name for slot in manager.slots}
     lines = [f"{type(optimizer).__name__}, stage={stage}, overlap={overlap}"]
     for at, group in enumerate(optimizer.param_groups):
         lines += [f"group {at} has {names.get(id(p), 'another')}" for p in group["params"]]
-    agree("the optimizer to shard", lines, manager.reduction.group)
+    agree("the optimizer to shard", lines, manager.reduction.group, error=error)
 
 
 def _refuse_shared_memory(model: nn.Module, slots: Iterable[Slot]) -> None:
     """Refuse parameters that another tensor of the model is a view of: they are to be moved."""
-    holders: dict[int, set[int]] = {}
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if tensor.numel():
-            pointer = tensor.untyped_storage().data_ptr()
-            holders.setdefault(pointer, set()).add(id(tensor))
-    for slot in slots:
-        data = slot.parameter
-        if data.numel() and len(holders[data.untyped_storage().data_ptr()]) > 1:
+    moved = {id(slot.parameter): slot.name for slot in slots}
+    each = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.numel()}
+    ranges = sorted((*_memory(tensor), key) for key, tensor in each.items() if not tensor.is_meta)
+    end, owner = 0, 0
+    for start, stop, key in ranges:
+        if start < end and (key in moved or owner in moved):
             raise StateError(
-                f"{describe_rank()}: {slot.name} shares memory with another tensor of the model, "
-                "which would no longer follow it; make them one parameter, or separate ones"
+                f"{describe_rank()}: {moved.get(key) or moved[owner]} shares memory with another "
+                "tensor of the model, which would no longer follow it; make them one parameter, "
+                "or separate ones"
             )
+        if stop > end:
+            end, owner = stop, key
 
 
-def _all_shards(manager: BucketManager, buckets: Iterable[ShardedBucket]) -> list[Shard]:
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Return where a tensor's memory begins and ends."""
+    if tensor.layout is not torch.strided:
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _all_shards(manager: BucketManager) -> list[Shard]:
     found: dict[str, list[Shard]] = {}
-    for bucket in buckets:
+    for bucket in manager.buckets:
         for slot in bucket.slots:
-            found[slot.name] = []
-        for shard in bucket.shards:
-            found[shard.name].append(shard)
-    for slot in manager.slots:
-        each = slot.parameter
-        found.setdefault(slot.name, [Shard(slot.name, each, 0, each.numel(), each, True)])
+            each = slot.parameter
+            found[slot.name] = [Shard(slot.name, each, 0, each.numel(), each, replicated=True)]
+        if isinstance(bucket, ShardedBucket):
+            for slot in bucket.slots:
+                found[slot.name] = [s for s in bucket.shards if s.name == slot.name]
     return [shard for slot in manager.slots for shard in found[slot.name]]
 
 
-def _replace_parameters(optimizer: Optimizer, shards: Iterable[Shard]) -> None:
+def _replace_parameters(optimizer: Optimizer, shards: Iterable[Shard], known: set[int]) -> None:
     """Put shards in the place of parameters, and the shards of their state in that of the state."""
-    of: dict[int, list[Shard]] = {}
+    of: dict[int, list[Shard]] = {key: [] for key in known}
     for shard in shards:
-        of.setdefault(id(shard.parameter), []).append(shard)
+        of[id(shard.parameter)].append(shard)
     for group in optimizer.param_groups:
-        parameters = group["params"]
-        group["params"] = [s.tensor for each in parameters for s in of.get(id(each), [])]
-        group.pop("param_names", None)
-        for each in parameters:
+        replaced = []
+        for each in group["params"]:
+            if id(each) not in of:  # not of this model
+                replaced.append(each)
+                continue
+            replaced += [shard.tensor for shard in of[id(each)]]
             state = optimizer.state.pop(each, None)
-            for shard in of.get(id(each), []) if state else []:
+            for shard in of[id(each)] if state else []:
                 optimizer.state[shard.tensor] = {k: _cut(v, shard) for k, v in state.items()}
+        group["params"] = replaced
+        group.pop("param_names", None)
 
 
 def _cut(value: Any, shard: Shard) -> Any:
@@ -209,37 +259,58 @@ def _cut(value: Any, shard: Shard) -> Any:
 
 
 def _follow(
-    optimizer: Optimizer, model: DataParallelBucket, buckets: Iterable[ShardedBucket]
+    optimizer: Optimizer, model: DataParallelBucket, gathers: Gathers, *, overlap: bool
 ) -> None:
     """Let the optimizer's steps read and fetch parameters, and its zero_grad reach the model's."""
-    this = weakref.ref(model)
+    wrapper = weakref.ref(model)
 
     def before(*_: Any) -> None:
-        model = this()
-        if model is not None:
-            model.wait_for_parameters()
-            for bucket in buckets:
-                bucket.read_parameters()
+        this = wrapper()
+        if this is not None:
+            this.wait_for_parameters()
+        for bucket in gathers.buckets:
+            bucket.before_step()
 
     def after(*_: Any) -> None:
-        model = this()
-        if model is not None:
-            model.fetch_parameters()
+        gathers.start()
+        if not overlap:
+            gathers.wait()
 
     optimizer.register_step_pre_hook(before)
     optimizer.register_step_post_hook(after)
-    zero_grad = partial(_zero_grad, weakref.ref(optimizer), this)
+    optimizer.register_state_dict_post_hook(partial(_name_shards, gathers))
+    optimizer.register_load_state_dict_pre_hook(partial(_refuse_others, gathers))
+    zero_grad = partial(_zero_grad, weakref.ref(optimizer), gathers)
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
 
 def _zero_grad(
-    optimizer: weakref.ref[Optimizer],
-    model: weakref.ref[DataParallelBucket],
-    set_to_none: bool = True,
+    optimizer: weakref.ref[Optimizer], gathers: Gathers, set_to_none: bool = True
 ) -> None:
-    """Forget all gradients, those in shards and those on their way there."""
-    this, wrapper = optimizer(), model()
+    """Forget the gradients of an optimizer's parameters, in shards and on their way there."""
+    this = optimizer()
     if this is not None:
         type(this).zero_grad(this, set_to_none)
-    if wrapper is not None:
-        wrapper.zero_grad(set_to_none)
+    for bucket in gathers.buckets:
+        for parameter in (slot.parameter for slot in bucket.slots):
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                zero(parameter.grad)
+
+
+def _shard_names(gathers: Gathers) -> list[str]:
+    names = [f"{s.name}[{s.start}:{s.stop}]" for bucket in gathers.buckets for s in bucket.shards]
+    return sorted(names)
+
+
+def _name_shards(gathers: Gathers, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "shards": _shard_names(gathers)}
+
+
+def _refuse_others(gathers: Gathers, _: Optimizer, state: dict[str, Any]) -> None:
+    if state.get("shards") != _shard_names(gathers):
+        raise StateError(
+            f"{describe_rank()}: this state is not of this rank's shards: state_dict() of a "
+            "sharded optimizer is one rank's part on one layout; use scaletorch.checkpoint instead"
+        )
