@@ -162,7 +162,7 @@ def truncate(folder):
 
 def change_step(folder):
     path = folder / "metadata.json"
-    path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
+    path.write_text(path.read_text().replace('"step":2', '"step":3'))
 
 
 DAMAGE = {

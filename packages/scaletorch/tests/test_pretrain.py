@@ -15,6 +15,7 @@ import pytest
 import safetensors.torch
 import torch
 
+from scaletorch.checkpoint import save
 from scaletorch.dist import RankFailedError, launch
 from scaletorch.dist.errors import InvalidArgumentError, StateError
 from scaletorch.dist.testing import run_ranks
@@ -146,6 +147,31 @@ def test_resume_refuses_other_settings_and_mixing(config):
     with pytest.raises(StateError, match="already holds checkpoints"):
         pretrain(config)
     assert pretrain(replace(config, resume="auto")).losses == []
+
+
+def test_resume_refuses_other_text_and_other_programs(config, text):
+    config = replace(config, save_every=4)
+    pretrain(config)
+    (text / "new.txt").write_text("one more")
+    with pytest.raises(StateError, match=r"data: saved \w{16}, now \w{16}"):
+        pretrain(replace(config, resume="auto"))
+    folder = config.out / "checkpoints"
+    save(folder, torch.nn.Linear(2, 2), step=9)
+    with pytest.raises(StateError, match="that this program did not save"):
+        pretrain(replace(config, resume="auto"))
+
+
+def test_the_log_has_each_step_once(config):
+    config = replace(config, save_every=2)
+    log = config.out / "log.jsonl"
+    pretrain(config)
+    whole = log.read_text().splitlines()
+    shutil.rmtree(config.out / "checkpoints" / "step-00000004")
+    log.write_text("\n".join(whole[:3]) + '\n{"step": 4, "lo')  # killed while it wrote
+    pretrain(replace(config, resume="auto"))
+    rows = log.read_text().splitlines()
+    assert rows[:2] == whole[:2]
+    assert [json.loads(row)["step"] for row in rows] == [1, 2, 3, 4]
 
 
 def test_unfinished_checkpoint_is_ignored(config):

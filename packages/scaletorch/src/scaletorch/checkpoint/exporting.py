@@ -14,6 +14,7 @@ from ..dist import all_gather_object
 from ..parallel.pg_manager import ProcessGroupManager
 from .errors import CheckpointError
 from .files import flush, flush_folder, plan_file, write_tensor
+from .folders import UNFINISHED
 from .held import Held, find_held
 from .place import Place, control_group, find_place
 from .saving import wait_for_last
@@ -42,7 +43,7 @@ def export_safetensors(
 
     Args:
         model: What ``parallelize`` returned, or any module.
-        folder: Where to; made if need be..
+        folder: Where to; made if need be.
         manager: The grid; None is the current one, or one process.
         max_file_bytes: Begin another file rather than exceed this.
 
@@ -75,7 +76,8 @@ def _describe(model: nn.Module, manager: ProcessGroupManager | None) -> tuple[Pl
 
 def _start(root: Path) -> None:
     root.mkdir(parents=True, exist_ok=True)
-    there = sorted(path.name for path in root.glob("model*.safetensors*"))
+    found = {path.name for path in root.glob("model*.safetensors*")}
+    there = sorted(name for name in found if not name.endswith(UNFINISHED))
     if there:
         raise CheckpointError(f"{root} has weights already ({there[0]}); export to another folder")
 
@@ -119,7 +121,7 @@ def _write(path: Path | None, held: list[Held]) -> OSError | None:
     failed = None
     if path is not None:
         try:
-            with path.open("xb") as file:
+            with path.with_name(path.name + UNFINISHED).open("wb") as file:
                 file.write(plan_file(slots, {"format": "pt"})[0])
                 for tensor in tensors:
                     write_tensor(file, tensor)
@@ -143,14 +145,16 @@ def _raise(error: OSError | None) -> None:
 
 
 def _finish(root: Path, stages: list[Listing]) -> None:
-    """Write the index where there are several files."""
+    """Give the files their names, and write the index where there are several."""
     files = [file for stage in stages for file in stage]
     names = [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
+    for name in names:
+        os.replace(root / f"{name}{UNFINISHED}", root / name)
     if len(files) > 1:
         where = {name: at for at, file in zip(names, files, strict=True) for name, _ in file}
         size = sum(nbytes for file in files for _, nbytes in file)
         index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
-        unfinished = root / f"{INDEX}.unfinished"
+        unfinished = root / f"{INDEX}{UNFINISHED}"
         unfinished.write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
         os.replace(unfinished, root / INDEX)
     flush_folder(root)

@@ -95,7 +95,10 @@ def write_tensor(file: IO[bytes], tensor: Tensor) -> list[int]:
     for start in range(0, len(memory), BLOCK):
         block = memory[start : start + BLOCK]
         checksums.append(zlib.crc32(block))
+        start_of_block = file.tell()
         file.write(block)
+        if hasattr(os, "posix_fadvise"):  # Linux begins to write at once, so `flush` waits less
+            os.posix_fadvise(file.fileno(), start_of_block, len(block), os.POSIX_FADV_DONTNEED)
     return checksums
 
 

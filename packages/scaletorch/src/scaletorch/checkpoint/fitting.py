@@ -14,6 +14,7 @@ from .entries import Entry
 from .errors import CheckpointError
 from .held import Held
 from .place import Place
+from .values import kind_of
 
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of saved entries, by name
 
@@ -141,18 +142,28 @@ def saved_dtype(name: str, saved: Shapes) -> torch.dtype:
     return saved.get(f"master.{name}", saved[f"model.{name}"])[1]
 
 
-def check_parts(document: Mapping[str, Any], groups: int | None, scheduler: bool) -> None:
+def check_parts(
+    document: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, scheduler: Any
+) -> None:
     """Refuse a checkpoint without what is to be restored.
 
     Raises:
-        CheckpointError: It has no optimizer, another number of groups, or no scheduler.
+        CheckpointError: It has no optimizer or scheduler, one of another class, or another number
+            of groups.
     """
-    saved = document["groups"]
-    if groups is not None and saved is None:
-        raise CheckpointError("it was saved without an optimizer; load it without one")
-    if groups is not None and len(saved) != groups:
+    given = {"optimizer": (optimizer, "groups"), "scheduler": (scheduler, "scheduler")}
+    for part, (program, key) in given.items():
+        saved, own = document.get("kinds", {}).get(part), kind_of(program)
+        article = "an" if part == "optimizer" else "a"
+        if program is not None and document[key] is None:
+            raise CheckpointError(f"it was saved without {article} {part}; load it without one")
+        if program is not None and saved not in (None, own):
+            raise CheckpointError(
+                f"its {part} is {article} {saved}, and the one given is {own}, which cannot go on "
+                f"from its state: give {saved}, or load without {article} {part}"
+            )
+    if optimizer is not None and len(document["groups"]) != len(optimizer.param_groups):
         raise CheckpointError(
-            f"its optimizer has {len(saved)} groups of parameters, and the one given has {groups}"
+            f"its optimizer has {len(document['groups'])} groups of parameters, and the one given "
+            f"has {len(optimizer.param_groups)}"
         )
-    if scheduler and document["scheduler"] is None:
-        raise CheckpointError("it was saved without a scheduler; load it without one")

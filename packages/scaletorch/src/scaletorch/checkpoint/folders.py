@@ -14,9 +14,10 @@ from .errors import CheckpointError, DamagedCheckpointError
 from .files import flush_folder
 from .metadata import FILE_NAME, METADATA, unseal
 
-_FINISHED = re.compile(r"step-(\d{8,})")
 UNFINISHED = ".unfinished"
 _REMOVED = ".removed"
+_FINISHED = re.compile(r"step-(\d{8,})")
+_LEFT = re.compile(r"step-(\d{8,})(-\d+)?\.(unfinished|removed)")
 
 
 def step_folder(root: Path, step: int) -> Path:
@@ -31,12 +32,36 @@ def is_step(folder: Path) -> bool:
 
 def finished(root: Path) -> list[Path]:
     """Return the folders in ``root`` that have a finished checkpoint's name, the newest first."""
-    found = [
+    return [path for _, path in sorted(_find(root, _FINISHED), reverse=True)]
+
+
+def _find(root: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """Return the steps and paths of the folders in ``root`` that have a name."""
+    return [
         (int(match[1]), path)
         for path in (root.iterdir() if root.is_dir() else ())
-        if (match := _FINISHED.fullmatch(path.name)) and path.is_dir()
+        if (match := name.fullmatch(path.name)) and path.is_dir()
     ]
-    return [path for _, path in sorted(found, reverse=True)]
+
+
+def candidates(root: Path) -> list[Path]:
+    """Return the checkpoints to load: ``root`` itself if it is one, else those in it.
+
+    A save of a step that was there already may have been killed after it moved the old one aside
+    and before it named the new one; it is named now.
+
+    Raises:
+        CheckpointError: It is a file.
+    """
+    if root.is_file():
+        raise CheckpointError(f"{root} is a file; pass the folder of a checkpoint, or of several")
+    for _, path in _find(root.parent if is_step(root) else root, _LEFT):
+        final = path.with_name(path.name.removesuffix(UNFINISHED))
+        moved = any(other != path for other in final.parent.glob(f"{final.name}[.-]*"))
+        if path != final and moved and not final.exists() and _is_ours(path):
+            with suppress(OSError):  # who only may read goes on without it
+                os.replace(path, final)
+    return [root] if is_step(root) or (root / METADATA).is_file() else finished(root)
 
 
 def latest(folder: str | Path) -> Path | None:
@@ -66,18 +91,29 @@ def start(root: Path, step: int) -> Path:
 
 
 def finish(root: Path, step: int, keep: int | None) -> Path:
-    """Give a written checkpoint its name, and remove those before the last ``keep``."""
+    """Give a written checkpoint its name, and remove those before the last ``keep``.
+
+    Newer ones count for nothing: a run that went back to an earlier step leaves them.
+    """
     final = step_folder(root, step)
     unfinished = final.with_name(final.name + UNFINISHED)
     flush_folder(unfinished)
     aside = _move_aside(final) if final.exists() else None
-    os.replace(unfinished, final)
+    try:
+        os.replace(unfinished, final)
+    except FileNotFoundError:
+        if not final.exists():  # else a `load` of another program has done it: see `candidates`
+            raise
     flush_folder(root)
     if aside is not None and aside.name.endswith(_REMOVED):
         _delete(aside)
     if keep is not None:
-        for old in [path for path in finished(root) if _is_ours(path)][keep:]:
+        found = finished(root)
+        for old in [path for path in found[found.index(final) :] if _is_ours(path)][keep:]:
             _remove(old)
+        for left_at, left in _find(root, _LEFT):  # by programs that were killed
+            if left_at <= step:
+                _remove(left)
     return final
 
 
@@ -102,16 +138,16 @@ def _is_ours(folder: Path) -> bool:
 def _move_aside(folder: Path) -> Path:
     """Take an older checkpoint of the same step out of the way; a damaged one is kept."""
     kind = _REMOVED if _is_ours(folder) else ".damaged"
-    names = (folder.with_name(f"{folder.name}{n or ''}{kind}") for n in count())
+    names = (folder.with_name(f"{folder.name}{f'-{n}' if n else ''}{kind}") for n in count())
     aside = next(path for path in names if not path.exists())
     os.replace(folder, aside)
     return aside
 
 
 def _remove(folder: Path) -> None:
-    """Remove a finished checkpoint; what is not ours in it is left, with the folder."""
+    """Remove a checkpoint, finished or not; what is not ours in it is left, with the folder."""
     try:
-        _delete(_move_aside(folder))
+        _delete(_move_aside(folder) if _FINISHED.fullmatch(folder.name) else folder)
     except OSError as error:
         warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=2)
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import torch
 from torch import Tensor, nn
@@ -56,16 +57,19 @@ def find_held(model: nn.Module, place: Place) -> dict[int, Held]:
     """Return id of a tensor -> what it is, for all of the model's state on this rank.
 
     Raises:
-        InvalidArgumentError: The state has something that is no tensor.
+        InvalidArgumentError: The state has something that is no parameter and no buffer, and that
+            loading would not bring back.
     """
     cuts = find_cuts(model)
+    own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
     named: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
+        if id(value) not in own:
             raise InvalidArgumentError(
-                f"the model's state '{name}' is a {type(value).__name__}; a checkpoint holds "
-                "tensors: keep it in a buffer, or pass it as extra"
+                f"the model's state '{name}', a {type(value).__name__}, is no parameter and no "
+                "buffer (an extra state, or a copy that a hook of state_dict makes); a checkpoint "
+                "holds these alone: keep it in a buffer, or pass it as extra"
             )
         named.setdefault(id(value), []).append(name)
         tensors[id(value)] = value
@@ -107,15 +111,19 @@ def find_ties(held: dict[int, Held]) -> dict[str, list[str]]:
     return {each.name: list(each.names) for each in held.values() if len(each.names) > 1}
 
 
-def find_shards(model: nn.Module, updated: Sequence[Tensor]) -> list[Shard]:
+def find_shards(
+    model: nn.Module, held: Mapping[int, Held], updated: Sequence[Tensor]
+) -> list[Shard]:
     """Return what an optimizer may have for the model, parameters that were frozen since too.
 
     Args:
         model: Any module.
+        held: Its state, by id.
         updated: The tensors in the optimizer's groups.
 
     Raises:
-        InvalidArgumentError: One of these belongs to no parameter of the model.
+        InvalidArgumentError: One of these belongs to no parameter of the model, or to one that is
+            not in its state.
     """
     shards = parameter_shards(model)
     listed = {id(shard.tensor) for shard in shards}
@@ -129,4 +137,10 @@ def find_shards(model: nn.Module, updated: Sequence[Tensor]) -> list[Shard]:
             f"the optimizer updates {len(rest)} tensors (of shape {shapes}) that are no parameters "
             "of this model: make it of the parallelized model's parameters"
         )
+    for shard in shards:
+        if id(shard.parameter) not in held:
+            raise InvalidArgumentError(
+                f"the model's state_dict leaves out the parameter '{shard.name}', which is trained:"
+                " freeze it, or let state_dict have it"
+            )
     return shards

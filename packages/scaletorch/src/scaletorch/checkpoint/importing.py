@@ -68,7 +68,8 @@ def _describe(
 ) -> tuple[Place, dict[int, Held], list[Shard]]:
     wait_for_last()
     place = find_place(manager)
-    return place, find_held(model, place), find_shards(model, [])
+    held = find_held(model, place)
+    return place, held, find_shards(model, held, [])
 
 
 def _plan(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from .fitting import (
     saved_dtype,
     saved_shapes,
 )
-from .folders import UNFINISHED, finished, is_step
+from .folders import UNFINISHED, candidates
 from .held import Held, find_held, find_shards, refresh_shards
 from .metadata import METADATA, from_json, unseal
 from .optimizer_state import make_state, restore_groups, sort_saved
@@ -62,7 +63,6 @@ class _Program:
     place: Place
     held: dict[int, Held]
     shards: list[Shard]
-    names: set[str]
     group: ProcessGroup | None
 
 
@@ -73,6 +73,7 @@ def load(
     manager: ProcessGroupManager | None = None,
     *,
     scheduler: Any = None,
+    check: Callable[[dict[str, Any]], None] | None = None,
 ) -> Loaded | None:
     """Load the newest checkpoint, saved on whatever layout; all ranks call it.
 
@@ -85,11 +86,12 @@ def load(
 
     Args:
         folder: Holds the checkpoints, or is one itself (``step-00000012``), and then no other will
-            do.
+            do. A link to one or a copy of another name will do too.
         model: What ``parallelize`` returned, or any module.
         optimizer: One of the model's parameters, or of their shards; its state is replaced.
         manager: The grid; None is the current one, or one process.
         scheduler: Anything with ``load_state_dict``.
+        check: Gets ``extra`` before anything changes, and raises what is to be raised.
 
     Returns:
         What it was; None where there is no checkpoint at all.
@@ -98,21 +100,20 @@ def load(
         CheckpointError: The checkpoint is of another model, or lacks what is asked for.
         DamagedCheckpointError: It is not what was saved, nor is any before it.
     """
-    group = control_group()
+    group, root = control_group(), Path(folder).absolute()
     program = all_or_none(
         "what a checkpoint is loaded into",
         lambda: _describe(model, optimizer, scheduler, manager, group),
         group,
     )
-    root = Path(folder)
-    candidates = [root] if is_step(root) else on_first_rank(lambda: finished(root), group)
+    found = on_first_rank(lambda: candidates(root), group)
     damage: list[str] = []
-    for candidate in candidates:
+    for candidate in found:
         try:
-            return _load_one(candidate, program)
+            return _load_one(candidate, program, check)
         except DamagedCheckpointError as error:
             damage.append(str(error))
-            if len(candidates) > 1 and is_main_process():
+            if len(found) > 1 and is_main_process():
                 warnings.warn(f"passing over a damaged checkpoint: {error}", stacklevel=2)
     if damage:
         raise DamagedCheckpointError("\n".join(damage))
@@ -130,13 +131,18 @@ def _describe(
     place = find_place(manager)
     held = find_held(model, place)
     groups = [] if optimizer is None else optimizer.param_groups
-    shards = find_shards(model, [tensor for each in groups for tensor in each["params"]])
-    return _Program(model, optimizer, scheduler, place, held, shards, set(), group)
+    shards = find_shards(model, held, [tensor for each in groups for tensor in each["params"]])
+    return _Program(model, optimizer, scheduler, place, held, shards, group)
 
 
-def _load_one(folder: Path, program: _Program) -> Loaded:
+def _load_one(
+    folder: Path, program: _Program, check: Callable[[dict[str, Any]], None] | None
+) -> Loaded:
     """Load one checkpoint, or raise with nothing changed."""
     document = on_first_rank(lambda: _read_document(folder), program.group)
+    extra = decode(document["extra"])
+    if check is not None:
+        all_or_none(f"{folder}", lambda: check(extra), program.group)
     metadata = all_or_none(f"{folder}", lambda: from_json(document["entries"]), program.group)
     names = all_names(program.held.values(), program.place)
     plan = all_or_none(
@@ -145,7 +151,7 @@ def _load_one(folder: Path, program: _Program) -> Loaded:
     reader = CheckpointReader(folder, metadata, document["files"])
     read_together(plan.targets, reader, program.group, f"{folder}")
     plan.install()
-    return Loaded(document["step"], decode(document["extra"]), folder)
+    return Loaded(document["step"], extra, folder)
 
 
 def _read_document(folder: Path) -> dict[str, Any]:
@@ -162,8 +168,7 @@ class _Plan:
     ) -> None:
         self._program, self._document = program, document
         saved = saved_shapes(metadata)
-        groups = None if program.optimizer is None else len(program.optimizer.param_groups)
-        check_parts(document, groups, program.scheduler is not None)
+        check_parts(document, program.optimizer, program.scheduler)
         held = program.held.values()
         check_fit(held, names, saved, document["ties"])
         self.targets = plan_model(held, program.shards, saved)

@@ -102,7 +102,8 @@ def seal(document: dict[str, Any]) -> str:
     """Return the text of a description, marked as ours and with a digest of itself."""
     marked = {"format": FORMAT, "version": VERSION, **document}
     digest = sha256(canonical(marked).encode()).hexdigest()
-    return json.dumps(marked | {"digest": digest}, indent=1)
+    # Not indented: Python's own encoder, which is slow, would write it then.
+    return json.dumps(marked | {"digest": digest}, separators=(",", ":"))
 
 
 def unseal(path: Path) -> dict[str, Any]:
@@ -113,7 +114,7 @@ def unseal(path: Path) -> dict[str, Any]:
     """
     try:
         document = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         message = f"{path} cannot be read as JSON: {type(error).__name__}: {error}"
         raise DamagedCheckpointError(message) from error
     if not isinstance(document, dict) or document.get("format") != FORMAT:

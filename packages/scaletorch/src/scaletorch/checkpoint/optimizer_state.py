@@ -18,7 +18,10 @@ from .rectangles import Part
 from .values import decode, encode, like
 
 # How an optimizer computes is the running program's to say.
-_KNOBS = {"params", "param_names", "foreach", "fused", "capturable", "differentiable"}
+_KNOBS = {
+    "params", "param_names", "foreach", "fused", "capturable", "differentiable",
+    "decoupled_weight_decay",
+}  # fmt: skip
 
 
 def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

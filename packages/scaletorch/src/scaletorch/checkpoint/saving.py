@@ -23,7 +23,7 @@ from .place import Place, control_group, find_place
 from .planner import PartsSavePlanner
 from .random_state import record_random, seed_material
 from .together import write_together
-from .values import canonical, encode
+from .values import canonical, encode, kind_of
 from .writer import CheckpointWriter
 
 _buffers: weakref.WeakKeyDictionary[nn.Module, dict[Index, Tensor]] = weakref.WeakKeyDictionary()
@@ -39,24 +39,27 @@ class Saving:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._thread: threading.Thread | None = None
+        # No ``join`` of the thread: one that Ctrl-C interrupts may take it for ended.
+        self._ended = threading.Event()
+        self._ended.set()
         self._error: Exception | None = None
 
     def done(self) -> bool:
         """Tell whether the writing has ended on this rank, well or not."""
-        return self._thread is None or not self._thread.is_alive()
+        return self._ended.is_set()
 
     def wait(self) -> Path:
         """Wait until it is finished on every rank; return its folder.
 
         Raises:
-            CheckpointError: It could not be written; the same on every rank.
+            CheckpointError: It could not be written; the same on every rank, and every time.
         """
-        if self._thread is not None:
-            self._thread.join()
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+        global _last
+        self._ended.wait()
+        if _last is self:
+            _last = None
+        if self._error is not None:
+            raise self._error
         return self.folder
 
     def _run(self, write: Callable[[], None]) -> None:
@@ -64,20 +67,25 @@ class Saving:
             write()
         except Exception as error:  # for whoever waits
             self._error = error
+        finally:
+            self._ended.set()
 
     def begin(self, write: Callable[[], None]) -> None:
         """Write in a thread; no daemon, so that no program ends in the middle of a checkpoint."""
         name = f"checkpoint {self.folder.name}"
-        self._thread = threading.Thread(target=self._run, args=(write,), name=name, daemon=False)
-        self._thread.start()
+        thread = threading.Thread(target=self._run, args=(write,), name=name, daemon=False)
+        self._ended.clear()
+        try:
+            thread.start()
+        except RuntimeError:  # there can be no more threads
+            self._ended.set()
+            raise
 
 
 def wait_for_last() -> None:
     """Wait for the save in the background, if there is one, and raise its error."""
-    global _last
-    last, _last = _last, None
-    if last is not None:
-        last.wait()
+    if _last is not None:
+        _last.wait()
 
 
 def save(
@@ -118,7 +126,7 @@ def save(
         CheckpointError: A rank could not write; the same on every rank.
     """
     global _last
-    group, root = control_group(), Path(folder)
+    group, root = control_group(), Path(folder).absolute()
     lines: list[str] = []
     failed: Exception | None = None
     try:
@@ -162,6 +170,7 @@ def _document(
         "step": step,
         "grid": {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp},
         "seed": seed_material(step),
+        "kinds": {"optimizer": kind_of(optimizer), "scheduler": kind_of(scheduler)},
         "groups": None if optimizer is None else encode_groups(optimizer),
         "scheduler": state,
         "extra": encode(dict(extra or {}), "extra"),
@@ -179,7 +188,8 @@ def _record(model: nn.Module, optimizer: torch.optim.Optimizer | None, place: Pl
             parts = each.parts(tensor)
             record.add(f"model.{each.name}", each.shape, tensor.dtype, parts, replicated=True)
     groups = [] if optimizer is None else optimizer.param_groups
-    for shard in find_shards(model, [tensor for group in groups for tensor in group["params"]]):
+    updated = [tensor for group in groups for tensor in group["params"]]
+    for shard in find_shards(model, held, updated):
         own = held[id(shard.parameter)]
         if own.first:
             state = {} if optimizer is None else optimizer.state.get(shard.tensor, {})

@@ -35,9 +35,10 @@ def encode(value: Any, where: str) -> Any:
         return {"pairs": pairs}
     if isinstance(value, Tensor) and value.ndim == 0 and not value.is_complex():
         return {"tensor": value.item(), "dtype": dtype_name(value.dtype)}
+    kind = f"{value.ndim}-d tensor" if isinstance(value, Tensor) else type(value).__name__
     raise InvalidArgumentError(
-        f"{where} is a {type(value).__name__}, which a checkpoint does not hold; it holds numbers, "
-        "strings, None, and lists, tuples and mappings of these"
+        f"{where} is a {kind}, or holds one, which a checkpoint does not; it holds numbers, "
+        "strings, None, 0-d tensors, and lists, tuples and mappings of these"
     )
 
 
@@ -62,11 +63,21 @@ def like(current: Any, value: Any) -> Any:
         return Counter(value)
     if isinstance(current, dict) and isinstance(value, dict):
         return {key: like(current.get(key), each) for key, each in value.items()}
+    rows = isinstance(current, list | tuple) and isinstance(value, list | tuple)
+    if rows and len(current) == len(value):
+        return type(value)(like(*pair) for pair in zip(current, value, strict=True))
+    if isinstance(current, int | float) and isinstance(value, Tensor):
+        return value.item()
     if isinstance(current, Tensor) and isinstance(value, int | float):
         return torch.full_like(current, value)
     if isinstance(current, Tensor) and isinstance(value, Tensor):
         return value.to(current.device)
     return value
+
+
+def kind_of(value: Any) -> str | None:
+    """Return the name of an optimizer's or a scheduler's class; None where there is none."""
+    return None if value is None else type(value).__name__
 
 
 def canonical(value: Any) -> str:

@@ -29,7 +29,9 @@ class Reporter:
     def __enter__(self) -> Reporter:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.log = (self.folder / "log.jsonl").open("a" if self.start else "w")
+            path = self.folder / "log.jsonl"
+            cut_log(path, self.start)
+            self.log = path.open("a")
             self.progress = progress_bar()
             self.progress.start()
             self.task = self.progress.add_task(
@@ -72,6 +74,18 @@ class Reporter:
         if self.log is not None:
             self.log.close()
             self.progress.stop()
+
+
+def cut_log(path: Path, steps: int) -> None:
+    """Drop the rows after so many steps, and one that a killed run left without an end."""
+    path.touch()
+    with path.open("rb+") as log:
+        end = 0
+        for line in log:
+            if not line.endswith(b"\n") or json.loads(line)["step"] > steps:
+                break
+            end += len(line)
+        log.truncate(end)
 
 
 def progress_bar() -> Any:

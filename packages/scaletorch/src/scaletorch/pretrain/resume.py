@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,15 @@ FREE = frozenset(
 )  # fmt: skip
 
 
-def identity(config: PretrainConfig) -> dict[str, Any]:
-    """Return the settings that must agree between the run that saved and the run that resumes."""
+def identity(config: PretrainConfig, data: str) -> dict[str, Any]:
+    """Return what must agree between the run that saved and the run that resumes.
+
+    Args:
+        config: Its settings.
+        data: The text's digest.
+    """
     settings = {name: value for name, value in asdict(config).items() if name not in FREE}
-    plain: dict[str, Any] = json.loads(json.dumps(settings))
+    plain: dict[str, Any] = json.loads(json.dumps(settings | {"data": data}))
     return plain
 
 
@@ -56,6 +62,7 @@ def save_step(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     manager: ProcessGroupManager,
+    data: str,
 ) -> Saving:
     """Begin to write the state after ``step`` steps; training goes on meanwhile."""
     return save(
@@ -64,7 +71,7 @@ def save_step(
         optimizer,
         manager,
         step=step,
-        extra={"settings": identity(config)},
+        extra={"settings": identity(config, data)},
         keep=config.keep or None,
         asynchronous=True,
     )
@@ -75,20 +82,26 @@ def load_last(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     manager: ProcessGroupManager,
+    data: str,
 ) -> int:
     """Restore the newest good checkpoint in ``out``; return the steps it holds, 0 if none.
 
     Raises:
-        StateError: the checkpoint belongs to other settings.
+        StateError: the checkpoint belongs to other settings, other text or another program;
+            nothing was loaded.
     """
-    loaded = load(folder_of(config), model, optimizer, manager)
-    if loaded is None:
-        return 0
-    saved = loaded.extra["settings"]
-    if different := [f"{k}: saved {saved.get(k)}, now {v}" for k, v in identity(config).items()
-                     if saved.get(k) != v]:  # fmt: skip
-        raise StateError(
-            f"{loaded.folder} cannot be resumed with other settings ({'; '.join(different)}); "
-            "use the saved ones, or start anew in another folder"
-        )
-    return loaded.step
+    folder, now = folder_of(config), identity(config, data)
+
+    def check(extra: Mapping[str, Any]) -> None:
+        saved = extra.get("settings")
+        if not isinstance(saved, dict):
+            raise StateError(f"{folder} has a checkpoint that this program did not save")
+        if different := [f"{k}: saved {saved.get(k)}, now {v}" for k, v in now.items()
+                         if saved.get(k) != v]:  # fmt: skip
+            raise StateError(
+                f"{folder} cannot be resumed with other settings ({'; '.join(different)}); "
+                "use the saved ones, or start anew in another folder"
+            )
+
+    loaded = load(folder, model, optimizer, manager, check=check)
+    return 0 if loaded is None else loaded.step

@@ -53,7 +53,9 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
     if config.zero:
         shard_optimizer(optimizer, model, stage=config.zero, overlap=True)
     refuse_mixing(config)
-    start = load_last(config, model, optimizer, manager) if config.resume == "auto" else 0
+    start = 0
+    if config.resume == "auto":
+        start = load_last(config, model, optimizer, manager, corpus.digest)
     tokens = config.batch_size * config.seq_len
     flops = tokens * flops_per_token(sizes, config.seq_len)
     peak = shared_peak(config, device, manager.world_size)
@@ -66,7 +68,7 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
             losses.append(values["loss"])
             reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)
             if config.save_every and (step + 1) % config.save_every == 0:
-                saving = save_step(config, step + 1, model, optimizer, manager)
+                saving = save_step(config, step + 1, model, optimizer, manager, corpus.digest)
     if saving is not None:
         saving.wait()
     return losses

@@ -42,7 +42,8 @@ def shard_optimizer(
     whole parameters for an optimizer that is not known to treat all elements alike. Those of
     16-bit parameters are float32 masters. Their ``grad`` is the sum over the ranks when a
     synchronised backward returns, and ``parameter.grad`` says only that there is one. Schedulers
-    and gradient scalers work as ever; `parameter_shards` names the shards.
+    work as ever, gradient scalers if they agree over the ranks, as `GradScaler` here does;
+    `parameter_shards` names the shards.
 
     Parameters that the optimizer does not have, and those that ``model.tied_parameters`` names
     (tied across pipeline stages), stay as they were: summed whole, and updated on every rank.
