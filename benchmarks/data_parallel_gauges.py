@@ -16,6 +16,8 @@ import torch.distributed as dist
 from gauges import METHOD
 from torch import Tensor, nn
 
+from scaletorch.dist.shared_memory.node_memory import NodeMemory
+
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 Span = tuple[float, float]
 
@@ -146,6 +148,8 @@ def _patched(record: _Record) -> Iterator[None]:
             method = record.call(getattr(dist.ProcessGroup, name))
             stack.enter_context(mock.patch.object(dist.ProcessGroup, name, method))
         stack.enter_context(mock.patch.object(dist.Work, "wait", record.wait(dist.Work.wait)))
+        add_up = record.wait(NodeMemory._act)  # this thread's own part of a reduction in memory
+        stack.enter_context(mock.patch.object(NodeMemory, "_act", add_up))
         yield
 
 

@@ -21,6 +21,7 @@ from scaletorch.parallel.data_parallel.buckets import manager, reduction
 from scaletorch.parallel.data_parallel.buckets.fill import fill_buckets
 from scaletorch.parallel.data_parallel.buckets.slot import Slot
 
+ALONE = reduction.Reduction("sum", None)
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.complex64]
 
 
@@ -43,7 +44,7 @@ def make_slots(parts):
 )
 def test_buckets_hold_every_slot_once(parts, bucket_size, grad_type):
     slots = make_slots(parts)
-    buckets = fill_buckets(slots, bucket_size, grad_type)
+    buckets = fill_buckets(slots, bucket_size, grad_type, ALONE)
     places = [[slot.index for slot in each.slots] for each in buckets]
     assert sorted(at for each in places for at in each) == list(range(len(slots)))
     assert all(each == sorted(each) for each in places)  # the order given, within a bucket
@@ -57,7 +58,9 @@ def test_buckets_hold_every_slot_once(parts, bucket_size, grad_type):
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=25), st.integers(1, 30))
 def test_buckets_are_full(sizes, bucket_size):
-    buckets = fill_buckets(make_slots([(n, torch.float32) for n in sizes]), bucket_size, None)
+    buckets = fill_buckets(
+        make_slots([(n, torch.float32) for n in sizes]), bucket_size, None, ALONE
+    )
     for each, after in itertools.pairwise(buckets):
         assert each.elements + after.slots[0].parameter.numel() > bucket_size
 

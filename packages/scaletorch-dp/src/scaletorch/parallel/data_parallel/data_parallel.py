@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -13,6 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ...dist.agreement import agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
+from ...dist.shared_memory.node_memory import node_memory
 from ..pg_manager import ModuleWrapper, axis_group, describe_rank
 from .buckets.bucket import Bucket
 from .buckets.fill import fill_buckets
@@ -33,7 +35,7 @@ class _DataParallel(ModuleWrapper):
         module: nn.Module,
         group: ProcessGroup | None,
         options: dict[str, Any],
-        fill: Callable[[Iterable[Slot], int], list[Bucket]],
+        fill: Callable[[Iterable[Slot], Reduction], list[Bucket]],
         *,
         overlap: bool,
     ) -> None:
@@ -54,14 +56,13 @@ class _DataParallel(ModuleWrapper):
             error = caught(refuse_taken, trainable)
             agree("the model to wrap", _describe(parameters, named), group, error=error)
             sync_initial_values(module, options["init_sync"], group)
+            reduction = replace(reduction, node=node_memory(group) if overlap else None)
         super().__init__(module)
         self._frozen = [(name, each) for name, each in parameters if not each.requires_grad]
         slots = [Slot(name, at, each) for at, (name, each) in enumerate(trainable)]
         check_finite = bool(options.get("check_finite"))
-        # What several ranks work on is a multiple of their number.
-        multiple = reduction.size if reduction.ordered else 1
         manager = BucketManager(
-            slots, lambda some: fill(some, multiple), reduction, check_finite=check_finite
+            slots, lambda some: fill(some, reduction), reduction, check_finite=check_finite
         )
         self._sync = GradientSync(manager, overlap=overlap)
         wider = any(slot.buffer_dtype != slot.parameter.dtype for slot in slots)
@@ -212,7 +213,7 @@ class DataParallelBucket(_DataParallel):
         grad_type: dtype in which gradients are accumulated and summed over ranks, such as
             ``torch.float32`` for bfloat16 parameters; None is each parameter's own.
         bucket_size: Most elements in a bucket; a larger parameter has one to itself. The first
-            bucket is small, and a model that would fill fewer than eight has smaller ones. They
+            bucket is small, and a model that would fill only a few has smaller ones. They
             are filled in the order in which the first synchronised backward makes the gradients.
         group: The ranks to reduce over, by default the ``cp_dp`` axis.
         op: ``"sum"``, for losses already divided by the global token count, or ``"mean"``, which
@@ -255,8 +256,8 @@ class DataParallelBucket(_DataParallel):
             raise InvalidArgumentError(message)
         check_floating("grad_type", grad_type)
 
-        def fill(slots: Iterable[Slot], multiple: int) -> list[Bucket]:
-            return fill_buckets(slots, bucket_size, grad_type, multiple)
+        def fill(slots: Iterable[Slot], reduction: Reduction) -> list[Bucket]:
+            return fill_buckets(slots, bucket_size, grad_type, reduction)
 
         options = {
             "op": op,
@@ -284,10 +285,10 @@ class DataParallelBucket(_DataParallel):
             gathers.wait()
 
 
-def _one_each(slots: Iterable[Slot], multiple: int) -> list[Bucket]:
+def _one_each(slots: Iterable[Slot], reduction: Reduction) -> list[Bucket]:
     """Give every parameter a bucket of its own, in registration order."""
     ordered = sorted(slots, key=lambda slot: slot.index)
-    return [Bucket([slot], slot.parameter.dtype, multiple) for slot in ordered]
+    return [Bucket([slot], slot.parameter.dtype, reduction.multiple) for slot in ordered]
 
 
 def _refuse_lazy(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:

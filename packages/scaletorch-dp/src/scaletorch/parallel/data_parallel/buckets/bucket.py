@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ....dist import Work
+from ....dist.shared_memory.node_memory import UNKEPT
 from .reduction import Reduction
 from .slot import Slot
 
@@ -34,6 +35,8 @@ class Bucket:
         self.length = -(-self.elements // multiple) * multiple
         self.launched = False
         self.keeps_buffer = True
+        self._reduction: Reduction | None = None
+        self._slot = 0
         self._places = dict(zip((s.index for s in self.slots), self._starts(), strict=True))
         self._buffer: Tensor | None = None  # where this rank's own gradients are
         self._sent: Tensor | None = None  # what the reduction that is under way reads and writes
@@ -45,6 +48,10 @@ class Bucket:
         for slot in self.slots:
             slot.buffer_dtype = dtype
         self.reset()
+
+    def use(self, reduction: Reduction) -> None:
+        """Take buffers from where a reduction wants them."""
+        self._reduction, self._slot = reduction, reduction.slot()
 
     def reset(self) -> None:
         """Forget what is ready and what is under way."""
@@ -161,10 +168,16 @@ class Bucket:
         if self._buffer is None:
             spare, self._spare = self._spare, None
             if spare is None or _is_shared(spare):
-                device = self.slots[0].parameter.device
-                spare = torch.empty(self.length, dtype=self.dtype, device=device)
+                spare = self._new_buffer()
             self._buffer = spare
         return self._buffer
+
+    def _new_buffer(self) -> Tensor:
+        like = self.slots[0].parameter
+        if self._reduction is None:
+            return torch.empty(self.length, dtype=self.dtype, device=like.device)
+        slot = self._slot if self.keeps_buffer else UNKEPT
+        return self._reduction.empty(self.length, like, self.dtype, slot)
 
 
 def _is_shared(buffer: Tensor) -> bool:

@@ -8,23 +8,24 @@ from typing import Any
 import torch
 
 from .bucket import Bucket
+from .reduction import Reduction
 from .slot import Slot
 
 SMALL = 2**18  # elements of a bucket that costs little more to start than to send
-AT_LEAST = 8  # buckets of a model that is not small, so that most leave during backward
 
 
 def fill_buckets(
-    slots: Iterable[Slot], bucket_size: int, grad_type: torch.dtype | None, multiple: int = 1
+    slots: Iterable[Slot], bucket_size: int, grad_type: torch.dtype | None, reduction: Reduction
 ) -> list[Bucket]:
     """Part slots, in the order given, into buckets of at most ``bucket_size`` elements.
 
     A bucket has one dtype and one device, and at least one parameter, however large. There are
-    `AT_LEAST` or so, if they do not get smaller than `SMALL`, and the first is that small, so
-    that its reduction begins early. Buckets come in the order in which their last parameters do.
+    as many or so as the reduction is quick with, if they do not get smaller than `SMALL`, and the
+    first is that small, so that its reduction begins early. Buckets come in the order in which
+    their last parameters do.
     """
     slots = list(slots)
-    share = sum(slot.parameter.numel() for slot in slots) // AT_LEAST
+    share = sum(slot.parameter.numel() for slot in slots) // reduction.parts
     usual = min(bucket_size, max(share, SMALL))
     members: list[tuple[torch.dtype, list[Slot]]] = []
     current: dict[Any, list[Slot]] = {}
@@ -41,7 +42,7 @@ def fill_buckets(
         current[key].append(slot)
         room[key] -= elements
     members.sort(key=lambda entry: place[entry[1][-1].index])
-    return [Bucket(each, dtype, multiple) for dtype, each in members]
+    return [Bucket(each, dtype, reduction.multiple) for dtype, each in members]
 
 
 def _buffer_dtype(slot: Slot, grad_type: torch.dtype | None) -> torch.dtype:

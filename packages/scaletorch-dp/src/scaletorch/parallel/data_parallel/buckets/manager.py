@@ -51,6 +51,9 @@ class BucketManager:
     def use_buckets(self, buckets: Iterable[Bucket]) -> None:
         """Take other buckets over the same slots; nothing may be under way."""
         self.buckets = tuple(buckets)
+        self.reduction.forget()
+        for bucket in self.buckets:
+            bucket.use(self.reduction)
         self._next = 0
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
 

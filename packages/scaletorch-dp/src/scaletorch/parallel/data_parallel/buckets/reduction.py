@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,6 +13,9 @@ from torch.distributed import ProcessGroup
 from ....dist import Work, all_reduce, get_rank, get_world_size
 from ....dist.collectives.flat import all_gather_flat, part_of, reduce_scatter_flat
 from ....dist.errors import InvalidArgumentError
+from ....dist.shared_memory.node_memory import UNKEPT, NodeMemory
+
+LEAST = 2**16  # elements for which memory is quicker than messages
 
 OPS = ("sum", "mean")
 ORDERS = ("any", "rank")
@@ -27,12 +31,14 @@ class Reduction:
         dtype: What buffers are cast to while they travel; None leaves them as they are.
         order: ``"any"``, the backend's, or ``"rank"``: each element is what was there before,
             plus rank 0's, plus rank 1's, and so on, whatever the buckets and the backend.
+        node: What the ranks need to do it in one another's memory, where they can.
     """
 
     op: str
     group: ProcessGroup | None
     dtype: torch.dtype | None = None
     order: str = "any"
+    node: NodeMemory | None = None
 
     def __post_init__(self) -> None:
         for name, value, known in (("op", self.op, OPS), ("order", self.order, ORDERS)):
@@ -56,6 +62,47 @@ class Reduction:
         """Whether sums are in rank order."""
         return self.order == "rank"
 
+    @property
+    def parts(self) -> int:
+        """Into how many buffers a model is parted at least, if they do not get too small."""
+        # Messages travel while backward goes on; memory is read by whoever computes.
+        return 8 if self.node is None else 3
+
+    @property
+    def multiple(self) -> int:
+        """What a buffer's length is to be a multiple of, where several ranks work on it."""
+        return self.size if self.ordered else 1
+
+    def slot(self) -> int:
+        """Return a number for buffers of which each takes the place of the one before."""
+        return UNKEPT if self.node is None else self.node.slot()
+
+    def empty(self, elements: int, like: Tensor, dtype: torch.dtype, slot: int = UNKEPT) -> Tensor:
+        """Return a flat buffer of arbitrary values, in memory that is quick to reduce.
+
+        Args:
+            elements: How many.
+            like: Of which device.
+            dtype: Any.
+            slot: As `slot` returns it, if the buffer is to be used again and again.
+        """
+        if self.node is not None and like.is_cpu:
+            return self.node.empty(elements, dtype, slot)
+        return torch.empty(elements, dtype=dtype, device=like.device)
+
+    def gather(self, data: Tensor, counts: list[int]) -> Work[Any]:
+        """Start filling a flat tensor, of which every rank has its part, with the parts of all."""
+        node = self._node_for(data)
+        if node is not None:
+            return node.all_gather(data, counts)
+        work = all_gather_flat(data, counts, self.group, async_op=True)
+        return work if isinstance(work, Work) else Work((), lambda: None)
+
+    def forget(self) -> None:
+        """Drop what is kept for buffers that are not used any more."""
+        if self.node is not None:
+            self.node.forget()
+
     def whole(self, buffer: Tensor, before: Tensor | None) -> Work[Tensor]:
         """Start reducing a buffer on every rank; the work gives the result, in the buffer.
 
@@ -65,6 +112,11 @@ class Reduction:
         """
         if not buffer.numel():
             return Work((), lambda: buffer)
+        node = self._node_for(buffer)
+        if node is not None:
+            counts = self.even(buffer.numel())
+            start = None if before is None else self._own(before, counts)
+            return node.all_reduce(buffer, counts, mean=self.op == "mean", start=start)
         if self.ordered:
             return self._in_rank_order(buffer, before)
         wire = self._wire(buffer)
@@ -81,6 +133,9 @@ class Reduction:
             counts: Elements of each rank's part.
             before: What this rank's sum begins with, only where it is in rank order.
         """
+        node = self._node_for(buffer)
+        if node is not None:
+            return node.reduce_scatter(buffer, counts, mean=self.op == "mean", start=before)
         wire = self._wire(buffer)
         return reduce_scatter_flat(
             wire, counts, self.op, self.group, ordered=self.ordered, start=before
@@ -93,16 +148,23 @@ class Reduction:
 
     def _in_rank_order(self, buffer: Tensor, before: Tensor | None) -> Work[Tensor]:
         counts = self.even(buffer.numel())
-        own = part_of(counts, self.rank)
-        mine = None if before is None else before[own.start : own.stop]
-        parts = self.part(buffer, counts, mine)
+        parts = self.part(buffer, counts, None if before is None else self._own(before, counts))
 
         def finish() -> Tensor:
-            buffer[own.start : own.stop] = parts.wait()
+            self._own(buffer, counts).copy_(parts.wait())
             all_gather_flat(buffer, counts, self.group)
             return buffer
 
         return Work((), finish)
+
+    def _own(self, data: Tensor, counts: list[int]) -> Tensor:
+        part = part_of(counts, self.rank)
+        return data[part.start : part.stop]
+
+    def _node_for(self, data: Tensor) -> NodeMemory | None:
+        """Return how to work on a buffer in memory; None where messages do as well."""
+        fits = data.is_cpu and data.numel() >= LEAST and self.dtype is None
+        return self.node if fits else None
 
     def _wire(self, buffer: Tensor) -> Tensor:
         dtype = self.dtype if buffer.dtype.is_floating_point else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +110,7 @@ class ShardedBucket(Bucket):
         slot.stand(ShardedGradient(slot.parameter, self._of[slot.index]))
 
     @torch.no_grad()
-    def gather(self) -> Work[None]:
+    def gather(self) -> Work[Any]:
         """Write this rank's part into the parameters, and start fetching the others'."""
         for shard in self.shards:
             if shard.is_master:
@@ -118,9 +118,7 @@ class ShardedBucket(Bucket):
         for slot in self.slots:  # so that autograd knows
             torch.autograd.graph.increment_version(slot.parameter)
         self._versions = self._current_versions()
-        group = self.reduction.group
-        work = all_gather_flat(self.values, self.counts, group, async_op=True)
-        return work if isinstance(work, Work) else Work((), lambda: None)
+        return self.reduction.gather(self.values, self.counts)
 
     @torch.no_grad()
     def whole_gradients(self) -> Iterator[tuple[Slot, Tensor]]:
@@ -211,7 +209,8 @@ class ShardedBucket(Bucket):
     @torch.no_grad()
     def _move_parameters(self) -> Tensor:
         first = self.slots[0].parameter
-        values = torch.zeros(self.length, dtype=first.dtype, device=first.device)
+        values = self.reduction.empty(self.length, first, first.dtype, self.reduction.slot())
+        values.zero_()
         for slot, part in self._parts(values):
             part.copy_(slot.parameter)
             slot.parameter.data = part

@@ -27,7 +27,7 @@ class Gathers:
     """
 
     def __init__(self, module: nn.Module, buckets: Iterable[ShardedBucket]) -> None:
-        self._under_way: dict[ShardedBucket, Work[None]] = {}
+        self._under_way: dict[ShardedBucket, Work[Any]] = {}
         self._order = list(buckets)
         self.buckets = frozenset(self._order)
         bucket_of = {s.parameter: bucket for bucket in self._order for s in bucket.slots}

@@ -1,0 +1,1 @@
+"""Tensors that the ranks of one host read and write in one another's memory."""
