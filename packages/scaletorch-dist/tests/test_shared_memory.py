@@ -14,7 +14,8 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist.errors import RankFailedError, StateError
-from scaletorch.dist.shared_memory import blocks, node_memory
+from scaletorch.dist.shared_memory import blocks, joining, sums
+from scaletorch.dist.shared_memory.joining import node_memory
 from scaletorch.dist.testing import run_ranks
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64]
@@ -42,8 +43,8 @@ def in_rank_order(values, start=None, divisor=1):
 
 
 def check_results(dtype, elements, chunk):
-    node_memory.CHUNK = chunk
-    memory = node_memory.node_memory(c10d.group.WORLD)
+    sums.CHUNK = chunk
+    memory = node_memory(c10d.group.WORLD)
     rank, size = dist.get_rank(), dist.get_world_size()
     values = everyones(elements, dtype)
     counts = [elements // size] * (size - 1)
@@ -79,7 +80,7 @@ def test_sums_and_parts_are_those_of_rank_order(ranks, dtype):
 
 
 def check_many_under_way(seed):
-    memory = node_memory.node_memory(c10d.group.WORLD)
+    memory = node_memory(c10d.group.WORLD)
     rank, size = dist.get_rank(), dist.get_world_size()
     same, own = torch.Generator().manual_seed(seed), torch.Generator().manual_seed(rank)
     works = []
@@ -124,7 +125,7 @@ def mappings():
 
 def check_memory_is_given_back():
     assert files() == mappings() == 0
-    memory = node_memory.node_memory(c10d.group.WORLD)
+    memory = node_memory(c10d.group.WORLD)
     assert files() == mappings() == 0  # nothing is left of the try
     slot = memory.slot()
     for _ in range(5):  # each takes the place of the one before, here and with others
@@ -147,7 +148,7 @@ def test_memory_is_given_back():
 
 
 def check_no_memory():
-    memory = node_memory.node_memory(c10d.group.WORLD)
+    memory = node_memory(c10d.group.WORLD)
     data = torch.ones(4)
     failing = OSError("no memory") if dist.get_rank() == 1 else None
     create = mock.Mock(wraps=os.memfd_create, side_effect=failing)
@@ -164,15 +165,15 @@ def test_a_rank_without_memory_is_named_on_every_rank():
 
 
 def check_unable():
-    with mock.patch.object(node_memory, "host", return_value=dist.get_rank()):
-        assert node_memory.node_memory(c10d.group.WORLD) is None
+    with mock.patch.object(joining, "host", return_value=dist.get_rank()):
+        assert node_memory(c10d.group.WORLD) is None
     off = {"SCALETORCH_SHARED_MEMORY": "0"} if dist.get_rank() == 1 else {}
     with mock.patch.dict(os.environ, off):
-        assert node_memory.node_memory(c10d.group.WORLD) is None
-    with mock.patch.object(node_memory, "attach", side_effect=PermissionError):
-        assert node_memory.node_memory(c10d.group.WORLD) is None
-    assert node_memory.node_memory(None) is None
-    assert node_memory.node_memory(c10d.group.WORLD) is not None
+        assert node_memory(c10d.group.WORLD) is None
+    with mock.patch.object(joining, "attach", side_effect=PermissionError):
+        assert node_memory(c10d.group.WORLD) is None
+    assert node_memory(None) is None
+    assert node_memory(c10d.group.WORLD) is not None
 
 
 def test_ranks_that_cannot_share_memory_all_know():
@@ -180,7 +181,7 @@ def test_ranks_that_cannot_share_memory_all_know():
 
 
 def check_death():
-    memory = node_memory.node_memory(c10d.group.WORLD)
+    memory = node_memory(c10d.group.WORLD)
     if dist.get_rank() == 1:
         os._exit(3)
     with pytest.raises(RuntimeError, match=r"closed by peer|reset by peer"):

@@ -11,9 +11,8 @@ call, asks for the state of one or waits for it does what has become possible of
 
 from __future__ import annotations
 
-import os
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import astuple
 from functools import partial
 from itertools import accumulate, count
@@ -23,25 +22,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..collectives.checks import named_ranks
-from ..collectives.raw import gather_ints, route
 from ..collectives.work import Work
 from ..errors import StateError
 from ..info import group_ranks
-from .blocks import allocate, attach, block_of, host
+from .blocks import allocate, attach, block_of
 from .meeting import Meeting
+from .sums import sums, wide
 from .task import Task
 
 VARIABLE = "SCALETORCH_SHARED_MEMORY"
-CHUNK = 2**18  # elements that are added up at a time: few enough to stay in a cache
-_TAG = 1 << 20  # of the messages of the first node memory in a process
 UNKEPT = -1
 
 _NOTHING = (0, -1, 0, UNKEPT)  # what a rank says that has no memory to share
 
 # Takes what this rank shares and what everyone does, in the group's order; returns the result.
 Act = Callable[[Tensor, list[Tensor]], Tensor]
-
-_made = count()
 
 
 class NodeMemory:
@@ -55,7 +50,7 @@ class NodeMemory:
     """
 
     def __init__(self, group: ProcessGroup, processes: Sequence[int], tag: int) -> None:
-        """Take what `node_memory` has found out."""
+        """Take what `joining.node_memory` has found out."""
         self.group = group
         self._processes = processes
         self._tag = tag
@@ -181,7 +176,7 @@ class NodeMemory:
     def _sum_everywhere(
         self, data: Tensor, everyone: list[Tensor], own: slice, mean: bool, start: Tensor | None
     ) -> Tensor:
-        for at, total in self._sums(everyone, own, mean, start):
+        for at, total in sums(everyone, own, start, mean=mean):
             for each in everyone:
                 each[at : at + len(total)] = total
         return data
@@ -189,20 +184,10 @@ class NodeMemory:
     def _sum_own(
         self, data: Tensor, everyone: list[Tensor], own: slice, mean: bool, start: Tensor | None
     ) -> Tensor:
-        result = torch.empty(own.stop - own.start, dtype=_wide(data.dtype))
-        for at, total in self._sums(everyone, own, mean, start):
+        result = torch.empty(own.stop - own.start, dtype=wide(data.dtype))
+        for at, total in sums(everyone, own, start, mean=mean):
             result[at - own.start : at - own.start + len(total)] = total
         return result
-
-    def _sums(
-        self, everyone: list[Tensor], own: slice, mean: bool, start: Tensor | None
-    ) -> Iterator[tuple[int, Tensor]]:
-        """Yield the sums of this rank's part piece by piece, and where each begins."""
-        divisor = self.group.size() if mean else 1
-        for at in range(own.start, own.stop, CHUNK):
-            stop = min(at + CHUNK, own.stop)
-            first = None if start is None else start[at - own.start : stop - own.start]
-            yield at, _fold([each[at:stop] for each in everyone], first, divisor)
 
     def _gather(self, data: Tensor, everyone: list[Tensor], ends: Sequence[int]) -> Tensor:
         for rank, each in enumerate(everyone):
@@ -253,58 +238,3 @@ def _bring_home(task: Task, mine: Tensor | None, data: Tensor) -> Tensor:
     """Return the result of a task; in ``data`` if it is in what stood for it."""
     result = task.finish()
     return data.copy_(result) if result is mine and mine is not data else result
-
-
-def node_memory(group: ProcessGroup | None) -> NodeMemory | None:
-    """Return what the ranks of a group need to share memory, or None where they cannot.
-
-    Every rank of the group calls it. They can on one Linux host, as one user, where the group has
-    gloo for CPU tensors; ``SCALETORCH_SHARED_MEMORY=0`` on any rank leaves it be.
-    """
-    if group is None or group.size() == 1 or not _on_gloo(group):
-        return None
-    try:
-        own = allocate(1, torch.int64, UNKEPT)
-        own[0] = os.getpid()
-        block = block_of(own)
-        allowed = os.environ.get(VARIABLE, "1") not in ("", "0")
-        place = (host(), block.file if block is not None and allowed else -1)
-    except (OSError, AttributeError):  # another system than Linux
-        place = (0, -1)
-    rows = gather_ints((*place, os.getpid(), next(_made)), group)
-    if any(file < 0 or at != rows[0][0] for at, file, _, _ in rows):
-        return None
-    worked = all(_readable(process, file) for _, file, process, _ in rows)
-    if not all(flag for (flag,) in gather_ints((worked,), group)):
-        return None
-    return NodeMemory(group, [row[2] for row in rows], _TAG + 2 * max(row[3] for row in rows))
-
-
-def _on_gloo(group: ProcessGroup) -> bool:
-    way = route(torch.empty(0), group)
-    return way.native and way.backend == "gloo"
-
-
-def _readable(process: int, file: int) -> bool:
-    try:
-        return bool(attach(process, file, 8).view(torch.int64)[0] == process)
-    except OSError:
-        return False
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def _fold(blocks: Sequence[Tensor], start: Tensor | None, divisor: int) -> Tensor:
-    """Add blocks from the first to the last, behind ``start``."""
-    wide = _wide(blocks[0].dtype)
-    if start is not None:
-        total = start.to(wide, copy=True)
-        for block in blocks:
-            total += block if divisor == 1 else block.to(wide) / divisor
-        return total
-    total = torch.add(blocks[0].to(wide), blocks[1])
-    for block in blocks[2:]:
-        total += block
-    return total if divisor == 1 else total.div_(divisor)

@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedParameter
 
 from ...dist.agreement import agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
-from ...dist.shared_memory.node_memory import node_memory
+from ...dist.shared_memory.joining import node_memory
 from ..pg_manager import ModuleWrapper, axis_group, describe_rank
 from .buckets.bucket import Bucket
 from .buckets.fill import fill_buckets
