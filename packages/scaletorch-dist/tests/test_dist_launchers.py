@@ -8,16 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from scaletorch.dist import StateError, infer_launcher, init_dist, is_distributed
-from scaletorch.dist.startup import rendezvous
+from scaletorch.dist.startup import rendezvous, slurm
+from scaletorch.dist.startup.interfaces import is_loopback
 from scaletorch.dist.startup.launchers import (
     ENVIRONMENTS,
     Placement,
-    expand_tasks_per_node,
-    first_host,
     launched_world_size,
     read_placement,
 )
-from scaletorch.dist.startup.rendezvous import Meeting, derived_port, find_meeting, is_loopback
+from scaletorch.dist.startup.rendezvous import Meeting, derived_port, find_meeting
+from scaletorch.dist.startup.slurm import expand_tasks_per_node, first_host
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPEN_MPI = {
@@ -170,7 +170,7 @@ def test_an_empty_node_list_is_refused():
 
 def test_slurm_meets_at_the_first_node_that_resolves(launched_by, monkeypatch):
     launched_by(SRUN)
-    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda host, port: [host])
+    monkeypatch.setattr(slurm.socket, "getaddrinfo", lambda host, port: [host])
     meeting = find_meeting(read_placement("slurm"), None)
     assert meeting == Meeting("localhost1", derived_port("17.0"))
 
@@ -190,7 +190,7 @@ def unresolvable(host, port):
 
 def test_slurm_asks_scontrol_for_names_that_do_not_resolve(launched_by, monkeypatch, tmp_path):
     launched_by(SRUN | {"SLURM_STEP_NODELIST": "virtual[1-2]"})
-    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", unresolvable)
+    monkeypatch.setattr(slurm.socket, "getaddrinfo", unresolvable)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StateError, match=r"virtual1.*MASTER_ADDR"):
         find_meeting(read_placement("slurm"), None)
