@@ -1,7 +1,9 @@
 """Slurm itself: two virtual nodes without DNS names on this host."""
 
+import re
 import socket
 import sys
+import time
 
 import pytest
 
@@ -32,12 +34,21 @@ def test_srun_on_two_nodes_whose_names_do_not_resolve(launch, slurm, programs, t
     assert launch.places() == expected(tasks)
 
 
-def batch(launch, slurm, script, *arguments, **variables):
-    """Run a batch script as users do; (exit status, what it printed)."""
+def batch(launch, slurm, script, **variables):
+    """Run a batch script as users do; (exit status of the job, what it printed)."""
     output = launch.folder / "output"
-    command = ["sbatch", "--wait", f"--output={output}", script, *arguments]
-    status, _, err = launch.run(command, cwd=script.parent, **slurm, **variables)
-    return status, output.read_text() if output.exists() else err
+    command = ["sbatch", "--parsable", f"--output={output}", script]
+    status, job, err = launch.run(command, cwd=script.parent, **slurm, **variables)
+    assert status == 0, err
+    deadline = time.monotonic() + 80
+    while time.monotonic() < deadline:  # sbatch --wait asks at ever longer intervals
+        _, shown, _ = launch.run(["scontrol", "-o", "show", "job", job.strip()], **slurm)
+        state, code = re.search(r"JobState=(\w+).* ExitCode=(\d+):", shown).groups()
+        if state not in ("PENDING", "RUNNING", "COMPLETING"):
+            return int(code), output.read_text()
+        time.sleep(0.2)
+    launch.run(["scancel", job.strip()], **slurm)
+    pytest.fail(f"the job does not end: {shown}\n{output.read_text()}")
 
 
 def test_a_batch_script_of_one_rank_a_task(launch, slurm, examples):
