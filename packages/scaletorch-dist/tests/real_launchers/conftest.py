@@ -113,6 +113,11 @@ class Launch:
 
 
 @pytest.fixture
+def free_port():
+    return str(free_ports(1)[0])
+
+
+@pytest.fixture
 def launch(tmp_path):
     running = Launch(tmp_path)
     yield running
@@ -133,6 +138,36 @@ def examples():
     if folder is None:
         pytest.skip("the examples are in the repository alone")
     return folder
+
+
+def installed(name):
+    """The environment of a launcher, as the workspace's hatch environment of its name makes it."""
+    root = next((p for p in PROGRAMS.parents if (p / ".ci").exists()), PROGRAMS)
+    folder = root / ".launchers" / name
+    if not folder.exists():
+        pytest.skip(f"not installed: hatch env create {name}")
+    return folder, next(folder.glob("lib/python3*/site-packages"))
+
+
+def python_path(*folders):
+    return ":".join(
+        [*filter(None, os.environ.get("PYTHONPATH", "").split(":")), *map(str, folders)]
+    )
+
+
+@pytest.fixture(params=["openmpi", "mpich"])
+def mpirun(request):
+    """An mpirun: its kind, the command, variables that it needs, and those that give mpi4py."""
+    folder, packages = installed(request.param)
+    command = [folder / "bin" / "mpirun"]
+    library = next(folder.glob("lib/libmpi.so.*"))
+    with_mpi4py = {"PYTHONPATH": python_path(packages), "MPI4PY_LIBMPI": str(library)}
+    variables = {}
+    if request.param == "openmpi":
+        command.append("--oversubscribe")
+        names = [f"{p}_ALLOW_RUN_AS_ROOT{s}" for p in ("OMPI", "PRTE") for s in ("", "_CONFIRM")]
+        variables = dict.fromkeys(names, "1")
+    return request.param, command, variables, with_mpi4py
 
 
 @pytest.fixture(scope="session")

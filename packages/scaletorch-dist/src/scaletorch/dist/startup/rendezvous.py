@@ -7,6 +7,7 @@ import os
 import socket
 import zlib
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ..errors import StateError
 from .interfaces import own_address
@@ -99,8 +100,25 @@ def _meet_by_mpi(placement: Placement, port: int | None) -> Meeting:
     if address is None and placement.local_size != placement.world_size:
         return _meet_through_mpi4py(placement, chosen)
     if chosen is None:
-        chosen = derived_port(job_name(placement) or f"parent {os.getppid()}")
+        chosen = derived_port(job_name(placement) or f"process {_starter('PMI_RANK')}")
     return Meeting(address or LOOPBACK, chosen)
+
+
+def _starter(variable: str) -> int:
+    """The process that started all ranks of this node: the first above without their variable.
+
+    Between it and a rank there may be shells, one for each rank.
+    """
+    process = os.getppid()
+    while True:
+        try:
+            environment = Path(f"/proc/{process}/environ").read_bytes()
+            status = Path(f"/proc/{process}/stat").read_text()
+        except OSError:  # not Linux, or another user's
+            return process
+        if not any(line.startswith(f"{variable}=".encode()) for line in environment.split(b"\0")):
+            return process
+        process = int(status.rpartition(")")[2].split()[1])
 
 
 def _meet_through_mpi4py(placement: Placement, port: int | None) -> Meeting:
