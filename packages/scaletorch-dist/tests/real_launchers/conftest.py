@@ -171,6 +171,13 @@ def mpirun(request):
 
 
 @pytest.fixture(scope="session")
+def ray():
+    """Variables with which Ray can be imported."""
+    _, packages = installed("ray")
+    return {"PYTHONPATH": python_path(packages), "RAY_USAGE_STATS_ENABLED": "0"}
+
+
+@pytest.fixture(scope="session")
 def torchrun():
     return [sys.executable, "-m", "torch.distributed.run", "--monitor-interval=0.1"]
 

@@ -45,13 +45,6 @@ def test_every_restart_works_on_two_hosts(launch, two_hosts, torchrun, programs)
     assert log.read_text() == "4 of 4\n" * (DEATHS + 1)
 
 
-def by_hand(launch, ranks, world_size, program, **variables):
-    """Start ranks by torchrun's variables alone, as a person or Kubernetes would."""
-    for rank in ranks:
-        own = {"RANK": str(rank), "WORLD_SIZE": str(world_size), **variables}
-        yield launch.start([sys.executable, *program], **own)
-
-
 def test_torchruns_variables_without_torchrun(launch, two_hosts, programs):
     program = [programs / "place.py", launch.folder]
     processes = []
@@ -63,3 +56,21 @@ def test_torchruns_variables_without_torchrun(launch, two_hosts, programs):
     assert [status for status, _, _ in done] == [0, 0], done
     # One kernel, so that the two look like one node where the launcher says nothing.
     assert launch.places() == [f"({rank}, 2, {rank}, 2) 2.0 pytorch" for rank in range(2)]
+
+
+def test_torchrun_by_the_variables_of_a_trainjob(launch, torchrun, programs, free_port):
+    job = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
+    job |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": free_port}
+    command = [*torchrun, programs / "place.py", launch.folder]
+    pods = [launch.start(command, PET_NODE_RANK=str(node), **job) for node in range(2)]
+    done = launch.finish(*pods)
+    assert [status for status, _, _ in done] == [0, 0], done
+    assert launch.places() == [f"({rank}, 2, 0, 1) 2.0 pytorch" for rank in range(2)]
+
+
+def test_the_example_goes_on_where_it_was(launch, examples):
+    command = [sys.executable, examples / "train.py", "--checkpoint", launch.folder / "state.pt"]
+    for steps in ("5", "20"):
+        status, out, err = launch.run([*command, "--steps", steps])
+        assert status == 0, err
+    assert "none: 1 ranks, loss" in out
