@@ -19,10 +19,11 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, RankFailedError, StateError, devices
-from scaletorch.dist.startup import rendezvous
+from scaletorch.dist.startup import rendezvous, rollcall
 from scaletorch.dist.startup.creators import CREATORS
 from scaletorch.dist.startup.launchers import read_placement
-from scaletorch.dist.startup.rendezvous import find_meeting, open_store
+from scaletorch.dist.startup.rendezvous import find_meeting
+from scaletorch.dist.startup.store import open_store
 from scaletorch.dist.testing import distributed_test, run_ranks
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -151,7 +152,7 @@ def as_mpirun_on_two_nodes():
     # An address of this machine that does not look like one.
     with (
         mock.patch.dict(sys.modules, {"mpi4py.MPI": fake}),
-        mock.patch.object(rendezvous, "_own_address", return_value="127.1"),
+        mock.patch.object(rendezvous, "own_address", return_value="127.1"),
     ):
         dist.init_dist("mpi", backend="gloo", timeout=20)
     return (*dist.get_dist_info(), dist.get_local_rank(), ranks_sum())
@@ -334,7 +335,7 @@ def test_two_processes_of_one_rank_are_found_out():
     store = open_store(placement, meeting, timedelta(seconds=20))
     if placement.rank == 1:
         with (
-            mock.patch.object(rendezvous, "_last_server", None),  # as another process
+            mock.patch.object(rollcall, "_last_start", ""),  # as another process
             pytest.raises(StateError, match="another process has already joined as rank 1"),
         ):
             open_store(placement, meeting, timedelta(seconds=20))

@@ -4,20 +4,18 @@ import os
 import stat
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from scaletorch.dist import StateError, infer_launcher, init_dist, is_distributed
-from scaletorch.dist.startup import rendezvous
+from scaletorch.dist.startup import interfaces, rendezvous, slurm
+from scaletorch.dist.startup.interfaces import gloo_interface, is_loopback
 from scaletorch.dist.startup.launchers import (
     ENVIRONMENTS,
     Placement,
-    expand_tasks_per_node,
-    first_host,
+    job_name,
     launched_world_size,
     read_placement,
 )
-from scaletorch.dist.startup.rendezvous import Meeting, derived_port, find_meeting, is_loopback
+from scaletorch.dist.startup.rendezvous import Meeting, derived_port, find_meeting
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 OPEN_MPI = {
@@ -50,7 +48,7 @@ def launched_by(monkeypatch):
 
     def set_variables(variables):
         for name in list(os.environ):
-            if name.startswith(("SLURM", "OMPI", "PMI", "MASTER", "MPI")):
+            if name.startswith(("SLURM", "OMPI", "PMI", "MASTER", "MPI", "TORCHELASTIC")):
                 monkeypatch.delenv(name)
         for name in TORCHRUN:
             monkeypatch.delenv(name, raising=False)
@@ -133,44 +131,9 @@ def test_local_variables_may_be_missing(launched_by):
     assert (place.local_rank, place.local_size) == (None, None)
 
 
-@pytest.mark.parametrize(
-    ("text", "sizes"),
-    [("2", [2]), ("2,1", [2, 1]), ("2(x3)", [2, 2, 2]), ("4(x2),1,3(x1)", [4, 4, 1, 3]), ("", [])],
-)
-def test_tasks_per_node_are_expanded(text, sizes):
-    assert expand_tasks_per_node(text) == sizes
-
-
-@given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 9)), min_size=1))
-def test_tasks_per_node_survive_the_short_form(runs):
-    text = ",".join(f"{size}(x{times})" if times > 1 else str(size) for size, times in runs)
-    expected = [size for size, times in runs for _ in range(times)]
-    assert expand_tasks_per_node(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("nodes", "host"),
-    [
-        ("node1", "node1"),
-        ("node1,node2", "node1"),
-        ("node[01-03,07]", "node01"),
-        ("gpu[7,9],login", "gpu7"),
-        ("rack[2-3]n[004-008]", "rack2n004"),
-        ("a.b.c,d", "a.b.c"),
-    ],
-)
-def test_the_first_host_of_a_node_list(nodes, host):
-    assert first_host(nodes) == host
-
-
-def test_an_empty_node_list_is_refused():
-    with pytest.raises(StateError, match="node list"):
-        first_host("")
-
-
 def test_slurm_meets_at_the_first_node_that_resolves(launched_by, monkeypatch):
     launched_by(SRUN)
-    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda host, port: [host])
+    monkeypatch.setattr(slurm.socket, "getaddrinfo", lambda host, port: [host])
     meeting = find_meeting(read_placement("slurm"), None)
     assert meeting == Meeting("localhost1", derived_port("17.0"))
 
@@ -190,7 +153,7 @@ def unresolvable(host, port):
 
 def test_slurm_asks_scontrol_for_names_that_do_not_resolve(launched_by, monkeypatch, tmp_path):
     launched_by(SRUN | {"SLURM_STEP_NODELIST": "virtual[1-2]"})
-    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", unresolvable)
+    monkeypatch.setattr(slurm.socket, "getaddrinfo", unresolvable)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(StateError, match=r"virtual1.*MASTER_ADDR"):
         find_meeting(read_placement("slurm"), None)
@@ -293,3 +256,94 @@ def test_a_port_that_is_no_number_is_shown(launched_by):
 )
 def test_loopback_is_told_by_the_address_alone(address, loopback):
     assert is_loopback(address) is loopback
+
+
+@pytest.mark.parametrize(("address", "one_machine"), [("127.0.0.1", False), ("node1", True)])
+def test_gloo_stays_on_loopback_where_all_ranks_are_here(address, one_machine):
+    assert gloo_interface(address, one_machine) in ("lo", "lo0", None)
+
+
+NAMED = {"node1": "10.0.0.7", "here": "127.0.1.1"}
+
+
+def resolve(host, port):
+    return [(None, None, None, "", (NAMED[host], 0))]
+
+
+@pytest.mark.parametrize(
+    ("own_name", "towards", "interface"),
+    [
+        ("node1", "10.0.0.7", None),  # gloo's own choice is good
+        ("here", "10.0.0.7", "net1"),  # the host's name leads to loopback
+        ("here", "127.0.1.1", "net0"),  # and on rank 0, rank 0's name too
+    ],
+)
+def test_gloo_is_told_an_interface_where_the_hosts_name_leads_nowhere(
+    monkeypatch, own_name, towards, interface
+):
+    own = {"node1": towards}
+    addresses = {"lo": "127.0.0.1", "net0": "10.9.0.1", "net1": "10.0.0.7", "down": ""}
+    monkeypatch.setattr(interfaces.socket, "gethostname", lambda: own_name)
+    monkeypatch.setattr(interfaces.socket, "getaddrinfo", resolve)
+    monkeypatch.setattr(interfaces, "own_address", lambda to="elsewhere": own.get(to, "10.9.0.1"))
+    monkeypatch.setattr(interfaces, "_interfaces", lambda: list(addresses))
+    monkeypatch.setattr(interfaces, "_address_of", addresses.__getitem__)
+    assert gloo_interface("node1", one_machine=False) == interface
+
+
+def test_this_machines_interfaces_have_addresses():
+    assert interfaces._interfaces() == [] or "127.0.0.1" in map(
+        interfaces._address_of, interfaces._interfaces()
+    )
+    assert interfaces.own_address("no-such-host.invalid") == "127.0.0.1"
+
+
+# What Kubeflow's operators set in a pod's container.
+PYTORCH_JOB = {
+    "PYTHONUNBUFFERED": "1",
+    "MASTER_ADDR": "train-master-0",
+    "MASTER_PORT": "23456",
+    "WORLD_SIZE": "4",
+    "PET_NNODES": "4",
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+}
+
+
+@pytest.mark.parametrize("rank", range(4))
+def test_a_pod_of_a_pytorchjob_is_one_rank(launched_by, rank):
+    launched_by(PYTORCH_JOB | {"RANK": str(rank)})
+    assert infer_launcher() == "pytorch"
+    place = read_placement("pytorch")
+    assert (place.rank, place.world_size, place.local_rank, place.local_size) == (
+        rank,
+        4,
+        None,
+        None,
+    )
+    assert find_meeting(place, None) == Meeting("train-master-0", 23456)
+    assert gloo_interface("train-master-0", False) != "lo"
+
+
+def test_torchrun_in_a_pod_describes_its_own_ranks(launched_by):
+    pod = PYTORCH_JOB | {"RANK": "1", "PET_NPROC_PER_NODE": "2", "PET_NODE_RANK": "1"}
+    launched_by(pod | TORCHRUN | {"TORCHELASTIC_USE_AGENT_STORE": "True"})
+    place = read_placement("pytorch")
+    assert place == Placement("torchrun", "pytorch", 3, 8, 1, 2)
+    assert find_meeting(place, 7) == Meeting("train-master-0", 23456, by_agent=True)
+
+
+@pytest.mark.parametrize("environment", ENVIRONMENTS, ids=lambda e: e.program)
+def test_a_rank_outside_the_world_is_refused(launched_by, environment):
+    launched_by({environment.rank: "4", environment.world_size: "4"})
+    message = f"{environment.rank}=4 is no rank of {environment.world_size}=4"
+    with pytest.raises(StateError, match=message):
+        read_placement(environment.launcher)
+
+
+def test_ranks_of_one_start_have_one_job_name(launched_by):
+    launched_by(SRUN | {"TORCHELASTIC_RUN_ID": "run", "PMIX_NAMESPACE": "space"})
+    assert job_name(read_placement("slurm")) == "17.0"
+    launched_by(SRUN | OPEN_MPI | {"PMIX_NAMESPACE": "space"})
+    assert job_name(read_placement("mpi")) == "space"
+    launched_by(TORCHRUN | {"TORCHELASTIC_RUN_ID": "run"})
+    assert job_name(read_placement("pytorch")) == "run"

@@ -14,7 +14,8 @@ import torch.distributed as c10d
 from .. import devices
 from ..errors import StateError
 from .launchers import Placement
-from .rendezvous import Meeting, is_loopback, open_store
+from .rendezvous import Meeting
+from .store import open_store
 
 Creator = Callable[[Placement, Meeting | str, dict[str, Any]], None]
 
@@ -59,7 +60,7 @@ def _create_with_torch(
     options = {**options, "rank": placement.rank, "world_size": placement.world_size}
     if isinstance(meeting, str):
         options["init_method"] = meeting
-    elif meeting.own_store or is_loopback(meeting.address):
+    else:
         options["store"] = open_store(placement, meeting, options["timeout"])
     c10d.init_process_group(**options)
 

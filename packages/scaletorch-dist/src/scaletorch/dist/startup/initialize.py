@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from datetime import timedelta
 from typing import Any
@@ -16,6 +15,7 @@ from ..errors import InvalidArgumentError, StateError
 from ..info import expect_one_process
 from ..local import forget_local_group, get_local_rank, wait_for_connections
 from .creators import CREATORS, choose_backend
+from .interfaces import gloo_interface
 from .launchers import (
     LAUNCHERS,
     Placement,
@@ -24,9 +24,7 @@ from .launchers import (
     refuse_batch_script_of_many,
     remember_launcher,
 )
-from .rendezvous import Meeting, find_meeting, is_loopback
-
-_LOOPBACK_INTERFACE = {"linux": "lo", "darwin": "lo0"}
+from .rendezvous import Meeting, agent_holds_store, find_meeting
 
 _group: weakref.ref[ProcessGroup] | None = None  # the default group that init_dist made or found
 _ours = False  # whether init_dist made it
@@ -147,16 +145,15 @@ def _remember(ours: bool) -> None:
 def _find_meeting(
     placement: Placement, port: int | None, init_method: str | None
 ) -> Meeting | None:
-    """Where to meet; None leaves it to torch, by `init_method` or by torchrun's own store."""
-    agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    if init_method not in (None, "env://"):
-        if agent_has_store and init_method.startswith("tcp://"):
-            raise InvalidArgumentError(
-                f"init_method {init_method!r} hangs under torchrun, whose agent holds the store so "
-                "that no rank opens one: leave init_method out"
-            )
-        return None
-    return None if agent_has_store else find_meeting(placement, port)
+    """Where to meet; None leaves it to torch, by `init_method`."""
+    if init_method in (None, "env://"):
+        return find_meeting(placement, port)
+    if agent_holds_store() and init_method.startswith("tcp://"):
+        raise InvalidArgumentError(
+            f"init_method {init_method!r} hangs under torchrun, whose agent holds the store so "
+            "that no rank opens one: leave init_method out"
+        )
+    return None
 
 
 def _export(placement: Placement, meeting: Meeting | None) -> None:
@@ -171,9 +168,9 @@ def _export(placement: Placement, meeting: Meeting | None) -> None:
     if meeting is not None:
         address = meeting.address
         values |= {"MASTER_ADDR": meeting.address, "MASTER_PORT": meeting.port}
-    if is_loopback(address) and "GLOO_SOCKET_IFNAME" not in os.environ:
-        # All ranks are on this machine: gloo need not listen to others, nor resolve its name.
-        values["GLOO_SOCKET_IFNAME"] = _LOOPBACK_INTERFACE.get(sys.platform)
+    if address and "GLOO_SOCKET_IFNAME" not in os.environ:
+        one_machine = placement.local_size == placement.world_size
+        values["GLOO_SOCKET_IFNAME"] = gloo_interface(address, one_machine)
     remember_launcher(placement.launcher)
     for name, value in values.items():
         if value is not None and os.environ.get(name) != str(value):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import StateError
+from .slurm import expand_tasks_per_node
 
 LAUNCHERS = ("pytorch", "slurm", "mpi")
 
@@ -145,7 +145,7 @@ def read_placement(launcher: str) -> Placement:
     """Read this process's place from the variables of a launcher.
 
     Raises:
-        StateError: a variable is missing or no number.
+        StateError: a variable is missing or no number, or the rank is outside the world.
     """
     env = os.environ
     environment = find_environment()
@@ -153,14 +153,35 @@ def read_placement(launcher: str) -> Placement:
         candidates = [e for e in ENVIRONMENTS if e.launcher == launcher]
         set_in_part = [e for e in candidates if e.rank in env or e.world_size in env]
         environment = (set_in_part or candidates)[0]
+    rank = _number(environment.rank, environment)
+    world_size = _number(environment.world_size, environment)
+    if rank >= world_size:
+        raise StateError(
+            f"{environment.rank}={rank} is no rank of {environment.world_size}={world_size}: ranks "
+            "count from 0"
+        )
     return Placement(
         environment.program,
         launcher,
-        rank=_number(environment.rank, environment),
-        world_size=_number(environment.world_size, environment),
+        rank=rank,
+        world_size=world_size,
         local_rank=_optional_number(environment.local_rank),
         local_size=_local_size(environment),
     )
+
+
+def job_name(placement: Placement) -> str:
+    """What all ranks of one start have in common and those of another have not; "" if unknown."""
+    env = os.environ
+    names = {
+        "pytorch": "TORCHELASTIC_RUN_ID",
+        "slurm": "SLURM_JOB_ID",
+        "mpi": "PMIX_NAMESPACE",
+    }
+    name = env.get(names[placement.launcher], "")
+    if placement.launcher == "slurm":  # a job has many steps
+        name += f".{env.get('SLURM_STEP_ID')}"
+    return name
 
 
 def _number(name: str, environment: LauncherEnvironment) -> int:
@@ -194,29 +215,3 @@ def _local_size(environment: LauncherEnvironment) -> int | None:
     sizes = expand_tasks_per_node(value)
     node = _optional_number("SLURM_NODEID") or 0
     return sizes[node] if node < len(sizes) else None
-
-
-def expand_tasks_per_node(text: str) -> list[int]:
-    """Tasks of each node from Slurm's short form.
-
-    Example:
-        >>> expand_tasks_per_node("2(x3),1")
-        [2, 2, 2, 1]
-    """
-    sizes: list[int] = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
-        sizes += [int(count)] * int(times or 1)
-    return sizes
-
-
-def first_host(nodelist: str) -> str:
-    """The first host of a Slurm node list.
-
-    Example:
-        >>> first_host("gpu[003-007,12],login1")
-        'gpu003'
-    """
-    head = re.match(r"[^,\[]*(?:\[[^\]]*\][^,\[]*)*", nodelist.strip())
-    if head is None or not head.group():
-        raise StateError(f"cannot read the first host of the node list {nodelist!r}")
-    return re.sub(r"\[([^\],-]*)[^\]]*\]", r"\1", head.group())

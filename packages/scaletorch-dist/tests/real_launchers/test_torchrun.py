@@ -1,0 +1,76 @@
+"""torchrun on one host and on two, and its restarts after a rank was killed."""
+
+import itertools
+import sys
+
+import pytest
+
+DEATHS = 3
+
+
+def agents(launch, hosts, torchrun, program, restarts=0):
+    """One torchrun of two ranks on each host, with a c10d rendezvous on the first."""
+    started = []
+    address = hosts[0][1]
+    for (name, own), is_host in zip(hosts, (1, 0), strict=True):
+        command = ["ip", "netns", "exec", name, *torchrun, "--nnodes=2", "--nproc-per-node=2"]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:29400"]
+        command += [f"--rdzv-conf=is_host={is_host}", f"--local-addr={own}"]
+        command += [f"--max-restarts={restarts}", *program]
+        started.append(launch.start(command))
+    return launch.finish(*started, timeout=100)
+
+
+def test_two_hosts(launch, two_hosts, torchrun, programs):
+    done = agents(launch, two_hosts, torchrun, [programs / "place.py", launch.folder])
+    assert [status for status, _, _ in done] == [0, 0], done
+    places = itertools.product(range(2), range(2))
+    assert launch.places() == [f"({2 * n + i}, 4, {i}, 2) 4.0 pytorch" for n, i in places]
+
+
+def test_every_restart_works_on_one_host(launch, torchrun, programs):
+    log = launch.folder / "log"
+    command = [*torchrun, "--standalone", "--nproc-per-node=2", f"--max-restarts={DEATHS}"]
+    status, _, err = launch.run([*command, programs / "lives.py", log, DEATHS])
+    assert status == 0, err
+    assert log.read_text() == "2 of 2\n" * (DEATHS + 1)
+
+
+@pytest.mark.timeout(180)
+def test_every_restart_works_on_two_hosts(launch, two_hosts, torchrun, programs):
+    log = launch.folder / "log"
+    program = [programs / "lives.py", log, DEATHS]
+    done = agents(launch, two_hosts, torchrun, program, restarts=2 * DEATHS)
+    assert [status for status, _, _ in done] == [0, 0], done
+    assert log.read_text() == "4 of 4\n" * (DEATHS + 1)
+
+
+def test_torchruns_variables_without_torchrun(launch, two_hosts, programs):
+    program = [programs / "place.py", launch.folder]
+    processes = []
+    for rank, (name, _) in enumerate(two_hosts):
+        variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_PORT": "29401"}
+        command = ["ip", "netns", "exec", name, sys.executable, *program]
+        processes.append(launch.start(command, MASTER_ADDR=two_hosts[0][1], **variables))
+    done = launch.finish(*processes)
+    assert [status for status, _, _ in done] == [0, 0], done
+    # One kernel, so that the two look like one node where the launcher says nothing.
+    assert launch.places() == [f"({rank}, 2, {rank}, 2) 2.0 pytorch" for rank in range(2)]
+
+
+def test_torchrun_by_the_variables_of_a_trainjob(launch, torchrun, programs, free_port):
+    job = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1"}
+    job |= {"PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": free_port}
+    command = [*torchrun, programs / "place.py", launch.folder]
+    pods = [launch.start(command, PET_NODE_RANK=str(node), **job) for node in range(2)]
+    done = launch.finish(*pods)
+    assert [status for status, _, _ in done] == [0, 0], done
+    assert launch.places() == [f"({rank}, 2, 0, 1) 2.0 pytorch" for rank in range(2)]
+
+
+def test_the_example_goes_on_where_it_was(launch, examples):
+    command = [sys.executable, examples / "train.py", "--checkpoint", launch.folder / "state.pt"]
+    for steps in ("5", "20"):
+        status, out, err = launch.run([*command, "--steps", steps])
+        assert status == 0, err
+    assert "none: 1 ranks, loss" in out

@@ -1,0 +1,125 @@
+"""Slurm's short forms, against lists that were shortened here or by scontrol itself."""
+
+import os
+import re
+import shutil
+import subprocess
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from scaletorch.dist import StateError
+from scaletorch.dist.startup.slurm import expand_hosts, expand_tasks_per_node, first_host
+
+
+@pytest.mark.parametrize(
+    ("text", "sizes"),
+    [("2", [2]), ("2,1", [2, 1]), ("2(x3)", [2, 2, 2]), ("4(x2),1,3(x1)", [4, 4, 1, 3]), ("", [])],
+)
+def test_tasks_per_node_are_expanded(text, sizes):
+    assert expand_tasks_per_node(text) == sizes
+
+
+@given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 9)), min_size=1))
+def test_tasks_per_node_survive_the_short_form(runs):
+    text = ",".join(f"{size}(x{times})" if times > 1 else str(size) for size, times in runs)
+    expected = [size for size, times in runs for _ in range(times)]
+    assert expand_tasks_per_node(text) == expected
+
+
+HOSTS = [
+    ("node1", "node1"),
+    ("node1,node2", "node1 node2"),
+    ("node[01-03,07]", "node01 node02 node03 node07"),
+    ("a1,b[2-3]x", "a1 b2x b3x"),
+    ("gpu[7,9],login", "gpu7 gpu9 login"),
+    ("rack[2-3]n[004-005]", "rack2n004 rack2n005 rack3n004 rack3n005"),
+    ("n[098-101]", "n098 n099 n100 n101"),
+    ("n[8-11]", "n8 n9 n10 n11"),
+    ("a[1,b[2-3]c]d", "a1d ab2cd ab3cd"),
+    ("a.b.c,d-e", "a.b.c d-e"),
+    ("10.0.0.[1-2], 10.0.0.9", "10.0.0.1 10.0.0.2 10.0.0.9"),
+]
+
+
+@pytest.mark.parametrize(("nodes", "hosts"), HOSTS)
+def test_a_host_list_is_expanded(nodes, hosts):
+    assert expand_hosts(nodes) == hosts.split()
+    assert first_host(nodes) == hosts.split()[0]
+
+
+@pytest.mark.parametrize(
+    "nodes", ["", " ", ",", "a,", "a[1", "a1]", "a[3-1]", "a[]", "a[1,]", "]["]
+)
+def test_a_broken_host_list_is_shown(nodes):
+    with pytest.raises(StateError, match=re.escape(f"cannot read the node list {nodes!r}")):
+        expand_hosts(nodes)
+
+
+@given(st.text("ab[]-,0129 x", max_size=20))
+def test_any_text_is_read_or_refused(text):
+    try:
+        hosts = expand_hosts(text)
+    except StateError:
+        return
+    assert hosts
+    assert all(host and not set(host) & set("[],") for host in hosts)
+
+
+NAMES = st.text("abxyz.", min_size=1, max_size=5)
+NUMBERS = st.lists(st.tuples(st.integers(0, 300), st.integers(0, 12)), min_size=1, max_size=4)
+
+
+def bracket(runs, width):
+    """(in brackets, all numbers) of ranges given by their first number and length."""
+    parts, numbers = [], []
+    for first, more in runs:
+        run = [str(number).zfill(width) for number in range(first, first + more + 1)]
+        parts.append(run[0] if more == 0 else f"{run[0]}-{run[-1]}")
+        numbers += run
+    return f"[{','.join(parts)}]", numbers
+
+
+@st.composite
+def host_lists(draw):
+    """(list in short form, hosts)."""
+    items, hosts = [], []
+    for _ in range(draw(st.integers(1, 3))):
+        short, names = draw(NAMES), None
+        names = [short]
+        for _ in range(draw(st.integers(0, 2))):
+            text, numbers = bracket(draw(NUMBERS), draw(st.integers(1, 4)))
+            tail = draw(st.one_of(st.just(""), NAMES))
+            short += text + tail
+            names = [name + number + tail for name in names for number in numbers]
+        items.append(short)
+        hosts += names
+    return ",".join(items), hosts
+
+
+@given(host_lists())
+def test_hosts_survive_the_short_form(drawn):
+    text, hosts = drawn
+    assert expand_hosts(text) == hosts
+    assert first_host(text) == hosts[0]
+
+
+@pytest.fixture(scope="module")
+def scontrol(tmp_path_factory):
+    """How to run it: it reads a configuration even where it asks no controller."""
+    if shutil.which("scontrol") is None:
+        pytest.skip("scontrol is not installed")
+    conf = tmp_path_factory.mktemp("slurm") / "slurm.conf"
+    conf.write_text("ClusterName=none\nSlurmctldHost=localhost\nNodeName=node\n")
+    return {**os.environ, "SLURM_CONF": str(conf)}
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.lists(st.integers(0, 30), min_size=1, unique=True), st.integers(1, 3))
+def test_hosts_that_scontrol_shortened(scontrol, numbers, width):
+    hosts = [f"node{number:0{width}}n" for number in numbers]
+    command = ["scontrol", "show", "hostlist", ",".join(hosts)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, env=scontrol)
+    assert done.returncode == 0, done.stderr
+    assert expand_hosts(done.stdout.strip()) == hosts
