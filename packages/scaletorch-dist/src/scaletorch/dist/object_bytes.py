@@ -47,9 +47,9 @@ def all_gather_bytes(own: Buffer, lengths: list[int], members: ProcessGroup) -> 
 
 
 def _filled_up(own: Buffer, longest: int, members: ProcessGroup) -> Tensor:
-    filled = torch.empty(longest, dtype=torch.uint8)
-    filled[: len(own)] = torch.frombuffer(own, dtype=torch.uint8)
-    filled[len(own) :] = 0
+    filled = torch.frombuffer(own, dtype=torch.uint8)
+    if len(own) < longest:
+        filled = torch.cat((filled, filled.new_zeros(longest - len(own))))
     return filled.to(host_device(members))
 
 
