@@ -9,6 +9,7 @@ write with an error.
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Any
 
@@ -89,16 +90,24 @@ def decode(data: bytes | bytearray | memoryview) -> Any:
     """
     view = memoryview(data)
     reader = Reader(bytearray(view) if view.readonly else view, _READS)
+    collects = gc.isenabled()
+    gc.disable()  # it would search what is being made, again and again
     try:
-        if reader.take(len(MAGIC)) != MAGIC:
-            raise MalformedError("no head")
-        (made,) = reader.items(1)
-        if reader.position != len(view):
-            raise MalformedError("more bytes than objects")
+        return _decode(reader)
     except ModuleNotFoundError:
         raise
     except Exception as error:  # numbers too large, keys that do not hash, text that is none …
-        raise MalformedError(
-            f"these bytes hold no object: {type(error).__name__}: {error}"
-        ) from error
+        message = f"these bytes hold no object: {type(error).__name__}: {error}"
+        raise MalformedError(message) from error
+    finally:
+        if collects:
+            gc.enable()
+
+
+def _decode(reader: Reader) -> Any:
+    if reader.take(len(MAGIC)) != MAGIC:
+        raise MalformedError("no head")
+    (made,) = reader.items(1)
+    if reader.position != len(reader.data):
+        raise MalformedError("more bytes than objects")
     return made

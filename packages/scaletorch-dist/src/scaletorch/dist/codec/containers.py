@@ -2,23 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from typing import Any
 
 from .scalars import pieces, read_distinct, write_distinct
 from .stream import MalformedError, Reader, Writer
 
+_SINGLE = frozenset((type(None), bool, int, float, complex, str, bytes))
+
 
 def write_contents(out: Writer, items: list[Any]) -> None:
     """Write what iterating over each gives."""
-    out.numbers(map(len, items))
-    out.items(list(chain.from_iterable(items)))
+    lengths = list(map(len, items))
+    rows = len(items) > 1 and lengths[0] > 0 and lengths.count(lengths[0]) == len(items)
+    out.data.append(rows)
+    flat = list(chain.from_iterable(items))
+    if rows:
+        out.number(lengths[0])
+        _write_rows(out, flat, lengths[0])
+    else:
+        out.numbers(lengths)
+        out.items(flat)
 
 
-def read_contents(data: Reader, count: int) -> list[list[Any]]:
-    """Read what `write_contents` wrote, as lists."""
+def read_contents(data: Reader, count: int, make: Callable[[Any], Any]) -> list[Any]:
+    """Read what `write_contents` wrote, each as what `make` makes of a list or tuple."""
+    (rows,) = data.take(1)
+    if rows:
+        return list(map(make, _read_rows(data, data.length(), count)))
     lengths = data.lengths(count)
-    return pieces(data.items(sum(lengths)), lengths)
+    return list(map(make, pieces(data.items(sum(lengths)), lengths)))
+
+
+def _write_rows(out: Writer, flat: list[Any], width: int) -> None:
+    """Write rows of one width: numbers and strings of several types by column, else as they are.
+
+    What lies in one column is mostly of one type; containers stay on one level all the same, so
+    that one which comes twice is known.
+    """
+    kinds = set(map(type, flat))
+    by_column = len(kinds) > 1 and kinds <= _SINGLE
+    out.data.append(by_column)
+    for part in [flat[start::width] for start in range(width)] if by_column else [flat]:
+        out.items(part)
+
+
+def _read_rows(data: Reader, width: int, count: int) -> Iterator[tuple[Any, ...]]:
+    if not width:
+        raise MalformedError("rows of nothing")
+    (by_column,) = data.take(1)
+    if by_column:
+        return zip(*[data.items(count) for _ in range(width)], strict=True)
+    flat = data.items(width * count)  # there are as many bytes as entries at least
+    return zip(*[iter(flat)] * width, strict=True)
 
 
 def write_mutable(out: Writer, items: list[Any]) -> None:
@@ -33,41 +71,25 @@ def write_immutable(out: Writer, items: list[Any]) -> None:
 
 def read_lists(data: Reader, count: int) -> list[list[Any]]:
     """Read lists that `write_mutable` wrote."""
-    return read_distinct(data, count, read_contents)
+    return read_distinct(data, count, partial(read_contents, make=list))
 
 
 def read_tuples(data: Reader, count: int) -> list[tuple[Any, ...]]:
     """Read tuples that `write_immutable` wrote."""
-    return read_distinct(data, count, _read_tuples)
-
-
-def _read_tuples(data: Reader, count: int) -> list[tuple[Any, ...]]:
-    lengths = data.lengths(count)
-    contents = data.items(sum(lengths))
-    if count > 1 and lengths.count(lengths[0]) == count and lengths[0]:
-        return list(zip(*[iter(contents)] * lengths[0], strict=True))
-    return list(map(tuple, pieces(contents, lengths)))
+    return read_distinct(data, count, partial(read_contents, make=tuple))
 
 
 def read_sets(data: Reader, count: int) -> list[set[Any]]:
     """Read sets that `write_mutable` wrote."""
-    return read_distinct(data, count, _read_sets)
-
-
-def _read_sets(data: Reader, count: int) -> list[set[Any]]:
-    return [_as_set(set, content) for content in read_contents(data, count)]
+    return read_distinct(data, count, partial(read_contents, make=partial(_as_set, set)))
 
 
 def read_frozensets(data: Reader, count: int) -> list[frozenset[Any]]:
     """Read frozen sets that `write_immutable` wrote."""
-    return read_distinct(data, count, _read_frozensets)
+    return read_distinct(data, count, partial(read_contents, make=partial(_as_set, frozenset)))
 
 
-def _read_frozensets(data: Reader, count: int) -> list[frozenset[Any]]:
-    return [_as_set(frozenset, content) for content in read_contents(data, count)]
-
-
-def _as_set(kind: Any, content: list[Any]) -> Any:
+def _as_set(kind: Any, content: Any) -> Any:
     made = kind(content)
     if len(made) != len(content):
         raise MalformedError("a set with an entry twice")
@@ -87,13 +109,15 @@ def read_dicts(data: Reader, count: int) -> list[dict[Any, Any]]:
 def _write_dicts(out: Writer, items: list[dict[Any, Any]]) -> None:
     alike = len(items) > 1 and _alike(items)
     out.data.append(alike)
+    values = list(chain.from_iterable(map(dict.values, items)))
     if alike:
         out.number(len(items[0]))
         out.items(list(items[0]))
+        _write_rows(out, values, len(items[0]))
     else:
         out.numbers(map(len, items))
         out.items(list(chain.from_iterable(items)))
-    out.items(list(chain.from_iterable(map(dict.values, items))))
+        out.items(values)
 
 
 def _alike(items: list[dict[Any, Any]]) -> bool:
@@ -110,11 +134,10 @@ def _read_dicts(data: Reader, count: int) -> list[dict[Any, Any]]:
     (alike,) = data.take(1)
     if alike:
         size = data.length()
-        keys, values = data.items(size), data.items(size * count)
-        if len(set(keys)) != size or not size:
+        keys = data.items(size)
+        if len(set(keys)) != size:
             raise MalformedError("a dict with a key twice")
-        rows = zip(*[iter(values)] * size, strict=True)
-        return [dict(zip(keys, row, strict=True)) for row in rows]
+        return [dict(zip(keys, row)) for row in _read_rows(data, size, count)]  # noqa: B905
     lengths = data.lengths(count)
     total = sum(lengths)
     all_keys, all_values = data.items(total), data.items(total)

@@ -34,7 +34,7 @@ class Made(NamedTuple):
         write_contents(out, list(map(self.parts, items)))
 
     def _read(self, data: Reader, count: int) -> list[Any]:
-        return [self.make(*content) for content in read_contents(data, count)]
+        return read_contents(data, count, lambda content: self.make(*content))
 
 
 def _bounds(x: Any) -> tuple[Any, ...]:

@@ -11,6 +11,7 @@ from .stream import MalformedError, Read, Reader, Write, Writer
 
 _BOOLS = (False, True)
 _SAMPLE = 1000  # strings that are looked at for repetitions
+_SHORT = 1024  # bytes on average, up to which all are read at once and then cut
 _LONG = 64  # characters on average, from which all are
 
 
@@ -32,7 +33,7 @@ def write_bools(out: Writer, items: list[bool]) -> None:
 
 def read_bools(data: Reader, count: int) -> list[bool]:
     """Read what `write_bools` wrote."""
-    return list(map(_BOOLS.__getitem__, data.take(count)))
+    return list(map(_BOOLS.__getitem__, bytes(data.take(count))))
 
 
 def write_ints(out: Writer, items: list[int]) -> None:
@@ -139,12 +140,18 @@ def read_bytearrays(data: Reader, count: int) -> list[bytearray]:
 
 def _write_bytes(out: Writer, items: Sequence[bytes | bytearray]) -> None:
     out.numbers(map(len, items))
+    if sum(map(len, items)) <= _SHORT * len(items):
+        out.data += b"".join(items)
+        return
     for item in items:
         out.data += item
 
 
 def _read_bytes(data: Reader, count: int) -> list[bytes]:
-    return [bytes(data.take(length)) for length in data.lengths(count)]
+    lengths = data.lengths(count)
+    if sum(lengths) <= _SHORT * count:
+        return pieces(bytes(data.take(sum(lengths))), lengths)
+    return [bytes(data.take(length)) for length in lengths]
 
 
 def _read_bytearrays(data: Reader, count: int) -> list[bytearray]:
