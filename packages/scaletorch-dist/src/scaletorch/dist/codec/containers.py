@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 from .scalars import pieces, read_distinct, write_distinct
@@ -107,26 +107,33 @@ def read_dicts(data: Reader, count: int) -> list[dict[Any, Any]]:
 
 
 def _write_dicts(out: Writer, items: list[dict[Any, Any]]) -> None:
-    alike = len(items) > 1 and _alike(items)
-    out.data.append(alike)
+    keys = list(chain.from_iterable(items))
     values = list(chain.from_iterable(map(dict.values, items)))
+    alike = len(items) > 1 and _alike(items, keys)
+    out.data.append(alike)
     if alike:
-        out.number(len(items[0]))
-        out.items(list(items[0]))
-        _write_rows(out, values, len(items[0]))
+        width = len(items[0])
+        out.number(width)
+        out.items(keys[:width])
+        _write_rows(out, values, width)
     else:
         out.numbers(map(len, items))
-        out.items(list(chain.from_iterable(items)))
+        out.items(keys)
         out.items(values)
 
 
-def _alike(items: list[dict[Any, Any]]) -> bool:
-    first = tuple(items[0])
+def _alike(items: list[dict[Any, Any]], keys: list[Any]) -> bool:
+    """Tell whether all dicts have the same strings for keys, in one order.
+
+    No dict is longer than the first, where all keys together repeat the first ones, since it would
+    have one of them twice; so none is shorter either.
+    """
+    width = len(items[0])
     return (
-        len(first) > 0
-        and set(map(len, items)) == {len(first)}
-        and set(map(type, chain.from_iterable(items))) == {str}
-        and all(map(first.__eq__, map(tuple, items)))
+        width > 0
+        and len(keys) == width * len(items)
+        and keys == keys[:width] * len(items)
+        and set(map(type, keys)) == {str}
     )
 
 
@@ -137,7 +144,7 @@ def _read_dicts(data: Reader, count: int) -> list[dict[Any, Any]]:
         keys = data.items(size)
         if len(set(keys)) != size:
             raise MalformedError("a dict with a key twice")
-        return [dict(zip(keys, row)) for row in _read_rows(data, size, count)]  # noqa: B905
+        return list(map(dict, map(zip, repeat(keys), _read_rows(data, size, count))))
     lengths = data.lengths(count)
     total = sum(lengths)
     all_keys, all_values = data.items(total), data.items(total)

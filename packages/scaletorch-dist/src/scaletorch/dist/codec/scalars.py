@@ -191,18 +191,19 @@ def write_distinct(out: Writer, items: list[Any], write: Write, mutable: bool = 
         write: writes the distinct ones.
         mutable: refuse what has come before, elsewhere: it would come back as two objects.
     """
-    distinct = dict(zip(map(id, items), items, strict=True))
+    places = set(map(id, items))
     if mutable:
-        out.own(distinct.keys(), items)
-    if len(distinct) == len(items):
+        out.own(places, items)
+    if len(places) == len(items):
         out.data.append(0)
         write(out, items)
         return
+    distinct = dict(zip(map(id, items), items, strict=True))
     out.data.append(1)
     out.number(len(distinct))
     write(out, list(distinct.values()))
-    places = dict(zip(distinct, range(len(distinct)), strict=True))
-    out.numbers(map(places.__getitem__, map(id, items)))
+    order = dict(zip(distinct, range(len(distinct)), strict=True))
+    out.numbers(map(order.__getitem__, map(id, items)))
 
 
 def read_distinct(data: Reader, count: int, read: Read) -> list[Any]:

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 import struct
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 DEPTH = 100  # containers in containers; each level takes a few frames of Python's stack
 MIXED = 0  # in place of a kind's code: one code for each item follows
-NARROW, WIDE = b"\1", b"\10"  # numbers of one byte, of eight
+_FORMS: dict[int, Any] = {4: "i", 8: "q"}  # bytes of a number → as struct calls it
 
 Write = Callable[["Writer", list[Any]], None]
 Read = Callable[["Reader", int], list[Any]]
@@ -38,7 +38,7 @@ class Writer:
         self.data = bytearray()
         self._codes = codes
         self._writes = writes
-        self._seen: set[int] = set()
+        self._seen: list[set[int]] = []
         self._depth = 0
 
     def items(self, items: list[Any]) -> None:
@@ -74,22 +74,17 @@ class Writer:
         self.numbers((value,))
 
     def numbers(self, values: Iterable[int]) -> None:
-        """Write numbers of at most 64 bits, in a byte each where they all fit in one.
+        """Write numbers of at most 64 bits, in the fewest bytes that all fit in.
 
         Raises:
             struct.error: one has more bits; nothing is written then.
         """
         values = list(values)
-        try:
-            packed = bytes(values)
-        except ValueError:
-            packed = struct.pack(f"{len(values)}q", *values)
-            self.data += WIDE
-            self.data += packed
-        else:
-            self.data += NARROW + packed
+        width, packed = _packed(values)
+        self.data.append(width)
+        self.data += packed
 
-    def own(self, places: Collection[int], items: Iterable[Any]) -> None:
+    def own(self, places: set[int], items: Iterable[Any]) -> None:
         """Note mutable objects, each of which may come once.
 
         Args:
@@ -99,10 +94,10 @@ class Writer:
         Raises:
             NotPlainError: one has come before.
         """
-        if not self._seen.isdisjoint(places):
+        if not all(map(places.isdisjoint, self._seen)):
             name = type(next(iter(items))).__name__
             raise NotPlainError(f"a {name} is referred to from several levels, or from itself")
-        self._seen.update(places)
+        self._seen.append(places)
 
 
 class Reader:
@@ -150,9 +145,11 @@ class Reader:
 
     def numbers(self, count: int) -> list[int]:
         """Read numbers."""
-        if self.take(1) == NARROW:
+        (width,) = self.take(1)
+        if width == 1:
             return list(self.take(count))
-        return self.take(8 * count).cast("q").tolist()
+        values: list[int] = self.take(width * count).cast(_FORMS[width]).tolist()
+        return values
 
     def lengths(self, count: int) -> list[int]:
         """Read numbers, none of them negative."""
@@ -160,3 +157,15 @@ class Reader:
         if count and min(values) < 0:
             raise MalformedError("a negative length")
         return values
+
+
+def _packed(values: list[int]) -> tuple[int, bytes]:
+    """Return bytes of a number, the fewest that all fit into, and the numbers in them."""
+    try:
+        return 1, bytes(values)
+    except ValueError:
+        pass
+    try:
+        return 4, struct.pack(f"{len(values)}i", *values)
+    except struct.error:
+        return 8, struct.pack(f"{len(values)}q", *values)
