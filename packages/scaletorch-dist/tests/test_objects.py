@@ -1,15 +1,37 @@
 """Collectives of Python objects, and collecting results."""
 
+import importlib
 import os
+import re
+import stat
 import threading
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist import InvalidArgumentError, NotInGroupError, StateError
+from scaletorch.dist import (
+    InvalidArgumentError,
+    NotInGroupError,
+    StateError,
+    object_bytes,
+    object_files,
+    serial,
+)
 from scaletorch.dist.testing import distributed_test, run_ranks
+
+collect_module = importlib.import_module("scaletorch.dist.collect")
+
+
+def free_memory():
+    """Bytes; none where the system does not say."""
+    try:
+        text = Path("/proc/meminfo").read_text()
+    except OSError:
+        return 0
+    return int(re.search(r"MemAvailable: *(\d+)", text)[1]) * 1024
 
 
 class Moody:
@@ -101,11 +123,121 @@ def test_any_text_of_an_error_travels():
         dist.all_gather_object(Unspeakable() if dist.get_rank() else 0)
 
 
-@distributed_test(world_size=2)
-def test_what_does_not_unpickle_fails_where_it_arrives():
-    with pytest.raises(ValueError, match="no number"):
-        dist.all_gather_object(Moody())
-    assert dist.all_gather_object(1) == [1, 1]
+@distributed_test(world_size=3)
+def test_what_does_not_unpickle_fails_on_every_rank():
+    rank = dist.get_rank()
+    odd = Moody() if rank == 1 else rank
+    for call, where in (
+        (lambda: dist.all_gather_object(odd), "rank 2"),
+        (lambda: dist.gather_object(odd, 2), "rank 2"),
+        (lambda: dist.broadcast_object_list([odd], 1), "rank 0"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=f"{where}: .*ValueError: .*no number"):
+            call()
+    assert dist.all_gather_object(1) == [1, 1, 1]
+
+
+REFUSED = (
+    r"^rank 1: \S*Text is not plain, so that it would have to be pickled, which is switched off: "
+    "send plain types instead .*, or allow it with {} on every rank"
+)
+
+
+class Text(str):
+    """Pickles, but is not plain."""
+
+
+@pytest.mark.parametrize("kind", ["argument", "environment", "environment of another rank"])
+def test_pickle_can_be_switched_off(kind):
+    run_ranks(refuse_pickle, 3, kind)
+
+
+def refuse_pickle(kind):
+    rank = dist.get_rank()
+    allow = kind != "argument"
+    variable, way_out = "SCALETORCH_ALLOW_PICKLE", "allow_pickle=True"
+    if allow:
+        if kind == "environment" or rank == 0:
+            os.environ[variable] = "0"
+        way_out = f"{variable}=1"
+    odd = Text("a") if rank == 1 else "b"
+    for call in (
+        lambda: dist.all_gather_object(odd, allow_pickle=allow),
+        lambda: dist.gather_object([odd], allow_pickle=allow),
+        lambda: dist.broadcast_object_list([(odd,)], 1, allow_pickle=allow),
+        lambda: dist.collect_results([{"a": odd}], 3, allow_pickle=allow),
+    ):
+        with pytest.raises(InvalidArgumentError, match=REFUSED.format(way_out)):
+            call()
+    assert dist.all_gather_object({"a": [rank]}, allow_pickle=allow)[2] == {"a": [2]}
+    os.environ.pop(variable, None)
+    assert type(dist.all_gather_object(odd)[1]) is Text
+
+
+@pytest.mark.parametrize(
+    ("value", "allowed"),
+    [(None, True), ("1", True), ("true", True), ("0", False), ("no", False), ("what", False)],
+)
+def test_the_environment_allows_pickle(monkeypatch, value, allowed):
+    monkeypatch.delenv(serial.VARIABLE, raising=False)
+    if value is not None:
+        monkeypatch.setenv(serial.VARIABLE, value)
+    assert serial.pickle_allowed(True) is allowed
+    assert serial.pickle_allowed(False) is False
+
+
+def test_pickling_is_logged_once_for_each_type(monkeypatch, caplog):
+    monkeypatch.setattr(serial, "_logged", set())
+    caplog.set_level("INFO", "scaletorch.dist")
+    for data in (Text("a"), [Text("b"), Text("c")], 1, {"a": Unspeakable}, "plain"):
+        content, _ = serial.dump_object(data)
+        assert serial.load_object(content) == data
+    first, second = caplog.messages
+    assert re.match(r"\S*Text is not plain: pickled", first)
+    assert re.match("builtins.type is not plain", second)
+
+
+@pytest.mark.parametrize("sizes", [(5, 200_000, 70), (300_000, 5, 0), (400_000, 400_000, 399_000)])
+@pytest.mark.parametrize("pickled", [False, True])
+def test_uneven_sizes(monkeypatch, sizes, pickled):
+    run_ranks(gather_uneven, 3, sizes, pickled)
+
+
+def gather_uneven(sizes, pickled):
+    object_bytes.PIECE, whole = 100_000, object_bytes.PIECE  # so that messages come in pieces
+    kind = Text if pickled else str
+    texts = [kind(chr(97 + rank) * size) for rank, size in enumerate(sizes)]
+    mine, rank = texts[dist.get_rank()], dist.get_rank()
+    try:
+        assert dist.all_gather_object(mine) == texts
+        assert dist.gather_object(mine, 1) == (texts if rank == 1 else None)
+        data = [mine, mine]
+        dist.broadcast_object_list(data, 2)
+        assert data == [texts[2], texts[2]]
+    finally:
+        object_bytes.PIECE = whole
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.skipif(free_memory() < 14 << 30, reason="needs 14 GiB of free memory")
+def test_more_than_two_gibibytes():
+    run_ranks(send_much, 2, timeout=500)
+
+
+def send_much():
+    rank = dist.get_rank()
+    count = (2**31 + 4096) if rank == 0 else 1
+    data = torch.full((count,), 3, dtype=torch.uint8) if rank == 0 else torch.ones(1)
+    parts = dist.gather_object(data, 1)
+    del data
+    if rank == 1:
+        assert len(parts[0]) == 2**31 + 4096
+        assert parts[0][0] == parts[0][2**31] == parts[0][-1] == 3
+        del parts
+    box = [bytes(2**31 + 10) if rank == 0 else None]
+    dist.broadcast_object_list(box)
+    assert len(box[0]) == 2**31 + 10
 
 
 @distributed_test(world_size=2)
@@ -151,8 +283,10 @@ def make_file_trouble(folder, file):
     rank = dist.get_rank()
     with pytest.raises(StateError, match=r"rank 1: .*cannot pickle"):
         dist.collect_results([threading.Lock() if rank else 0], 2, tmpdir=folder)
-    with pytest.raises(StateError, match=r"rank 0: ValueError: .*no number"):
+    with pytest.raises(StateError, match=r"rank 0: .*ValueError: .*no number"):
         dist.collect_results([Moody()], 2, tmpdir=folder)
+    with pytest.raises(StateError, match=r"rank 1: .*Text is not plain"):
+        dist.collect_results([Text("a") if rank else 0], 2, tmpdir=folder, allow_pickle=False)
     c10d.barrier()
     assert os.listdir(folder) == []
     with pytest.raises(StateError, match=r"rank 0: .*exists"):
@@ -165,6 +299,73 @@ def test_trouble_with_files_is_an_error_on_every_rank(tmp_path):
     file.write_text("mine")
     run_ranks(make_file_trouble, 2, str(folder), str(file))
     assert file.read_text() == "mine"
+
+
+def cut(path):
+    os.truncate(path, os.path.getsize(path) - 1)
+
+
+def flip(path):
+    with open(path, "r+b") as file:
+        file.seek(-1, os.SEEK_END)
+        last = file.read(1)
+        file.seek(-1, os.SEEK_END)
+        file.write(bytes([last[0] ^ 1]))
+
+
+def replace(path):
+    os.unlink(path)
+    Path(path).write_text("somebody else's" * 99)
+
+
+def link(path):
+    os.rename(path, f"{path}.moved")
+    os.symlink(f"{path}.moved", path)
+
+
+def fifo(path):
+    os.unlink(path)
+    os.mkfifo(path)
+
+
+SPOILS = {
+    cut: "torn: 1.. bytes of 1..",
+    flip: "damaged: its checksum is another",
+    replace: "not what rank 1 wrote: another program's file",
+    link: "OSError: .*rank-1",
+    fifo: "not what rank 1 wrote",
+    os.unlink: "FileNotFoundError: .*rank-1",
+}
+
+
+def collect_spoiled(folder, spoil, message):
+    rank = dist.get_rank()
+    write = object_files.write_part
+
+    def written(*args):
+        write(*args)
+        (place,) = os.listdir(folder)
+        path = os.path.join(folder, place)
+        assert stat.S_IMODE(os.stat(path).st_mode) == 0o700
+        assert stat.S_IMODE(os.stat(os.path.join(path, f"rank-{rank}")).st_mode) == 0o600
+        if rank == 1:
+            spoil(os.path.join(path, "rank-1"))
+
+    collect_module.write_part = written
+    try:
+        with pytest.raises(StateError, match=f"rank 0: .*{message}"):
+            dist.collect_results([rank] * 99, 198, tmpdir=folder)
+    finally:
+        collect_module.write_part = write
+
+
+@pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)
+def test_torn_and_foreign_files_are_refused_by_name_and_foreign_ones_stay(tmp_path, spoil):
+    run_ranks(collect_spoiled, 2, str(tmp_path), spoil, SPOILS[spoil])
+    left = [path.name for path in tmp_path.glob("*/*")]
+    foreign = {replace: ["rank-1"], fifo: ["rank-1"], link: ["rank-1", "rank-1.moved"]}
+    assert sorted(left) == foreign.get(spoil, [])
+    assert bool(list(tmp_path.iterdir())) == bool(left)
 
 
 def test_one_process():

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as c10d
@@ -20,6 +21,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _warned = False
+_ranks: WeakKeyDictionary[ProcessGroup, tuple[int, ...]] = WeakKeyDictionary()
 
 
 def is_distributed() -> bool:
@@ -105,7 +107,12 @@ def group_ranks(group: ProcessGroup | None = None) -> tuple[int, ...]:
     """Global ranks of a group (None: all) in group order; (0,) without torch.distributed."""
     if not _active(group):
         return (0,)
-    return tuple(c10d.get_process_group_ranks(group))
+    chosen = c10d.group.WORLD if group is None else group
+    try:
+        return _ranks[chosen]  # type: ignore[index]
+    except KeyError:  # torch makes a new list at every call, which takes long in large worlds
+        ranks = tuple(c10d.get_process_group_ranks(chosen))
+        return _ranks.setdefault(chosen, ranks)  # type: ignore[arg-type]
 
 
 def get_timeout(group: ProcessGroup | None = None) -> timedelta:

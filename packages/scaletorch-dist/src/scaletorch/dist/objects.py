@@ -1,61 +1,68 @@
-"""Collectives of Python objects: the one file that pickles.
+"""Collectives of Python objects.
 
-Objects are serialised before anything is sent, and whether that worked travels with their size, so
-that an object that does not pickle fails on all ranks at once. What arrives is unpickled: the ranks
-of a job must trust each other.
+Objects are serialised before anything is sent, and how that went travels with their size, so that
+one that cannot be sent fails on all ranks at once. Plain objects travel by a closed codec; others
+are pickled where that is allowed, and then the ranks of a job must trust each other.
 """
 
 from __future__ import annotations
 
-import pickle
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
-import torch.distributed as c10d
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives.arguments import check_member
 from .collectives.checks import checking, compare, tells_failure
-from .collectives.gathers import gather
-from .collectives.raw import all_gather_single, gather_ints, host_device, process_group
+from .collectives.raw import gather_ints, process_group
 from .errors import InvalidArgumentError
 from .info import group_ranks
+from .object_bytes import (
+    Buffer,
+    all_gather_bytes,
+    broadcast_bytes,
+    errors_of_all,
+    gather_bytes,
+)
+from .serial import dump_object, load_object, pickle_allowed, refusal
 
 Group = ProcessGroup | None
 
-_LONGEST_ERROR = 2000  # characters of an error's text that travel
+_PLAIN, _PICKLED, _FAILED = range(3)
 
 
-def dump_object(data: Any) -> bytes:
-    """Serialise an object.
+class _Parcel(NamedTuple):
+    """What one rank sends: its bytes, what is not plain in them, or why there are none."""
 
-    Raises:
-        InvalidArgumentError: it does not pickle; with pickle's own text.
-    """
-    try:
-        return pickle.dumps(data, protocol=pickle.HIGHEST_PROTOCOL)
-    except Exception as error:  # whatever the object's own methods raise
-        message = f"{type(data).__name__} does not pickle: {type(error).__name__}: {error}"
-        raise InvalidArgumentError(message) from error
+    content: Buffer
+    not_plain: str = ""
+    error: str | None = None
 
 
-def load_object(data: bytes | bytearray | memoryview) -> Any:
-    """Restore an object that `dump_object` serialised."""
-    return pickle.loads(data)
+class _Head(NamedTuple):
+    """What every rank says of its parcel before it travels."""
+
+    length: int
+    state: int
+    allows: int
+    entries: int = 0
 
 
 @tells_failure
-def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) -> None:
+def broadcast_object_list(
+    data: list[Any], src: int = 0, group: Group = None, *, allow_pickle: bool = True
+) -> None:
     """Replace the entries of `data` on every rank by those of rank `src`.
 
     Args:
-        data: a list, as long on every rank; on `src` of objects that pickle. On `src` it stays.
+        data: a list, as long on every rank; on `src` of objects that are plain or pickle. On `src`
+            it stays.
         src: global rank whose objects are taken.
         group: the default group by default.
+        allow_pickle: whether what is not plain may be pickled; also `SCALETORCH_ALLOW_PICKLE=0`
+            switches that off.
 
     Raises:
-        InvalidArgumentError: on every rank: an object does not pickle, or the lengths differ.
+        InvalidArgumentError: on every rank: an object cannot be sent, or the lengths differ.
         NotInGroupError: `src` or this rank is outside the group.
     """
     if not isinstance(data, list):
@@ -67,30 +74,34 @@ def broadcast_object_list(data: list[Any], src: int = 0, group: Group = None) ->
         return
     if checking():
         compare(members, "broadcast_object_list", f"src={src}")
-    payload, failed = _packed(data) if mine else (b"", False)
-    heads = gather_ints((len(payload), failed, len(data)), members)
-    root = group_ranks(members).index(src)
-    _check_counts([head[2] for head in heads], members)
-    content = _broadcast_bytes(payload, heads[root][0], src, members)
-    if heads[root][1]:
-        raise InvalidArgumentError(f"rank {src}: {content.decode()}")
+    parcel = _packed(list(data), allow_pickle) if mine else _Parcel(bytearray())
+    heads = _heads(parcel, members, allow_pickle, len(data))
+    _check_counts([head.entries for head in heads], members)
+    _check_states(parcel, heads, members, allow_pickle)
+    head = heads[group_ranks(members).index(src)]
+    content = parcel.content if mine else bytearray(head.length)
+    broadcast_bytes(content, src, members)
+    parts = _loaded([] if mine else [content], heads, members, allow_pickle)
     if not mine:
-        data[:] = load_object(content)
+        data[:] = parts[0]
 
 
 @tells_failure
-def all_gather_object(data: Any, group: Group = None) -> list[Any]:
+def all_gather_object(data: Any, group: Group = None, *, allow_pickle: bool = True) -> list[Any]:
     """Collect an object from every rank on every rank.
 
     Args:
-        data: anything that pickles.
+        data: anything that is plain or pickles.
         group: the default group by default.
+        allow_pickle: whether what is not plain may be pickled; also `SCALETORCH_ALLOW_PICKLE=0`
+            switches that off.
 
     Returns:
         The objects in the group's order. With one process it is `[data]`, not copied.
 
     Raises:
-        InvalidArgumentError: on every rank, where an object does not pickle on any.
+        InvalidArgumentError: on every rank, where an object cannot be sent on any, or a pickled
+            one does not unpickle on any.
         NotInGroupError: this rank is outside the group.
     """
     members = process_group(group)
@@ -98,24 +109,32 @@ def all_gather_object(data: Any, group: Group = None) -> list[Any]:
         return [data]
     if checking():
         compare(members, "all_gather_object")
-    parts = _gather_bytes(*_packed(data), members, dst=None)
-    return [load_object(part) for part in parts]
+    parcel = _packed(data, allow_pickle)
+    heads = _heads(parcel, members, allow_pickle)
+    _check_states(parcel, heads, members, allow_pickle)
+    parts = all_gather_bytes(parcel.content, [head.length for head in heads], members)
+    return _loaded(parts, heads, members, allow_pickle)
 
 
 @tells_failure
-def gather_object(data: Any, dst: int = 0, group: Group = None) -> list[Any] | None:
+def gather_object(
+    data: Any, dst: int = 0, group: Group = None, *, allow_pickle: bool = True
+) -> list[Any] | None:
     """Collect an object from every rank on rank `dst`.
 
     Args:
-        data: anything that pickles.
+        data: anything that is plain or pickles.
         dst: global rank that gets the list.
         group: the default group by default.
+        allow_pickle: whether what is not plain may be pickled; also `SCALETORCH_ALLOW_PICKLE=0`
+            switches that off.
 
     Returns:
         On `dst` the objects in the group's order, elsewhere None.
 
     Raises:
-        InvalidArgumentError: on every rank, where an object does not pickle on any.
+        InvalidArgumentError: on every rank, where an object cannot be sent on any, or a pickled
+            one does not unpickle.
         NotInGroupError: `dst` or this rank is outside the group.
     """
     members = process_group(group)
@@ -124,48 +143,29 @@ def gather_object(data: Any, dst: int = 0, group: Group = None) -> list[Any] | N
         return [data]
     if checking():
         compare(members, "gather_object", f"dst={dst}")
-    parts = _gather_bytes(*_packed(data), members, dst=dst)
-    return [load_object(part) for part in parts] if mine else None
+    parcel = _packed(data, allow_pickle)
+    heads = _heads(parcel, members, allow_pickle)
+    _check_states(parcel, heads, members, allow_pickle)
+    parts = gather_bytes(parcel.content, [head.length for head in heads], dst, members)
+    loaded = _loaded(parts, heads, members, allow_pickle)
+    return loaded if mine else None
 
 
-def _packed(data: Any) -> tuple[bytes, bool]:
-    """Return the serialised object and False, or the error's text and True."""
+def _packed(data: Any, allow_pickle: bool) -> _Parcel:
     try:
-        return dump_object(data), False
-    except InvalidArgumentError as error:
-        return str(error)[:_LONGEST_ERROR].encode(errors="backslashreplace"), True
+        return _Parcel(*dump_object(data, allow_pickle))
+    except Exception as error:  # the others must hear of whatever it is
+        text = str(error) if isinstance(error, InvalidArgumentError) else repr(error)
+        return _Parcel(bytearray(), error=text)
 
 
-def _gather_bytes(
-    payload: bytes, failed: bool, members: ProcessGroup, dst: int | None
-) -> list[memoryview]:
-    """Return every rank's payload, on `dst` or (None) on every rank."""
-    heads = gather_ints((len(payload), failed), members)
-    if any(head[1] for head in heads):
-        dst = None  # every rank is to raise, so every rank gets the texts
-    longest = max(length for length, _ in heads)
-    own = _tensor(payload, longest).to(host_device(members))
-    if dst is None:
-        joined = own.new_empty(len(heads) * longest)
-        all_gather_single(joined, own, group=members)
-        rows = list(joined.view(len(heads), longest).unbind(0))
-    else:
-        rows = gather(own, dst, members)
-    parts = [_bytes(row)[:length] for row, (length, _) in zip(rows, heads, strict=False)]
-    errors = [
-        f"rank {rank}: {bytes(part).decode()}"
-        for rank, part, (_, bad) in zip(group_ranks(members), parts, heads, strict=False)
-        if bad
-    ]
-    if errors:
-        raise InvalidArgumentError("; ".join(errors))
-    return parts
-
-
-def _broadcast_bytes(payload: bytes, length: int, src: int, members: ProcessGroup) -> bytes:
-    content = _tensor(payload, length).to(host_device(members))
-    c10d.broadcast(content, src, members)
-    return bytes(_bytes(content))
+def _heads(
+    parcel: _Parcel, members: ProcessGroup, allow_pickle: bool, entries: int = 0
+) -> list[_Head]:
+    failed = parcel.error is not None
+    state = _FAILED if failed else _PICKLED if parcel.not_plain else _PLAIN
+    own = _Head(len(parcel.content), state, pickle_allowed(allow_pickle), entries)
+    return [_Head(*head) for head in gather_ints(own, members)]
 
 
 def _check_counts(counts: list[int], members: ProcessGroup) -> None:
@@ -178,13 +178,33 @@ def _check_counts(counts: list[int], members: ProcessGroup) -> None:
         raise InvalidArgumentError(message)
 
 
-def _tensor(payload: bytes, length: int) -> Tensor:
-    """Return the payload as uint8, filled up to `length`."""
-    return torch.frombuffer(bytearray(payload.ljust(length, b"\0")), dtype=torch.uint8)
+def _check_states(
+    parcel: _Parcel, heads: list[_Head], members: ProcessGroup, allow_pickle: bool
+) -> None:
+    """Raise on every rank if one cannot send, or would send what another does not take."""
+    states = [head.state for head in heads]
+    forbidden = _PICKLED in states and not all(head.allows for head in heads)
+    if _FAILED not in states and not forbidden:
+        return
+    error = parcel.error
+    if error is None and parcel.not_plain and forbidden:
+        error = refusal(parcel.not_plain, allow_pickle)
+    raise InvalidArgumentError("; ".join(errors_of_all(error, members)))
 
 
-def _bytes(data: Tensor) -> memoryview:
-    """Return the bytes of a uint8 tensor; numpy, the usual way, may not be installed."""
-    content = bytearray(data.numel())
-    torch.frombuffer(content, dtype=torch.uint8).copy_(data)
-    return memoryview(content)
+def _loaded(
+    parts: list[Buffer], heads: list[_Head], members: ProcessGroup, allow_pickle: bool
+) -> list[Any]:
+    """Restore objects; where any was pickled, all ranks hear of any that failed to."""
+    pickled = any(head.state == _PICKLED for head in heads)
+    cause, loaded = None, []
+    try:
+        loaded = [load_object(part, allow_pickle) for part in parts]
+    except Exception as error:
+        if not pickled:
+            raise
+        cause = error
+    if pickled and any(failed for (failed,) in gather_ints((cause is not None,), members)):
+        errors = errors_of_all(None if cause is None else str(cause), members)
+        raise InvalidArgumentError("; ".join(errors)) from cause
+    return loaded

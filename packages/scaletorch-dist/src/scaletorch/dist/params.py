@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 from torch.distributed import ProcessGroup
 
 from .collectives.arguments import check_target
@@ -87,7 +88,8 @@ def all_reduce_params(
     tensors = list(params)
     for position, tensor in enumerate(tensors):
         check_target(tensor, "all_reduce_params", f"params[{position}]")
-        recipe_for(op, tensor.dtype)
+    for dtype in {tensor.dtype for tensor in tensors}:
+        recipe_for(op, dtype)
     members = process_group(group)
     if members is None or members.size() == 1:
         return
@@ -116,12 +118,14 @@ def _reduce_all(
     tensors: Iterable[Tensor], op: Op, members: ProcessGroup, coalesce: bool, limit: int | None
 ) -> None:
     """Reduce each tensor once, small ones in buckets; all are under way before one is awaited."""
-    distinct = {id(tensor): tensor.detach() for tensor in tensors}.values()
+    distinct = {id(tensor): tensor for tensor in tensors}.values()
     works: list[Work[None]] = []
-    small: dict[tuple[torch.dtype, str], list[Tensor]] = {}
+    small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in distinct:
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         if coalesce and tensor.nbytes < SMALL:
-            small.setdefault((tensor.dtype, tensor.device.type), []).append(tensor)
+            small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
         else:
             works.append(all_reduce(tensor, op, members, async_op=True))
     for alike in small.values():
@@ -132,10 +136,12 @@ def _reduce_all(
 
 def _buckets(tensors: list[Tensor], limit: int | None) -> list[list[Tensor]]:
     """Cut a list into runs of at most `limit` bytes, or of one tensor."""
+    if limit is None:
+        return [tensors]
     buckets: list[list[Tensor]] = []
     filled = 0
     for tensor in tensors:
-        if not buckets or (limit is not None and filled + tensor.nbytes > limit):
+        if not buckets or filled + tensor.nbytes > limit:
             buckets.append([])
             filled = 0
         buckets[-1].append(tensor)
@@ -144,15 +150,13 @@ def _buckets(tensors: list[Tensor], limit: int | None) -> list[list[Tensor]]:
 
 
 def _reduce_bucket(tensors: list[Tensor], op: Op, members: ProcessGroup) -> Work[None]:
-    flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+    flat = _flatten_dense_tensors(tensors)
     work = all_reduce(flat, op, members, async_op=True)
     return Work((work,), partial(_take_back, tensors, flat))
 
 
 def _take_back(tensors: list[Tensor], flat: Tensor) -> None:
-    pieces = flat.split([tensor.numel() for tensor in tensors])
-    for tensor, piece in zip(tensors, pieces, strict=True):
-        tensor.copy_(piece.view(tensor.shape))
+    torch._foreach_copy_(tensors, list(_unflatten_dense_tensors(flat, tensors)))
 
 
 def _compare_entries(entries: dict[str, str], members: ProcessGroup) -> None:

@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError, NotInGroupError
-from ..info import get_rank, group_ranks
+from ..info import group_ranks
+from .raw import process_group
 
 
 def check_tensor(data: Any, call: str, name: str = "data") -> None:
@@ -99,4 +100,5 @@ def check_member(rank: Any, name: str, group: ProcessGroup | None) -> bool:
             f"({name} is a global rank)"
         )
         raise NotInGroupError(message)
-    return rank == get_rank()
+    members = process_group(group)
+    return rank == (0 if members is None else ranks[members.rank()])

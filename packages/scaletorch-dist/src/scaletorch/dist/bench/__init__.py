@@ -1,0 +1,1 @@
+"""Measuring every call on real ranks: `python -m scaletorch.dist.bench`."""

@@ -1,0 +1,94 @@
+"""Measure every call between ranks: latency, bandwidth, and the constants of both.
+
+python -m scaletorch.dist.bench --ranks 2
+torchrun --nproc-per-node 4 -m scaletorch.dist.bench --grid tp=2,dp=2 --axis tp --json tp.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+
+from ..errors import ScaletorchError
+from ..ranks import launch
+from ..startup.launchers import infer_launcher
+from .cases import CASES
+from .measure import sizes_between
+from .plot import require_matplotlib
+from .report import report
+from .run import Options
+
+_UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
+
+
+def size(text: str) -> int:
+    """Read a number of bytes, such as 8, 64K or 1G."""
+    match = re.fullmatch(r"(\d+)\s*([KMG]?)(?:i?B)?", text, re.IGNORECASE)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 8, 64K, 64M or 1G")
+    return int(match[1]) << _UNITS[match[2].upper()]
+
+
+def most(text: str) -> int | None:
+    """Read a largest size; None for what memory allows."""
+    return None if text == "memory" else size(text)
+
+
+def parser() -> argparse.ArgumentParser:
+    """Return what reads the command line; torchrun takes an option --max for one of its own."""
+    reads = argparse.ArgumentParser(
+        prog="python -m scaletorch.dist.bench",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = reads.add_argument
+    add("--ranks", type=int, metavar="N", help="start N ranks here; else a launcher has")
+    add("--calls", nargs="+", choices=list(CASES), default=list(CASES), metavar="CALL",
+        help=f"of {', '.join(CASES)}; all by default")  # fmt: skip
+    add("--min-size", type=size, default=8, metavar="SIZE", help="smallest size (8)")
+    add("--max-size", type=most, default=64 << 20, metavar="SIZE",
+        help="largest size (64M, as far as memory allows); 'memory': what that allows")  # fmt: skip
+    add("--factor", type=int, default=8, metavar="N", help="between sizes (8)")
+    add("--seconds", type=float, default=0.25, metavar="S", help="for each call and size (0.25)")
+    add("--backend", help="such as gloo or nccl; this machine's device's by default")
+    add("--grid", default="", metavar="AXES", help="such as tp=2,dp=2: groups along --axis")
+    add("--axis", default="", help="of the grid")
+    add("--json", metavar="FILE", help="write rows and constants")
+    add("--plot", metavar="FILE", help="write a picture; needs matplotlib")
+    return reads
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure, on ranks of our own or as one of a launcher's."""
+    reads = parser()
+    given = reads.parse_args(arguments)
+    options = Options(
+        calls=tuple(given.calls),
+        least=given.min_size,
+        most=given.max_size,
+        factor=given.factor,
+        seconds=given.seconds,
+        backend=given.backend,
+        grid=given.grid,
+        axis=given.axis,
+    )
+    if bool(given.grid) != bool(given.axis):
+        reads.error("--grid and --axis go together")
+    if given.ranks is None and infer_launcher() == "none":
+        reads.error("start it with a launcher (torchrun, srun, mpirun), or give --ranks")
+    try:
+        sizes_between(options.least, options.most or sys.maxsize, options.factor)
+        if given.plot:
+            require_matplotlib()
+        if given.ranks is None:
+            report(options, given.json, given.plot)
+        else:
+            launch(report, given.ranks, options, given.json, given.plot, init=False)
+    except ScaletorchError as error:
+        reads.exit(1, f"{error}\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""`python -m scaletorch.dist.bench`: sizes, factors, constants, groups of an axis, files."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+
+import scaletorch.dist as dist
+from scaletorch.dist import InvalidArgumentError
+from scaletorch.dist.bench.__main__ import main, size
+from scaletorch.dist.bench.axes import axis_group, parse_grid
+from scaletorch.dist.bench.cases import CASES
+from scaletorch.dist.bench.fit import constants, fit
+from scaletorch.dist.bench.measure import Row, sizes_between
+from scaletorch.dist.testing import run_ranks
+
+BENCH = [sys.executable, "-m", "scaletorch.dist.bench"]
+QUICK = ["--max-size", "64K", "--factor", "100", "--seconds", "0.01"]
+
+
+def test_sizes():
+    assert sizes_between(8, 1024, 8) == [8, 64, 512, 1024]
+    assert sizes_between(8, 8, 2) == [8]
+    for bad in ((0, 8, 2), (8, 4, 2), (8, 64, 1)):
+        with pytest.raises(InvalidArgumentError, match="sizes grow"):
+            sizes_between(*bad)
+    assert [size(text) for text in ("8", "64K", "1MiB", "2g")] == [8, 65536, 1 << 20, 2 << 30]
+    assert CASES["all_reduce"].size(9, 4) == 12
+    assert CASES["all_gather"].size(8, 4) == 16
+    assert CASES["all_gather_object"].size(8, 3) == 9
+
+
+def test_factors_are_those_of_nccl_tests():
+    factors = {name: case.factor(4) for name, case in CASES.items()}
+    assert factors["all_reduce"] == 1.5
+    assert {factors[name] for name in ("broadcast", "reduce", "send_recv", "ping_pong")} == {1.0}
+    shares = ("all_gather", "reduce_scatter", "all_to_all", "gather", "scatter")
+    assert {factors[name] for name in shares} == {0.75}
+    assert [CASES[name].steps(4) for name in ("all_reduce", "all_gather", "broadcast")] == [6, 3, 2]
+
+
+def test_fit():
+    sizes = [8, 1000, 10**6, 10**8]
+    assert fit(sizes, [1e-5 + 2e-9 * x for x in sizes]) == pytest.approx((1e-5, 2e-9))
+    assert fit(sizes, [1e-9 * x for x in sizes]) == pytest.approx((0, 1e-9), abs=1e-12)
+    assert fit(sizes, [3e-5] * 4) == pytest.approx((3e-5, 0))
+    assert fit([8], [3e-5]) == (3e-5, 0)
+    assert fit(sizes, [4e-5, 3e-5, 2e-5, 1e-5])[1] == 0  # quicker with size: no bandwidth
+    alpha, beta = fit(sizes, [1e-9, 1e-4, 1e-3, 1e-2])
+    assert alpha >= 0
+    assert beta >= 0
+
+
+def test_constants_predict_another_number_of_ranks():
+    rows = [Row("all_reduce", x, 6e-5 + 3e-9 * x, 0, 0, 0, 1) for x in (8, 10**4, 10**7)]
+    found = constants(rows, 4)["all_reduce"]
+    assert found["alpha_step"] == pytest.approx(1e-5)
+    assert found["beta_bus"] == pytest.approx(2e-9)
+    assert found["error"] == pytest.approx(0, abs=1e-9)
+
+
+def test_grids():
+    assert list(parse_grid("tp=2, dp=4").items()) == [("dp", 4), ("tp", 2)]
+    for bad in ("", "tp", "tp=0", "tp=2,tp=2", "xp=2", "tp=-1"):
+        with pytest.raises(InvalidArgumentError, match="--grid needs axes"):
+            parse_grid(bad)
+
+
+def find_axis(grid, axis):
+    return dist.group_ranks(axis_group(parse_grid(grid), axis))
+
+
+def test_groups_along_an_axis():
+    assert run_ranks(find_axis, 4, "tp=2,dp=2", "tp") == [(0, 1)] * 2 + [(2, 3)] * 2
+    assert run_ranks(find_axis, 4, "tp=2,dp=2", "dp") == [(0, 2), (1, 3)] * 2
+
+
+def bench(*arguments):
+    done = subprocess.run([*BENCH, *arguments], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_a_whole_run_prints_a_table_and_writes_json_and_a_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    data, picture = tmp_path / "out.json", tmp_path / "out.png"
+    text = bench("--ranks", "2", *QUICK, "--json", str(data), "--plot", str(picture))
+    written = json.loads(data.read_text())
+    assert set(written["constants"]) == set(CASES) == {row["call"] for row in written["rows"]}
+    assert all(f"\n{name} " in text for name in CASES)
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert written["conditions"]["ranks"] == 2
+    for row in written["rows"]:
+        assert 0 < row["least"] <= row["seconds"] < 60
+        assert row["algorithm_bandwidth"] == pytest.approx(row["size"] / row["seconds"])
+    assert [row["size"] for row in written["rows"][:3]] == [8, 800, 65536]
+    for found in written["constants"].values():
+        assert found["alpha"] >= 0
+        assert math.isfinite(found["error"])
+
+
+def test_an_axis_of_a_grid_under_torchrun(tmp_path):
+    data = tmp_path / "tp.json"
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "4", "-m", "scaletorch.dist.bench", *QUICK),
+            *("--grid", "tp=2,dp=2", "--axis", "tp", "--backend", "gloo"),
+            *("--calls", "all_reduce", "ping_pong", "--json", str(data)),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    conditions = json.loads(data.read_text())["conditions"]
+    assert (conditions["ranks"], conditions["world"], conditions["axis"]) == (2, 4, "tp")
+    assert done.stdout.count("time µs") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "or give --ranks"),
+        (["--ranks", "2", "--axis", "tp"], "--grid and --axis go together"),
+        (["--ranks", "2", "--max", "many"], "no size such as 8, 64K"),
+        (["--ranks", "2", "--min", "1M", "--max", "1K"], "sizes grow"),
+        (["--ranks", "2", "--grid", "tp=4", "--axis", "tp"], "the world has 2"),
+        (["--ranks", "1"], "the group has 1"),
+    ],
+)
+def test_mistakes_are_told(arguments, message, capfd, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(SystemExit) as stopped:
+        main(arguments)
+    assert stopped.value.code
+    assert message in capfd.readouterr().err
+
+
+def test_no_picture_without_matplotlib(monkeypatch, capfd):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(SystemExit):
+        main(["--ranks", "2", "--plot", "out.png"])
+    assert "pip install 'scaletorch-dist[plot]'" in capfd.readouterr().err
