@@ -13,7 +13,6 @@ import torch.distributed as c10d
 
 from .. import devices
 from ..errors import InvalidArgumentError, StateError
-from ..mpi.library import check_world, load_mpi
 from .launchers import Placement
 from .rendezvous import Meeting, is_loopback, open_store
 
@@ -70,6 +69,8 @@ def _create_with_torch(
         c10d.init_process_group("mpi", timeout=options["timeout"])
         return
     if options["backend"] == "cpu:mpi4py":  # before anyone waits for anyone
+        from ..mpi.library import check_world, load_mpi  # seldom needed
+
         check_world(load_mpi(), placement.rank, placement.world_size)
     options = {**options, "rank": placement.rank, "world_size": placement.world_size}
     if isinstance(meeting, str):
