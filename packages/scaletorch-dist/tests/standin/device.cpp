@@ -105,8 +105,11 @@ Hooks hooks;
 Tensor on_host(const Tensor& data) {
   if (!data.is_privateuseone()) return data;
   Tensor keep = data.detach();
-  return at::from_blob(data.data_ptr(), data.sizes(), data.strides(), [keep](void*) {},
-                       data.options().device(at::kCPU).requires_grad(false));
+  Tensor host = at::from_blob(data.data_ptr(), data.sizes(), data.strides(), [keep](void*) {},
+                              data.options().device(at::kCPU).requires_grad(false));
+  host._set_conj(data.is_conj());
+  host._set_neg(data.is_neg());
+  return host;
 }
 
 Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -175,6 +178,14 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("view_as_real", at::native::view_as_real);
   m.impl("view_as_complex", at::native::view_as_complex);
   m.impl("unfold", at::native::unfold);
+}
+
+// Copies resolve lazy conjugates and negatives themselves; torch would copy to resolve them.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 void by_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
