@@ -122,7 +122,8 @@ def reduce_scatter(
         _check_count(parts, comm.size, "reduce_scatter")
         kind, name = reduce_op(mpi, op, output.dtype)
         content = reducible(torch.cat([flat(part) for part in parts]))
-        counts = [part.numel() for part in parts]
+        scale = 2 if output.is_complex() else 1
+        counts = [part.numel() * scale for part in parts]
         received = content.new_empty(counts[comm.rank])
         requests.append(
             comm.Ireduce_scatter(typed(mpi, content), typed(mpi, received), counts, op=kind)

@@ -49,7 +49,7 @@ def flat(data: Tensor) -> Tensor:
         )
     if data.layout is not torch.strided or data.is_quantized:
         raise InvalidArgumentError("backend 'mpi4py' moves dense tensors only")
-    return data.detach().contiguous().view(-1)
+    return data.detach().resolve_conj().resolve_neg().contiguous().view(-1)
 
 
 def raw(mpi: Any, data: Tensor, parts: int = 1) -> list[Any]:
@@ -66,7 +66,7 @@ def typed(mpi: Any, data: Tensor) -> list[Any]:
 
 
 def reducible(data: Tensor) -> Tensor:
-    """Return a flat tensor that MPI can reduce: 16-bit floats widened, bools as bytes.
+    """Return a flat tensor that MPI can reduce: 16-bit floats widened, bools and complex viewed.
 
     Raises:
         InvalidArgumentError: MPI has no such numbers.
@@ -75,6 +75,8 @@ def reducible(data: Tensor) -> Tensor:
         return data.float()
     if data.dtype == torch.bool:
         return data.view(torch.uint8)
+    if data.is_complex():
+        return torch.view_as_real(data).view(-1)
     if data.dtype not in _TYPES:
         raise InvalidArgumentError(f"backend 'mpi4py' cannot reduce {data.dtype}")
     return data
@@ -88,8 +90,9 @@ def reduce_op(mpi: Any, op: Any, dtype: torch.dtype) -> tuple[Any, str]:
     """
     name = op_name(op)
     table = _BOOL_OPS if dtype == torch.bool else _OPS
-    bitwise_floats = dtype.is_floating_point and name in ("band", "bor", "bxor")
-    if name not in table or bitwise_floats:
+    senseless = dtype.is_floating_point and name in ("band", "bor", "bxor")
+    senseless = senseless or (dtype.is_complex and name not in ("sum", "mean"))
+    if name not in table or senseless:
         raise InvalidArgumentError(f"backend 'mpi4py' cannot reduce {dtype} with op {name!r}")
     return getattr(mpi, table[name]), name
 
@@ -109,8 +112,10 @@ def reduced(target: Tensor, result: Tensor, name: str, size: int) -> Callable[[]
 
 def bring_home(target: Tensor, source: Tensor) -> None:
     """Write a flat tensor's elements into `target`, unless they lie there already."""
-    if source.data_ptr() == target.data_ptr() and source.element_size() == target.element_size():
+    if source.data_ptr() == target.data_ptr():
         return
     if target.dtype == torch.bool and source.dtype == torch.uint8:
         source = source.view(torch.bool)
+    if target.is_complex() and not source.is_complex():
+        source = torch.view_as_complex(source.view(-1, 2))
     target.detach().copy_(source.view(target.shape))

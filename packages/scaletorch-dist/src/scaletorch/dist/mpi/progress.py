@@ -7,6 +7,7 @@ while there are any; it sleeps when there have been none for a while, and ends b
 from __future__ import annotations
 
 import atexit
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -112,6 +113,8 @@ class Engine:
         self._wake = threading.Event()
         self._thread: threading.Thread | None = None
         self._ending = False
+        self._late = False  # a call did not end in time, and never may
+        atexit.register(self._end)  # runs before mpi4py's, which finalises MPI
 
     def start(self, make: Callable[[], Call]) -> Call:
         """Start a call: `make` issues its requests."""
@@ -121,7 +124,6 @@ class Engine:
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="mpi-progress", daemon=True)
             self._thread.start()
-            atexit.register(self._end)  # runs before mpi4py's, which was registered earlier
         if not self._wake.is_set():
             self._wake.set()
         return call
@@ -138,6 +140,7 @@ class Engine:
             looks += 1
             if looks > _SPINS:
                 if deadline is not None and time.monotonic() > deadline:
+                    self._late = True
                     raise DistBackendError(
                         f"{call.name} over MPI did not end within {seconds:g} s: some rank of the "
                         "group has not called it, has ended, or is late"
@@ -174,7 +177,12 @@ class Engine:
             time.sleep(_NAP)
 
     def _end(self) -> None:
+        """Stop the thread; after a failure end the whole job, or MPI would wait for its ranks."""
         self._ending = True
         self._wake.set()
         if self._thread is not None:
             self._thread.join(timeout=1.0)
+        failed = self._late or getattr(sys, "last_value", None) is not None  # an uncaught exception
+        if failed and self.mpi.COMM_WORLD.Get_size() > 1:
+            sys.stderr.flush()
+            self.mpi.COMM_WORLD.Abort(1)
