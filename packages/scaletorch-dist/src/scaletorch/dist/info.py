@@ -125,7 +125,17 @@ def get_timeout(group: ProcessGroup | None = None) -> timedelta:
         return c10d.distributed_c10d.default_pg_timeout
     require_member(group)
     chosen = c10d.group.WORLD if group is None else group
-    backend = chosen._get_backend(torch.device(comm_entry(group)[0]))  # type: ignore[union-attr]
-    options: Any = getattr(backend, "options", None)
-    timeout: timedelta = getattr(options, "_timeout", c10d.distributed_c10d.default_pg_timeout)
+    devices = [torch.device(comm_entry(group)[0]), *chosen._device_types]  # type: ignore[union-attr]
+    for device in devices:  # some vendors' backends do not say, but gloo beside them does
+        timeout = _timeout_of(chosen._get_backend(device))  # type: ignore[union-attr]
+        if timeout is not None:
+            return timeout
+    return c10d.distributed_c10d.default_pg_timeout
+
+
+def _timeout_of(backend: Any) -> timedelta | None:
+    try:
+        timeout: timedelta | None = backend.options._timeout
+    except (AttributeError, RuntimeError):  # it has no options, or options without a timeout
+        return None
     return timeout

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]
 
 from ..devices import set_device
+from ..startup.creators import choose_backend
 from . import state as rank_state
 from .locate import Locator, find
 
@@ -90,11 +91,13 @@ def _take_turns() -> None:
 def _join_group(request: dict[str, Any]) -> None:
     if request["store"] is None:
         return
-    if request["backend"] != "gloo":
+    backend = request["backend"]
+    if backend != "gloo":
+        backend = choose_backend(backend)
         set_device(request["rank"])
     seconds = request["group_timeout"]
     dist.init_process_group(
-        request["backend"],
+        backend,
         store=FileStore(request["store"], request["world_size"]),
         rank=request["rank"],
         world_size=request["world_size"],

@@ -12,7 +12,7 @@ from typing import Any
 import torch.distributed as c10d
 
 from .. import devices
-from ..errors import StateError
+from ..errors import InvalidArgumentError, StateError
 from .launchers import Placement
 from .rendezvous import Meeting
 from .store import open_store
@@ -30,18 +30,21 @@ def choose_backend(backend: str) -> str:
         A configuration as `init_process_group` takes it, such as 'cpu:gloo,cuda:nccl'.
 
     Raises:
-        InvalidArgumentError: nobody knows this backend.
+        InvalidArgumentError: nobody knows this backend, it does not serve the device it is named
+            for, or the pairs cannot be read.
         StateError: its plugin is missing beside its hardware.
     """
+    pairs = devices.resolve_backend(backend)
     problem = None
-    for part in backend.split(","):
-        name = part.rpartition(":")[2]
+    for device, name in pairs:
         entry = devices.entry_of_backend(name)
         if entry is not None:
             devices.require_plugin(entry)
         problem = problem or devices.backend_problem(name)
+        devices.check_pair(device, name)
     if problem is None:
-        return devices.backend_config(backend)
+        _refuse_shared_mpi(pairs)
+        return devices.backend_config(",".join(f"{d}:{n}" if d else n for d, n in pairs))
     own = devices.default_backend()
     warnings.warn(
         f"backend {backend!r} cannot be used: {problem}. Using {own!r} instead",
@@ -51,12 +54,25 @@ def choose_backend(backend: str) -> str:
     return devices.backend_config(own)
 
 
+def _refuse_shared_mpi(pairs: list[tuple[str, str]]) -> None:
+    if len(pairs) > 1 and any(name == "mpi4py" for _, name in pairs):
+        raise InvalidArgumentError(
+            "MPI over mpi4py serves a whole group and cannot stand beside another backend: use "
+            "'mpi' alone (tensors of devices are copied through the CPU), or a torch that was "
+            "built with MPI"
+        )
+
+
 def _create_with_torch(
     placement: Placement, meeting: Meeting | str, options: dict[str, Any]
 ) -> None:
     if options["backend"] == "mpi":  # takes rank and size from MPI itself
         c10d.init_process_group("mpi", timeout=options["timeout"])
         return
+    if options["backend"] == "cpu:mpi4py":  # before anyone waits for anyone
+        from ..mpi.library import check_world, load_mpi  # seldom needed
+
+        check_world(load_mpi(), placement.rank, placement.world_size)
     options = {**options, "rank": placement.rank, "world_size": placement.world_size}
     if isinstance(meeting, str):
         options["init_method"] = meeting

@@ -1,0 +1,20 @@
+"""`python -m scaletorch.dist.backends` prints the table of backends for this machine."""
+
+from __future__ import annotations
+
+import argparse
+
+from .report import backend_table
+
+
+def main() -> None:
+    """Print the table."""
+    parser = argparse.ArgumentParser(
+        prog="python -m scaletorch.dist.backends", description=main.__doc__
+    )
+    parser.parse_args()
+    print(backend_table())
+
+
+if __name__ == "__main__":
+    main()

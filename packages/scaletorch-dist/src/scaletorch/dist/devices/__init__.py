@@ -1,0 +1,45 @@
+"""Kinds of devices and their backends: the table, what this machine has, and what follows."""
+
+from .communication import backend_lacks, comm_entry, get_comm_device
+from .compute import current_device, set_device, synchronize
+from .probe import (
+    backend_problem,
+    default_backend,
+    default_entry,
+    device_problem,
+    plugin_problem,
+    require_plugin,
+)
+from .strings import backend_config, check_pair, resolve_backend
+from .table import (
+    DEVICES,
+    FEATURES,
+    DeviceEntry,
+    device_entries,
+    entry_of_backend,
+    register_device,
+)
+
+__all__ = [
+    "DEVICES",
+    "FEATURES",
+    "DeviceEntry",
+    "backend_config",
+    "backend_lacks",
+    "backend_problem",
+    "check_pair",
+    "comm_entry",
+    "current_device",
+    "default_backend",
+    "default_entry",
+    "device_entries",
+    "device_problem",
+    "entry_of_backend",
+    "get_comm_device",
+    "plugin_problem",
+    "register_device",
+    "require_plugin",
+    "resolve_backend",
+    "set_device",
+    "synchronize",
+]

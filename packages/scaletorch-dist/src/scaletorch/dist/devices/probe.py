@@ -1,0 +1,125 @@
+"""What this machine has of the table, found without starting anything."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import importlib
+import importlib.util
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+
+from ..errors import InvalidArgumentError, ScaletorchError, StateError
+from .table import DeviceEntry, device_entries, entry_of_backend
+
+
+def torch_module(device: str) -> Any:
+    """Torch's module of an accelerator (`torch.cuda`, `torch.npu` …)."""
+    return getattr(torch, device, None)
+
+
+def is_usable(device: str) -> bool:
+    """Whether torch can use a device now, without importing any plugin."""
+    if device == "cpu":
+        return True
+    module = torch_module(device)
+    return module is not None and bool(module.is_available())
+
+
+@functools.cache
+def plugin_problem(plugin: str) -> str | None:
+    """Import a vendor's plugin, once; what is wrong with it, or None."""
+    try:
+        found = importlib.util.find_spec(plugin) is not None
+    except ImportError:  # the package that a dotted name is in
+        found = False
+    if not found:
+        return f"{plugin} is not installed"
+    try:
+        importlib.import_module(plugin)
+    except Exception as error:  # a plugin without its driver raises whatever it likes
+        return f"{plugin} is installed but does not import ({type(error).__name__}: {error})"
+    return None
+
+
+def device_problem(entry: DeviceEntry) -> str | None:
+    """Why this machine cannot use an entry's device, or None if it can."""
+    if entry.device == "cpu":
+        return None
+    problem = plugin_problem(entry.plugin) if entry.plugin else None
+    if problem is not None:
+        return f"{problem}; it comes from {entry.source}"
+    if not is_usable(entry.device):
+        return f"this machine has no {entry.device} device that torch can use"
+    return None
+
+
+def backend_problem(backend: str) -> str | None:
+    """Why this machine cannot use a backend, or None if it can.
+
+    Raises:
+        InvalidArgumentError: neither the table nor torch knows this name.
+    """
+    entry = entry_of_backend(backend)
+    if entry is not None and not c10d.is_backend_available(backend):
+        problem = _bring(entry)
+        if problem is not None:
+            return problem
+    if c10d.is_backend_available(backend):
+        devices = c10d.Backend.backend_capability.get(backend, ["cpu"])
+        if any(map(is_usable, devices)):
+            return None
+        return f"this machine has no {' or '.join(devices)} device that torch can use"
+    if entry is None:
+        known = ", ".join(sorted({e.backend for e in device_entries()}))
+        raise InvalidArgumentError(
+            f"unknown backend {backend!r}: this package knows {known}, and any backend that was "
+            "registered with torch.distributed"
+        )
+    return f"this torch has no {backend}; it comes from {entry.source}"
+
+
+def _bring(entry: DeviceEntry) -> str | None:
+    """Import an entry's plugin and have its backend registered; what is wrong, or None."""
+    problem = plugin_problem(entry.plugin) if entry.plugin else None
+    if problem is not None:
+        return f"{problem}; it comes from {entry.source}"
+    problem = device_problem(entry)
+    if problem is None and entry.activate is not None:
+        try:
+            entry.activate()
+        except ScaletorchError as error:
+            return str(error)
+        except Exception as error:  # another package's code
+            return f"backend {entry.backend!r} does not start ({type(error).__name__}: {error})"
+    return problem
+
+
+def default_entry() -> DeviceEntry:
+    """The entry of this machine's own device: the first accelerator there is, else the CPU."""
+    return next(entry for entry in device_entries() if device_problem(entry) is None)
+
+
+def default_backend() -> str:
+    """The backend of this machine's own device."""
+    return next(
+        entry.backend
+        for entry in device_entries()
+        if device_problem(entry) is None and backend_problem(entry.backend) is None
+    )
+
+
+def require_plugin(entry: DeviceEntry) -> None:
+    """Refuse to go on without a plugin where the hardware it drives is in this machine.
+
+    Raises:
+        StateError: with where the plugin comes from.
+    """
+    problem = plugin_problem(entry.plugin) if entry.plugin else None
+    if problem is not None and entry.nodes and glob.glob(entry.nodes):
+        raise StateError(
+            f"this machine has {entry.device} hardware, but {problem}: backend {entry.backend!r} "
+            f"needs it. It comes from {entry.source}"
+        )

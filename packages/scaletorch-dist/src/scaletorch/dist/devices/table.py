@@ -1,0 +1,190 @@
+"""The one table of devices and backends, to which anyone may add."""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..errors import InvalidArgumentError
+
+ENTRY_POINTS = "scaletorch.devices"  # group in which other packages name their entries
+
+# What a backend may lack, and what is done instead.
+FEATURES = {
+    "gather": "all_gather",
+    "reduce_scatter": "all_to_all, then reduced here",
+    "avg": "sum, then divided",
+    **dict.fromkeys(
+        ("sum", "product", "min", "max", "band", "bor", "bxor"), "all_gather, then reduced here"
+    ),
+}
+_BITS = ("band", "bor", "bxor")
+_NAME = re.compile(r"[a-z][a-z0-9_]*")
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceEntry:
+    """A kind of device, its backend and how to come by them.
+
+    Attributes:
+        device: name as in `torch.device`.
+        backend: name as in `torch.distributed`; each is in the table once.
+        plugin: module that brings both to torch, or None where torch has them.
+        lacks: of `FEATURES`, those that are to be done another way.
+        source: where the backend comes from, for messages.
+        nodes: file pattern of the hardware's device nodes; "" for none.
+        activate: called, once the plugin is imported, before the backend is first used: it
+            registers the backend with torch.distributed where the plugin does not.
+        instead: backend that takes this one's place where torch was built without it.
+    """
+
+    device: str
+    backend: str
+    plugin: str | None = None
+    lacks: frozenset[str] = frozenset()
+    source: str = "torch's own wheels"
+    nodes: str = ""
+    activate: Callable[[], None] | None = None
+    instead: str = ""
+
+
+def _activate_mpi() -> None:
+    from ..mpi import register_backend
+
+    register_backend()
+
+
+DEVICES: tuple[DeviceEntry, ...] = (
+    DeviceEntry("cuda", "nccl", lacks=frozenset(_BITS), source="torch's CUDA wheels"),
+    DeviceEntry(
+        "npu",
+        "hccl",
+        "torch_npu",
+        frozenset({"gather", "avg", *_BITS}),
+        "Huawei Ascend: `pip install torch-npu` of torch's own version, beside CANN",
+        "/dev/davinci[0-9]*",
+    ),
+    DeviceEntry(
+        "mlu",
+        "cncl",
+        "torch_mlu",
+        frozenset({"gather", "avg", *_BITS}),
+        "Cambricon's own wheels with the Neuware SDK (developer.cambricon.com), from no registry",
+        "/dev/cambricon_dev[0-9]*",
+    ),
+    DeviceEntry(
+        "musa",
+        "mccl",
+        "torch_musa",
+        frozenset({"gather", "avg", *_BITS}),
+        "Moore Threads' own wheels with the MUSA SDK (developer.mthreads.com), from no registry",
+        "/dev/mtgpu*[0-9]*",
+    ),
+    DeviceEntry("cpu", "gloo"),
+    DeviceEntry(
+        "cpu",
+        "mpi",
+        lacks=frozenset({"reduce_scatter", "avg", *_BITS}),
+        source="a torch that was built from source against an MPI library; wheels have none",
+        instead="mpi4py",
+    ),
+    DeviceEntry(
+        "cpu",
+        "mpi4py",
+        "mpi4py",
+        source="`pip install scaletorch-dist[mpi]`, beside Open MPI or MPICH",
+        activate=_activate_mpi,
+    ),
+)
+
+_added: list[DeviceEntry] = []
+
+
+def register_device(entry: DeviceEntry) -> None:
+    """Add an entry to the table of this process; the very same entry again is no error.
+
+    A package can do so for every process by an entry point of the group `scaletorch.devices` that
+    names a `DeviceEntry` or a list of them; it is loaded when devices are first asked for.
+
+    Args:
+        entry: its device is preferred to the CPU, and not to those that stand before.
+
+    Raises:
+        InvalidArgumentError: a field makes no sense, or the backend is there already.
+
+    Example:
+        >>> register_device(DeviceEntry("hpu", "hccl_hpu", "habana_frameworks.torch"))
+    """
+    _check(entry)
+    known = {other.backend: other for other in (*DEVICES, *_added)}
+    if known.get(entry.backend, entry) != entry:
+        raise InvalidArgumentError(
+            f"backend {entry.backend!r} is in the table of devices already, as "
+            f"{known[entry.backend]}: give the new entry's backend a name of its own"
+        )
+    if entry.backend not in known:
+        _added.append(entry)
+
+
+def _check(entry: DeviceEntry) -> None:
+    if not isinstance(entry, DeviceEntry):
+        raise InvalidArgumentError(f"expected a DeviceEntry, not a {type(entry).__name__}")
+    for field in ("device", "backend"):
+        value = getattr(entry, field)
+        if not isinstance(value, str) or not _NAME.fullmatch(value):
+            raise InvalidArgumentError(
+                f"field {field!r} of a DeviceEntry must be a name in lower case such as 'npu' or "
+                f"'hccl', not {value!r}"
+            )
+    if isinstance(entry.lacks, str) or not set(entry.lacks) <= set(FEATURES):
+        raise InvalidArgumentError(
+            f"field 'lacks' of the entry of {entry.backend!r} must be a frozenset of "
+            f"{', '.join(FEATURES)}, not {entry.lacks!r}"
+        )
+    if entry.activate is not None and not callable(entry.activate):
+        raise InvalidArgumentError(
+            f"field 'activate' of the entry of {entry.backend!r} must be a function without "
+            f"arguments, not {entry.activate!r}"
+        )
+
+
+def device_entries() -> tuple[DeviceEntry, ...]:
+    """Return the whole table: accelerators as built in, then those added, and the CPU last."""
+    _load_entry_points()
+    entries = (*DEVICES, *_added)
+    return (
+        *(entry for entry in entries if entry.device != "cpu"),
+        *(entry for entry in entries if entry.device == "cpu"),
+    )
+
+
+def entry_of_backend(backend: str) -> DeviceEntry | None:
+    """The table's entry for a backend, or None for one that it does not know."""
+    found = next((entry for entry in (*DEVICES, *_added) if entry.backend == backend), None)
+    if found is None:
+        _load_entry_points()
+        found = next((entry for entry in _added if entry.backend == backend), None)
+    return found
+
+
+@functools.cache
+def _load_entry_points() -> None:
+    """Add what installed packages name, once; a broken one is warned of and left out."""
+    from importlib.metadata import entry_points  # slow to import, and seldom needed
+
+    for point in entry_points(group=ENTRY_POINTS):
+        try:
+            named = point.load()
+            for entry in [named] if isinstance(named, DeviceEntry) else named:
+                register_device(entry)
+        except Exception as error:  # whatever another package's import raises
+            package = point.dist.name if point.dist is not None else "an unknown package"
+            warnings.warn(
+                f"entry point {point.name!r} ({point.value}) of {package} in the group "
+                f"{ENTRY_POINTS!r} gives no device: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )

@@ -1,0 +1,188 @@
+"""Calls of MPI under way, and who moves them on: whoever waits, and one thread beside.
+
+MPI moves non-blocking calls only while some thread is inside MPI. So a thread looks after them
+while there are any; it sleeps when there have been none for a while, and ends before MPI does.
+"""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import DistBackendError
+
+_NAP = 1e-4  # s between looks of the thread
+_IDLE_LOOKS = 1000  # looks without work before the thread sleeps
+_SPINS = 50  # looks of a waiting call before it naps, too
+_LONGEST_NAP = 5e-4
+
+
+class Call:
+    """One non-blocking call.
+
+    Attributes:
+        name: for messages.
+        results: the tensors that hold the result.
+        done: finished, well or badly.
+        error: why it failed.
+        source: rank a message came from.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        requests: Sequence[Any],
+        results: list[Tensor],
+        finish: Callable[[], None] | None = None,
+        keep: Any = None,
+        expected: int | None = None,
+    ) -> None:
+        """Take MPI's requests and what remains to do after them.
+
+        Args:
+            name: for messages.
+            requests: MPI's; all are to end.
+            results: see the class.
+            finish: run once all requests have ended.
+            keep: memory that must live as long.
+            expected: bytes that the one request is to receive.
+        """
+        self.name, self.results, self.done = name, results, False
+        self.error: BaseException | None = None
+        self.source = -1
+        self._requests, self._finish, self._keep = list(requests), finish, keep
+        self._expected = expected
+        self._future: Any = None
+
+    def look(self, mpi: Any) -> bool:
+        """See whether it is through, and finish it then; the engine's lock is held."""
+        if self.done:
+            return True
+        try:
+            statuses = None if self._expected is None else [mpi.Status()]
+            if not mpi.Request.Testall(self._requests, statuses):
+                return False
+            if statuses is not None:
+                self._check_message(mpi, statuses[0])
+            if self._finish is not None:
+                self._finish()
+        except BaseException as error:
+            self.error = error
+        self.done, self._finish, self._keep = True, None, None
+        if self._future is not None:
+            self._settle()
+        return True
+
+    def _check_message(self, mpi: Any, status: Any) -> None:
+        came, self.source = status.Get_count(mpi.BYTE), status.Get_source()
+        if came != self._expected:
+            raise DistBackendError(
+                f"a message of {came} bytes from rank {self.source} of the group came where "
+                f"{self._expected} were expected: sender and receiver must agree in dtype and size"
+            )
+
+    def future(self) -> Any:
+        """Return a torch future of the results; the engine's lock is held."""
+        if self._future is None:
+            self._future = torch.futures.Future()
+            if self.done:
+                self._settle()
+        return self._future
+
+    def _settle(self) -> None:
+        if self.error is None:
+            self._future.set_result(self.results)
+        else:
+            self._future.set_exception(self.error)
+
+
+class Engine:
+    """All calls of this process under way."""
+
+    def __init__(self, mpi: Any) -> None:
+        """Take `mpi4py.MPI`."""
+        self.mpi = mpi
+        self.lock = threading.RLock()  # one thread in MPI at a time: no more may be allowed
+        self._active: list[Call] = []
+        self._wake = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._ending = False
+        self._late = False  # a call did not end in time, and never may
+        atexit.register(self._end)  # runs before mpi4py's, which finalises MPI
+
+    def start(self, make: Callable[[], Call]) -> Call:
+        """Start a call: `make` issues its requests."""
+        with self.lock:
+            call = make()
+            self._active.append(call)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="mpi-progress", daemon=True)
+            self._thread.start()
+        if not self._wake.is_set():
+            self._wake.set()
+        return call
+
+    def wait(self, call: Call, seconds: float | None) -> None:
+        """Wait until a call is through.
+
+        Raises:
+            DistBackendError: not within so many seconds; the group is of no use then.
+        """
+        deadline = None if seconds is None else time.monotonic() + seconds
+        looks = 0
+        while not self.look(call):
+            looks += 1
+            if looks > _SPINS:
+                if deadline is not None and time.monotonic() > deadline:
+                    self._late = True
+                    raise DistBackendError(
+                        f"{call.name} over MPI did not end within {seconds:g} s: some rank of the "
+                        "group has not called it, has ended, or is late"
+                    )
+                time.sleep(min(_LONGEST_NAP, 1e-6 * looks))
+
+    def look(self, call: Call) -> bool:
+        """See whether a call is through, and finish it then."""
+        if call.done:
+            return True
+        with self.lock:
+            through = call.look(self.mpi)
+            if through and call in self._active:
+                self._active.remove(call)
+        return through
+
+    def future(self, call: Call) -> Any:
+        """Return a torch future of a call's results."""
+        with self.lock:
+            return call.future()
+
+    def _run(self) -> None:
+        idle = 0
+        while not self._ending:
+            with self.lock:
+                for call in list(self._active):  # a finished one's callbacks may start others
+                    self.look(call)
+                idle = 0 if self._active else idle + 1
+                if idle > _IDLE_LOOKS:
+                    self._wake.clear()
+            if idle > _IDLE_LOOKS:
+                self._wake.wait()
+                idle = 0
+            time.sleep(_NAP)
+
+    def _end(self) -> None:
+        """Stop the thread; after a failure end the whole job, or MPI would wait for its ranks."""
+        self._ending = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join(timeout=1.0)
+        failed = self._late or getattr(sys, "last_value", None) is not None  # an uncaught exception
+        if failed and self.mpi.COMM_WORLD.Get_size() > 1:
+            sys.stderr.flush()
+            self.mpi.COMM_WORLD.Abort(1)

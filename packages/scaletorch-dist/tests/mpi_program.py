@@ -1,0 +1,238 @@
+"""What ranks of mpirun do; `test_mpi_backend.py` starts it with names of functions."""
+
+import sys
+import time
+import warnings
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import every_backend
+
+import scaletorch.dist as dist
+from scaletorch.dist.collectives.raw import all_gather_single, reduce_scatter_single
+
+ROUNDS = 3
+
+
+def bodies():
+    """The tests of gloo's ranks."""
+    every_backend.run_all()
+
+
+def wrappers():
+    """DistributedDataParallel, device meshes, DTensors, groups made by their members alone."""
+    every_backend.train_with_ddp("cpu")
+    every_backend.use_device_mesh("cpu")
+
+
+def torch_calls():
+    """Every call of torch.distributed itself, against plain arithmetic."""
+    rank, size = dist.get_dist_info()
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.int16, torch.complex64):
+        check_reductions(rank, size, dtype)
+    check_movement(rank, size)
+    check_uneven(rank, size)
+    check_messages(rank, size)
+    check_handles(rank, size)
+
+
+def check_reductions(rank, size, dtype):
+    def data(r):
+        return torch.tensor([r + 1, 2], dtype=dtype)
+
+    total = sum(data(r) for r in range(size))
+    column = torch.zeros(2, 2, dtype=dtype)  # strided: its neighbours stay
+    column[:, 1] = data(rank)
+    c10d.all_reduce(column[:, 1])
+    assert column[:, 1].equal(total)
+    assert column[:, 0].equal(torch.zeros(2, dtype=dtype))
+    for op, expected in (
+        () if dtype.is_complex else (("MAX", data(size - 1)), ("MIN", data(0)), ("AVG", None))
+    ):
+        reduced = data(rank)
+        c10d.all_reduce(reduced, getattr(c10d.ReduceOp, op))
+        if expected is None:
+            rounding = None if dtype.is_floating_point else "trunc"
+            expected = torch.div(total, size, rounding_mode=rounding)
+        assert reduced.equal(expected), (op, dtype)
+    reduced = data(rank)
+    c10d.reduce(reduced, size - 1)
+    assert reduced.equal(total if rank == size - 1 else data(rank))
+    output = torch.zeros(2, dtype=dtype)
+    c10d.reduce_scatter(output, [data(rank) + i for i in range(size)])
+    assert output.equal(total + rank * size)
+    reduce_scatter_single(output, torch.cat([data(rank) + i for i in range(size)]))
+    assert output.equal(total + rank * size)
+
+
+def check_movement(rank, size):
+    flag = torch.tensor([rank == 1, True])
+    c10d.all_reduce(flag)
+    assert flag.view(torch.uint8).tolist() == [1, 1]
+    data = torch.tensor([[rank, 7.0]])
+    c10d.broadcast(data, 1)
+    assert data.tolist() == [[1, 7]]
+    rows = [torch.empty(1) for _ in range(size)]
+    c10d.all_gather(rows, torch.tensor([float(rank)]))
+    assert [int(row) for row in rows] == list(range(size))
+    joined = torch.empty(size, dtype=torch.float8_e5m2)
+    all_gather_single(joined, torch.tensor([float(rank)]).to(torch.float8_e5m2))
+    assert joined.float().tolist() == list(range(size))
+    c10d.gather(torch.tensor([rank + 0.5]), rows if rank == 1 else None, dst=1)
+    assert rows[0].item() == (0.5 if rank == 1 else 0)
+    target = torch.empty(2, dtype=torch.int64)
+    entries = [torch.tensor([i, i]) for i in range(size)] if rank == 0 else None
+    c10d.scatter(target, entries)
+    assert target.tolist() == [rank, rank]
+    objects = [None] * size
+    c10d.all_gather_object(objects, {"rank": rank})
+    assert objects == [{"rank": r} for r in range(size)]
+    told = [("from", rank)]
+    c10d.broadcast_object_list(told, src=size - 1)
+    assert told == [("from", size - 1)]
+    c10d.barrier()
+
+
+def check_uneven(rank, size):
+    """Rank r sends r + i + 1 elements to rank i."""
+    sent = [r + 1 for r in range(rank, rank + size)]
+    data = torch.full((sum(sent), 2), float(rank))
+    output = torch.empty(sum(sent), 2)  # as many come: it is symmetric
+    c10d.all_to_all_single(output, data, sent, sent)
+    assert output[:, 0].tolist() == [float(r) for r in range(size) for _ in range(sent[r])]
+    received = [torch.empty(r + rank + 1, dtype=torch.int16) for r in range(size)]
+    c10d.all_to_all(received, [torch.full((n,), rank, dtype=torch.int16) for n in sent])
+    assert [set(part.tolist()) for part in received] == [{r} for r in range(size)]
+    lengths = [torch.empty(r + 1) for r in range(size)]
+    c10d.all_gather(lengths, torch.full((rank + 1,), float(rank)))
+    assert [set(part.tolist()) for part in lengths] == [{float(r)} for r in range(size)]
+    outputs, inputs = torch.zeros(rank + 1), [torch.ones(r + 1) for r in range(size)]
+    c10d.reduce_scatter(outputs, inputs)
+    assert outputs.tolist() == [size] * (rank + 1)
+
+
+def check_messages(rank, size):
+    right, left = (rank + 1) % size, (rank - 1) % size
+    works = [c10d.isend(torch.tensor([rank, tag]), right, tag=tag) for tag in range(ROUNDS)]
+    for tag in reversed(range(ROUNDS)):
+        data = torch.zeros(2, dtype=torch.int64)
+        c10d.irecv(data, left, tag=tag).wait()
+        assert data.tolist() == [left, tag]
+    [work.wait() for work in works]
+    batch = torch.zeros(1 << 18)
+    operations = [
+        c10d.P2POp(c10d.isend, torch.full_like(batch, float(rank)), right),
+        c10d.P2POp(c10d.irecv, batch, left),
+    ]
+    [work.wait() for work in c10d.batch_isend_irecv(operations)]
+    assert (batch == left).all()
+    if rank == 0:
+        senders = {c10d.recv(torch.zeros(1)) for _ in range(size - 1)}
+        assert senders == set(range(1, size))
+    else:
+        c10d.send(torch.ones(1), 0)
+
+
+def check_handles(rank, size):
+    data = torch.ones(1 << 20)
+    works = [c10d.all_reduce(data[i::4], async_op=True) for i in range(4)]
+    future = works[0].get_future()
+    assert future.wait()[0].data_ptr() == data.data_ptr()
+    [work.wait() for work in reversed(works)]
+    assert all(work.is_completed() and work.is_success() for work in works)
+    assert (data == size).all()
+    work = c10d.all_reduce(data, async_op=True)
+    del work  # the call goes on
+    time.sleep(0.2)  # and this rank need not wait for it to end
+    assert data[0] == size * size
+
+
+def groups():
+    """Groups of some ranks at once, in the order of their ranks, with a timeout of their own."""
+    rank, size = dist.get_dist_info()
+    for members in ([0, 1], list(range(size - 2, size)), list(range(size))):
+        group = c10d.new_group(members, timeout=timedelta(seconds=30))
+        if rank in members:
+            data = torch.tensor([rank])
+            c10d.broadcast(data, members[-1], group)
+            assert data.item() == members[-1]
+            assert dist.all_gather_object(rank, group) == members
+            assert dist.get_timeout(group) == timedelta(seconds=30)
+            assert dist.get_backend(group) == "mpi4py"
+    for _ in range(ROUNDS):
+        some = c10d.new_group([0, size - 1])
+        if rank in (0, size - 1):
+            c10d.destroy_process_group(some)
+
+
+def refuse(message, call, *args, **kwargs):
+    with pytest.raises((ValueError, RuntimeError), match=message):
+        call(*args, **kwargs)
+
+
+def errors():
+    """What does not fit is an error and harms nothing."""
+    rank, _ = dist.get_dist_info()
+    refuse(
+        "cannot reduce torch.float32 with op 'band'",
+        c10d.all_reduce,
+        torch.ones(1),
+        c10d.ReduceOp.BAND,
+    )
+    refuse("cannot reduce torch.float8", c10d.all_reduce, torch.ones(1).to(torch.float8_e5m2))
+    refuse("does not fit an output", all_gather_single, torch.empty(3), torch.ones(2))
+    if rank == 0:
+        c10d.send(torch.ones(2), 1)
+    elif rank == 1:
+        refuse("8 bytes from rank 0 of the group came where 16", c10d.recv, torch.zeros(4), 0)
+    dist.barrier()
+    mixed = {"backend": "cpu:mpi,cuda:nccl"}
+    dist.cleanup_dist()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.init_dist("mpi", **mixed)  # no CUDA here: gloo instead
+    data = torch.ones(1)
+    dist.all_reduce(data)
+    assert (dist.get_backend(), data.item()) == ("gloo", dist.get_world_size())
+
+
+def late():
+    """A rank that never comes: the others are told so within the timeout, and the job ends."""
+    if dist.get_rank() == 0:
+        dist.barrier()
+    else:
+        time.sleep(100)
+
+
+def fail():
+    """A rank that raises where another waits for it."""
+    if dist.get_rank() == 0:
+        raise RuntimeError("this rank has had enough")
+    dist.barrier()
+
+
+def alone():
+    """One rank of mpirun is a world of one."""
+    data = torch.ones(1)
+    c10d.all_reduce(data)
+    assert data.item() == 1
+    assert dist.all_gather_object(0) == [0]
+
+
+def main(names, timeout):
+    dist.init_dist("mpi", backend="mpi", timeout=timeout)
+    assert dist.get_backend() == "mpi4py"
+    for name in names.split(","):
+        globals()[name]()
+    sys.stdout.write(f"rank {dist.get_rank()} of {dist.get_world_size()} did {names}\n")
+    dist.cleanup_dist()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], float(sys.argv[2]))

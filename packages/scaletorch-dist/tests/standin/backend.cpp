@@ -1,0 +1,135 @@
+// A collective backend for the stand-in device: its memory is the host's, so gloo can work on it.
+// It refuses what the vendors' libraries lack, so that tests show that nobody asks for it.
+#include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/extension.h>
+
+namespace {
+
+using at::Tensor;
+using Tensors = std::vector<Tensor>;
+using Lists = std::vector<Tensors>;
+using WorkPtr = c10::intrusive_ptr<c10d::Work>;
+
+Tensor on_host(const Tensor& data) {
+  TORCH_CHECK(data.is_privateuseone(), "the stand-in's backend got a tensor on ", data.device());
+  TORCH_CHECK(data.is_contiguous(), "the stand-in's backend needs contiguous tensors");
+  Tensor keep = data.detach();
+  return at::from_blob(data.data_ptr(), data.sizes(), data.strides(), [keep](void*) {},
+                       data.options().device(at::kCPU).requires_grad(false));
+}
+Tensors on_host(const Tensors& all) {
+  Tensors result;
+  for (const auto& data : all) result.push_back(on_host(data));
+  return result;
+}
+Lists on_host(const Lists& all) {
+  Lists result;
+  for (const auto& list : all) result.push_back(on_host(list));
+  return result;
+}
+
+void check(const c10d::ReduceOp& op) {
+  auto kind = op.op_;
+  using Kind = c10d::ReduceOp::RedOpType;
+  TORCH_CHECK(kind == Kind::SUM || kind == Kind::PRODUCT || kind == Kind::MIN || kind == Kind::MAX,
+              "the stand-in's backend has no such reduction");
+}
+
+struct Backend final : c10d::Backend {
+  c10::intrusive_ptr<c10d::Backend> inner;
+  std::string name;
+
+  Backend(c10::intrusive_ptr<c10d::Backend> inner_, std::string name_)
+      : c10d::Backend(inner_->getRank(), inner_->getSize()),
+        inner(std::move(inner_)),
+        name(std::move(name_)) {}
+  const std::string getBackendName() const override { return name; }
+  c10::intrusive_ptr<Options> getBackendOptions() override { return inner->getBackendOptions(); }
+  void setSequenceNumberForGroup() override {}
+  uint64_t getSequenceNumberForGroup() override { return 0; }
+
+  WorkPtr broadcast(Tensors& data, const c10d::BroadcastOptions& o) override {
+    auto host = on_host(data);
+    return inner->broadcast(host, o);
+  }
+  WorkPtr allreduce(Tensors& data, const c10d::AllreduceOptions& o) override {
+    check(o.reduceOp);
+    auto host = on_host(data);
+    return inner->allreduce(host, o);
+  }
+  WorkPtr allreduce_coalesced(Tensors& data, const c10d::AllreduceCoalescedOptions& o) override {
+    check(o.reduceOp);
+    auto host = on_host(data);
+    return inner->allreduce_coalesced(host, o);
+  }
+  WorkPtr reduce(Tensors& data, const c10d::ReduceOptions& o) override {
+    check(o.reduceOp);
+    auto host = on_host(data);
+    return inner->reduce(host, o);
+  }
+  WorkPtr allgather(Lists& out, Tensors& in, const c10d::AllgatherOptions& o) override {
+    auto to = on_host(out);
+    auto from = on_host(in);
+    return inner->allgather(to, from, o);
+  }
+  WorkPtr _allgather_base(Tensor& out, Tensor& in, const c10d::AllgatherOptions& o) override {
+    auto to = on_host(out), from = on_host(in);
+    return inner->_allgather_base(to, from, o);
+  }
+  WorkPtr allgather_into_tensor_coalesced(Tensors& out, Tensors& in,
+                                          const c10d::AllgatherOptions& o) override {
+    auto to = on_host(out), from = on_host(in);
+    return inner->allgather_into_tensor_coalesced(to, from, o);
+  }
+  WorkPtr scatter(Tensors& out, Lists& in, const c10d::ScatterOptions& o) override {
+    auto to = on_host(out);
+    auto from = on_host(in);
+    return inner->scatter(to, from, o);
+  }
+  WorkPtr reduce_scatter(Tensors& out, Lists& in, const c10d::ReduceScatterOptions& o) override {
+    check(o.reduceOp);
+    auto to = on_host(out);
+    auto from = on_host(in);
+    return inner->reduce_scatter(to, from, o);
+  }
+  WorkPtr _reduce_scatter_base(Tensor& out, Tensor& in,
+                               const c10d::ReduceScatterOptions& o) override {
+    check(o.reduceOp);
+    auto to = on_host(out), from = on_host(in);
+    return inner->_reduce_scatter_base(to, from, o);
+  }
+  WorkPtr reduce_scatter_tensor_coalesced(Tensors& out, Tensors& in,
+                                          const c10d::ReduceScatterOptions& o) override {
+    check(o.reduceOp);
+    auto to = on_host(out), from = on_host(in);
+    return inner->reduce_scatter_tensor_coalesced(to, from, o);
+  }
+  WorkPtr alltoall_base(Tensor& out, Tensor& in, std::vector<int64_t>& out_sizes,
+                        std::vector<int64_t>& in_sizes, const c10d::AllToAllOptions& o) override {
+    auto to = on_host(out), from = on_host(in);
+    return inner->alltoall_base(to, from, out_sizes, in_sizes, o);
+  }
+  WorkPtr alltoall(Tensors& out, Tensors& in, const c10d::AllToAllOptions& o) override {
+    auto to = on_host(out), from = on_host(in);
+    return inner->alltoall(to, from, o);
+  }
+  WorkPtr send(Tensors& data, int dst, int tag) override {
+    auto host = on_host(data);
+    return inner->send(host, dst, tag);
+  }
+  WorkPtr recv(Tensors& data, int src, int tag) override {
+    auto host = on_host(data);
+    return inner->recv(host, src, tag);
+  }
+  WorkPtr barrier(const c10d::BarrierOptions& o) override {
+    auto plain = o;
+    plain.device_ids.clear();
+    return inner->barrier(plain);
+  }
+};
+
+}  // namespace
+
+c10::intrusive_ptr<c10d::Backend> wrap(c10::intrusive_ptr<c10d::Backend> inner, std::string name) {
+  return c10::make_intrusive<Backend>(std::move(inner), std::move(name));
+}

@@ -1,0 +1,59 @@
+"""Builds the stand-in once for each torch and source, into a cache folder of this user."""
+
+import hashlib
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+FOLDER = Path(__file__).parent
+SOURCES = [FOLDER / "device.cpp", FOLDER / "backend.cpp"]
+NAME = "scaletorch_standin"
+
+
+def missing_tool():
+    """What this machine lacks to build it, or None."""
+    for tools in (("g++", "c++"), ("ninja",)):
+        if not any(map(shutil.which, tools)):
+            return f"{tools[0]} is not on PATH"
+    return None
+
+
+def cache_folder():
+    """Where this source for this torch and Python is built."""
+    key = f"{torch.__version__} {sys.version} " + "".join(path.read_text() for path in SOURCES)
+    cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    return cache / "scaletorch-tests" / hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+
+
+def build():
+    """Build it if need be (about a minute), and return the library's path."""
+    library = cache_folder() / f"{NAME}.so"
+    if not library.exists():
+        from torch.utils.cpp_extension import load
+
+        library.parent.mkdir(parents=True, exist_ok=True)
+        load(
+            NAME,
+            [str(path) for path in SOURCES],
+            build_directory=str(library.parent),
+            extra_cflags=["-O1", "-g0"],
+            is_python_module=False,
+            is_standalone=False,
+        )
+    return library
+
+
+def load_library():
+    """Import what `build` built before."""
+    spec = importlib.util.spec_from_file_location(NAME, cache_folder() / f"{NAME}.so")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+if __name__ == "__main__":
+    sys.stdout.write(f"{build()}\n")

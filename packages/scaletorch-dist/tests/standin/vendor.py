@@ -1,0 +1,49 @@
+"""The stand-in under a vendor's names: what the modules in `plugins/` do when they are imported."""
+
+import sys
+import types
+from pathlib import Path
+
+import torch
+import torch.distributed as c10d
+
+sys.path.append(str(Path(__file__).parent))
+
+
+def install(device, backend):
+    """Make the host's memory a device of torch, and gloo a backend for it."""
+    import build
+
+    library = build.load_library()
+    torch.utils.rename_privateuse1_backend(device)
+    torch._register_device_module(device, device_module(device, library))
+    torch.utils.generate_methods_for_privateuse1_backend(for_storage=True)
+
+    def create(store, rank, size, timeout):
+        return library.wrap(c10d.ProcessGroupGloo(store, rank, size, timeout=timeout), backend)
+
+    c10d.Backend.register_backend(backend, create, devices=[device])
+
+
+def device_module(device, library):
+    """What torch expects as `torch.<device>`."""
+    module = types.ModuleType(f"torch.{device}")
+    module.is_available = module.is_initialized = lambda: True
+    module.init = module._lazy_init = lambda: None
+    module._is_in_bad_fork = lambda: False
+    module.device_count = library.device_count
+    module.current_device = library.current_device
+    module.set_device = lambda which: library.set_device(index_of(which))
+    module.synchronize = lambda which=None: None
+    module.manual_seed = module.manual_seed_all = lambda seed: None
+    module.get_rng_state = lambda which=None: torch.get_rng_state()
+    module.set_rng_state = lambda state, which=None: torch.set_rng_state(state)
+    module.get_amp_supported_dtype = lambda: [torch.float16, torch.bfloat16]
+    return module
+
+
+def index_of(which):
+    """The index of a device however it is written."""
+    if isinstance(which, int):
+        return which
+    return torch.device(which).index or 0

@@ -1,0 +1,127 @@
+"""Vendors' devices by a stand-in: PrivateUse1 on host memory, and gloo under the backend's name.
+
+It shows that the plugin is imported late, the device chosen, the backend picked and its lacks gone
+round. It says nothing about the vendors' own libraries, on which none of this was run.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+import scaletorch.dist as dist
+from scaletorch.dist import devices
+from scaletorch.dist.testing import run_ranks
+
+FOLDER = Path(__file__).parent
+STANDIN = FOLDER / "standin"
+VENDORS = [("npu", "hccl"), ("mlu", "cncl"), ("musa", "mccl")]
+
+pytestmark = pytest.mark.timeout(500)  # the first test builds the stand-in: a minute, or more
+
+
+@pytest.fixture(scope="module")
+def built():
+    sys.path.insert(0, str(STANDIN))
+    import build
+
+    missing = build.missing_tool()
+    if missing:
+        pytest.skip(f"the stand-in device cannot be built: {missing}")
+    command = [sys.executable, str(STANDIN / "build.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def vendor(built, monkeypatch, request):
+    """Ranks find the vendor's plugin; this process never imports it."""
+    monkeypatch.syspath_prepend(STANDIN / "plugins")
+    monkeypatch.syspath_prepend(FOLDER)
+    yield request.param
+    assert f"torch_{request.param[0]}" not in sys.modules
+
+
+every_vendor = pytest.mark.parametrize("vendor", VENDORS, indirect=True, ids=lambda v: v[1])
+
+
+def join(device, backend, asked=None):
+    """What `init_dist` does with a vendor's backend."""
+    assert f"torch_{device}" not in sys.modules
+    dist.init_dist("pytorch", backend=asked or backend, timeout=60)
+    rank = dist.get_rank()
+    own = torch.device(device, rank)
+    assert f"torch_{device}" in sys.modules
+    assert c10d.get_backend_config() == f"cpu:gloo,{device}:{backend}"
+    assert dist.get_backend() == backend
+    assert devices.current_device() == dist.get_comm_device() == own
+    assert devices.default_entry().backend == backend
+    assert torch.empty(1, device=device).device == own
+    assert devices.backend_lacks(None, "gather")
+    assert dist.get_timeout().total_seconds() == 60
+    devices.synchronize()
+    return own
+
+
+def does_everything(device, backend):
+    import every_backend
+
+    own = join(device, backend)
+    done = every_backend.run_all(own)
+    for name in ("train_with_ddp", "use_device_mesh"):
+        getattr(every_backend, name)(device)
+        done.append((name, 0.0))
+    dist.barrier()
+    return done
+
+
+@every_vendor
+def test_a_vendors_device_does_what_gloo_does(vendor):
+    first, second = run_ranks(does_everything, 2, *vendor, init=False, timeout=300)
+    assert len(first) == len(second) > 20
+
+
+def moves_data(device, backend):
+    own = join(device, backend, f"cpu:gloo,{device}:{backend}")
+    rank = dist.get_rank()
+    host = torch.tensor([float(rank)])
+    dist.all_reduce(host)  # CPU tensors go by gloo
+    assert (host.device.type, host.item()) == ("cpu", 1.0)
+    there = dist.cast_data_device({"a": [host]}, own)["a"][0]
+    assert dist.get_data_device(there) == own
+    dist.all_reduce(there, "mean")  # neither AVG nor, next, gather is asked of the backend
+    assert (there.device, there.item()) == (own, 1.0)
+    parts = dist.gather(there + rank, 1)
+    assert [part.item() for part in parts] == ([1.0, 2.0] if rank == 1 else [])
+    assert all(part.device == own for part in parts)
+    bits = torch.tensor([5 + rank], device=own)
+    dist.all_reduce(bits, "band")
+    assert bits.item() == 4
+    with pytest.raises(RuntimeError, match="does not support gather"):
+        c10d.gather(there, [there.clone(), there.clone()] if rank == 0 else None)
+    results = dist.collect_results([rank, rank + 10], 4, device=device)
+    assert results == ([0, 1, 10, 11] if rank == 0 else None)
+    group = c10d.new_group([0, 1], backend=f"{device}:{backend}")  # no CPU in it: tensors go there
+    dist.broadcast(host, 1, group)
+    assert (host.device.type, host.item()) == ("cpu", 1.0)
+    assert dist.all_gather_object({"rank": rank}, group) == [{"rank": 0}, {"rank": 1}]
+
+
+@every_vendor
+def test_data_goes_to_the_right_device(vendor):
+    run_ranks(moves_data, 2, *vendor, init=False, timeout=120)
+
+
+def launched(device, backend):
+    assert dist.get_backend() == backend
+    data = torch.tensor([1.0], device=device)
+    dist.all_reduce(data)
+    return data.device.index, data.item()
+
+
+@every_vendor
+def test_ranks_of_this_machine_on_a_vendors_device(vendor):
+    assert dist.launch(launched, 2, *vendor, backend=vendor[1]) == [(0, 2.0), (1, 2.0)]
