@@ -11,14 +11,19 @@ import pickle
 from typing import Any
 
 import torch
-import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .collectives.arguments import check_member
 from .collectives.checks import checking, compare, tells_failure
 from .collectives.gathers import gather
-from .collectives.raw import all_gather_single, gather_ints, host_device, process_group
+from .collectives.raw import (
+    all_gather_single,
+    gather_ints,
+    host_device,
+    process_group,
+    raw_broadcast,
+)
 from .errors import InvalidArgumentError
 from .info import group_ranks
 
@@ -164,7 +169,7 @@ def _gather_bytes(
 
 def _broadcast_bytes(payload: bytes, length: int, src: int, members: ProcessGroup) -> bytes:
     content = _tensor(payload, length).to(host_device(members))
-    c10d.broadcast(content, src, members)
+    raw_broadcast(content, src, members)
     return bytes(_bytes(content))
 
 
