@@ -8,7 +8,7 @@ rank is slow proves nothing: it is shown after a while, and a fault only after m
 from __future__ import annotations
 
 from .facts import Fault, Need, Picture, Report, Slowness, Wait
-from .mismatch import find_disagreement, find_mismatch, most_common
+from .mismatch import as_others, find_disagreement, find_mismatch, most_common
 
 STALL = 0.2  # s of waiting after which calls are compared
 ASKING = 0.5  # s that a slow rank has to tell where it is
@@ -145,14 +145,14 @@ def _name_circle(picture: Picture, stuck: set[int]) -> Fault:
         for rank in stuck
     }
     core = {rank for rank in stuck if rank in _reachable(rank, edges)}
-    places = {rank: (w.channel, w.seq) for rank in stuck for w in _of(picture, rank)[:1]}
-    messages = any(picture.channels[places[rank][0]].message for rank in core)
-    usual = None if messages else most_common(list(places.values()))
-    guilty = sorted(rank for rank in core if places[rank] != usual) or sorted(core)
+    waits = {rank: _of(picture, rank)[0] for rank in core}
+    messages = any(picture.channels[wait.channel].message for wait in waits.values())
+    odd = set() if messages else {r for r in core if not as_others(picture, r, waits[r])}
+    guilty = sorted(odd or core)
     names = ", ".join(picture.reports[rank].label for rank in sorted(core))
     if len(guilty) < len(core):
         who = ", ".join(picture.reports[rank].label for rank in guilty)
-        names = f"{names}; {who} elsewhere than the others"
+        names = f"{names}; {who} came there by other calls than the rest"
     return Fault("cycle", tuple(guilty), f"ranks wait for one another and none can go on: {names}")
 
 

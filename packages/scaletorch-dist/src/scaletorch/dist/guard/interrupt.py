@@ -30,5 +30,9 @@ def _break(group: Any) -> None:
     backend = group._get_backend(torch.device("cpu"))
     if backend.name() != "gloo":
         return
-    peer = 1 if group.rank() == 0 else 0
-    backend.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
+    for peer in set(range(group.size())) - {group.rank()}:
+        try:
+            backend.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
+        except RuntimeError as error:
+            if "Timed out" in str(error):
+                return  # now all are broken; where a connection was so already, that says it

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import TypeVar
 
-from .facts import Channel, Entry, Fault, Need, Picture, Report
+from .facts import Channel, Entry, Fault, Need, Picture, Report, Wait
 
 T = TypeVar("T")
 
@@ -19,7 +19,7 @@ def find_mismatch(picture: Picture, now: float) -> Fault | None:
     for key, channel in picture.channels.items():
         entries = _differing(key, channel, picture)
         if entries and _settled(key, channel, entries, picture, now):
-            fault = _fault(channel, entries, picture)
+            fault = _fault(key, channel, entries, picture)
             found.append((min(entry.time for entry in entries.values()), fault))
     return min(found, key=lambda item: item[0])[1] if found else None
 
@@ -55,8 +55,14 @@ def _settled(
     return not since or now - min(since) > SETTLE
 
 
-def _fault(channel: Channel, entries: dict[int, Entry], picture: Picture) -> Fault:
-    usual = most_common([entry.check for entry in entries.values()])
+def _fault(key: str, channel: Channel, entries: dict[int, Entry], picture: Picture) -> Fault:
+    own = [entry.check for entry in entries.values()]
+    usual = most_common(own)
+    if usual is None:  # what do ranks of sibling groups, such as another tp, call there?
+        usual = most_common(
+            own + _siblings(key, channel, next(iter(entries.values())).seq, picture)
+        )
+        usual = usual if usual in own else None
     guilty = tuple(rank for rank, entry in entries.items() if entry.check != usual)
     number = next(iter(entries.values())).seq + 1
     if usual is None:
@@ -72,8 +78,49 @@ def _fault(channel: Channel, entries: dict[int, Entry], picture: Picture) -> Fau
     return Fault("mismatch", guilty, headline)
 
 
+def _siblings(key: str, channel: Channel, seq: int, picture: Picture) -> list[int]:
+    return [
+        report.tails[other][seq].check
+        for other, sibling in picture.channels.items()
+        if other != key and sibling.label == channel.label
+        for report in map(picture.reports.__getitem__, sibling.members)
+        if report.tails and seq in report.tails.get(other, {})
+    ]
+
+
 def _says(report: Report, entry: Entry) -> str:
     return f"{report.label} calls {entry.text} at {entry.site}"
+
+
+def as_others(picture: Picture, rank: int, wait: Wait) -> bool:
+    """Tell whether a rank came to a collective after the same calls as most, in all its groups.
+
+    Groups of one name, such as each rank's own tp, count as one.
+    """
+    label = picture.channels[wait.channel].label
+    before = {
+        other: _made_before(picture, other, key, wait.seq)
+        for key, channel in picture.channels.items()
+        if channel.label == label and not channel.message
+        for other in channel.members
+        if wait.seq in (picture.reports[other].tails or {}).get(key, {})
+    }
+    usual = most_common(list(before.values())) if len(before) > 1 else None
+    return rank in before and before[rank] == usual
+
+
+def _made_before(picture: Picture, rank: int, key: str, seq: int) -> tuple[tuple[str, int], ...]:
+    """Return how many collectives a rank had made by each name of a group before a call."""
+    made = picture.reports[rank].tails or {}
+    time = made[key][seq].time
+    counts: Counter[str] = Counter()
+    for other, tail in made.items():
+        channel = picture.channels.get(other)
+        if channel is not None and not channel.message:
+            counts[channel.label] += max(
+                (s + 1 for s, e in tail.items() if e.time < time), default=0
+            )
+    return tuple(sorted(counts.items()))
 
 
 def most_common(values: Sequence[T]) -> T | None:

@@ -6,6 +6,7 @@ it, has died or is stopped.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import select
@@ -155,10 +156,8 @@ class Watcher(threading.Thread):
         return [entry_to_list(entry) for entry in entries[-TAIL:]]
 
     def _wake(self) -> None:
-        try:
+        with contextlib.suppress(BlockingIOError):  # it is awake
             os.write(self.wake, b"\0")
-        except BlockingIOError:
-            pass  # it is awake
 
     def _signals(self, numbers: bytes) -> None:
         """Free the main thread for a Ctrl-C that came while it was blocked in a wait."""
@@ -209,4 +208,8 @@ class Watcher(threading.Thread):
         self._over = True
         self._conclude(verdict)
         if verdict is not None:
-            break_gloo_groups()
+            for _ in range(10):  # a call may have begun just before
+                break_gloo_groups()
+                time.sleep(LOOK)
+                if not self._recorder.waits:
+                    return
