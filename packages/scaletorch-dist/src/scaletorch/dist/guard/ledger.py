@@ -53,14 +53,14 @@ class Ledger:
         name = label.encode()[:64]
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, rank, CAPACITY, os.getpid(), name)
         self._count = 0
-        self._names = 0
+        self._names: list[tuple[str, Channel]] = []
 
     def add_channel(self, key: str, channel: Channel) -> int:
         """Write down a channel, and return its number."""
         line = [key, channel.label, list(channel.members), channel.message]
         os.write(self._channels, (json.dumps(line) + "\n").encode())
-        self._names += 1
-        return self._names - 1
+        self._names.append((key, channel))
+        return len(self._names) - 1
 
     def write(
         self, channel: int, seq: int, check: int, text: bytes, site: bytes, time: float
@@ -79,6 +79,16 @@ class Ledger:
         """Write down how far a call is, while its entry is still there."""
         if index + CAPACITY > self._count:
             self._map[_START + index % CAPACITY * _SIZE + _STATE] = state
+
+    def tail(self, limit: int) -> list[Entry]:
+        """Return the last entries, from the oldest on."""
+        found = []
+        for index in range(max(0, self._count - min(limit, CAPACITY)), self._count):
+            record = _RECORD.unpack_from(self._map, _START + index % CAPACITY * _SIZE)
+            entry = _entry(record, self._names)
+            if entry is not None:
+                found.append(entry)
+        return found
 
     def close(self, *, remove: bool) -> None:
         """Close the files; `remove` deletes them."""

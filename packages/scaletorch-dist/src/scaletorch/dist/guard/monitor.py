@@ -17,7 +17,8 @@ from .ledger import ledger_path, read_ledger, tails
 from .wire import Line
 from .wording import tell
 
-PERIOD = 0.05  # s between two looks at what is known
+PERIOD = 0.05  # s between two looks at what is known, if nothing comes
+BRIEF = 0.01  # s between two looks, if something does
 SHARE = 0.05  # of the time that looking may take
 CONFIRM = 0.4  # s that ranks have to tell what they do before a fault is declared
 
@@ -62,7 +63,8 @@ class Monitor(threading.Thread):
         """Serve until all ranks have gone."""
         self._selector.register(self._listener, selectors.EVENT_READ, None)
         while not self._lines or any(line.open for line in self._lines.values()):
-            for key, _ in self._selector.select(PERIOD):
+            ready = self._selector.select(PERIOD if self._suspected is None else BRIEF)
+            for key, _ in ready:
                 if key.data is None:
                     self._accept()
                 else:
@@ -124,7 +126,8 @@ class Monitor(threading.Thread):
 
     def _look(self, now: float) -> None:
         """See whether anything is wrong, and tell everybody."""
-        if now - self._looked < max(PERIOD / 2, self._busy / SHARE):
+        pause = 0.0 if self._suspected is not None else max(BRIEF, self._busy / SHARE)
+        if now - self._looked < pause:
             return
         if self._over or len(self._lines) < len(self._reports):
             return

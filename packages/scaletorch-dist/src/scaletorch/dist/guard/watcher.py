@@ -18,7 +18,6 @@ from typing import Any
 
 from .facts import Fault, entry_to_list
 from .interrupt import break_gloo_groups
-from .ledger import read_ledger
 from .merge import picture_of_folder
 from .mismatch import find_mismatch
 from .processes import process_state, thread_stack
@@ -152,8 +151,7 @@ class Watcher(threading.Thread):
 
     def tail(self) -> list[list[Any]]:
         """Return the last entries of the ledger."""
-        entries = read_ledger(self._recorder.ledger.path)[3]
-        return [entry_to_list(entry) for entry in entries[-TAIL:]]
+        return [entry_to_list(entry) for entry in self._recorder.ledger.tail(TAIL)]
 
     def _wake(self) -> None:
         with contextlib.suppress(BlockingIOError):  # it is awake
@@ -208,8 +206,8 @@ class Watcher(threading.Thread):
         self._over = True
         self._conclude(verdict)
         if verdict is not None:
-            for _ in range(10):  # a call may have begun just before
+            for pause in (0.002, 0.01, 0.05, 0.2, 1.0):  # a call may have begun just before
                 break_gloo_groups()
-                time.sleep(LOOK)
+                time.sleep(pause)
                 if not self._recorder.waits:
                     return
