@@ -186,8 +186,8 @@ def one(seed: int, number: int, show: bool) -> tuple[int, str, int, dict[str, An
     result = run(program)
     good = result.get("right", result.get("named")) and not result["hang"]
     if show or not good:
-        print(f"{number} {kind} {program.fault} of {program.size}: "
-              f"{ {k: v for k, v in result.items() if k not in ('ends', 'said')} }", flush=True)  # fmt: skip
+        counted = {name: value for name, value in result.items() if name not in ("ends", "said")}
+        print(f"{number} {kind} {program.fault} of {program.size}: {counted}", flush=True)
         for rank, end in result["ends"].items():
             text = "nothing" if end is None else f"{end['error']} {end.get('text', '')}"
             print(f"  {rank}: {text} {result['said'].get(rank, '')}", flush=True)
@@ -205,7 +205,7 @@ def table(rows: list[tuple[int, str, int, dict[str, Any]]]) -> None:
         if kind == "stride":
             right = sum(result["right"] for result in results)
             print(f"| stride (no fault: right) | {len(results)} | {_sum(results, 'hang')} | "
-                  f"{len(results) - right} wrong | – | – | – | – | – |")  # fmt: skip
+                  f"{len(results) - right} wrong | | | | | |")  # fmt: skip
             continue
         seconds = sorted(result["seconds"] for result in results)
         p99 = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]

@@ -165,32 +165,30 @@ def changed(calls: list[Call], fault: Fault, size: int, note: Any) -> list[Call]
     now = Call("fault", op=fault.kind, sleep=fault.delay, shape=(id(note),))
     _notes[id(note)] = note
     mark = replace(now, op="mark")
-    match fault.kind:
-        case "exception" | "kill" | "stop" | "loop" | "interrupt":
-            return [*before, now, call, *after]
-        case "skip":
-            return [*before, mark, *after]
-        case "swap":
-            return [*before, mark, after[0], call, *after[1:]]
-        case "call":
-            call = replace(call, name="broadcast")
-        case "op":
-            call = replace(call, op="max" if call.op == "sum" else "sum")
-        case "dtype":
-            call = replace(call, dtype="int32" if call.dtype == "float32" else "float32")
-        case "shape":
-            call = replace(call, shape=(call.shape[0] + fault.rank % 2 + 1, *call.shape[1:]))
-        case "stride":
-            call = replace(call, transposed=True)
-        case "root":
-            call = replace(call, root=1 - call.root)
-        case "group":
-            call = replace(call, group="ep" if size in (2, 3, 5) or fault.rank % 2 else "tp")
-        case "unsent":
-            call = replace(call, name="pair without send")
-        case "crossed":
-            call = replace(call, name="pair crossed")
-    return [*before, mark, call, *after]
+    if fault.kind in ("exception", "kill", "stop", "loop", "interrupt"):
+        return [*before, now, call, *after]
+    if fault.kind == "skip":
+        return [*before, mark, *after]
+    if fault.kind == "swap":
+        return [*before, mark, after[0], call, *after[1:]]
+    return [*before, mark, replace(call, **_other(call, fault, size)), *after]
+
+
+def _other(call: Call, fault: Fault, size: int) -> dict[str, Any]:
+    """Return what of a call the faulty rank has otherwise."""
+    even = size % 2 == 0 and size > 2
+    others: dict[str, dict[str, Any]] = {
+        "call": {"name": "broadcast"},
+        "op": {"op": "max" if call.op == "sum" else "sum"},
+        "dtype": {"dtype": "int32" if call.dtype == "float32" else "float32"},
+        "shape": {"shape": (call.shape[0] + fault.rank % 2 + 1, *call.shape[1:])},
+        "stride": {"transposed": True},
+        "root": {"root": 1 - call.root},
+        "group": {"group": "tp" if even and fault.rank % 2 == 0 else "ep"},
+        "unsent": {"name": "pair without send"},
+        "crossed": {"name": "pair crossed"},
+    }
+    return others[fault.kind]
 
 
 _notes: dict[int, Any] = {}

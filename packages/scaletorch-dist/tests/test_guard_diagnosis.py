@@ -13,6 +13,7 @@ from typing import Any
 from zlib import crc32
 
 import pytest
+
 from scaletorch.dist.guard.book import Book
 from scaletorch.dist.guard.diagnosis import diagnose
 from scaletorch.dist.guard.facts import Fault, Need, Slowness
