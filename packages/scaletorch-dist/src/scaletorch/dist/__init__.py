@@ -36,6 +36,7 @@ from .errors import (
     NonFiniteError,
     NotInGroupError,
     RankFailedError,
+    RankFaultError,
     ScaletorchError,
     StateError,
 )
@@ -63,6 +64,7 @@ __all__ = [
     "NonFiniteError",
     "NotInGroupError",
     "RankFailedError",
+    "RankFaultError",
     "RankPool",
     "ReduceOp",
     "ScaletorchError",

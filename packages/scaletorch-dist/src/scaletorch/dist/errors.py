@@ -23,6 +23,22 @@ class MismatchError(ScaletorchError, RuntimeError):
     """Ranks disagree about something they must agree on; the message shows both sides."""
 
 
+class RankFaultError(ScaletorchError, RuntimeError):
+    """A guard has found that a rank failed, died, stopped, left or makes other calls than the rest.
+
+    Attributes:
+        ranks: the guilty ranks; both sides where it cannot be told which one is.
+        kind: ``exception``, ``death``, ``left``, ``stopped``, ``mismatch``, ``cycle`` or ``slow``.
+        text: the whole story, which is the message too.
+    """
+
+    def __init__(self, text: str, *, ranks: tuple[int, ...] = (), kind: str = "") -> None:
+        super().__init__(text)
+        self.text = text
+        self.ranks = ranks
+        self.kind = kind
+
+
 class NonFiniteError(ScaletorchError, RuntimeError):
     """Gradients, or their norm, are infinite or NaN; the message says where."""
 

@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 from .collectives.gathers import gather
 from .collectives.p2p import exchange
-from .collectives.raw import all_gather_single, gather_ints, host_device
+from .collectives.raw import all_gather_single, gather_ints, host_device, raw_broadcast
 from .info import group_ranks
 
 Buffer = bytearray | memoryview
@@ -24,7 +24,7 @@ def broadcast_bytes(content: Buffer, src: int, members: ProcessGroup) -> None:
     data = torch.frombuffer(content, dtype=torch.uint8)
     wire = data.to(host_device(members))
     for piece in wire.split(PIECE):
-        c10d.broadcast(piece, src, members)
+        raw_broadcast(piece, src, members)
     _home(data, wire)
 
 

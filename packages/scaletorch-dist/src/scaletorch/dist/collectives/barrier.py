@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
 from ..devices import get_comm_device
 from .checks import checking, compare
-from .raw import process_group
+from .raw import process_group, raw_barrier
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
@@ -23,6 +22,6 @@ def barrier(group: ProcessGroup | None = None) -> None:
         compare(members, "barrier")
     device = get_comm_device(members)
     if device.type == "cpu":
-        c10d.barrier(members)
+        raw_barrier(members)
     else:  # without a device the backend guesses one from the rank, and warns
-        c10d.barrier(members, device_ids=[device.index])
+        raw_barrier(members, device_ids=[device.index])

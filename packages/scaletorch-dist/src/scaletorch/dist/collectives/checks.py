@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import MismatchError
 from ..info import group_ranks
+from . import hooks
 from .raw import all_gather_single, host_device
 
 VARIABLE = "SCALETORCH_DIST_CHECK"
@@ -53,12 +54,17 @@ def __rank_state__() -> object:
 
 
 def checking() -> bool:
+    """Tell whether anybody wants to know of calls: a comparison or a guard."""
+    return hooks.guard is not None or comparing()
+
+
+def comparing() -> bool:
     """Tell whether calls are compared; the environment is read at every call."""
     return _READ(_KEY, b"0") not in (b"", b"0") if _switch is None else _switch
 
 
 def compare(group: ProcessGroup, call: str, *facts: Any) -> None:
-    """Compare one call over its group.
+    """Tell the guard of a call, where there is one, and compare it over its group if asked to.
 
     Args:
         group: the group that the call is about to communicate on.
@@ -69,6 +75,10 @@ def compare(group: ProcessGroup, call: str, *facts: Any) -> None:
         MismatchError: on every rank, if any rank's call differs; it shows who does what.
     """
     global _compared
+    if hooks.guard is not None:
+        hooks.guard.record(group, call, facts)
+        if not comparing():
+            return
     _compared += 1
     texts = exchange_texts(describe(call, *facts, f"{group.size()} ranks"), group)
     if texts is not None:
@@ -80,7 +90,7 @@ def tells_failure(call: Callable[P, R]) -> Callable[P, R]:
 
     @functools.wraps(call)
     def told(*args: P.args, **options: P.kwargs) -> R:
-        if not checking():
+        if not comparing():
             return call(*args, **options)
         before = _compared
         try:

@@ -13,13 +13,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
-from .checks import tells_failure
+from .checks import checking, compare, tells_failure
 from .parts import exchange_parts
 from .raw import (
     all_gather_single,
     movable,
     on_wire,
     process_group,
+    raw_broadcast,
     reduce_scatter_single,
     route,
 )
@@ -64,6 +65,8 @@ def reduce_scatter_flat(
     divisor = size if SCALED[op] else 1
     if members is None or size == 1:
         return Work((), partial(_fold, data.detach().view(1, -1), start, divisor, keep=data))
+    if checking():
+        compare(members, "reduce_scatter_flat", data, list(counts), op, f"ordered={ordered}")
     wire, own = on_wire(data, members), counts[rank]
     way = route(wire, members)
     even = min(counts) == max(counts)
@@ -97,6 +100,8 @@ def all_gather_flat(
     _check(data, counts, size, "all_gather_flat")
     if members is None or size == 1 or not data.numel():
         return settled((), nothing, async_op)
+    if checking():
+        compare(members, "all_gather_flat", data, list(counts))
     wire = on_wire(data, members)
     parts = wire.split(list(counts))
     handles: list[Any]
@@ -107,7 +112,7 @@ def all_gather_flat(
         own = wire
         ranks = c10d.get_process_group_ranks(members)
         filled = [(rank, part) for rank, part in zip(ranks, parts, strict=True) if part.numel()]
-        handles = [c10d.broadcast(movable(p), rank, members, async_op) for rank, p in filled]
+        handles = [raw_broadcast(movable(p), rank, members, async_op) for rank, p in filled]
     return settled(handles, partial(_written, data, wire, own), async_op)
 
 

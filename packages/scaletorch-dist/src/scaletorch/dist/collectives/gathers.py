@@ -7,14 +7,13 @@ from functools import partial
 from typing import Any, Literal, overload
 
 import torch
-import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
 from .arguments import check_list, check_member, check_target, check_tensor
 from .checks import checking, compare, tells_failure
-from .raw import all_gather_single, movable, on_wire, process_group, route
+from .raw import all_gather_single, movable, on_wire, process_group, raw_gather, route
 from .work import Work, settled
 
 Group = ProcessGroup | None
@@ -149,7 +148,7 @@ def gather(
         own = on_wire(data, members)
         rows = own.new_empty((members.size() if mine else 0, *own.shape))
         parts = [movable(row) for row in rows.unbind(0)] if mine else None
-        handle = c10d.gather(movable(own), parts, dst, members, async_op)
+        handle = raw_gather(movable(own), parts, dst, members, async_op)
     return settled((handle,), partial(_listed, rows, data, own, mine), async_op)
 
 

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, Literal, overload
 
-import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -18,6 +17,8 @@ from .raw import (
     movable,
     on_wire,
     process_group,
+    raw_broadcast,
+    raw_scatter,
 )
 from .work import Work, nothing, settled
 
@@ -55,7 +56,7 @@ def broadcast(
     if members is None or members.size() == 1 or data.numel() == 0:
         return settled((), nothing, async_op)
     buffer = on_wire(data, members)
-    handle = c10d.broadcast(movable(buffer), src, members, async_op)
+    handle = raw_broadcast(movable(buffer), src, members, async_op)
     return settled((handle,), partial(_home, data.detach(), buffer, not mine), async_op)
 
 
@@ -113,7 +114,7 @@ def scatter(
     parts = [on_wire(part, members) for part in scatter_list or ()] if mine else None
     buffer = on_wire(data, members)
     raw_parts = None if parts is None else [movable(part) for part in parts]
-    handle = c10d.scatter(movable(buffer), raw_parts, src, members, async_op)
+    handle = raw_scatter(movable(buffer), raw_parts, src, members, async_op)
     return settled((handle,), partial(_home, data.detach(), buffer, True, parts), async_op)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch.distributed as c10d
 from torch import Tensor
@@ -16,8 +16,9 @@ from torch.distributed import P2POp, ProcessGroup
 
 from ..errors import InvalidArgumentError
 from ..info import get_rank
+from . import hooks
 from .arguments import check_member, check_target, check_tensor
-from .checks import checking
+from .checks import comparing
 from .message_ends import Agreement, agree
 from .raw import movable, on_wire, process_group
 from .work import Work, nothing
@@ -64,7 +65,7 @@ def isend(data: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 
     """
     members = _to_other(data, dst, "dst", group)
     buffer, agreement = _outgoing(data, dst, members, tag)
-    handle = c10d.isend(buffer, dst, members, tag)
+    handle = post(c10d.isend, (buffer, dst, members, tag), note(data, dst, members, tag, True))
     return Work((handle, agreement), partial(_release, buffer))
 
 
@@ -76,7 +77,7 @@ def irecv(data: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 
     check_target(data, "recv")
     members = _to_other(data, src, "src", group)
     buffer, agreement, finish = _incoming(data, src, members, tag)
-    handle = c10d.irecv(buffer, src, members, tag)
+    handle = post(c10d.irecv, (buffer, src, members, tag), note(data, src, members, tag, False))
     return Work((handle, agreement), finish)
 
 
@@ -154,18 +155,32 @@ def _start(
 ) -> Work[None]:
     if members is None or not (sends or recvs):
         return Work((), nothing)
-    operations, agreements, finishes = [], [], []
+    operations, agreements, finishes, notes = [], [], [], []
     for data, dst in sends:
+        notes.append(note(data, dst, members, 0, True))
         buffer, agreement = _outgoing(data, dst, members, 0)
         operations.append(P2POp(c10d.isend, buffer, dst, members))
         agreements.append(agreement)
     for data, src in recvs:
+        notes.append(note(data, src, members, 0, False))
         buffer, agreement, finish = _incoming(data, src, members, 0)
         operations.append(P2POp(c10d.irecv, buffer, src, members))
         agreements.append(agreement)
         finishes.append(finish)
-    handles = c10d.batch_isend_irecv(operations)
+    handles = post(c10d.batch_isend_irecv, (operations,), *notes)
     return Work((*handles, *agreements), partial(_finish_all, finishes, operations))
+
+
+def note(data: Tensor, peer: int, members: ProcessGroup, tag: int, sends: bool) -> object:
+    """Tell the guard, where there is one, of one end of a message."""
+    if hooks.guard is None:
+        return None
+    return hooks.guard.record_message(members, data, peer, tag, sends)
+
+
+def post(call: Callable[..., Any], args: tuple[Any, ...], *notes: object) -> Any:
+    """Make the backend's call for messages that the guard has been told of."""
+    return call(*args) if hooks.guard is None else hooks.guard.run_noted(notes, call, *args)
 
 
 def _finish_all(finishes: list[Callable[[], None]], operations: list[P2POp]) -> None:
@@ -178,7 +193,7 @@ def _outgoing(
     data: Tensor, dst: int, members: ProcessGroup, tag: int
 ) -> tuple[Tensor, Agreement | None]:
     """Return what to send for `data`, and what to wait for where the ends are compared."""
-    agreement = agree(members, data, dst, tag, sends=True) if checking() else None
+    agreement = agree(members, data, dst, tag, sends=True) if comparing() else None
     if agreement is not None and agreement.scratch is not None:
         return agreement.scratch, agreement
     return movable(on_wire(data, members)), agreement
@@ -188,7 +203,7 @@ def _incoming(
     data: Tensor, src: int, members: ProcessGroup, tag: int
 ) -> tuple[Tensor, Agreement | None, Callable[[], None]]:
     """Return what to receive into, what to wait for, and what then brings it home to `data`."""
-    agreement = agree(members, data, src, tag, sends=False) if checking() else None
+    agreement = agree(members, data, src, tag, sends=False) if comparing() else None
     if agreement is not None and agreement.scratch is not None:
         return agreement.scratch, agreement, nothing
     data = data.detach()

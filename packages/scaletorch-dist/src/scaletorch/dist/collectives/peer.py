@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
+from . import hooks
 from .arguments import check_member
-from .checks import checking
+from .checks import comparing
 from .p2p import irecv, isend
 from .raw import MOVABLE, process_group, route
 
@@ -44,19 +46,26 @@ class Peer:
             raise InvalidArgumentError(f"rank={rank} is this rank itself, not a peer")
         self._rank, self._members = rank, members
         self._place = c10d.get_group_rank(members, rank)
-        self._direct = not checking() and route(torch.empty(0, device=device), members).native
+        self._direct = not comparing() and route(torch.empty(0, device=device), members).native
 
     def send(self, data: Tensor) -> Handle:
         """Start to send `data`; leave it unchanged until `wait()`. It must not require grad."""
         if self._direct and _plain(data):
-            return self._members.send([data], self._place, 0)
+            return self._post(self._members.send, data, True)
         return isend(data, self._rank, self._members)
 
     def receive(self, data: Tensor) -> Handle:
         """Start to receive into `data`, which is filled after `wait()`."""
         if self._direct and _plain(data):
-            return self._members.recv([data], self._place, 0)
+            return self._post(self._members.recv, data, False)
         return irecv(data, self._rank, self._members)
+
+    def _post(self, call: Callable[..., Handle], data: Tensor, sends: bool) -> Handle:
+        if hooks.guard is None:
+            return call([data], self._place, 0)
+        note = hooks.guard.record_message(self._members, data, self._rank, 0, sends)
+        handle: Handle = hooks.guard.run_noted((note,), call, [data], self._place, 0)
+        return handle
 
 
 def _plain(data: Tensor) -> bool:

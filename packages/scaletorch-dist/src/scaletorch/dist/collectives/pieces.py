@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -22,6 +21,7 @@ from .raw import (
     movable,
     on_wire,
     process_group,
+    raw_all_reduce,
 )
 from .recipes import recipe_for
 
@@ -39,7 +39,7 @@ def total(x: Tensor, group: Group) -> Tensor:
     if buffer.data_ptr() == x.data_ptr():
         buffer = buffer.clone()  # on_wire may also have copied it, from other strides or devices
     if buffer.numel():
-        c10d.all_reduce(buffer, recipe.raw, members)
+        raw_all_reduce(buffer, recipe.raw, members)
     return buffer.to(x.device, x.dtype)
 
 

@@ -15,6 +15,7 @@ from torch.distributed import ProcessGroup
 from ..devices import comm_entry, entry_of_backend, get_comm_device
 from ..info import get_world_size
 from ..members import require_member
+from .hooks import told
 
 
 def _first(*names: str) -> Callable[..., Any]:
@@ -27,9 +28,15 @@ def _first(*names: str) -> Callable[..., Any]:
 
 
 # torch 2.13 renamed these two; the old names warn there.
-all_gather_single = _first("all_gather_single", "all_gather_into_tensor")
-reduce_scatter_single = _first("reduce_scatter_single", "reduce_scatter_tensor")
-all_to_all_single = c10d.all_to_all_single
+all_gather_single = told(_first("all_gather_single", "all_gather_into_tensor"))
+reduce_scatter_single = told(_first("reduce_scatter_single", "reduce_scatter_tensor"))
+all_to_all_single = told(c10d.all_to_all_single)
+raw_all_reduce = told(c10d.all_reduce)
+raw_barrier = told(c10d.barrier)
+raw_broadcast = told(c10d.broadcast)
+raw_gather = told(c10d.gather)
+raw_reduce = told(c10d.reduce)
+raw_scatter = told(c10d.scatter)
 
 # Dtypes that every backend moves as they are; others travel as bytes.
 MOVABLE = frozenset(
@@ -135,6 +142,6 @@ def gather_ints(values: Sequence[int], group: ProcessGroup) -> list[list[int]]:
 def broadcast_ints(values: Sequence[int], src: int, group: ProcessGroup) -> list[int]:
     """Return the numbers of global rank `src`, as many as every rank gives."""
     data = torch.tensor(values, dtype=torch.int64, device=host_device(group))
-    c10d.broadcast(data, src, group)
+    raw_broadcast(data, src, group)
     result: list[int] = data.tolist()
     return result

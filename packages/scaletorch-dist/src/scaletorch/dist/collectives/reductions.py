@@ -7,7 +7,6 @@ from functools import partial
 from typing import Literal, overload
 
 import torch
-import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -20,6 +19,8 @@ from .raw import (
     movable,
     on_wire,
     process_group,
+    raw_all_reduce,
+    raw_reduce,
     route,
 )
 from .recipes import Recipe, recipe_for, reduce_blocks
@@ -67,7 +68,7 @@ def all_reduce(
     buffer = recipe.pack(on_wire(data, members))
     if recipe.run in route(buffer, members).lacks:
         return _reduce_gathered(data.detach(), buffer, recipe, members, async_op)
-    handle = c10d.all_reduce(buffer, recipe.raw, members, async_op)
+    handle = raw_all_reduce(buffer, recipe.raw, members, async_op)
     if recipe.plain and buffer.data_ptr() == data.data_ptr():
         return Work((handle,), partial(_hold, buffer)) if async_op else None
     finish = partial(_unpack, data.detach(), buffer, recipe, size)
@@ -117,7 +118,7 @@ def reduce(
     if recipe.run in route(buffer, members).lacks:
         target = data if mine else torch.empty_like(data)
         return _reduce_gathered(target, buffer, recipe, members, async_op)
-    handle = c10d.reduce(buffer, dst, recipe.raw, members, async_op)
+    handle = raw_reduce(buffer, dst, recipe.raw, members, async_op)
     finish = partial(_unpack, data, buffer, recipe, size) if mine else partial(_hold, buffer)
     return settled((handle,), finish, async_op)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from ..collectives.p2p import note, post
+from ..info import group_ranks
 
 _AWAITED = -(2**62)  # no rank says this
 
@@ -31,8 +34,8 @@ class Meeting:
         self._said: Tensor | None = None
         self._sends: list[Any] = []
         self._receives = [
-            c10d.irecv(self._heard[rank], group=group, tag=tag, group_src=rank)
-            for rank in self._others()
+            self._message(c10d.irecv, self._heard[rank], peer, sends=False)
+            for rank, peer in self._others()
         ]
 
     def say(self, numbers: Sequence[int]) -> None:
@@ -40,8 +43,7 @@ class Meeting:
         self._said = torch.tensor(numbers)
         self._heard[self._group.rank()] = self._said
         self._sends = [
-            c10d.isend(self._said, group=self._group, tag=self._tag, group_dst=rank)
-            for rank in self._others()
+            self._message(c10d.isend, self._said, peer, sends=True) for _, peer in self._others()
         ]
 
     def is_over(self) -> bool:
@@ -57,5 +59,11 @@ class Meeting:
         rows: list[list[int]] = self._heard.tolist()
         return rows
 
-    def _others(self) -> list[int]:
-        return [rank for rank in range(self._group.size()) if rank != self._group.rank()]
+    def _message(self, call: Callable[..., Any], data: Tensor, peer: int, *, sends: bool) -> Any:
+        known = note(data, peer, self._group, self._tag, sends)
+        return post(call, (data, peer, self._group, self._tag), known)
+
+    def _others(self) -> list[tuple[int, int]]:
+        """Return the other ranks, in the group and of all."""
+        every = enumerate(group_ranks(self._group))
+        return [(rank, peer) for rank, peer in every if rank != self._group.rank()]

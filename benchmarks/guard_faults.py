@@ -1,0 +1,253 @@
+"""What the guard finds of seeded faults on 2 to 8 ranks, how it names them, and how soon.
+
+    python benchmarks/guard_faults.py --count 340 --seed 0
+    python benchmarks/guard_faults.py --seed 0 --only 17 --show     # that one again, with its text
+    python benchmarks/guard_faults.py --healthy 60                  # programs without a fault
+
+Fault k of seed s is always the same program with the same mistake. A fault is *named* where every
+surviving rank raised `RankFaultError` with the guilty rank among its ranks, and its coordinates in
+the text; *exactly*, where it was the only one (two ranks that differ cannot be told apart). A fault
+of strides is no mistake to us: its result must be right, and it must raise nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import statistics
+import tempfile
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+from guard_programs import KINDS, Program, groups_of, make_program, run_steps
+
+import scaletorch.dist as dist
+from scaletorch.dist import RankFailedError, RankFaultError, guard
+from scaletorch.dist.guard.processes import process_state
+from scaletorch.dist.ranks import collect as collecting
+from scaletorch.dist.ranks.pool import RankPool
+
+DEADLINE = 25.0  # s; whoever has not ended by then hangs
+PATIENCE, WARN = 1.5, 0.7  # s
+SURVIVES = {"exception": False, "kill": False, "stop": False, "loop": False, "early": False,
+            "interrupt": False}  # fmt: skip
+
+
+def body(program: Program, folder: str) -> None:
+    """Run a program on one rank, and write down how it ended."""
+    rank = dist.get_rank()
+    groups = groups_of(program.size)
+    _write(folder, f"pid{rank}", os.getpid())
+
+    def note() -> None:
+        _write(folder, "begun", time.time())
+
+    outcome: dict[str, Any] = {}
+    try:
+        with guard.watch(label=label(rank), patience=PATIENCE, warn=WARN):
+            outcome = {"results": run_steps(program, groups, note)}
+        outcome["error"] = ""
+    except RankFaultError as error:
+        outcome |= {"error": error.kind, "ranks": error.ranks, "text": error.text}
+    except BaseException as error:
+        outcome |= {"error": type(error).__name__, "ranks": (), "text": str(error)}
+    outcome["time"] = time.time()
+    _write(folder, f"end{rank}", outcome)
+    deadline = time.time() + DEADLINE
+    while not os.path.exists(os.path.join(folder, "over")) and time.time() < deadline:
+        time.sleep(0.02)
+
+
+def label(rank: int) -> str:
+    """Name a rank by coordinates."""
+    return f"rank {rank} (dp{rank // 2} tp{rank % 2})"
+
+
+def _write(folder: str, name: str, value: Any) -> None:
+    with open(os.path.join(folder, name + ".new"), "w") as file:
+        json.dump(value, file)
+    os.rename(os.path.join(folder, name + ".new"), os.path.join(folder, name))
+
+
+def _read(folder: str, name: str) -> Any:
+    try:
+        with open(os.path.join(folder, name)) as file:
+            return json.load(file)
+    except FileNotFoundError:
+        return None
+
+
+def run(program: Program) -> dict[str, Any]:
+    """Run a program on fresh ranks, and return what became of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        watched = threading.Thread(target=_end_when_known, args=(program, folder))
+        watched.start()
+        said: dict[int, str] = {}
+        collecting.FAILURE_GRACE = 2 * DEADLINE  # nobody is killed before it is known to hang
+        with RankPool(program.size, timeout=DEADLINE + 10) as pool:
+            try:
+                pool.run(body, program, folder)
+            except RankFailedError as error:
+                said = error.failures
+        watched.join()
+        ends = {rank: _read(folder, f"end{rank}") for rank in range(program.size)}
+        return judge(program, ends, _read(folder, "begun")) | {"said": said}
+
+
+def _end_when_known(program: Program, folder: str) -> None:
+    """Let the ranks go, and kill the one that cannot, when all others have ended."""
+    fault = program.fault
+    guilty = {fault.rank} if fault is not None and fault.kind in ("kill", "stop", "loop") else set()
+    deadline = time.time() + DEADLINE
+    waited = set(range(program.size)) - guilty
+    while waited and time.time() < deadline:
+        waited = {rank for rank in waited if _read(folder, f"end{rank}") is None}
+        for rank in [rank for rank in waited if _is_gone(_read(folder, f"pid{rank}"))]:
+            if _read(folder, f"end{rank}") is None:
+                _write(folder, f"end{rank}", {"error": "aborted"})  # by gloo: no survivor
+        time.sleep(0.02)
+    _write(folder, "over", True)
+    for rank in (*guilty, *waited):
+        pid = _read(folder, f"pid{rank}")
+        with contextlib.suppress(ProcessLookupError):
+            if pid is not None:
+                os.kill(pid, signal.SIGKILL)
+
+
+def _is_gone(pid: int | None) -> bool:
+    return pid is not None and process_state(pid) == "X"
+
+
+def judge(program: Program, ends: dict[int, Any], begun: float | None) -> dict[str, Any]:
+    """Return what is counted of one run."""
+    fault = program.fault
+    if fault is None or fault.kind == "stride":
+        errors = [end for end in ends.values() if end is None or end["error"]]
+        return {"hang": any(end is None for end in ends.values()), "false": bool(errors),
+                "right": not errors and _right(program, ends), "ends": ends}  # fmt: skip
+    survivors = {
+        rank: end
+        for rank, end in ends.items()
+        if SURVIVES.get(fault.kind, True) or rank != fault.rank
+        if end is None or end["error"] != "aborted"
+    }
+    found = [end for end in survivors.values() if end is not None]
+    named = [
+        fault.rank in end.get("ranks", ())
+        and label(fault.rank) in end["text"]
+        and (fault.kind != "exception" or "the seeded exception" in end["text"])
+        for end in found
+    ]
+    seconds = max((end["time"] for end in found if end["error"]), default=0.0) - (begun or 0.0)
+    return {
+        "hang": len(found) < len(survivors),
+        "silent": any(not end["error"] for end in found),
+        "named": all(named) and len(named) == len(survivors),
+        "exact": all(list(end.get("ranks", ())) == [fault.rank] for end in found),
+        "aborted": len(ends) - len(survivors) - (not SURVIVES.get(fault.kind, True)),
+        "seconds": seconds,
+        "ends": ends,
+    }
+
+
+def _right(program: Program, ends: dict[int, Any]) -> bool:
+    """Tell whether every rank's results are those of plain arithmetic, where they are alike."""
+    by_rank = [ends[rank]["results"] for rank in range(program.size)]
+    calls = [call for step in program.steps for call in step]
+    for number, call in enumerate(calls):
+        if call.name == "all_reduce" and call.group in ("world", "ep"):
+            values = [rank + 1 for rank in range(program.size)]
+            each = sum(values) if call.op == "sum" else max(values)
+            count = 1
+            for length in call.shape:
+                count *= length
+            if any(results[number] != float(each * count) for results in by_rank):
+                return False
+    return True
+
+
+def campaign(seed: int, count: int, show: bool) -> list[tuple[int, str, int, dict[str, Any]]]:
+    """Run faults 0 to `count`, each kind in turn."""
+    rows = []
+    for number in range(count):
+        rows.append(one(seed, number, show))
+    return rows
+
+
+def one(seed: int, number: int, show: bool) -> tuple[int, str, int, dict[str, Any]]:
+    """Run one fault."""
+    kind = KINDS[number % len(KINDS)]
+    program = make_program(seed * 1_000_003 + number, kind)
+    result = run(program)
+    good = result.get("right", result.get("named")) and not result["hang"]
+    if show or not good:
+        counted = {name: value for name, value in result.items() if name not in ("ends", "said")}
+        print(f"{number} {kind} {program.fault} of {program.size}: {counted}", flush=True)
+        for rank, end in result["ends"].items():
+            text = "nothing" if end is None else f"{end['error']} {end.get('text', '')}"
+            print(f"  {rank}: {text} {result['said'].get(rank, '')}", flush=True)
+    return number, kind, program.size, result
+
+
+def table(rows: list[tuple[int, str, int, dict[str, Any]]]) -> None:
+    """Print the counts of each kind."""
+    print("| fault | runs | hangs | silent | named | exactly | p50 s | p99 s | worst s |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for kind in KINDS:
+        results = [result for _, other, _, result in rows if other == kind]
+        if not results:
+            continue
+        if kind == "stride":
+            right = sum(result["right"] for result in results)
+            print(f"| stride (no fault: right) | {len(results)} | {_sum(results, 'hang')} | "
+                  f"{len(results) - right} wrong | | | | | |")  # fmt: skip
+            continue
+        seconds = sorted(result["seconds"] for result in results)
+        p99 = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
+        print(f"| {kind} | {len(results)} | {_sum(results, 'hang')} | {_sum(results, 'silent')} | "
+              f"{_sum(results, 'named')} | {_sum(results, 'exact')} | "
+              f"{statistics.median(seconds):.2f} | {p99:.2f} | {seconds[-1]:.2f} |")  # fmt: skip
+    print(Counter(size for _, _, size, _ in rows))
+
+
+def _sum(results: list[dict[str, Any]], name: str) -> int:
+    return sum(bool(result[name]) for result in results)
+
+
+def healthy(seed: int, count: int) -> int:
+    """Run programs without a fault; return how many raised, hung or were wrong."""
+    bad = 0
+    for number in range(count):
+        result = run(make_program(seed * 1_000_003 + number, None, steps=40))
+        if not result["right"]:
+            bad += 1
+            print(number, result, flush=True)
+    return bad
+
+
+def main() -> None:
+    """Run what the arguments say."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--count", type=int, default=340)
+    parser.add_argument("--only", type=int)
+    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--healthy", type=int)
+    options = parser.parse_args()
+    if options.healthy is not None:
+        print(
+            f"{healthy(options.seed, options.healthy)} of {options.healthy} healthy runs went bad"
+        )
+    elif options.only is not None:
+        one(options.seed, options.only, show=True)
+    else:
+        table(campaign(options.seed, options.count, options.show))
+
+
+if __name__ == "__main__":
+    main()

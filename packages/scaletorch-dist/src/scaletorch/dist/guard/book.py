@@ -1,0 +1,89 @@
+"""Writing down what the ranks tell, message by message."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .facts import Channel, Entry, Picture, Report, Wait, entry_from_list
+from .ledger import tails
+from .mismatch import drop_agreed
+
+REMEMBERED = 64  # marks, and ends of steps, of a rank that nobody has compared with yet
+AGAIN = 1.0  # s after which a question that was not answered is put again
+
+Message = dict[str, Any]
+
+
+class Book:
+    """What is known of all ranks.
+
+    Attributes:
+        picture: all of it.
+    """
+
+    def __init__(self, size: int, *, warn: float, patience: float) -> None:
+        self.picture = Picture({r: Report(r) for r in range(size)}, {}, warn, patience)
+        self._asked: dict[int, tuple[int, float]] = {}  # rank → question under way, since when
+        self._question = 0
+
+    def question(self, rank: int, now: float, *, afresh: bool = False) -> int | None:
+        """Return the number of a new question to a rank; None while one is under way."""
+        if rank in self._asked and now - self._asked[rank][1] < AGAIN and not afresh:
+            return None
+        self._question += 1
+        self._asked[rank] = self._question, now
+        return self._question
+
+    def lose(
+        self, rank: int, what: str, left: dict[str, dict[int, Entry]] | None, now: float
+    ) -> None:
+        """Write down a death, and the ledger's tails that the dead has left."""
+        report = self.picture.reports[rank]
+        report.end, report.ended, report.what = "death", now, what
+        report.tails = left
+
+    def take(self, rank: int, message: Message, now: float) -> None:
+        """Write down what a rank tells."""
+        report = self.picture.reports[rank]
+        report.heard = now
+        kind = message["is"]
+        if "counts" in message:
+            self._take_lease(report, message, now)
+        if "tail" in message:
+            report.tails = tails([entry_from_list(values) for values in message["tail"]])
+        if kind == "answer":
+            report.stack = message["stack"]
+            if self._asked.get(rank, (0, 0.0))[0] == message["number"]:
+                report.asked = self._asked.pop(rank)[1]
+        elif kind == "raised" and report.alive:
+            report.end, report.ended, report.what = "exception", now, message["what"]
+        elif kind == "bye" and report.alive:
+            report.end, report.ended = "finished", now
+        elif kind in ("stopped", "running"):
+            for other in map(self.picture.reports.__getitem__, message["ranks"]):
+                begun = now if other.stopped is None else other.stopped
+                other.stopped = begun if kind == "stopped" else None
+
+    def _take_lease(self, report: Report, message: Message, now: float) -> None:
+        for key, (label, members, is_message) in message["channels"].items():
+            self.picture.channels.setdefault(key, Channel(label, tuple(members), is_message))
+        report.counts |= message["counts"]
+        for key, marks in message["marks"].items():
+            own = report.marks.setdefault(key, {})
+            own |= {count: rolling for count, rolling in marks}
+            _forget(own, REMEMBERED)
+        for step, states in message["steps"]:
+            report.step = step
+            report.steps |= {(step, key): (count, roll) for key, count, roll in states}
+        _forget(report.steps, REMEMBERED * max(1, len(self.picture.channels)))
+        report.waits = [Wait(*values) for values in message["waits"]]
+        report.since = {w.number: report.since.get(w.number, now) for w in report.waits}
+        report.free, report.foreign = message["free"], message["foreign"]
+        if message["marks"] or message["steps"]:
+            drop_agreed(self.picture)
+
+
+def _forget(known: dict[Any, Any], limit: int) -> None:
+    """Forget the oldest."""
+    for key in list(known)[: max(0, len(known) - limit)]:
+        del known[key]

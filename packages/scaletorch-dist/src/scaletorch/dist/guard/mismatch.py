@@ -1,0 +1,199 @@
+"""Finding the first call that the members of a channel did not make alike."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import TypeVar
+
+from .facts import Channel, Entry, Fault, Need, Picture, Report, Wait
+
+T = TypeVar("T")
+
+SETTLE = 1.0  # s that a member gets to come to a call that others already make differently
+
+
+def find_mismatch(picture: Picture, now: float) -> Fault | None:
+    """Return the first difference among the tails that are known."""
+    found: list[tuple[float, Fault]] = []
+    for key, channel in picture.channels.items():
+        entries = _differing(key, channel, picture)
+        if entries and _settled(key, channel, entries, picture, now):
+            fault = _fault(key, channel, entries, picture)
+            found.append((min(entry.time for entry in entries.values()), fault))
+    return min(found, key=lambda item: item[0])[1] if found else None
+
+
+def _differing(key: str, channel: Channel, picture: Picture) -> dict[int, Entry]:
+    """Return each member's entry for the first call that is not the same for all."""
+    tails = {}
+    for rank in channel.members:
+        report = picture.reports.get(rank)
+        if report is not None and report.tails and key in report.tails:
+            tails[rank] = report.tails[key]
+    for seq in sorted({seq for tail in tails.values() for seq in tail}):
+        entries = {rank: tail[seq] for rank, tail in tails.items() if seq in tail}
+        if len({entry.check for entry in entries.values()}) > 1:
+            return entries
+    return {}
+
+
+def _settled(
+    key: str, channel: Channel, entries: dict[int, Entry], picture: Picture, now: float
+) -> bool:
+    """Tell whether all members that may yet come to a call have done so."""
+    missing = [picture.reports[rank] for rank in channel.members if rank not in entries]
+    if not any(report.alive and not report.waits for report in missing):
+        return True
+    seq = next(iter(entries.values())).seq
+    since = [
+        picture.reports[rank].since[wait.number]
+        for rank in entries
+        for wait in picture.reports[rank].waits
+        if (wait.channel, wait.seq) == (key, seq)
+    ]
+    return not since or now - min(since) > SETTLE
+
+
+def _fault(key: str, channel: Channel, entries: dict[int, Entry], picture: Picture) -> Fault:
+    own = [entry.check for entry in entries.values()]
+    usual = most_common(own)
+    if usual is None:  # what do ranks of sibling groups, such as another tp, call there?
+        usual = most_common(
+            own + _siblings(key, channel, next(iter(entries.values())).seq, picture)
+        )
+        usual = usual if usual in own else None
+    guilty = tuple(rank for rank, entry in entries.items() if entry.check != usual)
+    number = next(iter(entries.values())).seq + 1
+    if usual is None:
+        said = "; ".join(_says(picture.reports[rank], entries[rank]) for rank in guilty)
+        return Fault(
+            "mismatch", guilty, f"call {number} in {channel.label} is not the same: {said}"
+        )
+    rank, other = guilty[0], next(r for r, entry in entries.items() if entry.check == usual)
+    headline = (
+        f"{_says(picture.reports[rank], entries[rank])}, as call {number} in {channel.label}, "
+        f"where {_says(picture.reports[other], entries[other])}"
+    )
+    return Fault("mismatch", guilty, headline)
+
+
+def _siblings(key: str, channel: Channel, seq: int, picture: Picture) -> list[int]:
+    return [
+        report.tails[other][seq].check
+        for other, sibling in picture.channels.items()
+        if other != key and sibling.label == channel.label
+        for report in map(picture.reports.__getitem__, sibling.members)
+        if report.tails and seq in report.tails.get(other, {})
+    ]
+
+
+def _says(report: Report, entry: Entry) -> str:
+    return f"{report.label} calls {entry.text} at {entry.site}"
+
+
+def as_others(picture: Picture, rank: int, wait: Wait) -> bool:
+    """Tell whether a rank came to a collective after the same calls as most, in all its groups.
+
+    Groups of one name, such as each rank's own tp, count as one.
+    """
+    label = picture.channels[wait.channel].label
+    before = {
+        other: _made_before(picture, other, key, wait.seq)
+        for key, channel in picture.channels.items()
+        if channel.label == label and not channel.message
+        for other in channel.members
+        if wait.seq in (picture.reports[other].tails or {}).get(key, {})
+    }
+    usual = most_common(list(before.values())) if len(before) > 1 else None
+    return rank in before and before[rank] == usual
+
+
+def _made_before(picture: Picture, rank: int, key: str, seq: int) -> tuple[tuple[str, int], ...]:
+    """Return how many collectives a rank had made by each name of a group before a call."""
+    made = picture.reports[rank].tails or {}
+    time = made[key][seq].time
+    counts: Counter[str] = Counter()
+    for other, tail in made.items():
+        channel = picture.channels.get(other)
+        if channel is not None and not channel.message:
+            counts[channel.label] += max(
+                (s + 1 for s, e in tail.items() if e.time < time), default=0
+            )
+    return tuple(sorted(counts.items()))
+
+
+def most_common(values: Sequence[T]) -> T | None:
+    """Return the value that most have; None where there are two such."""
+    ordered = Counter(values).most_common(2)
+    if len(ordered) > 1 and ordered[0][1] == ordered[1][1]:
+        return None
+    return ordered[0][0]
+
+
+def drop_agreed(picture: Picture) -> None:
+    """Forget the checksums that all members have told alike: there may be very many."""
+    for key, channel in picture.channels.items():
+        members = [picture.reports[rank] for rank in channel.members]
+        marks = [report.marks.get(key, {}) for report in members]
+        for count in set(marks[0]).intersection(*marks[1:]):
+            if len({mark[count] for mark in marks}) == 1:
+                for mark in marks:
+                    del mark[count]
+        steps = [report.steps for report in members]
+        for step in [step for step in steps[0] if step[1] == key]:
+            said = {own.get(step) for own in steps}
+            if len(said) == 1:
+                for own in steps:
+                    del own[step]
+
+
+def find_disagreement(picture: Picture) -> Fault | Need | None:
+    """Compare the checksums that ranks told; ask for the entries where they differ."""
+    for key, channel in picture.channels.items():
+        members = [picture.reports[rank] for rank in channel.members if rank in picture.reports]
+        for what, said in _sums(key, members):
+            if len(set(said.values())) < 2:
+                continue
+            stale = tuple(r.rank for r in members if r.alive and not _covers(r, key, said))
+            if stale:
+                return Need(stale)
+            return _disagreement(channel, what, said, picture)
+    return None
+
+
+def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[int, int]]]]:
+    """Return what ranks said of the same calls of a channel, and of the same steps."""
+    at_count: dict[int, dict[int, tuple[int, int]]] = {}
+    at_step: dict[int, dict[int, tuple[int, int]]] = {}
+    for report in members:
+        for count, rolling in report.marks.get(key, {}).items():
+            at_count.setdefault(count, {})[report.rank] = (count, rolling)
+        for (step, channel), state in report.steps.items():
+            if channel == key:
+                at_step.setdefault(step, {})[report.rank] = state
+    sums = [(f"up to call {count}", said) for count, said in sorted(at_count.items())]
+    sums += [(f"by the end of step {step}", said) for step, said in sorted(at_step.items())]
+    return sums
+
+
+def _covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
+    """Tell whether a rank's tail goes up to what it has said."""
+    if report.rank not in said or not said[report.rank][0]:
+        return True
+    tail = (report.tails or {}).get(key)
+    return bool(tail) and max(tail or ()) >= said[report.rank][0] - 1
+
+
+def _disagreement(
+    channel: Channel, what: str, said: dict[int, tuple[int, int]], picture: Picture
+) -> Fault:
+    """Say who differs, where the calls themselves are too old to be seen, or missing."""
+    usual = most_common(list(said.values()))
+    guilty = tuple(rank for rank, state in said.items() if state != usual)
+    counts = ", ".join(
+        f"{picture.reports[rank].label} has made {count}" for rank, (count, _) in said.items()
+    )
+    if len({count for count, _ in said.values()}) == 1:
+        counts = f"{', '.join(picture.reports[rank].label for rank in guilty)} made other calls"
+    return Fault("mismatch", guilty, f"calls differ in {channel.label} {what}: {counts}")

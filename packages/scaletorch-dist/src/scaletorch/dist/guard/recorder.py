@@ -1,0 +1,278 @@
+"""What this process does: every call goes into the ledger, every wait is known while it lasts."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+from zlib import crc32
+
+import torch.distributed as c10d
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..collectives.checks import describe
+from ..info import get_rank
+from .facts import Channel
+from .ledger import DONE, ISSUED, WAITING, Ledger
+from .sites import call_site
+
+MARK = 16  # every so many calls of a channel its checksum is kept, to be compared
+KEPT = 64  # marks, and ends of steps, that are kept
+KNOWN = 4096  # descriptions of calls that are kept
+
+_ident = threading.get_ident
+_wall, _clock = time.time, time.monotonic
+
+
+class Note(NamedTuple):
+    """A call that has been noted."""
+
+    track: Track
+    seq: int
+    place: int
+
+
+class Track:
+    """How far this rank is in one channel."""
+
+    __slots__ = ("channel", "count", "key", "marks", "number", "owner", "rolling")
+
+    def __init__(self, key: str, channel: Channel, number: int) -> None:
+        self.key = key
+        self.channel = channel
+        self.number = number
+        self.count = 0
+        self.rolling = 0
+        self.marks: deque[tuple[int, int]] = deque(maxlen=KEPT)
+        self.owner: int | None = None  # the one thread that calls; 0 for several
+
+
+class Handle:
+    """A backend's handle whose wait is known, and ends when there is a fault."""
+
+    __slots__ = ("_handle", "_note", "_recorder")
+
+    def __init__(self, handle: Any, note: Note | None, recorder: Recorder) -> None:
+        self._handle = handle
+        self._note = note
+        self._recorder = recorder
+
+    def wait(self) -> None:
+        """Wait for it."""
+        self._recorder.waiting(self._note, self._handle.wait)
+
+    def is_completed(self) -> bool:
+        """Tell whether it is done."""
+        done: bool = self._handle.is_completed()
+        return done
+
+
+class Recorder:
+    """The guard that the collectives tell of their calls.
+
+    Args:
+        ledger: where they are written.
+        explain: takes the error of a call and returns that to raise; it may wait for a verdict.
+        check: raises where there is a fault already.
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        explain: Callable[[Exception], BaseException],
+        check: Callable[[], None],
+    ) -> None:
+        self.ledger = ledger
+        self._explain, self._check = explain, check
+        self._lock = threading.Lock()
+        self._groups: WeakKeyDictionary[ProcessGroup, tuple[Track, int]] = WeakKeyDictionary()
+        self._paths: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int, bool], Track]]
+        self._paths = WeakKeyDictionary()
+        self._texts: dict[Any, tuple[int, bytes]] = {}
+        self._last: dict[int, Note] = {}  # thread → its last call
+        self.tracks: dict[str, Track] = {}
+        self.waits: dict[int, tuple[int, Note, float]] = {}  # thread → its wait
+        self.steps: deque[tuple[int, list[tuple[str, int, int]]]] = deque(maxlen=KEPT)
+        self._waits = itertools.count(1)
+
+    def record(self, group: ProcessGroup, call: str, facts: Sequence[Any]) -> Note:
+        """Note a collective that this thread is about to make."""
+        self._check()
+        found = self._groups.get(group)
+        track, size = found if found is not None else self._new_group(group)
+        key = (call, size, *map(_key, facts))
+        try:
+            check, text = self._texts[key]
+        except (KeyError, TypeError):
+            check, text = self._describe(key, size, call, facts)
+        return self._write(track, check, text)
+
+    def record_message(
+        self, group: ProcessGroup, data: Tensor, peer: int, tag: int, sends: bool
+    ) -> Note:
+        """Note one end of a message; of its shape the number of elements counts."""
+        self._check()
+        path = (peer, tag, sends)
+        try:
+            track = self._paths[group][path]
+        except KeyError:
+            track = self._new_path(group, *path)
+        key = (data.dtype, data.shape, sends, peer)
+        try:
+            check, text = self._texts[key]
+        except KeyError:
+            what = describe("", data)[1:-1]
+            alike = f"{data.dtype} {data.numel()}"
+            way = f"send({what}) to" if sends else f"recv({what}) from"
+            check, text = self._keep(key, alike, f"{way} rank {peer}")
+        return self._write(track, check, text)
+
+    def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Make the backend's call for the last thing that this thread has noted."""
+        note = self._last.get(_ident())
+        handle = self.waiting(note, call, *args, **options)
+        return None if handle is None else Handle(handle, note, self)
+
+    def run_noted(
+        self, notes: Sequence[Any], call: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        """Make the backend's call for these notes."""
+        handles = self.waiting(notes[0], call, *args, **options)
+        if not isinstance(handles, list):
+            return Handle(handles, notes[0], self)
+        if len(handles) != len(notes):  # a batch that is one to the backend
+            notes = [notes[0]] * len(handles)
+        return [Handle(handle, note, self) for handle, note in zip(handles, notes, strict=True)]
+
+    def waiting(
+        self, note: Note | None, call: Callable[..., Any], *args: Any, **options: Any
+    ) -> Any:
+        """Make a call that may wait, and let everybody know for what."""
+        if note is None:
+            return call(*args, **options)
+        thread = _ident()
+        before = self.waits.get(thread)
+        self.waits[thread] = (next(self._waits), note, _clock())
+        self.ledger.set_state(note.place, WAITING)
+        try:
+            result = call(*args, **options)
+        except RuntimeError as error:
+            explained = self._explain(error)
+            if explained is error:
+                raise
+            raise explained from error
+        finally:
+            if before is None:
+                del self.waits[thread]
+            else:
+                self.waits[thread] = before
+        done = result is None or result is True
+        self.ledger.set_state(note.place, DONE if done else ISSUED)
+        return result
+
+    def end_step(self, number: int) -> None:
+        """Keep what this thread's collectives come to at the end of a step."""
+        thread = _ident()
+        state = [
+            (track.key, track.count, track.rolling)
+            for track in list(self.tracks.values())
+            if track.owner == thread and not track.channel.message
+        ]
+        self.steps.append((number, state))
+
+    def free_threads(self) -> tuple[int, bool]:
+        """Return how many threads that call do not wait, and whether others might call."""
+        living = set(sys._current_frames())
+        callers = living & set(self._last)
+        waiting = set(self.waits)
+        others = [
+            thread
+            for thread in threading.enumerate()
+            if not thread.daemon and thread.ident not in self._last
+        ]
+        main = threading.main_thread().ident
+        return len(callers - waiting), any(thread.ident != main for thread in others)
+
+    def _write(self, track: Track, check: int, text: bytes) -> Note:
+        thread = _ident()
+        site = call_site()
+        with self._lock:
+            seq = track.count
+            track.count = seq + 1
+            track.rolling = rolling = (track.rolling * 1000003 ^ check) & 0xFFFFFFFFFFFFF
+            index = self.ledger.write(track.number, seq, check, text, site, _wall())
+            if not (seq + 1) % MARK:
+                track.marks.append((seq + 1, rolling))
+            if track.owner != thread:
+                track.owner = thread if track.owner is None else 0
+        note = self._last[thread] = Note(track, seq, index)
+        return note
+
+    def _describe(self, key: Any, size: int, call: str, facts: Sequence[Any]) -> tuple[int, bytes]:
+        text = describe(call, *facts)
+        strides = [list(fact.stride()) for fact in facts if _strided(fact)]
+        shown = f"{text} strides {', '.join(map(str, strides))}" if strides else text
+        return self._keep(key, f"{text} {size}", shown)
+
+    def _keep(self, key: Any, alike: str, text: str) -> tuple[int, bytes]:
+        data = text.encode(errors="backslashreplace")
+        if len(data) > 140:
+            data = data[:136] + " …".encode()
+        found = crc32(alike.encode(errors="backslashreplace")), data
+        try:
+            hash(key)
+        except TypeError:
+            return found
+        if len(self._texts) >= KNOWN:
+            self._texts.clear()
+        self._texts[key] = found
+        return found
+
+    def _new_group(self, group: ProcessGroup) -> tuple[Track, int]:
+        ranks = tuple(c10d.get_process_group_ranks(group))
+        track = self._new_track(group.group_name, Channel(group_label(group), ranks))
+        self._groups[group] = track, len(ranks)
+        return track, len(ranks)
+
+    def _new_path(self, group: ProcessGroup, peer: int, tag: int, sends: bool) -> Track:
+        src, dst = (get_rank(), peer) if sends else (peer, get_rank())
+        tagged = f" (tag {tag})" if tag else ""
+        label = f"messages from rank {src} to rank {dst} in {group_label(group)}{tagged}"
+        key = f"{group.group_name}:{src}>{dst}:{tag}"
+        track = self._new_track(key, Channel(label, (src, dst), True))
+        self._paths.setdefault(group, {})[peer, tag, sends] = track
+        return track
+
+    def _new_track(self, key: str, channel: Channel) -> Track:
+        with self._lock:
+            track = self.tracks.get(key)
+            if track is None:
+                track = Track(key, channel, self.ledger.add_channel(key, channel))
+                self.tracks[key] = track
+        return track
+
+
+def group_label(group: ProcessGroup) -> str:
+    """Return a group's name for people: ``tp`` for what was described as ``scaletorch_tp``."""
+    name = (group.group_desc or "").removeprefix("scaletorch_")
+    if name in ("", "undefined"):
+        name = f"group {group.group_name}"
+    return "the default group" if name == "default_pg" else name
+
+
+def _key(fact: Any) -> Any:
+    if isinstance(fact, Tensor):
+        return fact.dtype, fact.shape, fact.stride()
+    if isinstance(fact, (list, tuple)):
+        return tuple(map(_key, fact))
+    return type(fact), fact
+
+
+def _strided(fact: Any) -> bool:
+    return isinstance(fact, Tensor) and not fact.is_contiguous()

@@ -1,0 +1,32 @@
+"""The line of the user's program that made a call."""
+
+from __future__ import annotations
+
+import sys
+from types import CodeType, FrameType
+
+_PACKAGE = __name__.rpartition(".dist.")[0] + "."  # this library, also where it is vendored
+_SKIPPED = (_PACKAGE, "torch.", "contextlib", "functools")
+
+_inside: dict[CodeType, bool] = {}
+_sites: dict[tuple[CodeType, int], bytes] = {}
+
+
+def call_site() -> bytes:
+    """Return ``file.py:33 in function`` of the first frame outside this library and torch."""
+    frame: FrameType = sys._getframe(1)
+    while True:
+        code = frame.f_code
+        inside = _inside.get(code)
+        if inside is None:
+            inside = _inside[code] = frame.f_globals.get("__name__", "").startswith(_SKIPPED)
+        outer = frame.f_back
+        if not inside or outer is None:
+            break
+        frame = outer
+    key = (code, frame.f_lasti)
+    site = _sites.get(key)
+    if site is None:
+        file = "/".join(code.co_filename.rsplit("/", 2)[-2:])[-40:]
+        site = _sites[key] = f"{file}:{frame.f_lineno} in {code.co_name}".encode()[:72]
+    return site
