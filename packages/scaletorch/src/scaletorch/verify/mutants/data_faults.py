@@ -73,13 +73,12 @@ def later_products_replace_earlier(add_product: Any) -> Any:
 
 @fault("buckets.slot:Slot.take", layout="2x1x1x1")
 def unused_parameter_keeps_old_gradient(take: Any) -> Any:
-    """What a rank did not use travels as what the buffer held in the step before."""
+    """What a rank did not use travels as whatever its memory held."""
 
     def dirty(self: Any, part: Tensor) -> bool:
-        before = part.clone()
         local: bool = take(self, part)
         if not local:
-            part.copy_(before)
+            part.fill_(1)
         return local
 
     return dirty
@@ -108,7 +107,7 @@ def first_rank_left_out(reduce_scatter_flat: Any) -> Any:
     return late
 
 
-@fault("sharding.bucket:all_gather_flat", layout="2x1x1x1", data_parallel="zero1")
+@fault("buckets.reduction:all_gather_flat", layout="2x1x1x1", data_parallel="zero1")
 def updated_parameters_not_fetched(all_gather_flat: Any) -> Any:
     """Parameters that other ranks have updated stay as they were."""
     return lambda *_, **__: Work((), lambda: None)
