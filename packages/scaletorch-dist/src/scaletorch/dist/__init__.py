@@ -5,6 +5,7 @@ from torch.distributed import ReduceOp
 from ._version import __version__
 from .collectives.barrier import barrier
 from .collectives.checks import check_collectives
+from .collectives.hierarchy import use_hierarchy
 from .data_devices import cast_data_device, get_data_device
 from .devices import get_comm_device
 from .dist import (
@@ -115,4 +116,5 @@ __all__ = [
     "scatter",
     "send",
     "sync_random_seed",
+    "use_hierarchy",
 ]

@@ -43,7 +43,7 @@ def _local_place(group: ProcessGroup | None) -> tuple[int, int]:
     place = _place_by_launcher() if group is None else None
     if place is not None:
         return place
-    nodes = _group_nodes(group)
+    nodes = nodes_of(group)
     neighbours = [other for other, node in enumerate(nodes) if node == nodes[rank]]
     return neighbours.index(rank), len(neighbours)
 
@@ -61,7 +61,7 @@ def _place_by_launcher() -> tuple[int, int] | None:
     return placement.local_rank, placement.local_size
 
 
-def _group_nodes(group: ProcessGroup | None) -> list[bytes]:
+def nodes_of(group: ProcessGroup | None) -> list[bytes]:
     """A digest of each rank's node, in group order; gathered on the first call."""
     key = c10d.group.WORLD if group is None else group
     if key is None:
@@ -133,7 +133,7 @@ def _all_nodes(node_rank: int | None, per_node: int | None) -> list[list[int]]:
     rank, world_size = get_rank(), get_world_size()
     if node_rank is None and per_node is None:
         members: dict[bytes, list[int]] = {}
-        for other, node in enumerate(_group_nodes(None)):
+        for other, node in enumerate(nodes_of(None)):
             members.setdefault(node, []).append(other)
         return list(members.values())
     if node_rank is None or per_node is None:

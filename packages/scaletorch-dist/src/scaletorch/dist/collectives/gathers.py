@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 from ..errors import InvalidArgumentError
 from .arguments import check_list, check_member, check_target, check_tensor
 from .checks import checking, compare, tells_failure
+from .hierarchy import hierarchy_of
 from .raw import all_gather_single, movable, on_wire, process_group, raw_gather, route
 from .work import Work, settled
 
@@ -103,6 +104,9 @@ def _all_gather_into(
 
 def _start(data: Tensor, members: ProcessGroup, async_op: bool) -> tuple[Tensor, Tensor, Any]:
     own = on_wire(data, members)
+    levels = hierarchy_of(members, async_op)
+    if levels:
+        return own, levels.all_gather(own), None
     rows = own.new_empty((members.size(), *own.shape))
     handle = all_gather_single(movable(rows).view(-1), movable(own).view(-1), members, async_op)
     return own, rows, handle

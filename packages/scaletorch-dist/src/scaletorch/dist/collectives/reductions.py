@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from .arguments import check_list, check_member, check_target
 from .checks import checking, compare, tells_failure
+from .hierarchy import hierarchy_of
 from .ops import Op
 from .parts import reduce_parts
 from .raw import (
@@ -68,7 +69,12 @@ def all_reduce(
     buffer = recipe.pack(on_wire(data, members))
     if recipe.run in route(buffer, members).lacks:
         return _reduce_gathered(data.detach(), buffer, recipe, members, async_op)
-    handle = raw_all_reduce(buffer, recipe.raw, members, async_op)
+    levels = hierarchy_of(members, async_op)
+    handle = None
+    if levels:
+        levels.all_reduce(buffer, recipe)
+    else:
+        handle = raw_all_reduce(buffer, recipe.raw, members, async_op)
     if recipe.plain and buffer.data_ptr() == data.data_ptr():
         return Work((handle,), partial(_hold, buffer)) if async_op else None
     finish = partial(_unpack, data.detach(), buffer, recipe, size)
@@ -175,7 +181,12 @@ def reduce_scatter(
     if members is None or size == 1:
         output.detach().copy_(input_list[0].detach())
         return settled((), nothing, async_op)
-    flat = torch.cat([on_wire(entry, members).view(-1) for entry in input_list])
+    entries = [on_wire(entry, members).view(-1) for entry in input_list]
+    levels = hierarchy_of(members, async_op)
+    if levels:
+        _unpack(output.detach(), levels.reduce_scatter(entries, recipe), recipe, size)
+        return None
+    flat = torch.cat(entries)
     if flat.numel() == 0:
         return settled((), nothing, async_op)
     counts = [entry.numel() for entry in input_list]
