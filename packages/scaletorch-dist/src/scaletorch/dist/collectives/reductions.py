@@ -14,7 +14,7 @@ from torch.distributed import ProcessGroup
 from .arguments import check_list, check_member, check_target
 from .checks import checking, compare, tells_failure
 from .ops import Op
-from .parts import reduce_parts
+from .parts import as_one, reduce_parts
 from .raw import (
     all_gather_single,
     movable,
@@ -174,7 +174,7 @@ def reduce_scatter(
     if members is None or size == 1:
         output.detach().copy_(input_list[0].detach())
         return settled((), nothing, async_op)
-    flat = torch.cat([on_wire(entry, members).view(-1) for entry in input_list])
+    flat = as_one([on_wire(entry, members).view(-1) for entry in input_list])
     if flat.numel() == 0:
         return settled((), nothing, async_op)
     counts = [entry.numel() for entry in input_list]
