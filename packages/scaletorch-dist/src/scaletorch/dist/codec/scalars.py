@@ -32,7 +32,8 @@ def write_bools(out: Writer, items: list[bool]) -> None:
 
 def read_bools(data: Reader, count: int) -> list[bool]:
     """Read what `write_bools` wrote."""
-    values: list[bool] = data.take(count).cast("?").tolist()
+    flags: Any = data.take(count).cast("?")  # a byte that is neither 0 nor 1 is True
+    values: list[bool] = flags.tolist()
     return values
 
 
