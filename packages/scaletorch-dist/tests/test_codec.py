@@ -9,6 +9,7 @@ import random
 import struct
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -72,6 +73,7 @@ PLAIN = [
     *(torch.Size([]), torch.Size([2, 3]), torch.float32, torch.bfloat16, torch.quint8),
     *(torch.device("cpu"), torch.device("cuda", 1), torch.device("meta")),
     datetime.date(2000, 2, 29),
+    *(Path("/a/b c"), Path(), [Path("a"), Path("b")]),
     datetime.datetime(1999, 12, 31, 23, 59, 59, 999999, fold=1),
     *(datetime.timedelta(-1, 3, 7), datetime.timedelta.max),
     *(np.float32(1.5), np.int64(-1), np.bool_(True), np.uint8(255), np.complex64(1j)),

@@ -220,7 +220,7 @@ def gather_uneven(sizes, pickled):
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.skipif(free_memory() < 14 << 30, reason="needs 14 GiB of free memory")
+@pytest.mark.skipif(free_memory() < 16 << 30, reason="needs 16 GiB of free memory")
 def test_more_than_two_gibibytes():
     run_ranks(send_much, 2, timeout=500)
 

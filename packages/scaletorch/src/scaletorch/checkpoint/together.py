@@ -26,15 +26,17 @@ def on_first_rank(task: Callable[[], T], group: ProcessGroup | None) -> T:
     Raises:
         CheckpointError: On every rank, where rank 0 fails.
     """
-    answer: list[tuple[T | None, Failure | None]] = [(None, None)]
+    answer: list[tuple[T | None, tuple[str, bool] | None]] = [(None, None)]
     if is_main_process():
         try:
             answer = [(task(), None)]
         except Exception as error:  # of whatever kind: the others must know
-            answer = [(None, _describe(error))]
+            failure = _describe(error)
+            answer = [(None, (failure.text, failure.damaged))]
     broadcast_object_list(answer, 0, group)
-    value, failure = answer[0]
-    if failure is not None:
+    value, told = answer[0]
+    if told is not None:
+        failure = Failure(*told)
         raise (DamagedCheckpointError if failure.damaged else CheckpointError)(failure.text)
     return value  # type: ignore[return-value]
 
@@ -51,8 +53,9 @@ def all_or_none(what: str, task: Callable[[], T], group: ProcessGroup | None) ->
         result = task()
     except Exception as error:  # of whatever kind: the others must know
         failed = error
-    reports = all_gather_object(None if failed is None else _describe(failed), group)
-    failures = {rank: report for rank, report in enumerate(reports) if report is not None}
+    told = None if failed is None else tuple(_describe(failed))  # a plain tuple needs no pickle
+    reports = all_gather_object(told, group)
+    failures = {rank: Failure(*report) for rank, report in enumerate(reports) if report}
     if not failures:
         return result  # type: ignore[return-value]
     if failed is not None and not isinstance(failed, CheckpointError | OSError):

@@ -1,8 +1,9 @@
 """A closed binary form of plain Python objects: what it does not know, it does not take.
 
 Plain are None, bools, ints of any size, floats, complex numbers, strings, bytes and bytearrays,
-lists, tuples, dicts, sets, frozen sets, slices, ranges, dates without a time zone, tensors, dtypes,
-devices and shapes, and numpy's arrays and numbers: of exactly these types, a subclass is another.
+lists, tuples, dicts, sets, frozen sets, slices, ranges, dates without a time zone, paths, tensors,
+dtypes, devices and shapes, and numpy's arrays and numbers: of exactly these types, a subclass is
+another.
 Reading makes nothing else, calls nothing by a name it has read, and answers bytes that it did not
 write with an error.
 """

@@ -1,8 +1,9 @@
-"""Types whose objects are made from a few plain values: slices, sizes, dtypes, dates."""
+"""Types whose objects are made from a few plain values: slices, sizes, dtypes, dates, paths."""
 
 from __future__ import annotations
 
 import datetime
+import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -67,6 +68,10 @@ def _time(time: datetime.datetime) -> tuple[Any, ...]:
     return (*time.timetuple()[:6], time.microsecond, time.fold)
 
 
+def _text(path: pathlib.PurePath) -> tuple[str]:
+    return (str(path),)
+
+
 def _make_time(*parts: int) -> datetime.datetime:
     *parts_without_fold, fold = parts
     return datetime.datetime(*parts_without_fold, fold=fold)  # type: ignore[arg-type]
@@ -81,4 +86,5 @@ MADE = (
     Made(datetime.date, _day, datetime.date.fromordinal),
     Made(datetime.timedelta, _span, datetime.timedelta),
     Made(datetime.datetime, _time, _make_time),
+    Made(type(pathlib.Path()), _text, pathlib.Path),  # of this system's kind
 )

@@ -9,7 +9,6 @@ from typing import Any
 
 from .stream import MalformedError, Read, Reader, Write, Writer
 
-_BOOLS = (False, True)
 _SAMPLE = 1000  # strings that are looked at for repetitions
 _SHORT = 1024  # bytes on average, up to which all are read at once and then cut
 _LONG = 64  # characters on average, from which all are
@@ -33,7 +32,9 @@ def write_bools(out: Writer, items: list[bool]) -> None:
 
 def read_bools(data: Reader, count: int) -> list[bool]:
     """Read what `write_bools` wrote."""
-    return list(map(_BOOLS.__getitem__, bytes(data.take(count))))
+    flags: Any = data.take(count).cast("?")  # a byte that is neither 0 nor 1 is True
+    values: list[bool] = flags.tolist()
+    return values
 
 
 def write_ints(out: Writer, items: list[int]) -> None:

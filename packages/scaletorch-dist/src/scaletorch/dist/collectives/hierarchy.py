@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup
 from ..info import get_timeout
 from ..local import nodes_of
 from .flat import all_gather_flat
-from .parts import reduce_parts
+from .parts import as_one, reduce_parts
 from .raw import all_gather_single, movable, process_group, raw_all_reduce, route
 from .recipes import Recipe, recipe_for
 
@@ -71,7 +71,7 @@ class Hierarchy:
         """
         by_place = [[entries[rank] for rank in ranks] for ranks in self.order]
         counts = [sum(entry.numel() for entry in column) for column in by_place]
-        joined = torch.cat([entry for column in by_place for entry in column])
+        joined = as_one([entry for column in by_place for entry in column])
         inside, _ = reduce_parts(joined, counts, recipe, self.node)
         mine = inside()
         alike = recipe_for(recipe.run, mine.dtype)

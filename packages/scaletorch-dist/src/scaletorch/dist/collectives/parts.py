@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -40,6 +41,22 @@ def exchange_parts(
         async_op,
     )
     return received, handle
+
+
+def as_one(parts: Sequence[Tensor]) -> Tensor:
+    """Return flat contiguous tensors of one dtype joined, to be read only.
+
+    Nothing is copied where they lie one after another in one memory, as the chunks of a tensor do.
+    """
+    filled = [part for part in parts if part.numel()]
+    if not filled:
+        return parts[0]
+    memory, end = filled[0].untyped_storage().data_ptr(), filled[0].data_ptr()
+    for part in filled:
+        if part.data_ptr() != end or part.untyped_storage().data_ptr() != memory:
+            return torch.cat(filled)
+        end += part.nbytes
+    return filled[0].as_strided((sum(part.numel() for part in filled),), (1,))
 
 
 def reduce_parts(

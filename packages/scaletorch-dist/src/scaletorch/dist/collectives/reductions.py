@@ -14,7 +14,7 @@ from .arguments import check_list, check_member, check_target
 from .checks import checking, compare, tells_failure
 from .hierarchy import hierarchy_of
 from .ops import Op
-from .parts import reduce_parts
+from .parts import as_one, reduce_parts
 from .raw import (
     all_gather_single,
     movable,
@@ -186,7 +186,7 @@ def reduce_scatter(
     if levels:
         _unpack(output.detach(), levels.reduce_scatter(entries, recipe), recipe, size)
         return None
-    flat = torch.cat(entries)
+    flat = as_one(entries)
     if flat.numel() == 0:
         return settled((), nothing, async_op)
     counts = [entry.numel() for entry in input_list]

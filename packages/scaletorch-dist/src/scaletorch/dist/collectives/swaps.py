@@ -14,7 +14,7 @@ from ..errors import InvalidArgumentError, MismatchError
 from ..info import group_ranks
 from .arguments import check_list, check_target, check_tensor
 from .checks import checking, compare, tells_failure
-from .parts import exchange_parts
+from .parts import as_one, exchange_parts
 from .raw import (
     all_to_all_single,
     as_bytes,
@@ -150,7 +150,7 @@ def _all_to_all_lists(
     if checking():
         compare(members, "all_to_all with lists")
         _compare_pairs([part.numel() for part in sent], counts, members)
-    joined = torch.cat(sent)
+    joined = as_one(sent)
     sizes = [part.numel() for part in sent]
     received, handle = exchange_parts(joined, sizes, counts, members, async_op)
     return settled((handle,), partial(_distribute, recv_list, received, counts, joined), async_op)
@@ -175,8 +175,9 @@ def _distribute(
     targets: Sequence[Tensor], received: Tensor, counts: list[int], keep: Tensor
 ) -> None:
     for target, part in zip(targets, received.split(counts), strict=True):
-        # A part may begin anywhere, but a dtype wants its alignment: clone.
-        target.detach().copy_(part.clone().view(target.dtype).view(target.shape))
+        if part.storage_offset() % target.element_size():  # a dtype wants its alignment
+            part = part.clone()
+        target.detach().copy_(part.view(target.dtype).view(target.shape))
 
 
 def _moved(received: Tensor, device: torch.device, keep: Tensor) -> Tensor:
