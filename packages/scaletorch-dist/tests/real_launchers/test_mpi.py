@@ -57,8 +57,7 @@ def test_nodes_with_an_address_need_no_mpi4py(launch, mpirun, programs, free_por
 
 def test_the_example_for_mpirun(launch, mpirun, examples):
     _, command, variables, _ = mpirun
-    path = f"{command[0].parent}:{launch.variables['PATH']}"
-    options = {"MPIRUN_OPTIONS": " ".join(command[1:]), "PATH": path}
-    status, out, err = launch.run([examples / "mpi.sh"], **variables, **options)
+    own = " ".join(map(str, command))
+    status, out, err = launch.run([examples / "mpi.sh"], MPIRUN=own, **variables)
     assert status == 0, err
     assert "mpi: 2 ranks, loss" in out
