@@ -82,3 +82,17 @@ def test_the_example_goes_on_where_it_was(launch, examples):
         status, out, err = launch.run([*command, "--steps", steps])
         assert status == 0, err
     assert "none: 1 ranks, loss" in out
+
+
+@pytest.mark.parametrize(
+    ("absent", "message"),
+    [(1, "in time: rank 1 never came"), (0, "but rank 0 never came to it")],
+    ids=["rank 1", "rank 0"],
+)
+def test_a_rank_that_never_joins_is_named(launch, torchrun, programs, absent, message):
+    command = [*torchrun, "--standalone", "--nproc-per-node=3", programs / "absent.py"]
+    status, _, err = launch.run([*command, launch.folder, absent])
+    assert status == 0, err
+    said = launch.places()
+    assert len(said) == 2
+    assert all(message in text for text in said)
