@@ -17,9 +17,8 @@ def expected(sizes, launcher="slurm"):
     ]
 
 
-@pytest.mark.parametrize("arguments", [[], ["slurm"]], ids=["inferred", "named"])
-def test_srun_on_one_node(launch, slurm, programs, arguments):
-    program = [sys.executable, programs / "place.py", launch.folder, *arguments]
+def test_srun_on_one_node_with_the_launcher_named(launch, slurm, programs):
+    program = [sys.executable, programs / "place.py", launch.folder, "slurm"]
     status, _, err = launch.run(["srun", "-N1", "-n2", *program], **slurm)
     assert status == 0, err
     assert launch.places() == expected([2])
