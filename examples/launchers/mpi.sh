@@ -4,4 +4,4 @@
 set -euo pipefail
 cd "$(dirname "$0")"
 
-mpirun -n "${1:-2}" ${MPIRUN_OPTIONS:-} python train.py "${@:2}"
+${MPIRUN:-mpirun} -n "${1:-2}" python train.py "${@:2}"

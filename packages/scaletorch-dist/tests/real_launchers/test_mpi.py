@@ -7,10 +7,9 @@ import pytest
 LOCAL_SIZE = {"openmpi": "OMPI_COMM_WORLD_LOCAL_SIZE", "mpich": "MPI_LOCALNRANKS"}
 
 
-@pytest.mark.parametrize("arguments", [[], ["mpi"]], ids=["inferred", "named"])
-def test_mpirun_without_mpi4py(launch, mpirun, programs, arguments):
+def test_mpirun_without_mpi4py(launch, mpirun, programs):
     _, command, variables, _ = mpirun
-    program = [sys.executable, programs / "place.py", launch.folder, *arguments]
+    program = [sys.executable, programs / "place.py", launch.folder]
     status, _, err = launch.run([*command, "-n", "2", *program], **variables)
     assert status == 0, err
     assert launch.places() == [f"({rank}, 2, {rank}, 2) 2.0 mpi" for rank in range(2)]
@@ -18,7 +17,7 @@ def test_mpirun_without_mpi4py(launch, mpirun, programs, arguments):
 
 def test_a_shell_between_mpirun_and_each_rank(launch, mpirun, programs):
     _, command, variables, _ = mpirun
-    program = f"{sys.executable} {programs / 'place.py'} {launch.folder}; exit $?"
+    program = f"{sys.executable} {programs / 'place.py'} {launch.folder} mpi; exit $?"
     status, _, err = launch.run([*command, "-n", "2", "sh", "-c", program], **variables)
     assert status == 0, err
     assert launch.places() == [f"({rank}, 2, {rank}, 2) 2.0 mpi" for rank in range(2)]
@@ -55,10 +54,10 @@ def test_nodes_with_an_address_need_no_mpi4py(launch, mpirun, programs, free_por
     assert launch.places() == [f"({rank}, 2, {rank}, 1) 2.0 mpi" for rank in range(2)]
 
 
+@pytest.mark.parametrize("mpirun", ["mpich"], indirect=True)
 def test_the_example_for_mpirun(launch, mpirun, examples):
     _, command, variables, _ = mpirun
-    path = f"{command[0].parent}:{launch.variables['PATH']}"
-    options = {"MPIRUN_OPTIONS": " ".join(command[1:]), "PATH": path}
-    status, out, err = launch.run([examples / "mpi.sh"], **variables, **options)
+    own = " ".join(map(str, command))
+    status, out, err = launch.run([examples / "mpi.sh"], MPIRUN=own, **variables)
     assert status == 0, err
     assert "mpi: 2 ranks, loss" in out

@@ -17,9 +17,8 @@ def expected(sizes, launcher="slurm"):
     ]
 
 
-@pytest.mark.parametrize("arguments", [[], ["slurm"]], ids=["inferred", "named"])
-def test_srun_on_one_node(launch, slurm, programs, arguments):
-    program = [sys.executable, programs / "place.py", launch.folder, *arguments]
+def test_srun_on_one_node_with_the_launcher_named(launch, slurm, programs):
+    program = [sys.executable, programs / "place.py", launch.folder, "slurm"]
     status, _, err = launch.run(["srun", "-N1", "-n2", *program], **slurm)
     assert status == 0, err
     assert launch.places() == expected([2])
@@ -80,3 +79,12 @@ def test_a_port_that_is_taken_is_named_under_srun(launch, slurm, programs):
         status, _, err = launch.run(command, MASTER_PORT=port, **slurm)
     assert status != 0
     assert f"rank 0 cannot listen on 127.0.0.1 port {port}" in err
+
+
+def test_a_rank_that_never_joins_is_named_under_srun(launch, slurm, programs):
+    program = [sys.executable, programs / "absent.py", launch.folder, "1"]
+    status, _, err = launch.run(["srun", "-N2", "-n3", *program], **slurm)
+    assert status == 0, err
+    said = launch.places()
+    assert len(said) == 2
+    assert all("in time: rank 1 never came; 2 came" in text for text in said)

@@ -8,12 +8,20 @@ import pytest
 DEATHS = 3
 
 
-def agents(launch, hosts, torchrun, program, restarts=0):
-    """One torchrun of two ranks on each host, with a c10d rendezvous on the first."""
+def agents(launch, hosts, torchrun, program, ranks, restarts=0):
+    """One torchrun of some ranks on each host, with a c10d rendezvous on the first."""
     started = []
     address = hosts[0][1]
     for (name, own), is_host in zip(hosts, (1, 0), strict=True):
-        command = ["ip", "netns", "exec", name, *torchrun, "--nnodes=2", "--nproc-per-node=2"]
+        command = [
+            "ip",
+            "netns",
+            "exec",
+            name,
+            *torchrun,
+            "--nnodes=2",
+            f"--nproc-per-node={ranks}",
+        ]
         command += ["--rdzv-backend=c10d", f"--rdzv-endpoint={address}:29400"]
         command += [f"--rdzv-conf=is_host={is_host}", f"--local-addr={own}"]
         command += [f"--max-restarts={restarts}", *program]
@@ -22,7 +30,7 @@ def agents(launch, hosts, torchrun, program, restarts=0):
 
 
 def test_two_hosts(launch, two_hosts, torchrun, programs):
-    done = agents(launch, two_hosts, torchrun, [programs / "place.py", launch.folder])
+    done = agents(launch, two_hosts, torchrun, [programs / "place.py", launch.folder], ranks=2)
     assert [status for status, _, _ in done] == [0, 0], done
     places = itertools.product(range(2), range(2))
     assert launch.places() == [f"({2 * n + i}, 4, {i}, 2) 4.0 pytorch" for n, i in places]
@@ -40,9 +48,9 @@ def test_every_restart_works_on_one_host(launch, torchrun, programs):
 def test_every_restart_works_on_two_hosts(launch, two_hosts, torchrun, programs):
     log = launch.folder / "log"
     program = [programs / "lives.py", log, DEATHS]
-    done = agents(launch, two_hosts, torchrun, program, restarts=2 * DEATHS)
+    done = agents(launch, two_hosts, torchrun, program, ranks=1, restarts=2 * DEATHS)
     assert [status for status, _, _ in done] == [0, 0], done
-    assert log.read_text() == "4 of 4\n" * (DEATHS + 1)
+    assert log.read_text() == "2 of 2\n" * (DEATHS + 1)
 
 
 def test_torchruns_variables_without_torchrun(launch, two_hosts, programs):
@@ -74,3 +82,17 @@ def test_the_example_goes_on_where_it_was(launch, examples):
         status, out, err = launch.run([*command, "--steps", steps])
         assert status == 0, err
     assert "none: 1 ranks, loss" in out
+
+
+@pytest.mark.parametrize(
+    ("absent", "message"),
+    [(1, "in time: rank 1 never came"), (0, "but rank 0 never came to it")],
+    ids=["rank 1", "rank 0"],
+)
+def test_a_rank_that_never_joins_is_named(launch, torchrun, programs, absent, message):
+    command = [*torchrun, "--standalone", "--nproc-per-node=3", programs / "absent.py"]
+    status, _, err = launch.run([*command, launch.folder, absent])
+    assert status == 0, err
+    said = launch.places()
+    assert len(said) == 2
+    assert all(message in text for text in said)
