@@ -202,6 +202,22 @@ def errors():
     assert (dist.get_backend(), data.item()) == ("gloo", dist.get_world_size())
 
 
+def checks():
+    """Ranks that differ are told so, by comparison over MPI and through the store."""
+    dist.check_collectives(True)
+    rank = dist.get_rank()
+    data = torch.ones(1 + rank)
+    refuse("ranks make different calls", dist.all_reduce, data)
+    send_or_receive = dist.send if rank == 0 else dist.recv
+    if rank < 2:
+        refuse("rank [01]", send_or_receive, torch.ones(2 + rank), 1 - rank)
+        message = torch.full((2,), float(rank))
+        send_or_receive(message, 1 - rank)
+        assert message.tolist() == [0, 0]
+    dist.check_collectives(False)
+    dist.barrier()
+
+
 def late():
     """A rank that never comes: the others are told so within the timeout, and the job ends."""
     if dist.get_rank() == 0:

@@ -74,7 +74,7 @@ def must_do(mpi, size, name):
 
 
 def test_two_ranks(mpi):
-    must_do(mpi, 2, "bodies,torch_calls,wrappers,groups,errors")
+    must_do(mpi, 2, "bodies,torch_calls,wrappers,groups,checks,errors")
 
 
 def test_four_ranks(mpi):

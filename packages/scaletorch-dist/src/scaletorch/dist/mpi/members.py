@@ -39,7 +39,8 @@ class MPIMembers(_ProcessGroup):  # type: ignore[misc]
         self._sequence = 0
 
     def shutdown(self) -> None:
-        """Free the communicator; a second call does nothing."""
+        """Free the communicator and let go of the store; a second call does nothing."""
+        self._store = None  # who keeps the group, as a device mesh does, keeps no port busy
         if self.communicator != self.engine.mpi.COMM_NULL:
             with self.engine.lock:
                 self.communicator.Free()

@@ -19,8 +19,8 @@ from torch.distributed import DistBackendError
 
 _NAP = 1e-4  # s between looks of the thread
 _IDLE_LOOKS = 1000  # looks without work before the thread sleeps
-_SPINS = 50  # looks of a waiting call before it naps, too
-_LONGEST_NAP = 5e-4
+_SPINS = 100  # looks of a waiting call before it gives way: small messages are there by then
+_EAGER = 0.05  # s for which a waiting call looks again and again: large messages go in many pieces
 
 
 class Call:
@@ -134,18 +134,19 @@ class Engine:
         Raises:
             DistBackendError: not within so many seconds; the group is of no use then.
         """
-        deadline = None if seconds is None else time.monotonic() + seconds
-        looks = 0
+        for _ in range(_SPINS):
+            if self.look(call):
+                return
+        start = time.monotonic()
         while not self.look(call):
-            looks += 1
-            if looks > _SPINS:
-                if deadline is not None and time.monotonic() > deadline:
-                    self._late = True
-                    raise DistBackendError(
-                        f"{call.name} over MPI did not end within {seconds:g} s: some rank of the "
-                        "group has not called it, has ended, or is late"
-                    )
-                time.sleep(min(_LONGEST_NAP, 1e-6 * looks))
+            waited = time.monotonic() - start
+            if seconds is not None and waited > seconds:
+                self._late = True
+                raise DistBackendError(
+                    f"{call.name} over MPI did not end within {seconds:g} s: some rank of the "
+                    "group has not called it, has ended, or is late"
+                )
+            time.sleep(0 if waited < _EAGER else _NAP)  # 0 gives way to other threads and ranks
 
     def look(self, call: Call) -> bool:
         """See whether a call is through, and finish it then."""

@@ -1,0 +1,88 @@
+"""One layout of the proof on a stand-in for each vendor's device (see scaletorch-dist's tests)."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch import Tensor
+
+import scaletorch.dist as dist
+from scaletorch.dist import devices
+from scaletorch.dist.ranks.locate import locate
+from scaletorch.dist.testing import run_ranks
+from scaletorch.models import Llama, LlamaConfig
+from scaletorch.verify import default_batch, parse_layout, runner
+from scaletorch.verify.cases import enumerate_cases
+from scaletorch.verify.runner import Subject, run_case
+from scaletorch.verify.verify import save_reference
+
+STANDIN = Path(__file__).parents[2] / "scaletorch-dist" / "tests" / "standin"
+SMALL = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
+)
+
+pytestmark = pytest.mark.timeout(500)  # the first test may build the stand-in
+
+
+def small_model():
+    return Llama(SMALL)
+
+
+def model_there():
+    return small_model().to(devices.current_device())
+
+
+@pytest.fixture(scope="module")
+def plugins():
+    sys.path.insert(0, str(STANDIN))
+    try:
+        import build
+    finally:
+        sys.path.remove(str(STANDIN))
+    missing = build.missing_tool()
+    if missing:
+        pytest.skip(f"the stand-in device cannot be built: {missing}")
+    command = [sys.executable, str(STANDIN / "build.py")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return str(STANDIN / "plugins")
+
+
+def moved(data, device):
+    """Everything of the reference, on the device."""
+    if isinstance(data, Tensor):
+        return data.to(device)
+    if isinstance(data, dict):
+        return {key: moved(value, device) for key, value in data.items()}
+    return [moved(value, device) for value in data] if isinstance(data, list) else data
+
+
+def train(device, backend, case, reference):
+    dist.init_dist("pytorch", backend=backend, timeout=100)
+    own = devices.current_device()
+    assert (own.type, dist.get_backend()) == (device, backend)
+    # The proof compares on the CPU: here what it compares with is brought to the device.
+    load, whole = runner.load_reference, runner.full_state_dict
+    runner.load_reference = lambda path: moved(load(path), own)
+    runner.full_state_dict = lambda *args: moved(whole(*args), own)
+    report = run_case(case, Subject(locate(model_there), None, None), reference)
+    return report, own.index
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "layout"),
+    [("npu", "hccl", "2x1x1x2"), ("mlu", "cncl", "1x2x1x2"), ("musa", "mccl", "1x1x2x2")],
+)
+def test_a_layout_on_a_vendors_device(plugins, monkeypatch, tmp_path, device, backend, layout):
+    layout = parse_layout(layout)
+    reference = save_reference(tmp_path / "float64", small_model, default_batch, "float64")
+    (case,) = enumerate_cases([layout], ["float64"], {})
+    monkeypatch.syspath_prepend(plugins)
+    answers = run_ranks(
+        train, layout.world_size, device, backend, case, reference, init=False, timeout=300
+    )
+    for rank, (report, index) in enumerate(answers):
+        assert not report.failures
+        assert report.compared > 20
+        assert index == rank % 4
