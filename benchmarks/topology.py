@@ -28,6 +28,8 @@ import scaletorch.dist as dist
 from scaletorch.dist import RankPool
 from scaletorch.dist.collectives.raw import all_gather_single, reduce_scatter_single
 
+Ways = dict[str, list[Callable[[], object]]]  # of each call, torch's and ours
+
 NODES, PLACES = 2, 2
 LINKS = {"10 ms": (0.01, None), "1 ms": (0.001, None), "100 Mbit/s": (0.0001, 12.5e6)}
 SIZES = {"8 B": 8, "64 KiB": 2**16, "1 MiB": 2**20, "8 MiB": 2**23}
@@ -50,7 +52,7 @@ def enter(address: str, folder: str) -> None:
             raise OSError(ctypes.get_errno(), "a network namespace needs root")
 
 
-def calls(size: int, flat: c10d.ProcessGroup, deep: c10d.ProcessGroup) -> dict[str, list[Callable]]:
+def calls(size: int, flat: c10d.ProcessGroup, deep: c10d.ProcessGroup) -> Ways:
     """Return for each call torch's and ours, on ``size`` bytes in all."""
     ranks = c10d.get_world_size()
     data = torch.ones(max(size // 4, 1))

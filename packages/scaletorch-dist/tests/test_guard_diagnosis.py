@@ -97,7 +97,7 @@ class SimJob:
             groups["dp"] = tuple(i * shape[1] + column for i in range(shape[0]))
             mine = self.changed(program) if rank == self.guilty and fault else program
             self.ranks.append(SimRank(rank, mine, groups))
-        self.book = Book(self.size, warn=5.0, patience=40.0)
+        self.book = Book(self.size, warn=5.0, patience=15.0)
         self.mail: list[tuple[float, int, dict[str, Any]]] = []  # to the monitor, by arrival
         self.asked: list[tuple[float, int, int]] = []
         self.latest: dict[int, float] = {}
@@ -129,7 +129,7 @@ class SimJob:
     def run(self, until: float = 120.0) -> Fault | None:
         now = 0.0
         while now < until:
-            now += 0.05
+            now += 0.1
             for rank in self.draw.sample(self.ranks, self.size):
                 self.advance(rank, now)
             verdict = self.monitor(now)
@@ -160,7 +160,7 @@ class SimJob:
                 return
             rank.call(now)
             rank.asleep = now + self.draw.choice((0, 0, 0.1, self.draw.random()))
-        if self.draw.random() < 0.3:
+        if self.draw.random() < 0.5:
             self.send(rank.rank, rank.lease(now), now)
 
     def happen(self, rank: SimRank, now: float) -> None:

@@ -11,12 +11,13 @@ from torch import nn
 
 from ..checkpoint import Saving
 from ..compose import clip_grad_norm_, parallelize, shard_global_batch, train_step
-from ..dist import barrier, is_main_process
+from ..dist import barrier, guard, is_main_process
 from ..dist.devices import current_device
 from ..models import Llama, LlamaConfig
 from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
 from ..parallel.pg_manager import (
     ProcessGroupManager,
+    describe_rank,
     destroy_process_group_manager,
     setup_process_group_manager,
 )
@@ -37,7 +38,8 @@ def train(config: PretrainConfig) -> list[float]:
         tp_size=config.tp, cp_size=config.cp, pp_size=config.pp, dp_size=config.dp
     )
     try:
-        return train_on(config, manager)
+        with guard.watch(label=describe_rank):
+            return train_on(config, manager)
     finally:
         destroy_process_group_manager()
 
@@ -65,6 +67,7 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
     with Reporter(folder, str(config.grid), start, config.steps) as reporter:
         for step in range(start, config.steps):
             values = optimizer_step(config, manager, model, optimizer, corpus, step)
+            guard.step(step + 1)
             losses.append(values["loss"])
             reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)
             if config.save_every and (step + 1) % config.save_every == 0:

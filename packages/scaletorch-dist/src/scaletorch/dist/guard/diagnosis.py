@@ -103,9 +103,11 @@ def _unequal_ends(picture: Picture) -> Fault | None:
 def _stalled(picture: Picture, now: float) -> Need | None:
     """Ask for the calls that members have made where somebody has begun to wait."""
     stale: set[int] = set()
+    seen: set[tuple[str, int]] = set()
     for report, wait, _ in _waits(picture):
-        if now - report.since[wait.number] < STALL:
+        if now - report.since[wait.number] < STALL or (wait.channel, wait.seq) in seen:
             continue
+        seen.add((wait.channel, wait.seq))
         for rank in picture.channels[wait.channel].members:
             other = picture.reports[rank]
             tail = (other.tails or {}).get(wait.channel, {})
@@ -140,10 +142,10 @@ def _circle(picture: Picture, now: float) -> Verdict:
 
 
 def _name_circle(picture: Picture, stuck: set[int]) -> Fault:
-    edges = {
-        rank: {m.rank for r, _, missing in _waits(picture) if r.rank == rank for m in missing}
-        for rank in stuck
-    }
+    edges: dict[int, set[int]] = {rank: set() for rank in stuck}
+    for report, _, missing in _waits(picture):
+        if report.rank in stuck:
+            edges[report.rank] |= {other.rank for other in missing}
     core = {rank for rank in stuck if rank in _reachable(rank, edges)}
     waits = {rank: _of(picture, rank)[0] for rank in core}
     messages = any(picture.channels[wait.channel].message for wait in waits.values())
@@ -199,12 +201,15 @@ def _of(picture: Picture, rank: int) -> list[Wait]:
 
 def _waits(picture: Picture) -> list[tuple[Report, Wait, list[Report]]]:
     """Return every wait of a living rank, with the members that have not come to that call."""
-    return [
-        (report, wait, missing_members(picture, wait))
-        for report in picture.reports.values()
-        if report.alive
-        for wait in _of(picture, report.rank)
-    ]
+    missing: dict[tuple[str, int], list[Report]] = {}  # thousands may wait in one call
+    found = []
+    for report in picture.reports.values():
+        for wait in _of(picture, report.rank) if report.alive and report.waits else ():
+            place = (wait.channel, wait.seq)
+            if place not in missing:
+                missing[place] = missing_members(picture, wait)
+            found.append((report, wait, missing[place]))
+    return found
 
 
 def missing_members(picture: Picture, wait: Wait) -> list[Report]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import os
 import re
 import signal
@@ -13,11 +14,9 @@ import traceback
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-import torch.distributed as c10d
-
 from ..collectives import hooks
 from ..errors import InvalidArgumentError, RankFaultError, StateError
-from ..info import get_timeout
+from ..info import get_default_group, get_rank, get_timeout, get_world_size
 from .ledger import Ledger
 from .meeting import connect, meet
 from .monitor import Monitor
@@ -29,6 +28,7 @@ WELCOME = 60.0  # s that all ranks get to come
 VERDICT = 3.0  # s that an error of the network waits for the verdict on its cause
 TOLD = 0.5  # s to tell the others of an exception
 LEAVE = 5.0  # s that a rank waits for the others to leave too; rank 0 waits longer
+EXIT = 5.0  # s that a process gets to end after a fault
 LONGEST = 20_000  # characters of a traceback that travel
 
 _NETWORK = re.compile(r"gloo|pair closure|connect|timed? ?out|broken pipe|nccl|peer", re.IGNORECASE)
@@ -40,10 +40,10 @@ class Session:
     """The guard of this process, from `start` to `stop`."""
 
     def __init__(self, folder: str | None, label: str, *, warn: float, patience: float) -> None:
-        group = c10d.group.WORLD
+        group = get_default_group()
         if group is None:
             raise StateError("there is no process group to guard: call init_dist() first")
-        self.rank, self.size = c10d.get_rank(), c10d.get_world_size()
+        self.rank, self.size = group.rank(), group.size()
         self.over = threading.Event()
         self.fault: Conclusion | None = None
         self.ended = False
@@ -102,7 +102,7 @@ class Session:
         if self.ended or self.over.is_set():
             return
         self.ended = True
-        self.watcher.say({"is": "bye"}, TOLD)
+        self.watcher.say({"is": "bye", "tail": self.watcher.tail()}, TOLD)
         self.over.wait(LEAVE if self.rank else max(LEAVE, self._patience))
 
     def close(self) -> None:
@@ -134,6 +134,7 @@ def _watch_signals(wake: int) -> int | None:
 
 _session: Session | None = None
 _hooked = False
+_told = False  # whether an exception of this rank has been told to the others
 
 
 def start(
@@ -148,6 +149,7 @@ def start(
     From then on a rank that fails, dies, stops, leaves, or makes another call than the rest is an
     error on every other rank, in the call that it waits in or in its next one. An exception that
     ends the program is told to the others; `watch` also tells of one that is caught outside.
+    One process alone is not guarded.
 
     Args:
         folder: where to keep the ledgers, in a folder of this job; by default a temporary one that
@@ -158,17 +160,19 @@ def start(
             default.
 
     Raises:
-        StateError: it is on already, there is no default group, or ranks do not come.
+        StateError: it is on already, or ranks do not come.
         InvalidArgumentError: a time that is not positive.
     """
     global _session
     if _session is not None:
         raise StateError("the guard is on already: stop() it first")
     patience = get_timeout().total_seconds() if patience is None else patience
-    if warn <= 0 or patience <= 0:
+    if not warn > 0 or not patience > 0:
         raise InvalidArgumentError(f"warn={warn} and patience={patience} must be positive seconds")
+    if get_world_size() == 1:
+        return
     name = label() if callable(label) else label
-    name = name or f"rank {c10d.get_rank() if c10d.is_initialized() else 0}"
+    name = name or f"rank {get_rank()}"
     _hook_once()
     _session = Session(folder, name, warn=warn, patience=patience)
     hooks.guard = _session.recorder
@@ -241,6 +245,7 @@ def watch(
 
 def _ended_by(error: BaseException) -> RankFaultError | None:
     """Tell the others what ends the block; return the fault that it comes from, if it does."""
+    global _told
     session = _session
     if session is None:
         return None
@@ -253,6 +258,7 @@ def _ended_by(error: BaseException) -> RankFaultError | None:
         elif isinstance(error, RuntimeError) and session.explain(error) is not error:
             fault = session.error()
         else:
+            _told = True
             session.tell(error)
     finally:
         _forget()
@@ -282,11 +288,23 @@ def _hook_once() -> None:
         before(kind, error, trace)
         if fault is not None:
             before(type(fault), fault, None)
+        if fault is not None or isinstance(error, RankFaultError) or _told:
+            _limit_exit()
 
     sys.excepthook = tell_and_show
     atexit.register(_at_exit)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=_off_in_child)
+
+
+def _limit_exit() -> None:
+    """End the process soon, also where groups that are broken now keep it from ending by itself.
+
+    One with a live DistributedDataParallel does; faulthandler's timer needs no interpreter.
+    """
+    sys.stdout.flush()
+    nowhere = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.dump_traceback_later(EXIT, exit=True, file=nowhere)
 
 
 def _at_exit() -> None:

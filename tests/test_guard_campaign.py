@@ -1,0 +1,30 @@
+"""A few faults of each kind of the guard's campaign, and programs without one; see benchmarks."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from guard_faults import run
+from guard_programs import KINDS, make_program
+
+SEEDS = {"kill": (0, 1), "shape": (0, 1), "skip": (0, 1)}
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"), [(kind, seed) for kind in KINDS for seed in SEEDS.get(kind, (0,))]
+)
+def test_a_fault_is_named_on_every_surviving_rank(kind, seed):
+    result = run(make_program(seed, kind))
+    if kind == "stride":  # is no fault: any strides are right
+        assert result["right"], result
+    else:
+        assert (result["hang"], result["silent"], result["named"]) == (False, False, True), result
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_programs_without_a_fault_go_through(seed):
+    result = run(make_program(seed, None, steps=40))
+    assert result["right"], result
