@@ -65,7 +65,7 @@ def judge(draws: list[Draw], step: int) -> Iterator[Difference]:
 
     Every rank of the world must call it. Yields one entry for each module that drew.
     """
-    everyone = [draw for rank in all_gather_object(draws) for draw in rank]
+    everyone = [Draw(*each) for rank in all_gather_object(list(map(tuple, draws))) for each in rank]
     for name in dict.fromkeys(draw.name for draw in draws):
         notes = (_contradiction(mine, everyone) for mine in draws if mine.name == name)
         note = next((note for note in notes if note), "")

@@ -14,7 +14,7 @@ from ....dist import all_gather_object, barrier
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
 from ..runtime.execute import Task
-from ..schedules.schedule import Schedule
+from ..schedules.schedule import Action, Schedule
 from ..schedules.timeline import Span, Timeline
 from ..stages.stage import PipelineParallel
 from .step import unwrap
@@ -59,8 +59,10 @@ class Recorder:
         """
         if self._schedule is None:
             raise StateError(f"{describe_rank()}: no train step has run while it was recorded")
-        ranks = all_gather_object(self._spans, self._group)
-        return Timeline(self._schedule, tuple(span for spans in ranks for span in spans), "s")
+        plain = [(rank, tuple(action), *times) for rank, action, *times in self._spans]
+        every = [each for spans in all_gather_object(plain, self._group) for each in spans]
+        spans = (Span(rank, Action(*action), *times) for rank, action, *times in every)
+        return Timeline(self._schedule, tuple(spans), "s")
 
 
 @contextmanager
