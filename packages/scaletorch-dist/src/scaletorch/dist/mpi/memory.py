@@ -24,6 +24,7 @@ _TYPES = {
     torch.uint32: "UINT32_T",
     torch.uint64: "UINT64_T",
 }
+MOST = 2**31 - 1  # elements that every MPI can count
 _HALVES = (torch.float16, torch.bfloat16)
 _OPS = {
     "sum": "SUM",
@@ -55,7 +56,10 @@ def flat(data: Tensor) -> Tensor:
 def raw(mpi: Any, data: Tensor, parts: int = 1) -> list[Any]:
     """Return MPI's description of a flat tensor's bytes: memory, those of one part, and type."""
     size = data.numel() * data.element_size()
-    return [mpi.buffer.fromaddress(data.data_ptr(), size), size // parts, mpi.BYTE]
+    memory, count = mpi.buffer.fromaddress(data.data_ptr(), size), size // parts
+    if count > MOST and count % 8 == 0:  # Open MPI 5 counts no further
+        return [memory, count // 8, mpi.INT64_T]
+    return [memory, count, mpi.BYTE]
 
 
 def typed(mpi: Any, data: Tensor) -> list[Any]:

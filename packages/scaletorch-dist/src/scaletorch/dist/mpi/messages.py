@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .memory import bring_home, flat, raw
+from .memory import MOST, bring_home, flat, raw
 from .progress import Call
 
 
@@ -22,5 +22,7 @@ def receive(mpi: Any, comm: Any, data: Tensor, src: int, tag: int) -> Call:
     """Fill a tensor from the group's rank `src`, or from any."""
     content = flat(data)
     request = comm.Irecv(raw(mpi, content), source=src, tag=tag)
-    finish, expected = partial(bring_home, data, content), content.numel() * content.element_size()
+    finish = partial(bring_home, data, content)
+    size = content.numel() * content.element_size()
+    expected = size if size <= MOST else None  # beyond, MPI cannot say how many bytes came
     return Call("recv", [request], [data], finish, content, expected)
