@@ -46,6 +46,8 @@ class Ledger:
         file = os.open(self.path, flags, 0o600)
         try:
             os.ftruncate(file, size)
+            if hasattr(os, "posix_fallocate"):  # a full disk shows here, and not as SIGBUS later
+                os.posix_fallocate(file, 0, size)
             self._map = mmap.mmap(file, size)
         finally:
             os.close(file)

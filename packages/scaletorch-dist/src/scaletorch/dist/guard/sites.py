@@ -14,7 +14,7 @@ _sites: dict[tuple[CodeType, int], bytes] = {}
 
 def call_site() -> bytes:
     """Return ``file.py:33 in function`` of the first frame outside this library and torch."""
-    frame: FrameType = sys._getframe(1)
+    frame: FrameType = sys._getframe(3)  # beyond the recorder
     while True:
         code = frame.f_code
         inside = _inside.get(code)
