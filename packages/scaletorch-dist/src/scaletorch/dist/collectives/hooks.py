@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
+import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
@@ -33,13 +34,15 @@ class Guard(Protocol):
 guard: Guard | None = None
 
 
-def told(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a call of torch.distributed that may block, so that a guard can free it."""
+def told(name: str) -> Callable[..., Any]:
+    """Return a call of torch.distributed that may block, so that a guard can free it.
 
-    @functools.wraps(call)
+    It is looked up whenever it is made: vendors' plugins, and tests, put their own in its place.
+    """
+
+    @functools.wraps(getattr(c10d, name))
     def run(*args: Any, **options: Any) -> Any:
-        if guard is None:
-            return call(*args, **options)
-        return guard.run(call, *args, **options)
+        call = getattr(c10d, name)
+        return call(*args, **options) if guard is None else guard.run(call, *args, **options)
 
     return run

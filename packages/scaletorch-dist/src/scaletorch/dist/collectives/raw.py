@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -18,11 +17,10 @@ from ..members import require_member
 from .hooks import told
 
 
-def _first(*names: str) -> Callable[..., Any]:
+def _first(*names: str) -> str:
     for name in names:
-        call: Callable[..., Any] | None = getattr(c10d, name, None)
-        if call is not None:
-            return call
+        if hasattr(c10d, name):
+            return name
     message = f"this build of torch.distributed has none of {', '.join(names)}"
     raise ImportError(message)
 
@@ -30,13 +28,13 @@ def _first(*names: str) -> Callable[..., Any]:
 # torch 2.13 renamed these two; the old names warn there.
 all_gather_single = told(_first("all_gather_single", "all_gather_into_tensor"))
 reduce_scatter_single = told(_first("reduce_scatter_single", "reduce_scatter_tensor"))
-all_to_all_single = told(c10d.all_to_all_single)
-raw_all_reduce = told(c10d.all_reduce)
-raw_barrier = told(c10d.barrier)
-raw_broadcast = told(c10d.broadcast)
-raw_gather = told(c10d.gather)
-raw_reduce = told(c10d.reduce)
-raw_scatter = told(c10d.scatter)
+all_to_all_single = told("all_to_all_single")
+raw_all_reduce = told("all_reduce")
+raw_barrier = told("barrier")
+raw_broadcast = told("broadcast")
+raw_gather = told("gather")
+raw_reduce = told("reduce")
+raw_scatter = told("scatter")
 
 # Dtypes that every backend moves as they are; others travel as bytes.
 MOVABLE = frozenset(
