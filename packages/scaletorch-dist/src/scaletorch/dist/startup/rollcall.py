@@ -66,8 +66,7 @@ def _lead(store: Store, me: Caller, deadline: float) -> str:
     callers = [me]
     verdict = ""
     for _ in _pauses(me.world_size):
-        for nonce in _drain(store, _KNOCKS):
-            store.set(f"answer {nonce}", name)
+        _answer(store, name)
         callers += [Caller(**json.loads(text)) for text in _drain(start, _HERE)]
         verdict = judge(callers, time.monotonic() > deadline or start.check([_GIVEN_UP]))
         if verdict:
@@ -76,11 +75,28 @@ def _lead(store: Store, me: Caller, deadline: float) -> str:
         store.set(_COMPLETE, name)
     start.set(_VERDICT, verdict)
     if verdict != ALL_ARE_HERE:
-        linger = time.monotonic() + _LINGER
         others = len(callers) - 1
-        _wait(lambda: start.add(_HEARD, 0) >= others, linger, others)
+        if time.monotonic() < deadline:  # who is still on the way is to hear it too
+            others = max(others, me.world_size - 1)
+        _linger(store, name, others)
         raise StateError(verdict)
     return name
+
+
+def _answer(store: Store, name: str) -> None:
+    for nonce in _drain(store, _KNOCKS):
+        store.set(f"answer {nonce}", name)
+
+
+def _linger(store: Store, name: str, others: int) -> None:
+    """Keep the store open until others have heard the verdict, but not for long."""
+    start = PrefixStore(name, store)
+
+    def heard() -> bool:
+        _answer(store, name)
+        return start.add(_HEARD, 0) >= others
+
+    _wait(heard, time.monotonic() + _LINGER, others)
 
 
 def _follow(store: Store, me: Caller, deadline: float, shared: bool) -> str:
