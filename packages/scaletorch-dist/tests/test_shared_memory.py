@@ -153,6 +153,7 @@ def check_no_memory():
     failing = OSError("no memory") if dist.get_rank() == 1 else None
     create = mock.Mock(wraps=os.memfd_create, side_effect=failing)
     with mock.patch.object(blocks.os, "memfd_create", create):
+        assert len(memory.empty(3, torch.float32)) == 3  # fails where it is to be shared
         work = memory.all_reduce(data, [2, 2], start=None)
     with pytest.raises(StateError, match="rank 1 cannot get memory to share"):
         work.wait()

@@ -71,11 +71,11 @@ class NodeMemory:
             dtype: Any.
             slot: Others keep their mapping of this rank's last tensor with this number; without
                 one they map it anew each time, and its memory is free when this rank drops it.
-
-        Raises:
-            OSError: There is no memory for it.
         """
-        return allocate(elements, dtype, slot) if elements else torch.empty(0, dtype=dtype)
+        try:
+            return allocate(elements, dtype, slot) if elements else torch.empty(0, dtype=dtype)
+        except OSError:  # the call that is to share it tells every rank
+            return torch.empty(elements, dtype=dtype)
 
     def forget(self) -> None:
         """Drop all mappings of others' tensors; nothing may be under way."""
@@ -204,7 +204,7 @@ class NodeMemory:
         if block_of(data) is not None:
             return data
         try:
-            return self.empty(data.numel(), data.dtype).copy_(data)
+            return allocate(data.numel(), data.dtype, UNKEPT).copy_(data)
         except OSError:
             return None
 
