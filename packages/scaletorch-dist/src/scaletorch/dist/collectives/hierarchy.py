@@ -22,6 +22,8 @@ from .parts import as_one, reduce_parts
 from .raw import all_gather_single, movable, process_group, raw_all_reduce, route
 from .recipes import Recipe, recipe_for
 
+LEAST = 4096  # bytes; gloo reduces smaller tensors in fewer steps than there are ranks
+
 
 @dataclass(frozen=True, slots=True)
 class Hierarchy:

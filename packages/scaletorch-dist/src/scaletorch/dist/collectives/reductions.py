@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from . import hierarchy
 from .arguments import check_list, check_member, check_target
 from .checks import checking, compare, tells_failure
-from .hierarchy import hierarchy_of
 from .ops import Op
 from .parts import as_one, reduce_parts
 from .raw import (
@@ -69,9 +69,9 @@ def all_reduce(
     buffer = recipe.pack(on_wire(data, members))
     if recipe.run in route(buffer, members).lacks:
         return _reduce_gathered(data.detach(), buffer, recipe, members, async_op)
-    levels = hierarchy_of(members, async_op)
+    levels = hierarchy.hierarchy_of(members, async_op)
     handle = None
-    if levels:
+    if levels and buffer.nbytes >= hierarchy.LEAST:
         levels.all_reduce(buffer, recipe)
     else:
         handle = raw_all_reduce(buffer, recipe.raw, members, async_op)
@@ -182,7 +182,7 @@ def reduce_scatter(
         output.detach().copy_(input_list[0].detach())
         return settled((), nothing, async_op)
     entries = [on_wire(entry, members).view(-1) for entry in input_list]
-    levels = hierarchy_of(members, async_op)
+    levels = hierarchy.hierarchy_of(members, async_op)
     if levels:
         _unpack(output.detach(), levels.reduce_scatter(entries, recipe), recipe, size)
         return None
