@@ -130,19 +130,36 @@ def _check(data: Tensor, counts: Sequence[int], size: int, call: str) -> None:
         )
 
 
-def _fold(blocks: Tensor, start: Tensor | None, divisor: int, keep: Tensor) -> Tensor:
+def even_parts(elements: int, parts: int) -> list[int]:
+    """Return counts that part so many elements evenly, the last parts shorter."""
+    share = -(-elements // parts)
+    return [max(min(share, elements - share * at), 0) for at in range(parts)]
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a sum: float32 for 16-bit floats."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def fold(blocks: Sequence[Tensor] | Tensor, start: Tensor | None, divisor: int) -> Tensor:
     """Add blocks from the first to the last, in float32 at least, behind ``start``."""
-    half = blocks.dtype in (torch.float16, torch.bfloat16)
-    wide = torch.float32 if half else blocks.dtype
+    dtype = wide(blocks[0].dtype)
     if start is not None:
-        total = start.to(wide, copy=True)
+        total = start.to(dtype, copy=True)
         for block in blocks:
-            total += block if divisor == 1 else block.to(wide) / divisor
+            total += block if divisor == 1 else block.to(dtype) / divisor
         return total
-    total = blocks[0].to(wide, copy=True)
-    for block in blocks[1:]:
+    if len(blocks) == 1:
+        total = blocks[0].to(dtype, copy=True)
+    else:
+        total = torch.add(blocks[0].to(dtype), blocks[1])
+    for block in blocks[2:]:
         total += block
     return total if divisor == 1 else total.div_(divisor)
+
+
+def _fold(blocks: Tensor, start: Tensor | None, divisor: int, keep: Tensor) -> Tensor:
+    return fold(blocks, start, divisor)
 
 
 def _back(finish: Callable[[], Tensor], device: torch.device) -> Tensor:

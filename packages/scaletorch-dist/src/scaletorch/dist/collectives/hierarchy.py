@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from ..info import get_timeout
 from ..local import nodes_of
-from .flat import all_gather_flat
+from .flat import all_gather_flat, even_parts
 from .parts import as_one, reduce_parts
 from .raw import all_gather_single, movable, process_group, raw_all_reduce, route
 from .recipes import Recipe, recipe_for
@@ -42,7 +42,7 @@ class Hierarchy:
     def all_reduce(self, buffer: Tensor, recipe: Recipe) -> None:
         """Reduce a packed tensor, contiguous, in place."""
         flat = buffer.view(-1)
-        counts = _even(flat.numel(), self.node.size())
+        counts = even_parts(flat.numel(), self.node.size())
         alike = recipe_for(recipe.run, flat.dtype)  # it is packed already
         reduced, _ = reduce_parts(flat, counts, alike, self.node)
         own = reduced().to(flat.dtype)
@@ -137,8 +137,3 @@ def _group(ranks: list[int]) -> ProcessGroup:
         group_desc="scaletorch_hierarchy",
     )  # fmt: skip
     return made
-
-
-def _even(elements: int, parts: int) -> list[int]:
-    share = -(-elements // parts)
-    return [max(min(share, elements - share * at), 0) for at in range(parts)]

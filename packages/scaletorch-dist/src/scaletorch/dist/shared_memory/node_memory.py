@@ -22,12 +22,13 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..collectives.checks import named_ranks
+from ..collectives.flat import part_of, wide
 from ..collectives.work import Work
 from ..errors import StateError
 from ..info import group_ranks
 from .blocks import allocate, attach, block_of
 from .meeting import Meeting
-from .sums import sums, wide
+from .sums import sums
 from .task import Task
 
 VARIABLE = "SCALETORCH_SHARED_MEMORY"
@@ -196,8 +197,8 @@ class NodeMemory:
         return data
 
     def _part(self, counts: Sequence[int]) -> slice:
-        ends = list(accumulate(counts, initial=0))
-        return slice(ends[self.group.rank()], ends[self.group.rank() + 1])
+        own = part_of(counts, self.group.rank())
+        return slice(own.start, own.stop)
 
     def _placed(self, data: Tensor) -> Tensor | None:
         """Return a tensor that others can map, with these values; None if there is no memory."""

@@ -11,7 +11,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....dist import Work, all_reduce, get_rank, get_world_size
-from ....dist.collectives.flat import all_gather_flat, part_of, reduce_scatter_flat
+from ....dist.collectives.flat import (
+    all_gather_flat,
+    even_parts,
+    part_of,
+    reduce_scatter_flat,
+)
 from ....dist.errors import InvalidArgumentError
 from ....dist.shared_memory.node_memory import UNKEPT, NodeMemory
 
@@ -143,8 +148,7 @@ class Reduction:
 
     def even(self, elements: int) -> list[int]:
         """Return counts that part a buffer evenly, the last parts shorter."""
-        share = -(-elements // self.size)
-        return [max(min(share, elements - share * at), 0) for at in range(self.size)]
+        return even_parts(elements, self.size)
 
     def _in_rank_order(self, buffer: Tensor, before: Tensor | None) -> Work[Tensor]:
         counts = self.even(buffer.numel())
