@@ -11,6 +11,8 @@ from .collectives.gathers import gather
 from .collectives.p2p import exchange
 from .collectives.raw import all_gather_single, gather_ints, host_device, raw_broadcast
 from .info import group_ranks
+from .neighbours import calls
+from .neighbours.neighbours import neighbours_of
 
 Buffer = bytearray | memoryview
 
@@ -23,8 +25,11 @@ def broadcast_bytes(content: Buffer, src: int, members: ProcessGroup) -> None:
     """Fill `content`, as long on every rank, with that of global rank `src`."""
     data = torch.frombuffer(content, dtype=torch.uint8)
     wire = data.to(host_device(members))
-    for piece in wire.split(PIECE):
-        raw_broadcast(piece, src, members)
+    if near := neighbours_of(wire, members):
+        calls.broadcast(near, wire, src)
+    else:
+        for piece in wire.split(PIECE):
+            raw_broadcast(piece, src, members)
     _home(data, wire)
 
 
@@ -59,7 +64,10 @@ def _all_gather_filled_up(own: Buffer, lengths: list[int], members: ProcessGroup
     content = bytearray(len(lengths) * longest)
     rows = torch.frombuffer(content, dtype=torch.uint8)
     wire = rows.to(filled.device)
-    all_gather_single(wire, filled, group=members)
+    if near := neighbours_of(filled, members):
+        calls.all_gather(near, wire, filled)
+    else:
+        all_gather_single(wire, filled, group=members)
     _home(rows, wire)
     view = memoryview(content)
     starts = range(0, len(content), longest)

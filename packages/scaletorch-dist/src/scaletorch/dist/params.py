@@ -22,6 +22,7 @@ from .collectives.reductions import all_reduce
 from .collectives.work import Work
 from .errors import InvalidArgumentError, MismatchError
 from .info import group_ranks
+from .neighbours.neighbours import neighbours_of
 from .objects import all_gather_object
 
 Group = ProcessGroup | None
@@ -120,16 +121,21 @@ def _reduce_all(
     """Reduce each tensor once, small ones in buckets; all are under way before one is awaited."""
     distinct = {id(tensor): tensor for tensor in tensors}.values()
     works: list[Work[None]] = []
+    near: list[Tensor] = []
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in distinct:
         if tensor.requires_grad:
             tensor = tensor.detach()
         if coalesce and tensor.nbytes < SMALL:
             small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+        elif neighbours_of(tensor, members):
+            near.append(tensor)
         else:
             works.append(all_reduce(tensor, op, members, async_op=True))
     for alike in small.values():
         works += [_reduce_bucket(bucket, op, members) for bucket in _buckets(alike, limit)]
+    for tensor in near:
+        all_reduce(tensor, op, members)
     for work in works:
         work.wait()
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
+from ..neighbours import calls
+from ..neighbours.neighbours import neighbours_of
 from .arguments import check_list, check_member, check_target, check_tensor
 from .checks import checking, compare, tells_failure
 from .hierarchy import hierarchy_of
@@ -108,7 +110,12 @@ def _start(data: Tensor, members: ProcessGroup, async_op: bool) -> tuple[Tensor,
     if levels:
         return own, levels.all_gather(own), None
     rows = own.new_empty((members.size(), *own.shape))
-    handle = all_gather_single(movable(rows).view(-1), movable(own).view(-1), members, async_op)
+    handle = None
+    if near := neighbours_of(own, members, async_op):
+        calls.all_gather(near, rows, own)
+    else:
+        flat = movable(rows).view(-1)
+        handle = all_gather_single(flat, movable(own).view(-1), members, async_op)
     return own, rows, handle
 
 
@@ -151,8 +158,12 @@ def gather(
     else:
         own = on_wire(data, members)
         rows = own.new_empty((members.size() if mine else 0, *own.shape))
-        parts = [movable(row) for row in rows.unbind(0)] if mine else None
-        handle = raw_gather(movable(own), parts, dst, members, async_op)
+        handle = None
+        if near := neighbours_of(own, members, async_op):
+            calls.gather(near, rows if mine else None, own)
+        else:
+            parts = [movable(row) for row in rows.unbind(0)] if mine else None
+            handle = raw_gather(movable(own), parts, dst, members, async_op)
     return settled((handle,), partial(_listed, rows, data, own, mine), async_op)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
+from ..neighbours import calls
+from ..neighbours.neighbours import neighbours_of
 from .arguments import check_list, check_member, check_target
 from .checks import checking, compare, tells_failure
 from .raw import (
@@ -56,7 +58,11 @@ def broadcast(
     if members is None or members.size() == 1 or data.numel() == 0:
         return settled((), nothing, async_op)
     buffer = on_wire(data, members)
-    handle = raw_broadcast(movable(buffer), src, members, async_op)
+    handle = None
+    if near := neighbours_of(buffer, members, async_op):
+        calls.broadcast(near, buffer, src)
+    else:
+        handle = raw_broadcast(movable(buffer), src, members, async_op)
     return settled((handle,), partial(_home, data.detach(), buffer, not mine), async_op)
 
 
@@ -113,8 +119,12 @@ def scatter(
         return settled((), partial(_home, data.detach(), source.detach(), True), async_op)
     parts = [on_wire(part, members) for part in scatter_list or ()] if mine else None
     buffer = on_wire(data, members)
-    raw_parts = None if parts is None else [movable(part) for part in parts]
-    handle = raw_scatter(movable(buffer), raw_parts, src, members, async_op)
+    handle = None
+    if near := neighbours_of(buffer, members, async_op):
+        calls.scatter(near, buffer, parts, src)
+    else:
+        raw_parts = None if parts is None else [movable(part) for part in parts]
+        handle = raw_scatter(movable(buffer), raw_parts, src, members, async_op)
     return settled((handle,), partial(_home, data.detach(), buffer, True, parts), async_op)
 
 

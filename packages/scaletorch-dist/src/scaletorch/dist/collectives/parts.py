@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..neighbours import calls
+from ..neighbours.neighbours import neighbours_of
 from .raw import MOVABLE, all_to_all_single, movable, reduce_scatter_single, route
 from .recipes import Recipe, reduce_blocks
 
@@ -86,6 +88,9 @@ def reduce_parts(
         output = packed.new_empty(own)
         handle = reduce_scatter_single(output, packed, recipe.raw, group, async_op)
         return partial(_given, output, keep=packed), handle
+    if near := neighbours_of(data, group, async_op):
+        reduced = calls.reduce_parts(near, data, counts, recipe.run, recipe.pack)
+        return partial(_given, reduced, keep=data), None
     # Direct exchange, then one pass over what came: quicker on TCP, and in rank order.
     received, handle = exchange_parts(data, counts, [own] * len(counts), group, async_op)
     return partial(_reduced, received, len(counts), own, recipe, keep=data), handle

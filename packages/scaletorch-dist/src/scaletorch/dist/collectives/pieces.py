@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
+from ..neighbours import calls
+from ..neighbours.neighbours import neighbours_of
 from .checks import checking, compare
 from .parts import reduce_parts
 from .raw import (
@@ -38,7 +40,9 @@ def total(x: Tensor, group: Group) -> Tensor:
     buffer = recipe.pack(on_wire(x, members))
     if buffer.data_ptr() == x.data_ptr():
         buffer = buffer.clone()  # on_wire may also have copied it, from other strides or devices
-    if buffer.numel():
+    if near := neighbours_of(buffer, members):
+        calls.all_reduce(near, buffer, recipe.run)
+    elif buffer.numel():
         raw_all_reduce(buffer, recipe.raw, members)
     return buffer.to(x.device, x.dtype)
 
@@ -105,7 +109,9 @@ def swapped(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
     data = on_wire(x, members)
     sent = torch.stack(data.split(lengths, split_dim))
     received = torch.empty_like(sent)
-    if sent.numel():
+    if near := neighbours_of(sent, members):
+        calls.all_to_all(near, received, sent)
+    elif sent.numel():
         all_to_all_single(movable(received), movable(sent), group=members)
     return torch.cat(received.unbind(0), concat_dim).to(x.device)
 
@@ -195,7 +201,9 @@ def _blocks(data: Tensor, members: ProcessGroup) -> Tensor:
     """Return every rank's `data`, all of one shape, stacked along a new dim 0."""
     data = on_wire(data, members)
     output = data.new_empty((members.size(), *data.shape))
-    if data.numel():
+    if near := neighbours_of(data, members):
+        calls.all_gather(near, output, data)
+    elif data.numel():
         all_gather_single(movable(output).view(-1), movable(data).view(-1), group=members)
     return output
 

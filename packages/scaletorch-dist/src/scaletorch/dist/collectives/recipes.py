@@ -8,7 +8,7 @@ survives min and max (backends lose it, or not, by rank).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -143,12 +143,12 @@ _STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
 }
 
 
-def reduce_blocks(blocks: Tensor, run: str = "sum") -> Tensor:
+def reduce_blocks(blocks: Tensor | Sequence[Tensor], run: str = "sum") -> Tensor:
     """Reduce packed blocks over dim 0 on this rank, from the first to the last.
 
     16-bit floats are reduced in float32 and returned so.
     """
-    half = blocks.dtype in (torch.float16, torch.bfloat16)
+    half = blocks[0].dtype in (torch.float16, torch.bfloat16)
     total = blocks[0].float() if half else blocks[0].clone()
     for block in blocks[1:]:
         _STEPS[run](total, block)

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..neighbours import calls
+from ..neighbours.neighbours import neighbours_of
 from . import hierarchy
 from .arguments import check_list, check_member, check_target
 from .checks import checking, compare, tells_failure
@@ -73,6 +75,8 @@ def all_reduce(
     handle = None
     if levels and buffer.nbytes >= hierarchy.LEAST:
         levels.all_reduce(buffer, recipe)
+    elif near := neighbours_of(buffer, members, async_op):
+        calls.all_reduce(near, buffer, recipe.run)
     else:
         handle = raw_all_reduce(buffer, recipe.raw, members, async_op)
     if recipe.plain and buffer.data_ptr() == data.data_ptr():
@@ -119,12 +123,17 @@ def reduce(
         return settled((), nothing, async_op)
     data = data.detach()
     buffer = recipe.pack(on_wire(data, members))
-    if buffer.data_ptr() == data.data_ptr() and not mine:
+    near = neighbours_of(buffer, members, async_op)
+    if near is None and buffer.data_ptr() == data.data_ptr() and not mine:
         buffer = buffer.clone()  # backends leave partial results in it
     if recipe.run in route(buffer, members).lacks:
         target = data if mine else torch.empty_like(data)
         return _reduce_gathered(target, buffer, recipe, members, async_op)
-    handle = raw_reduce(buffer, dst, recipe.raw, members, async_op)
+    handle = None
+    if near:
+        calls.reduce(near, buffer, dst, recipe.run)
+    else:
+        handle = raw_reduce(buffer, dst, recipe.raw, members, async_op)
     finish = partial(_unpack, data, buffer, recipe, size) if mine else partial(_hold, buffer)
     return settled((handle,), finish, async_op)
 

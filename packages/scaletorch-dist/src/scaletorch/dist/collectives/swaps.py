@@ -12,6 +12,8 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError, MismatchError
 from ..info import group_ranks
+from ..neighbours import calls
+from ..neighbours.neighbours import neighbours_of
 from .arguments import check_list, check_target, check_tensor
 from .checks import checking, compare, tells_failure
 from .parts import as_one, exchange_parts
@@ -101,7 +103,11 @@ def _all_to_all(data: Tensor, group: Group = None, async_op: bool = False) -> Te
         return settled((), partial(_copied, data), async_op)
     sent = on_wire(data, members)
     received = torch.empty_like(sent)
-    handle = all_to_all_single(movable(received), movable(sent), group=members, async_op=async_op)
+    handle = None
+    if near := neighbours_of(sent, members, async_op):
+        calls.all_to_all(near, received, sent)
+    else:
+        handle = all_to_all_single(movable(received), movable(sent), None, None, members, async_op)
     return settled((handle,), partial(_moved, received, data.device, sent), async_op)
 
 

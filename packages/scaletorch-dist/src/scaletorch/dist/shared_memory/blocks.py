@@ -16,6 +16,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+VARIABLE = "SCALETORCH_SHARED_MEMORY"  # 0: no rank's memory is another's
+
 _numbers = itertools.count(1)
 _blocks: dict[int, Block] = {}  # by the address of their memory
 

@@ -9,8 +9,8 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..collectives.raw import gather_ints, route
-from .blocks import allocate, attach, block_of, host
-from .node_memory import UNKEPT, VARIABLE, NodeMemory
+from .blocks import VARIABLE, allocate, attach, block_of, host
+from .node_memory import UNKEPT, NodeMemory
 
 _TAG = 1 << 20  # of the messages of the first node memory in a process
 

@@ -26,12 +26,11 @@ from ..collectives.flat import part_of, wide
 from ..collectives.work import Work
 from ..errors import StateError
 from ..info import group_ranks
-from .blocks import allocate, attach, block_of
+from .blocks import VARIABLE, allocate, attach, block_of
 from .meeting import Meeting
 from .sums import sums
 from .task import Task
 
-VARIABLE = "SCALETORCH_SHARED_MEMORY"
 UNKEPT = -1
 
 _NOTHING = (0, -1, 0, UNKEPT)  # what a rank says that has no memory to share

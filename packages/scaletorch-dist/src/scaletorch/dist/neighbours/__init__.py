@@ -1,0 +1,1 @@
+"""Collectives of large tensors between processes of one host, which read one another's memory."""
