@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import scaletorch.dist as dist
+from scaletorch.dist.bench.cases import CASES
 from scaletorch.dist.testing import run_ranks
 
 GUIDE = Path(__file__).parents[3] / "docs" / "communication.md"
@@ -116,6 +117,15 @@ def test_calls_send_what_the_guide_says(size):
         by_rank = [sum(row[call].values()) for row in rows]
         check(call, max(by_rank), most, N=size)
         check(call, sum(by_rank), total, N=size)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_bench_counts_the_bytes_of_the_guide(size):
+    known = formulas()
+    for call in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all"):
+        assert CASES[call].factor(size) * P == pytest.approx(value(known[call][0][0], N=size))
+    for call in ("gather", "scatter"):
+        assert CASES[call].factor(size) * P == pytest.approx(value(known[call][0][1], N=size))
 
 
 @pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 0, 1, 1, 2, 2]], ids=str)
