@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scaletorch.dist.codec import MAGIC, MalformedError, NotPlainError, decode, encode
-from scaletorch.dist.codec.stream import DEPTH
+from scaletorch.dist.objects.codec import MAGIC, MalformedError, NotPlainError, decode, encode
+from scaletorch.dist.objects.codec.stream import DEPTH
 
 
 class Colour(enum.IntEnum):
@@ -278,7 +278,7 @@ def test_many_strings(name):
 def test_numpy_is_not_needed():
     program = (
         "import sys; sys.modules['numpy'] = None\n"
-        "from scaletorch.dist.codec import decode, encode\n"
+        "from scaletorch.dist.objects.codec import decode, encode\n"
         "import torch\n"
         "assert decode(encode([1, torch.ones(2)]))[1].tolist() == [1, 1]\n"
         f"try: decode(bytes({list(encode(np.ones(2)))}))\n"

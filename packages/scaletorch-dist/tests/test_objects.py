@@ -1,6 +1,5 @@
 """Collectives of Python objects, and collecting results."""
 
-import importlib
 import os
 import re
 import stat
@@ -12,17 +11,9 @@ import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist import (
-    InvalidArgumentError,
-    NotInGroupError,
-    StateError,
-    object_bytes,
-    object_files,
-    serial,
-)
+from scaletorch.dist import InvalidArgumentError, NotInGroupError, StateError
+from scaletorch.dist.objects import files, moving, results, serial
 from scaletorch.dist.testing import distributed_test, run_ranks
-
-collect_module = importlib.import_module("scaletorch.dist.collect")
 
 
 def free_memory():
@@ -204,7 +195,7 @@ def test_uneven_sizes(monkeypatch, sizes, pickled):
 
 
 def gather_uneven(sizes, pickled):
-    object_bytes.PIECE, whole = 100_000, object_bytes.PIECE  # so that messages come in pieces
+    moving.PIECE, whole = 100_000, moving.PIECE  # so that messages come in pieces
     kind = Text if pickled else str
     texts = [kind(chr(97 + rank) * size) for rank, size in enumerate(sizes)]
     mine, rank = texts[dist.get_rank()], dist.get_rank()
@@ -215,7 +206,7 @@ def gather_uneven(sizes, pickled):
         dist.broadcast_object_list(data, 2)
         assert data == [texts[2], texts[2]]
     finally:
-        object_bytes.PIECE = whole
+        moving.PIECE = whole
 
 
 @pytest.mark.slow
@@ -340,7 +331,7 @@ SPOILS = {
 
 def collect_spoiled(folder, spoil, message):
     rank = dist.get_rank()
-    write = object_files.write_part
+    write = files.write_part
 
     def written(*args):
         write(*args)
@@ -351,12 +342,12 @@ def collect_spoiled(folder, spoil, message):
         if rank == 1:
             spoil(os.path.join(path, "rank-1"))
 
-    collect_module.write_part = written
+    results.write_part = written
     try:
         with pytest.raises(StateError, match=f"rank 0: .*{message}"):
             dist.collect_results([rank] * 99, 198, tmpdir=folder)
     finally:
-        collect_module.write_part = write
+        results.write_part = write
 
 
 @pytest.mark.parametrize("spoil", SPOILS, ids=lambda spoil: spoil.__name__)

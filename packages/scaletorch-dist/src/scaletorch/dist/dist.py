@@ -6,14 +6,14 @@ group; `src`, `dst` and peers are global ranks. With one process nothing is sent
 what N ranks would get.
 """
 
-from .collect import collect_results
 from .collectives.gathers import all_gather, gather
 from .collectives.moves import broadcast, scatter
 from .collectives.p2p import exchange, irecv, isend, recv, send
 from .collectives.reductions import all_reduce, reduce, reduce_scatter
 from .collectives.swaps import all_to_all
 from .collectives.work import Work
-from .objects import all_gather_object, broadcast_object_list, gather_object
+from .objects.calls import all_gather_object, broadcast_object_list, gather_object
+from .objects.results import collect_results
 from .params import all_reduce_dict, all_reduce_params, sync_random_seed
 
 __all__ = [

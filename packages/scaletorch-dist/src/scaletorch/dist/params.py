@@ -23,7 +23,7 @@ from .collectives.work import Work
 from .errors import InvalidArgumentError, MismatchError
 from .info import group_ranks
 from .neighbours.neighbours import neighbours_of
-from .objects import all_gather_object
+from .objects.calls import all_gather_object
 
 Group = ProcessGroup | None
 

@@ -16,7 +16,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
-from .errors import StateError
+from ..errors import StateError
 from .serial import dump_object, load_object
 
 T = TypeVar("T")

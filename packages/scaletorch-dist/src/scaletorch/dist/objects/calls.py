@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from torch.distributed import ProcessGroup
 
-from .collectives.arguments import check_member
-from .collectives.checks import checking, compare, tells_failure
-from .collectives.raw import gather_ints, process_group
-from .errors import InvalidArgumentError
-from .info import group_ranks
-from .object_bytes import (
+from ..collectives.arguments import check_member
+from ..collectives.checks import checking, compare, tells_failure
+from ..collectives.raw import gather_ints, process_group
+from ..errors import InvalidArgumentError
+from ..info import group_ranks
+from .moving import (
     Buffer,
     all_gather_bytes,
     broadcast_bytes,

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from .collectives.checks import tells_failure
-from .collectives.raw import process_group
-from .errors import InvalidArgumentError, StateError
-from .info import get_rank, group_ranks
-from .object_bytes import errors_of_all
-from .object_files import caught, make_folder, read_parts, remove_parts, write_part
-from .objects import broadcast_object_list, gather_object
+from ..collectives.checks import tells_failure
+from ..collectives.raw import process_group
+from ..errors import InvalidArgumentError, StateError
+from ..info import get_rank, group_ranks
+from .calls import broadcast_object_list, gather_object
+from .files import caught, make_folder, read_parts, remove_parts, write_part
+from .moving import errors_of_all
 
 _DEVICE_NAMES = ("cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu")
 

@@ -11,9 +11,9 @@ import os
 import pickle
 from typing import Any
 
+from ..errors import InvalidArgumentError
 from .codec import MAGIC as PLAIN
 from .codec import NotPlainError, decode, encode
-from .errors import InvalidArgumentError
 
 VARIABLE = "SCALETORCH_ALLOW_PICKLE"
 

@@ -7,12 +7,12 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from .collectives.gathers import gather
-from .collectives.p2p import exchange
-from .collectives.raw import all_gather_single, gather_ints, host_device, raw_broadcast
-from .info import group_ranks
-from .neighbours import calls
-from .neighbours.neighbours import neighbours_of
+from ..collectives.gathers import gather
+from ..collectives.p2p import exchange
+from ..collectives.raw import all_gather_single, gather_ints, host_device, raw_broadcast
+from ..info import group_ranks
+from ..neighbours import calls
+from ..neighbours.neighbours import neighbours_of
 
 Buffer = bytearray | memoryview
 
