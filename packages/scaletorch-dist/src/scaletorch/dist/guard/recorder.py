@@ -27,6 +27,7 @@ KEPT = 64  # marks, and ends of steps, that are kept
 KNOWN = 4096  # descriptions of calls that are kept
 
 _ident = threading.get_ident
+_new = tuple.__new__  # a NamedTuple's own takes three times as long
 _wall, _clock = time.time, time.monotonic
 
 
@@ -211,7 +212,7 @@ class Recorder:
                 track.marks.append((seq + 1, rolling))
             if track.owner != thread:
                 track.owner = thread if track.owner is None else 0
-        note = self._last[thread] = Note(track, seq, index)
+        note = self._last[thread] = _new(Note, (track, seq, index))
         return note
 
     def _describe(self, key: Any, size: int, call: str, facts: Sequence[Any]) -> tuple[int, bytes]:

@@ -8,8 +8,9 @@ from types import CodeType, FrameType
 _PACKAGE = __name__.rpartition(".dist.")[0] + "."  # this library, also where it is vendored
 _SKIPPED = (_PACKAGE, "torch.", "contextlib", "functools")
 
-_inside: dict[CodeType, bool] = {}
-_sites: dict[tuple[CodeType, int], bytes] = {}
+# By identity: to hash code takes a microsecond. The code is kept, so that no other gets its place.
+_inside: dict[int, tuple[bool, CodeType]] = {}
+_sites: dict[tuple[int, int], bytes] = {}
 
 
 def call_site() -> bytes:
@@ -17,14 +18,15 @@ def call_site() -> bytes:
     frame: FrameType = sys._getframe(3)  # beyond the recorder
     while True:
         code = frame.f_code
-        inside = _inside.get(code)
-        if inside is None:
-            inside = _inside[code] = frame.f_globals.get("__name__", "").startswith(_SKIPPED)
+        known = _inside.get(id(code))
+        if known is None:
+            name = frame.f_globals.get("__name__", "")
+            known = _inside[id(code)] = name.startswith(_SKIPPED), code
         outer = frame.f_back
-        if not inside or outer is None:
+        if not known[0] or outer is None:
             break
         frame = outer
-    key = (code, frame.f_lasti)
+    key = id(code), frame.f_lasti
     site = _sites.get(key)
     if site is None:
         file = "/".join(code.co_filename.rsplit("/", 2)[-2:])[-40:]
