@@ -9,6 +9,7 @@ from .pipeline_parallel import (
 )
 from .pp_comms import bidirectional_pipeline_communicate, pipeline_communicate
 from .runtime.faults import StageError
+from .runtime.recorder import Recorder
 from .schedules import (
     SCHEDULES,
     Action,
@@ -44,7 +45,7 @@ from .splitting.measure import measure_costs
 from .splitting.split import Split, distribute_layers, infer_split, layers_of
 from .stages.cut import PassThrough
 from .steps.evaluate import pipeline_forward
-from .steps.record import Recorder, recording
+from .steps.record import recording
 
 __all__ = [
     "SCHEDULES",

@@ -6,7 +6,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,16 +17,13 @@ from ....dist.agreement import agree
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import ModuleWrapper, axis_group, describe_rank
 from ..runtime.forms import Form, tensors_in
+from ..runtime.recorder import Recorder
 from ..schedules.choose import AnySchedule, stages_of
 from ..splitting.split import Placement, Split, place
 from .cut import Passage, cut
 from .hidden import HiddenFlow
 from .ties import Tie, TiedGradients, find_ties
 from .weights import Deferral, WeightGradients, defer_weight_gradients
-
-if TYPE_CHECKING:
-    from ..steps.record import Recorder
-
 
 MANY_FORMS = 4096  # forms that are remembered at most, on every rank alike
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,10 +14,8 @@ from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import axis_group, describe_rank
 from ..cuts.cut import Cut, require_shares, share_cut
+from ..regions.sequence_shares import SequenceShares
 from ..regions.uncompiled import gather, reduce
-
-if TYPE_CHECKING:
-    from ..regions.sequence import SequenceShares
 
 # A whole parameter -> the dim it was cut along, how, and this rank's shard: tied ones stay tied.
 Memo = MutableMapping[Tensor, tuple[int, Cut, nn.Parameter]]

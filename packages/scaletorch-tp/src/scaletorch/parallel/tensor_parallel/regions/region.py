@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,11 +18,9 @@ from torch.distributed import ProcessGroup
 
 from ....dist.functional import copy
 from .overlap import Entrance
+from .sequence_shares import SequenceShares
 from .surround import Surrounded
 from .uncompiled import around_compiled, uncompiled
-
-if TYPE_CHECKING:
-    from .sequence import SequenceShares
 
 T = TypeVar("T")
 

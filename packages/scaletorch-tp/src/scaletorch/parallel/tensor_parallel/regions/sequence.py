@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -19,78 +18,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, get_world_size
-from ....dist.errors import InvalidArgumentError
-from ....dist.functional import all_gather, gather, reduce_scatter, split
-from ...pg_manager import describe_rank
 from ..cuts.cut import shard_sizes
 from ..layers.base import TensorParallelLayer
-from .overlap import DIM
-from .random import end_sharded_random, sharded_random
+from .random import sharded_random
 from .region import Region
+from .sequence_shares import SequenceShares
 from .sum_grad import SumGradients
 from .surround import SharedGroup, Surrounded, surround
-from .uncompiled import around_compiled, uncompiled
+from .uncompiled import around_compiled
 
 M = TypeVar("M", bound=nn.Module)
-
-
-@dataclass(slots=True)
-class SequenceShares:
-    """How the sequences of one model are shared out; its layers hold one and the same.
-
-    Attributes:
-        holder: Ranks of the tensor-parallel axis.
-        length: Tokens of the whole sequence in the last forward; None takes shares for equal.
-    """
-
-    holder: SharedGroup
-    length: int | None = None
-
-    @uncompiled
-    def enter(self, x: Tensor) -> Tensor:
-        """Return the whole sequence of a share; in backward the ranks' gradients are summed."""
-        return all_gather(x, DIM, self.holder.group, sizes=self.sizes(x))
-
-    @uncompiled
-    def join(self, x: Tensor) -> Tensor:
-        """Return the whole sequence of a share, for what every rank then does alike."""
-        end_sharded_random()  # what follows draws for whole activations
-        return gather(x, DIM, self.holder.group, sizes=self.sizes(x))
-
-    def sizes(self, x: Tensor) -> tuple[int, ...]:
-        """Return how many tokens each rank has of the sequence of which `x` is a share.
-
-        Raises:
-            InvalidArgumentError: It is not this rank's share.
-        """
-        sizes = self._sizes(self.length or x.shape[DIM] * get_world_size(self.holder.group))
-        own = sizes[get_rank(self.holder.group)]
-        if x.shape[DIM] != own:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: expected this rank's {own} of {sum(sizes)} tokens, got a "
-                f"tensor of shape {tuple(x.shape)}; with sequence parallelism pass the model "
-                "input_ids or position_ids of the whole sequence"
-            )
-        return sizes
-
-    @uncompiled
-    def leave(self, x: Tensor) -> Tensor:
-        """Return this rank's share of the sum of the ranks' partial results."""
-        return reduce_scatter(x, DIM, self.holder.group, sizes=self._sizes(x.shape[DIM]))
-
-    @uncompiled
-    def split(self, x: Tensor) -> Tensor:
-        """Return this rank's share of what every rank has whole."""
-        return split(x, DIM, self.holder.group, sizes=self._sizes(x.shape[DIM]))
-
-    def _sizes(self, length: int) -> tuple[int, ...]:
-        size = get_world_size(self.holder.group)
-        if length < size:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: a sequence of {length} tokens leaves some of {size} ranks "
-                f"without one; sequence parallelism needs at least {size}"
-            )
-        return shard_sizes(length, size)
 
 
 class SequenceRoot(Surrounded):
