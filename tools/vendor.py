@@ -139,7 +139,7 @@ def _require_place(into: Path) -> None:
         raise VendorError(f"{into / FOLDER} is a link: give the folder itself")
     importlib.invalidate_caches()
     for name, folder in ((into.name, into.parent), (FOLDER, into)):
-        spec = PathFinder.find_spec(name, [str(folder)])
+        spec = PathFinder.find_spec(name, [str(folder)]) if folder.is_dir() else None
         if spec is not None and spec.submodule_search_locations is None:
             raise VendorError(f"{spec.origin} hides the folder {folder / name} from imports")
 
@@ -183,6 +183,7 @@ def _move(new: Path, target: Path) -> None:
             old.rename(target)
         raise
     shutil.rmtree(old, ignore_errors=True)
+    importlib.invalidate_caches()  # for a program that imports the copy now
 
 
 def _news(manifest: Manifest) -> Iterable[str]:
