@@ -159,6 +159,18 @@ def test_errors_are_of_their_own_copy_and_of_pythons_classes():
     assert not isinstance(caught.value, ours.ScaletorchError)
 
 
+def test_layers_of_another_copy_are_refused_and_not_taken_for_plain_ones():
+    model = nn.Sequential(nn.Linear(4, 4))
+    ours, theirs = (of(name, "parallel.tensor_parallel") for name in COPIES)
+    theirs.apply_tensor_parallel(model, {"0": "column_gather"})
+    assert theirs.gather_tensors(model, model.state_dict()).keys() == {"0.weight", "0.bias"}
+    for use in (ours.gather_tensors, ours.split_by_owner):
+        with pytest.raises(ValueError, match=r"'0' is a zenith.* of another copy of this library"):
+            use(model, model.state_dict())
+    with pytest.raises(ValueError, match="it is a ColumnParallelLinear, not a Linear itself"):
+        ours.apply_tensor_parallel(model, {"0": "column_gather"})
+
+
 def test_registered_names_hold_the_copys_own():
     names = {
         of(each, "parallel.context_parallel.models.transformers_attention").NAME for each in COPIES

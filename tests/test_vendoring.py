@@ -18,37 +18,13 @@ import vendor  # noqa: E402
 from packages import PACKAGES  # noqa: E402
 from vendor_manifest import LICENCE, NAME, VendorError, contents  # noqa: E402
 
-HOST = """
-[tool.mypy]
-strict = true
-exclude = ["/_vendor/"]
-
-[[tool.mypy.overrides]]
-module = "acme._vendor.*"
-follow_imports = "silent"
-"""
-
-PROGRAM = """
-import torch
-from torch import Tensor, nn
-
-from acme._vendor.scaletorch.dist import launch
-from acme._vendor.scaletorch.parallel.pg_manager import setup_process_group_manager
-from acme._vendor.scaletorch.parallel.tensor_parallel import apply_tensor_parallel
+GUIDE = (ROOT / "docs" / "vendoring.md").read_text()
+PLACE = "../acme/acme/_vendor"
 
 
-def work(width: int) -> Tensor:
-    manager = setup_process_group_manager(tp_size=2)
-    model = nn.Sequential(nn.Linear(width, width))
-    apply_tensor_parallel(model, {"0": "column_gather"}, group=manager.tp_group)
-    out: Tensor = model(torch.ones(1, width))
-    return out
-
-
-launch(work, 2, 4)
-launch(work, "two", 4)
-setup_process_group_manager(tp_size=2).no_such_attribute
-"""
+def guides(language):
+    """The guide's blocks of one language, as one text."""
+    return "".join(re.findall(rf"```{language}\n(.*?)```", GUIDE, re.S))
 
 
 @pytest.fixture
@@ -204,20 +180,22 @@ def test_the_manifest_says_where_a_copy_comes_from(into):
     assert manifest["asked"] == ["scaletorch-dist"]
 
 
-def test_mypy_checks_a_project_that_uses_a_copy(into):
-    vendor.vendor(["tp"], into)
+def test_the_guides_project_runs_and_mypy_checks_it(into):
     host = into.parent.parent
-    (host / "pyproject.toml").write_text(HOST)
+    commands = [line.split() for line in guides("bash").splitlines()]
+    assert [command[:2] for command in commands] == [["python", "tools/vendor.py"]] * 3
+    for command in commands:
+        words = [str(into) if word == PLACE else word for word in command[2:]]
+        assert vendor.main(words) == 0, command
     (host / "acme" / "__init__.py").touch()
-    (host / "acme" / "py.typed").touch()
-    (host / "acme" / "train.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, "-m", "mypy", "acme"],
-        cwd=host,
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    lines = PROGRAM.splitlines()
-    wrong = [lines[int(line.split(":")[1]) - 1] for line in done.stdout.splitlines()[:-1]]
-    assert wrong == lines[-2:], done.stdout
+    (host / "acme" / "train.py").write_text(guides("py"))
+    (host / "pyproject.toml").write_text(guides("toml"))
+    run = {"cwd": host, "capture_output": True, "text": True, "timeout": 100}
+    done = subprocess.run([sys.executable, "-m", "acme.train"], **run, check=False)
+    assert done.stdout == "True\n", done.stderr
+    wrong = ['    launch(work, "two", 4)', "    setup_process_group_manager().no_such_attribute"]
+    (host / "acme" / "train.py").write_text("\n".join([guides("py").rstrip(), *wrong, ""]))
+    done = subprocess.run([sys.executable, "-m", "mypy", "acme"], **run, check=False)
+    first = guides("py").rstrip().count("\n") + 2
+    told = [line.split(":")[:3] for line in done.stdout.splitlines()[:-1]]
+    assert told == [["acme/train.py", str(first + at), " error"] for at in range(2)], done.stdout
