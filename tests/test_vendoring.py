@@ -122,6 +122,7 @@ def test_a_copy_that_fails_changes_nothing(into, monkeypatch, attempt, fails):
         ("acme/third-party", ["tp"], "'third-party' is no name that Python can import"),
         ("acme/import", ["tp"], "'import' is no name"),
         ("acne/_vendor", ["tp"], "acne is no folder"),
+        ("acme/hidden.py", ["tp"], "hidden.py is a file"),
         ("acme/hidden", ["tp"], r"hidden.py hides the folder \S+hidden from imports"),
         ("acme/full", ["tp"], "full/scaletorch exists; move it away"),
         ("acme/done", ["tp"], "done/scaletorch exists; it is a vendored copy: --update it"),

@@ -8,22 +8,15 @@ this clone has; ``--check`` compares it with its manifest. docs/vendoring.md is 
 from __future__ import annotations
 
 import argparse
-import importlib
 import os
 import re
-import shutil
-import subprocess
 import sys
-import tempfile
-from collections.abc import Iterable, Mapping
-from importlib.machinery import PathFinder
-from keyword import iskeyword
+from collections.abc import Iterable
 from pathlib import Path
 
 from packages import PACKAGES
 from vendor_manifest import NAME, Manifest, VendorError, describe, differences, read
-
-FOLDER = "scaletorch"
+from vendor_place import FOLDER, ignored, put, require_place
 
 
 def vendor(packages: Iterable[str], into: Path) -> Manifest:
@@ -33,7 +26,7 @@ def vendor(packages: Iterable[str], into: Path) -> Manifest:
         VendorError: No such package, or the folder cannot hold an importable copy.
     """
     names = [full_name(package) for package in packages]
-    _require_place(into)
+    require_place(into)
     target = into / FOLDER
     if os.path.lexists(target):
         hint = "it is a vendored copy: --update it" if (target / NAME).exists() else "move it away"
@@ -42,7 +35,7 @@ def vendor(packages: Iterable[str], into: Path) -> Manifest:
     made = not into.exists()
     into.mkdir(exist_ok=True)
     try:
-        _put(target, manifest, sources, keep=())
+        put(target, manifest, sources, keep=())
     except BaseException:
         if made:
             into.rmdir()
@@ -63,7 +56,7 @@ def update(into: Path, packages: Iterable[str] = (), *, force: bool = False) -> 
     """
     names = [full_name(package) for package in packages]
     target = into / FOLDER
-    _require_place(into)
+    require_place(into)
     old = read(target)
     found = differences(target, old)
     if (found.edited or found.missing) and not force:
@@ -80,7 +73,7 @@ def update(into: Path, packages: Iterable[str] = (), *, force: bool = False) -> 
             "them away: " + ", ".join(taken)
         )
     if found.edited or found.missing or manifest != old:
-        _put(target, manifest, sources, keep=found.stray)
+        put(target, manifest, sources, keep=found.stray)
     return manifest
 
 
@@ -98,7 +91,7 @@ def check(into: Path) -> tuple[list[str], list[str]]:
     problems = differences(target, manifest).lines()
     problems += [f"ignored by git: {name}" for name in ignored(target, manifest.files)]
     try:
-        _require_place(into)
+        require_place(into)
     except VendorError as error:
         problems.append(str(error))
     return problems, list(_news(manifest))
@@ -115,75 +108,6 @@ def full_name(package: str) -> str:
             return name
     short = [name.removeprefix("scaletorch-") for name in PACKAGES]
     raise VendorError(f"there is no package {package!r}: the packages are {', '.join(short)}")
-
-
-def ignored(folder: Path, names: Iterable[str]) -> list[str]:
-    """Return the files that the project's git would leave out of a commit."""
-    command = ["git", "-C", str(folder), "check-ignore", "--stdin"]
-    try:
-        done = subprocess.run(
-            command, input="\n".join(names), capture_output=True, text=True, check=False
-        )
-    except OSError:  # no git here
-        return []
-    return done.stdout.splitlines()
-
-
-def _require_place(into: Path) -> None:
-    """Make sure that a copy in a folder can be imported from there."""
-    if not into.parent.is_dir():
-        raise VendorError(f"{into.parent} is no folder: --into is a folder in an existing one")
-    if not into.name.isidentifier() or iskeyword(into.name):
-        raise VendorError(f"{into.name!r} is no name that Python can import; give another --into")
-    if (into / FOLDER).is_symlink():
-        raise VendorError(f"{into / FOLDER} is a link: give the folder itself")
-    importlib.invalidate_caches()
-    for name, folder in ((into.name, into.parent), (FOLDER, into)):
-        spec = PathFinder.find_spec(name, [str(folder)]) if folder.is_dir() else None
-        if spec is not None and spec.submodule_search_locations is None:
-            raise VendorError(f"{spec.origin} hides the folder {folder / name} from imports")
-
-
-def _put(
-    target: Path, manifest: Manifest, sources: Mapping[str, Path], keep: Iterable[str]
-) -> None:
-    """Make the whole folder beside its place, then move it there.
-
-    Args:
-        target: Where it is to be; what is there is replaced.
-        manifest: Of the new one.
-        sources: Where each file is copied from.
-        keep: What of the old one is carried over.
-    """
-    new = Path(tempfile.mkdtemp(prefix=f".{FOLDER}-", dir=target.parent))
-    try:
-        for name, source in [*sources.items(), *((name, target / name) for name in keep)]:
-            (new / name).parent.mkdir(parents=True, exist_ok=True)
-            copy = shutil.copyfile if name in sources else shutil.copy2
-            copy(source, new / name, follow_symlinks=name in sources)
-        (new / NAME).write_text(manifest.to_json())
-        new.chmod(target.parent.stat().st_mode & 0o777)
-        found = differences(new, manifest)
-        if found.edited or found.missing:
-            raise VendorError("this clone changed meanwhile: " + ", ".join(found.lines()))
-        _move(new, target)
-    except BaseException:
-        shutil.rmtree(new)
-        raise
-
-
-def _move(new: Path, target: Path) -> None:
-    old = new.with_name(f"{new.name}-old")
-    if target.exists():
-        target.rename(old)
-    try:
-        new.rename(target)
-    except BaseException:
-        if old.exists():
-            old.rename(target)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
-    importlib.invalidate_caches()  # for a program that imports the copy now
 
 
 def _news(manifest: Manifest) -> Iterable[str]:
@@ -247,7 +171,7 @@ def main(arguments: list[str]) -> int:
             if options.update
             else vendor(packages, into)
         )
-    except VendorError as error:
+    except (VendorError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     print(_told(manifest, into))
