@@ -13,37 +13,16 @@ not read.
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import tomllib
 import venv
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
+from packages import PACKAGES, ROOT, closure
+
 EVERYTHING = "tests"
-
-
-def requirements(package: str) -> list[str]:
-    """Return the sibling packages that one names in its ``dependencies``."""
-    text = (ROOT / "packages" / package / "pyproject.toml").read_text()
-    names = (re.split(r"[^\w-]", d)[0] for d in tomllib.loads(text)["project"]["dependencies"])
-    return [name for name in names if name in PACKAGES]
-
-
-def closure(package: str) -> list[str]:
-    """Return the package and all siblings that it needs, directly or not."""
-    found: list[str] = []
-    waiting = [package]
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.append(name)
-            waiting += requirements(name)
-    return sorted(found)
 
 
 def install(packages: list[str], folder: Path, wheels: Path) -> Path:

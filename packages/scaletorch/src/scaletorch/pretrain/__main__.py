@@ -20,7 +20,7 @@ def parse() -> PretrainConfig:
         raise SystemExit(
             f"the command needs {error.name}: pip install 'scaletorch[pretrain]'"
         ) from error
-    return tyro.cli(PretrainConfig, prog="python -m scaletorch.pretrain", description=__doc__)
+    return tyro.cli(PretrainConfig, prog=f"python -m {__package__}", description=__doc__)
 
 
 def summary(config: PretrainConfig, result: Result, seconds: float) -> str:

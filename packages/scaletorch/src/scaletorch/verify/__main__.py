@@ -20,7 +20,7 @@ from .verify import verify
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser("python -m scaletorch.verify", description=__doc__)
+    parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
     parser.add_argument("--world-size", type=int, help="try every layout of so many ranks")
     parser.add_argument("--layout", nargs="+", default=[], help="DPxPPxCPxTP, such as 2x1x2x2")
     parser.add_argument("--model", help="package.module:function that makes the plain module")

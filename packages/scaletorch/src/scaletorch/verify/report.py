@@ -92,7 +92,7 @@ class Report:
 
     results: list[CaseResult]
     chain: int
-    command: str = field(default="python -m scaletorch.verify")
+    command: str = field(default=f"python -m {__package__}")
 
     @property
     def passed(self) -> bool:

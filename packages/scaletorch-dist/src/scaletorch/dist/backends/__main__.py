@@ -9,9 +9,7 @@ from .report import backend_table
 
 def main() -> None:
     """Print the table."""
-    parser = argparse.ArgumentParser(
-        prog="python -m scaletorch.dist.backends", description=main.__doc__
-    )
+    parser = argparse.ArgumentParser(prog=f"python -m {__package__}", description=main.__doc__)
     parser.parse_args()
     print(backend_table())
 

@@ -39,7 +39,7 @@ def most(text: str) -> int | None:
 def parser() -> argparse.ArgumentParser:
     """Return what reads the command line; torchrun takes an option --max for one of its own."""
     reads = argparse.ArgumentParser(
-        prog="python -m scaletorch.dist.bench",
+        prog=f"python -m {__package__}",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

@@ -18,12 +18,14 @@ from torch.distributed import ProcessGroup
 
 from ..errors import MismatchError
 from ..info import get_rank
+from ..one_per_process import one_per_process
 from .checks import describe
 from .raw import on_wire
 
 _AGREED = "agreed"
 
-_counts: WeakKeyDictionary[ProcessGroup, Counter[tuple[int, int, int]]] = WeakKeyDictionary()
+# For each group, how many messages went by sender, receiver and tag.
+Counts = WeakKeyDictionary[ProcessGroup, Counter[tuple[int, int, int]]]
 
 
 class Agreement:
@@ -72,7 +74,8 @@ def agree(group: ProcessGroup, data: Tensor, peer: int, tag: int, *, sends: bool
     """
     me = get_rank()
     path = (me, peer, tag) if sends else (peer, me, tag)
-    counts = _counts.setdefault(group, Counter())
+    every: Counts = one_per_process("message_counts", WeakKeyDictionary)
+    counts = every.setdefault(group, Counter())
     counts[path] += 1
     key = f"scaletorch/message/{'/'.join(map(str, path))}/{counts[path]}"
     what = describe("", data)[1:-1]

@@ -6,7 +6,8 @@ import functools
 import re
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 from ..errors import InvalidArgumentError
 
@@ -170,6 +171,13 @@ def entry_of_backend(backend: str) -> DeviceEntry | None:
     return found
 
 
+def _own(entry: Any) -> Any:
+    """Return an entry as this copy of the package has them: others make theirs with another."""
+    if type(entry).__name__ != DeviceEntry.__name__:
+        return entry
+    return DeviceEntry(**{field.name: getattr(entry, field.name) for field in fields(entry)})
+
+
 @functools.cache
 def _load_entry_points() -> None:
     """Add what installed packages name, once; a broken one is warned of and left out."""
@@ -178,8 +186,8 @@ def _load_entry_points() -> None:
     for point in entry_points(group=ENTRY_POINTS):
         try:
             named = point.load()
-            for entry in [named] if isinstance(named, DeviceEntry) else named:
-                register_device(entry)
+            for entry in [named] if is_dataclass(named) else named:
+                register_device(_own(entry))
         except Exception as error:  # whatever another package's import raises
             package = point.dist.name if point.dist is not None else "an unknown package"
             warnings.warn(

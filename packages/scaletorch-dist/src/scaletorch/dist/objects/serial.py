@@ -23,7 +23,7 @@ _WAY_OUT = (
 )
 _logged: set[str] = set()
 
-log = logging.getLogger("scaletorch.dist")
+log = logging.getLogger(__package__)
 
 
 def pickle_allowed(allow_pickle: bool) -> bool:

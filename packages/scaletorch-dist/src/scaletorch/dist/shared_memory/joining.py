@@ -9,12 +9,11 @@ import torch
 from torch.distributed import ProcessGroup
 
 from ..collectives.raw import gather_ints, route
+from ..one_per_process import one_per_process
 from .blocks import VARIABLE, allocate, attach, block_of, host
 from .node_memory import UNKEPT, NodeMemory
 
 _TAG = 1 << 20  # of the messages of the first node memory in a process
-
-_made = count()
 
 
 def node_memory(group: ProcessGroup | None) -> NodeMemory | None:
@@ -33,7 +32,8 @@ def node_memory(group: ProcessGroup | None) -> NodeMemory | None:
         place = (host(), block.file if block is not None and allowed else -1)
     except (OSError, AttributeError):  # another system than Linux
         place = (0, -1)
-    rows = gather_ints((*place, os.getpid(), next(_made)), group)
+    number = next(one_per_process("node_memory_numbers", count))
+    rows = gather_ints((*place, os.getpid(), number), group)
     if any(file < 0 or at != rows[0][0] for at, file, _, _ in rows):
         return None
     worked = all(_readable(process, file) for _, file, process, _ in rows)

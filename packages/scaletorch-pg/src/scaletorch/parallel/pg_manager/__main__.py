@@ -45,7 +45,7 @@ def _text(args: argparse.Namespace) -> str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m scaletorch.parallel.pg_manager",
+        prog=f"python -m {__package__}",
         description="Show the groups of a 4D layout, and which of them cross nodes.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

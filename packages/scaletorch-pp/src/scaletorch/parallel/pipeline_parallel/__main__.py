@@ -88,7 +88,7 @@ def _costs(args: argparse.Namespace) -> Costs:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m scaletorch.parallel.pipeline_parallel",
+        prog=f"python -m {__package__}",
         description="Check a schedule, draw it, and tell makespan, bubble and peak activations.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,

@@ -12,7 +12,7 @@ from .hunt import Outcome, hunt, to_markdown
 
 def main() -> int:
     """Run the command; 1 where a fault survives."""
-    parser = argparse.ArgumentParser("python -m scaletorch.verify.mutants", description=__doc__)
+    parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
     parser.add_argument("names", nargs="*", choices=[*MUTANTS, []], help="which; all by default")
     parser.add_argument("--out", type=Path, help="file for the table in Markdown")
     arguments = parser.parse_args()

@@ -15,13 +15,12 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from ....dist.errors import StateError
+from ....dist.one_per_process import one_per_process
 from ...pg_manager import describe_rank
 from .manager import BucketManager
 from .products import ProductSink, direct_products
 
 _OUTSIDE = -1  # torch's number for "no backward is running on this thread"
-_serial = itertools.count()
-_alive: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 
 
 class GradientSync:
@@ -48,7 +47,7 @@ class GradientSync:
         self._tasks: set[int] = set()
         self._crowded = False
         self._attached = False
-        self._serial = next(_serial)
+        self._serial = next(one_per_process("gradient_sync_numbers", itertools.count))
 
     def attach(self, module: nn.Module) -> None:
         """Put the hooks in place; without them nothing is ever communicated.
@@ -64,7 +63,7 @@ class GradientSync:
         undo = direct_products(module, parameters, sink)
         weakref.finalize(self, undo).atexit = False
         self._attached = True
-        _alive.add(self)
+        _alive().add(self)
 
     @property
     def syncs(self) -> bool:
@@ -146,7 +145,9 @@ class GradientSync:
             self._root = task
             # Another wrapper's calls on the same group could fall between ours in another order
             # on another rank: then all calls are made at the end, wrapper by wrapper.
-            self._crowded = any(other is not self and other.group is self.group for other in _alive)
+            self._crowded = any(
+                other is not self and other.group is self.group for other in _alive()
+            )
             self._open()
         self._tasks.add(task)
         queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
@@ -165,7 +166,7 @@ class GradientSync:
                 "they are None now: start this step again (after an error, call reset())"
             )
             raise StateError(message)
-        ending = [each for each in _alive if each._root == task]
+        ending = [each for each in _alive() if each._root == task]
         for each in sorted(ending, key=lambda each: each._serial):
             each._end()
 
@@ -204,6 +205,15 @@ class GradientSync:
         return handles
 
 
+def _alive() -> weakref.WeakSet[GradientSync]:
+    """Return the attached ones of this process, those of other copies of this package too.
+
+    So `group`, `manager.slots[…].parameter`, `_root`, `_serial` and `_end` are what one version of
+    this package knows of another.
+    """
+    return one_per_process("gradient_syncs", weakref.WeakSet)
+
+
 def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     """Refuse parameters whose gradients somebody else has.
 
@@ -212,7 +222,7 @@ def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
             elsewhere.
     """
     parameters = list(parameters)
-    taken = {id(slot.parameter) for other in _alive for slot in other.manager.slots}
+    taken = {id(slot.parameter) for other in _alive() for slot in other.manager.slots}
     names = [name for name, each in parameters if id(each) in taken]
     if names:
         message = (

@@ -29,7 +29,8 @@ class Watch:
     """
 
     def __init__(self, group: ProcessGroup | None, step: str) -> None:
-        self._group, self._key = group, f"scaletorch/pipeline/{step}"
+        # Another copy of this package, vendored under its own name, may number its steps alike.
+        self._group, self._key = group, f"{__name__}/{step}"
         self._store = None if group is None else _store()
         self._looked = time.monotonic()
         self._own: str | None = None

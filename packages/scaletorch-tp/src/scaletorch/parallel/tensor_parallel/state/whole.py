@@ -144,13 +144,24 @@ def load_full_state_dict(
 
 
 def find_cuts(model: nn.Module) -> dict[str, ParameterCut]:
-    """Map the name of every sharded parameter to its layer and dim."""
-    return {
-        f"{name}.{parameter}".lstrip("."): ParameterCut(module, dim)
-        for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, TensorParallelLayer)
-        for parameter, dim in module.shard_dims.items()
-    }
+    """Map the name of every sharded parameter to its layer and dim.
+
+    Raises:
+        InvalidArgumentError: Another copy of this package sharded a layer; its shards would pass
+            for whole tensors here.
+    """
+    cuts = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, TensorParallelLayer):
+            for parameter, dim in module.shard_dims.items():
+                cuts[f"{name}.{parameter}".lstrip(".")] = ParameterCut(module, dim)
+        elif any(kind.__name__ == TensorParallelLayer.__name__ for kind in type(module).__mro__):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: module '{name}' is a {type(module).__module__}."
+                f"{type(module).__name__}, of another copy of this library: use the copy that "
+                "made the model parallel"
+            )
+    return cuts
 
 
 def _gather(tensor: Tensor, cut: ParameterCut | None, group: ProcessGroup | None) -> Tensor:

@@ -1,0 +1,192 @@
+"""Two vendored copies on one process group: what the one does is not taken for the other's."""
+
+import copy
+import importlib
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as c10d
+from torch import nn
+
+from scaletorch.dist.testing import run_ranks
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tools"))
+
+import vendor  # noqa: E402 - of the repository's tools
+
+ACME, ZENITH = COPIES = ("acme._vendor.scaletorch", "zenith._vendor.scaletorch")
+
+
+def of(copy, module):
+    return importlib.import_module(f"{copy}.{module}")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hosts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hosts")
+    for name in ("acme", "zenith"):
+        (folder / name).mkdir()
+        vendor.vendor(["scaletorch"], folder / name / "_vendor")
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+
+
+def reduce_in_shared_memory():
+    """Rank 0 does its part of the second call first, and rank 1 that of the first."""
+    rank, works = c10d.get_rank(), []
+    for number, name in enumerate(COPIES):
+        memory = of(name, "dist.shared_memory.joining").node_memory(c10d.group.WORLD)
+        data = torch.full((2,), 10.0**number * (rank + 1))
+        works.append(memory.all_reduce(data, [1, 1], start=None))
+    for _ in range(20 if rank == 0 else 0):
+        works[1].is_completed()
+        time.sleep(0.01)
+    return [work.wait().tolist() for work in works]
+
+
+def test_both_work_in_one_shared_memory():
+    assert run_ranks(reduce_in_shared_memory, 2) == [[[3.0, 3.0], [30.0, 30.0]]] * 2
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+
+    def forward(self, x, use):
+        for layer in self.layers[:use]:
+            x = layer(x)
+        return x
+
+
+def run_one_backward():
+    """Buckets of the two copies' wrappers fill in other orders on other ranks."""
+    torch.manual_seed(0)
+    plain, rank = [Chain().double() for _ in COPIES], c10d.get_rank()
+    wrapped = [
+        of(name, "parallel.data_parallel").DataParallelBucket(
+            copy.deepcopy(chain), bucket_size=1, group=c10d.group.WORLD
+        )
+        for name, chain in zip(COPIES, plain, strict=True)
+    ]
+
+    def run(modules, rank):
+        uses = [[3, 3], [3, 2]][rank]
+        data = torch.full((2, 4), rank + 1.0).double()
+        sum(m(data, use).sum() for m, use in zip(modules, uses, strict=True)).backward()
+
+    run(plain, 0)
+    run(plain, 1)
+    run(wrapped, rank)
+    for chain, model in zip(plain, wrapped, strict=True):
+        for ours, theirs in zip(model.parameters(), chain.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, theirs.grad)
+    with pytest.raises(RuntimeError, match="would be synchronised twice"):
+        of(ACME, "parallel.data_parallel").DataParallelBucket(
+            wrapped[1].module, group=c10d.group.WORLD
+        )
+
+
+def test_both_end_one_backward():
+    run_ranks(run_one_backward, 2)
+
+
+def send_to_another():
+    """What one copy sends, another receives, also where both ends of each message are compared."""
+    rank = c10d.get_rank()
+    first, second = (of(name, "dist") for name in COPIES)
+    came = []
+    for at, name in enumerate((ACME, ACME, ZENITH)):
+        ends = (of(name, "dist"), second if at == 1 else of(name, "dist"))
+        data = torch.full((3,), float(at)) if rank == 0 else torch.empty(3)
+        ends[rank].send(data, 1) if rank == 0 else ends[rank].recv(data, 0)
+        came.append(data[0].item())
+    assert first is not second
+    return came
+
+
+def test_one_sends_and_another_receives():
+    checked = {"SCALETORCH_DIST_CHECK": "1"}
+    assert run_ranks(send_to_another, 2, env=checked, timeout=20) == [[0.0, 1.0, 2.0]] * 2
+
+
+def fail_in_one():
+    """A failed step of one copy's pipeline is not one of the other's, whose steps count alike."""
+    watches = [
+        of(name, "parallel.pipeline_parallel.runtime.faults").Watch(c10d.group.WORLD, "(0, 1) 0 0")
+        for name in COPIES
+    ]
+    if c10d.get_rank() == 0:
+        watches[0].report(ValueError("acme's"), "F0")
+    c10d.barrier()
+    heard = [watch._first() for watch in watches]
+    c10d.barrier()
+    return heard
+
+
+def test_a_failed_step_is_the_copys_own():
+    for ours, theirs in run_ranks(fail_in_one, 2):
+        assert "acme's" in ours
+        assert theirs is None
+
+
+def guard_both():
+    guards = [of(name, "dist.guard") for name in COPIES]
+    for guard in guards:
+        guard.start()
+    for name in COPIES:
+        of(name, "dist").all_reduce(torch.ones(2))
+    for guard in guards:
+        guard.step()
+    for guard in reversed(guards):
+        guard.stop()
+
+
+def test_both_guard_one_group():
+    run_ranks(guard_both, 2)
+
+
+def test_errors_are_of_their_own_copy_and_of_pythons_classes():
+    ours, theirs = (of(name, "dist") for name in COPIES)
+    with pytest.raises(ValueError, match="unknown launcher") as caught:
+        theirs.init_dist("none such")
+    assert isinstance(caught.value, theirs.ScaletorchError)
+    assert not isinstance(caught.value, ours.ScaletorchError)
+
+
+def test_layers_of_another_copy_are_refused_and_not_taken_for_plain_ones():
+    model = nn.Sequential(nn.Linear(4, 4))
+    ours, theirs = (of(name, "parallel.tensor_parallel") for name in COPIES)
+    theirs.apply_tensor_parallel(model, {"0": "column_gather"})
+    assert theirs.gather_tensors(model, model.state_dict()).keys() == {"0.weight", "0.bias"}
+    for use in (ours.gather_tensors, ours.split_by_owner):
+        with pytest.raises(ValueError, match=r"'0' is a zenith.* of another copy of this library"):
+            use(model, model.state_dict())
+    with pytest.raises(ValueError, match="it is a ColumnParallelLinear, not a Linear itself"):
+        ours.apply_tensor_parallel(model, {"0": "column_gather"})
+
+
+def test_registered_names_hold_the_copys_own():
+    names = {
+        of(each, "parallel.context_parallel.models.transformers_attention").NAME for each in COPIES
+    }
+    assert len(names) == 2
+    assert all(name.startswith(COPIES) for name in names)
+
+
+def test_a_device_of_another_copys_class_is_taken(monkeypatch, tmp_path):
+    info = tmp_path / "theirs-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[scaletorch.devices]\ntpu = their_tpu:TPU\n")
+    (tmp_path / "their_tpu.py").write_text(
+        f"from {ZENITH}.dist.devices import DeviceEntry\nTPU = DeviceEntry('tpu', 'tccl')\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    devices = of(ACME, "dist.devices")
+    assert devices.entry_of_backend("tccl") == devices.DeviceEntry("tpu", "tccl")
