@@ -82,10 +82,10 @@ class Alone:
         return f"{len(snippets)} snippets run"
 
     def extras(self) -> str:
-        """Resolve all extras together, beside the torch that is there; install none."""
+        """Resolve all extras together, beside the torch that is there; install and build none."""
         names = metadata(self.wheel).provides_extra or []
-        wanted = [f"{self.package}[{','.join(names)}]", f"torch=={installed_version('torch')}"]
-        done = pip(self.python, "install", "--dry-run", *wanted)
+        wanted = [f"{self.wheel}[{','.join(names)}]", f"torch=={installed_version('torch')}"]
+        done = pip(self.python, "install", "--dry-run", "--only-binary", ":all:", *wanted)
         if done.returncode:
             raise CheckError(f"{wanted[0]} does not resolve:\n{done.stdout}{done.stderr}")
         brings = "".join(re.findall(r"^Would install (.*)$", done.stdout, re.M)).split()

@@ -33,11 +33,13 @@ def refuses(alone: Alone, newer: Path) -> str:
     if asked.returncode == 0 or "conflict" not in asked.stderr:
         raise CheckError(f"pip would install it beside {new}:\n{asked.stdout}{asked.stderr}")
     pip(alone.python, *source, new)
-    done = run(alone.python, "-c", f"import {modules(alone.package)[-1]}", folder=newer)
+    program = ("-c", f"import {modules(alone.package)[-1]}")
+    done = run(alone.python, *program, folder=newer)
     message = done.stderr.rstrip().split("\n")[-1]
     if done.returncode == 0 or "VersionMismatchError" not in message or sibling not in message:
         raise CheckError(f"it can be imported beside {new}:\n{done.stderr}")
     way_out = re.search("`pip (install [^`]*)`", message)
     pip(alone.python, *source, *way_out[1].split()[1:] if way_out else ())
-    alone.imports()  # or raise
+    if run(alone.python, *program, folder=newer).returncode:
+        raise CheckError(f"what the error advises does not help:\n{message}")
     return f"pip refuses it beside {new}; so does its import, and says how to mend it"
