@@ -27,7 +27,7 @@ from wheel_metadata import own_words
 
 
 def check(packages: list[str], with_tests: bool = False) -> list[Row]:
-    """Check the wheels of the packages, two packages at a time."""
+    """Check the wheels of the packages."""
     with tempfile.TemporaryDirectory(prefix="scaletorch-wheels-") as name:
         scratch = Path(name)
         wheels = {package: build(folder(package), scratch / "wheels") for package in PACKAGES}
@@ -35,7 +35,7 @@ def check(packages: list[str], with_tests: bool = False) -> list[Row]:
         torch_alone(scratch / "torch")
         one = partial(check_package, scratch=scratch, wheels=wheels, with_tests=with_tests)
         rows: list[Row] = []
-        with ThreadPoolExecutor(2) as pool:
+        with ThreadPoolExecutor(1 if with_tests else 2) as pool:  # tests take all cores
             for package, found in zip(packages, pool.map(one, packages), strict=True):
                 print(f"{package}: {len(found)} checks done", file=sys.stderr, flush=True)
                 rows += found

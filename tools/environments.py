@@ -53,10 +53,13 @@ def site_packages(folder: Path) -> Path:
     return Path(sysconfig.get_path("purelib", vars=variables))
 
 
-def create(folder: Path, borrowed: Path) -> Path:
-    """Make an environment that has the libraries of the folder ``borrowed``; return its python."""
+def create(folder: Path, *borrowed: Path | str) -> Path:
+    """Make an environment that has the libraries of other folders; return its python.
+
+    A ``.pth`` file has a line for each: a folder, or a statement that every start executes.
+    """
     venv.create(folder, with_pip=False, symlinks=True)
-    (site_packages(folder) / "borrowed.pth").write_text(f"{borrowed}\n")
+    (site_packages(folder) / "borrowed.pth").write_text("".join(f"{b}\n" for b in borrowed))
     return folder / "bin" / "python"
 
 
