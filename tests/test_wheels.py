@@ -78,7 +78,7 @@ def test_a_wrong_file_is_named(wheels, tmp_path, path, new, fault):
 @pytest.mark.parametrize(
     ("old", "new", "fault"),
     [
-        ("Version: ", "Version: 7", "version is '7"),
+        ("\nVersion: ", "\nVersion: 7", "version is '7"),
         ("Requires-Python: >=3.11", "Requires-Python: >=3.9", "requires_python is '>=3.9'"),
         ("Summary: ", "Maintainer: ", "summary is empty"),
         ("# scaletorch-pg", "# scaletorch-gp", "description is"),
