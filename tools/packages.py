@@ -1,4 +1,4 @@
-"""The packages of this repository, and which of them need which, from their pyprojects."""
+"""Which packages there are, and which of them need which: read from their pyprojects."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGES = sorted(path.parent.name for path in ROOT.glob("packages/*/pyproject.toml"))
+PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
 
 
 def pyproject(package: str) -> dict[str, Any]:
-    """Return a package's pyproject."""
+    """Return a package's ``pyproject.toml``."""
     return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
 
 
@@ -37,3 +37,38 @@ def closure(package: str) -> list[str]:
             found.append(name)
             waiting += requirements(name)
     return sorted(found)
+
+
+def dependents(package: str) -> list[str]:
+    """Return the siblings that need the package, directly or not."""
+    return [name for name in PACKAGES if name != package and package in closure(name)]
+
+
+def portions(package: str) -> list[str]:
+    """Return the folders that the package's wheel installs, such as ``scaletorch/dist``."""
+    wheel = pyproject(package)["tool"]["hatch"]["build"]["targets"]["wheel"]
+    return [folder.removeprefix("src/") for folder in wheel["only-include"]]
+
+
+def version_file(package: str) -> Path:
+    """Return the file that holds the package's version."""
+    path: str = pyproject(package)["tool"]["hatch"]["version"]["path"]
+    return ROOT / "packages" / package / path
+
+
+def modules(package: str) -> list[str]:
+    """Return the names under which the package's portions are imported."""
+    return [portion.replace("/", ".") for portion in portions(package)]
+
+
+def version(package: str) -> str:
+    """Return the package's version."""
+    found = re.search(r'^__version__ = "(.+)"$', version_file(package).read_text(), re.M)
+    if found is None:
+        raise RuntimeError(f"{version_file(package)} has no line __version__ = ...")
+    return found[1]
+
+
+def folder(package: str) -> Path:
+    """Return where the package lies."""
+    return ROOT / "packages" / package

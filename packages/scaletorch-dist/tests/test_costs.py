@@ -90,6 +90,8 @@ def count(nodes, flat=True):
 
 def formulas():
     """Return the guide's formulas by the names of the calls, a list for each."""
+    if not GUIDE.exists():
+        pytest.skip("the guide is in the repository alone")
     lines = [line for line in GUIDE.read_text().splitlines() if line.startswith("| `")]
     rows = [re.findall("`([^`]+)`", line) for line in lines]
     known = {}

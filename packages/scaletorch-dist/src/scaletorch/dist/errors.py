@@ -23,6 +23,10 @@ class MismatchError(ScaletorchError, RuntimeError):
     """Ranks disagree about something they must agree on; the message shows both sides."""
 
 
+class VersionMismatchError(ScaletorchError, ImportError):
+    """Wheels of this project that do not fit together; the message names both and the way out."""
+
+
 class RankFaultError(ScaletorchError, RuntimeError):
     """A guard has found that a rank failed, died, stopped, left or makes other calls than the rest.
 

@@ -1,5 +1,6 @@
 """What needs the four strategies together: composing them, one training step, whole tensors."""
 
+from ._version import __version__
 from .loss import token_loss_sum
 from .norm import clip_grad_norm_, global_grad_norm, nonfinite_gradients
 from .parallelize import parallelize
@@ -9,6 +10,7 @@ from .state import full_gradients, full_state_dict, local_gradients
 from .step import shard_global_batch, train_step
 
 __all__ = [
+    "__version__",
     "clip_grad_norm_",
     "full_gradients",
     "full_state_dict",

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from ..pretrain._version import __version__
+from ..compose._version import __version__
 from .cases import Case, layout_name
 from .compare import Difference
 from .runner import RankReport

@@ -1,0 +1,24 @@
+"""The wheel's version, and those of the siblings that it works with: the pins of its metadata."""
+
+from ..dist._version import __version__ as dist
+from ..dist.siblings import require_siblings
+from ..parallel.context_parallel._version import __version__ as cp
+from ..parallel.data_parallel._version import __version__ as dp
+from ..parallel.pg_manager._version import __version__ as pg
+from ..parallel.pipeline_parallel._version import __version__ as pp
+from ..parallel.tensor_parallel._version import __version__ as tp
+
+__version__ = "0.1.0"
+
+require_siblings(
+    "scaletorch",
+    __version__,
+    {
+        "scaletorch-cp~=0.1.0": cp,
+        "scaletorch-dist~=0.1.0": dist,
+        "scaletorch-dp~=0.1.0": dp,
+        "scaletorch-pg~=0.1.0": pg,
+        "scaletorch-pp~=0.1.0": pp,
+        "scaletorch-tp~=0.1.0": tp,
+    },
+)

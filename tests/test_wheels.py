@@ -1,0 +1,165 @@
+"""The checks of built wheels pass a good one and refuse one with each fault."""
+
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+
+from alone import Alone
+from building import build, of_version
+from environments import create, run, torch_alone
+from packages import folder, version
+from rows import CheckError, row, table
+from sdists import sdist
+from wheel_files import own_files, shared_paths, wrong_files
+from wheel_metadata import next_series, own_words, wrong_requirements, wrong_words
+
+DIST = "scaletorch-dist"
+PACKAGE = "scaletorch-pg"
+PORTION = "scaletorch/parallel/pg_manager"
+ABOUT = f"scaletorch_pg-{version(PACKAGE)}.dist-info"
+
+
+@pytest.fixture(scope="module")
+def wheels(tmp_path_factory):
+    into = tmp_path_factory.mktemp("wheels")
+    return {package: build(folder(package), into) for package in (DIST, PACKAGE)}
+
+
+@pytest.fixture(scope="module")
+def torch_folder(tmp_path_factory):
+    return torch_alone(tmp_path_factory.mktemp("borrowed") / "torch")
+
+
+def changed(wheel, into, path, old=None, new=None):
+    """Copy a wheel with a file gone, changed or, where there is none, added."""
+    into.mkdir(exist_ok=True)
+    with zipfile.ZipFile(wheel) as source, zipfile.ZipFile(into / wheel.name, "w") as target:
+        texts = {name: source.read(name).decode() for name in source.namelist()}
+        assert old is None or old in texts[path]
+        if new is None:
+            del texts[path]
+        else:
+            texts[path] = new if old is None else texts[path].replace(old, new, 1)
+        for name, text in texts.items():
+            target.writestr(name, text)
+    return into / wheel.name
+
+
+def test_good_wheels_pass(wheels):
+    for package, wheel in wheels.items():
+        assert "own files with py.typed, LICENSE" in own_files(wheel, package)
+        assert version(package) in own_words(wheel, package)
+    assert shared_paths(wheels.values()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "new", "fault"),
+    [
+        ("scaletorch/__init__.py", "", f"scaletorch/__init__.py lies outside {PORTION}"),
+        ("tests/test_grid.py", "", f"tests/test_grid.py lies outside {PORTION}"),
+        (f"{PORTION}/stray.py", "", f"{PORTION}/stray.py is no file of the package's sources"),
+        (f"{PORTION}/grid.py", None, f"{PORTION}/grid.py is missing"),
+        (f"{PORTION}/py.typed", None, f"{PORTION}/py.typed is missing, without which"),
+        (f"{ABOUT}/licenses/LICENSE", None, "its licenses/LICENSE is not the project's"),
+    ],
+)
+def test_a_wrong_file_is_named(wheels, tmp_path, path, new, fault):
+    wheel = changed(wheels[PACKAGE], tmp_path, path, None, new)
+    assert any(each.startswith(fault) for each in wrong_files(wheel, PACKAGE))
+    with pytest.raises(CheckError, match=fault):
+        own_files(wheel, PACKAGE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("\nVersion: ", "\nVersion: 7", "version is '7"),
+        ("Requires-Python: >=3.11", "Requires-Python: >=3.9", "requires_python is '>=3.9'"),
+        ("Summary: ", "Maintainer: ", "summary is empty"),
+        ("# scaletorch-pg", "# scaletorch-gp", "description is"),
+        ("# scaletorch-pg", "[a guide](../guide.md)", "the README links to ../guide.md"),
+    ],
+)
+def test_wrong_words_are_named(wheels, tmp_path, old, new, fault):
+    wheel = changed(wheels[PACKAGE], tmp_path, f"{ABOUT}/METADATA", old, new)
+    assert any(each.startswith(fault) for each in wrong_words(wheel, PACKAGE))
+
+
+def test_metadata_against_the_standard_are_refused(wheels, tmp_path):
+    wheel = changed(wheels[PACKAGE], tmp_path, f"{ABOUT}/METADATA", "License-Exp", "Licence-Exp")
+    with pytest.raises(CheckError, match="licence-expression"):
+        own_words(wheel, PACKAGE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "fault"),
+    [
+        ("torch>=", "numpy>=", "it requires numpy>=2.10: torch and siblings alone may be"),
+        ("scaletorch-dist~=", "scaletorch-dist>=", f"allows scaletorch-dist {next_series(DIST)}"),
+        ("scaletorch-dist~=", "scaletorch-dist~=7", f"refuses scaletorch-dist {version(DIST)}"),
+        ("scaletorch-dist~=", "scaletorch-dist>=", "at import it checks ['scaletorch-dist~="),
+    ],
+)
+def test_a_wrong_requirement_is_named(wheels, tmp_path, old, new, fault):
+    wheel = changed(
+        wheels[PACKAGE],
+        tmp_path,
+        f"{ABOUT}/METADATA",
+        f"Requires-Dist: {old}",
+        f"Requires-Dist: {new}",
+    )
+    assert any(fault in each for each in wrong_requirements(wheel, PACKAGE))
+
+
+def test_a_path_of_two_wheels_is_named(wheels, tmp_path):
+    wheel = changed(wheels[PACKAGE], tmp_path, "scaletorch/dist/info.py", None, "")
+    assert shared_paths([wheel, wheels[DIST]]) == ["scaletorch/dist/info.py"]
+
+
+def test_an_sdist_makes_the_same_wheel_and_another_is_refused(wheels, tmp_path):
+    assert "same to the byte" in sdist(PACKAGE, wheels[PACKAGE], tmp_path / "same")
+    other = changed(wheels[PACKAGE], tmp_path, f"{PORTION}/grid.py", None, "")
+    with pytest.raises(CheckError, match="is another"):
+        sdist(PACKAGE, other, tmp_path / "other")
+
+
+def test_a_wheel_is_installed_with_its_siblings_and_imported(wheels, torch_folder, tmp_path):
+    python = create(tmp_path / "environment", torch_folder)
+    alone = Alone(PACKAGE, wheels[PACKAGE], wheels[PACKAGE].parent, python)
+    assert alone.install() == "beside torch brings scaletorch-dist"
+    assert int(alone.imports().split()[0]) > 10
+    assert "numpy" in run(python, "-c", "import numpy", folder=tmp_path).stderr
+
+
+def test_a_wheel_that_needs_more_is_not_installed(wheels, torch_folder, tmp_path):
+    python = create(tmp_path / "environment", torch_folder)
+    old, new = "Requires-Dist: torch", "Requires-Dist: numpy\nRequires-Dist: torch"
+    wheel = changed(wheels[PACKAGE], tmp_path / "wheels", f"{ABOUT}/METADATA", old, new)
+    shutil.copy(wheels[DIST], wheel.parent)
+    alone = Alone(PACKAGE, wheel, wheel.parent, python)
+    with pytest.raises(CheckError, match="numpy"):
+        alone.install()
+
+
+def test_another_version_is_one_line_else(tmp_path):
+    copy = of_version(PACKAGE, "7.0.0", tmp_path)
+    assert build(copy, tmp_path).name.startswith("scaletorch_pg-7.0.0-")
+
+
+def test_rows_and_their_table():
+    def wrong():
+        raise CheckError("two lines\nof it")
+
+    rows = [row("first", lambda: "fine"), row("second", wrong), row("third", lambda: str(1 / 0))]
+    assert [ok for *_, ok in rows] == [True, False, False]
+    lines = table(rows).splitlines()
+    assert lines[2] == "| ok    | first   | fine                                |"
+    assert lines[3].startswith("| WRONG | second  | two lines ")
+    assert "second:\ntwo lines\nof it" in table(rows)
+    assert "third:\nZeroDivisionError: division by zero" in table(rows)
+    assert lines[-1] == "1 passed, 2 failed"

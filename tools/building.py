@@ -1,0 +1,39 @@
+"""Build wheels and sdists of the packages, of what an sdist holds, and of other versions."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+from pathlib import Path
+
+from packages import folder, version, version_file
+
+BUILD = "import sys, hatchling.build as it; print(getattr(it, sys.argv[1])(sys.argv[2]))"
+
+
+def build(source: Path, into: Path, kind: str = "wheel") -> Path:
+    """Build the ``wheel`` or the ``sdist`` of the package in the folder ``source``; return it."""
+    command = [sys.executable, "-c", BUILD, f"build_{kind}", str(into)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"no {kind} of {source} can be built:\n{done.stdout}{done.stderr}")
+    return into / done.stdout.split()[-1]
+
+
+def unpack(sdist: Path, into: Path) -> Path:
+    """Unpack an sdist; return the folder that it holds."""
+    with tarfile.open(sdist) as archive:
+        archive.extractall(into, filter="data")
+    return into / sdist.name.removesuffix(".tar.gz")
+
+
+def of_version(package: str, other: str, into: Path) -> Path:
+    """Copy a package's sources into a folder, as another version; return the copy."""
+    copy = into / f"{package}-{other}"
+    shutil.copytree(folder(package), copy, ignore=shutil.ignore_patterns("__pycache__", "tests"))
+    file = copy / version_file(package).relative_to(folder(package))
+    text = file.read_text()
+    file.write_text(text.replace(f'"{version(package)}"', f'"{other}"'))
+    return copy
