@@ -1,0 +1,51 @@
+"""Which packages there are, and which of them need which: read from their pyprojects."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = sorted(p.parent.name for p in ROOT.glob("packages/*/pyproject.toml"))
+
+
+def pyproject(package: str) -> dict[str, Any]:
+    """Return a package's ``pyproject.toml``."""
+    return tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())
+
+
+def requirements(package: str) -> list[str]:
+    """Return the sibling packages that one names in its ``dependencies``."""
+    names = (re.split(r"[^\w-]", d)[0] for d in pyproject(package)["project"]["dependencies"])
+    return [name for name in names if name in PACKAGES]
+
+
+def closure(package: str) -> list[str]:
+    """Return the package and all siblings that it needs, directly or not."""
+    found: list[str] = []
+    waiting = [package]
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.append(name)
+            waiting += requirements(name)
+    return sorted(found)
+
+
+def dependents(package: str) -> list[str]:
+    """Return the siblings that need the package, directly or not."""
+    return [name for name in PACKAGES if name != package and package in closure(name)]
+
+
+def portions(package: str) -> list[str]:
+    """Return the folders that the package's wheel installs, such as ``scaletorch/dist``."""
+    wheel = pyproject(package)["tool"]["hatch"]["build"]["targets"]["wheel"]
+    return [folder.removeprefix("src/") for folder in wheel["only-include"]]
+
+
+def version_file(package: str) -> Path:
+    """Return the file that holds the package's version."""
+    path = pyproject(package)["tool"]["hatch"]["version"]["path"]
+    return ROOT / "packages" / package / path
