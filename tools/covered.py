@@ -57,7 +57,10 @@ def collect(package: str, site: Path) -> Covered:
     subprocess.run([*tool, "combine", "-q", CONFIGURATION, file], cwd=ROOT, check=True)
     subprocess.run([*tool, "json", "-q", CONFIGURATION, file, "-o", report], cwd=ROOT, check=True)
     found = json.loads(report.read_text())
-    missing = {name: entry["missing_lines"] for name, entry in found["files"].items()}
+    missing = {
+        str(Path(name).relative_to(site)): entry["missing_lines"]
+        for name, entry in found["files"].items()
+    }
     totals = found["totals"]
     return Covered(package, totals["num_statements"], totals["covered_lines"], missing)
 

@@ -47,5 +47,5 @@ def portions(package: str) -> list[str]:
 
 def version_file(package: str) -> Path:
     """Return the file that holds the package's version."""
-    path = pyproject(package)["tool"]["hatch"]["version"]["path"]
+    path: str = pyproject(package)["tool"]["hatch"]["version"]["path"]
     return ROOT / "packages" / package / path
