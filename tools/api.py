@@ -31,6 +31,8 @@ MODULES = {
         f"{_PARALLEL}.context_parallel",
         f"{_PARALLEL}.context_parallel.context_parallel",
         f"{_PARALLEL}.context_parallel.cp_comms",
+        f"{_PARALLEL}.context_parallel.masks.drawing",
+        f"{_PARALLEL}.context_parallel.masks.mask",
     ],
     "scaletorch-dist": [
         "scaletorch.dist",
@@ -69,8 +71,8 @@ HEAD = """\
 
 def record(package: str) -> str:
     """Return the text for one package: each public module, and under it its names."""
-    sources = sorted(ROOT.glob("packages/*/src"))
-    loader = griffe.GriffeLoader(search_paths=sources, allow_inspection=False)
+    sources = ROOT / "packages" / package / "src"
+    loader = griffe.GriffeLoader(search_paths=[sources], allow_inspection=False)
     named: dict[str, str] = {}  # where something is defined → its first public name
     lines = HEAD.format(package=package).splitlines()
     for module in MODULES[package]:
@@ -91,7 +93,7 @@ def public_names(module: griffe.Object | griffe.Alias) -> list[str]:
 
 
 def find(modules: griffe.ModulesCollection, path: str) -> griffe.Object | str:
-    """Return what a path means, or whose it is where that is not read (torch's).
+    """Return what a path means, or that itself where it is another package's or torch's.
 
     A module's imports are followed by hand, since a path may also be that of a submodule.
     """
