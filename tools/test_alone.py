@@ -92,6 +92,7 @@ def main(arguments: list[str]) -> int:
     if unknown := set(targets) - {*changed.SUITES}:
         print(f"unknown: {sorted(unknown)}; one of {changed.SUITES}", file=sys.stderr)
         return 2
+    print("in this order:", *targets)
     failed, results = run(targets, options, measure)
     if results:
         print(covered.table(results))
