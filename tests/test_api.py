@@ -1,0 +1,107 @@
+"""Public names are what each package's record says."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+
+import api
+from packages import PACKAGES
+
+MODULE = '''
+"""A module."""
+from typing import overload
+
+from torch import Tensor
+from .same import same
+
+__all__ = ["LIMITS", "Named", "Tensor", "both", "same"]
+
+LIMITS: dict[str, int] = {}
+
+
+class _Base:
+    def inherited(self, x: int = 1) -> None: ...
+
+
+class Named(_Base):
+    size: int
+
+    def __init__(self, name: str, *, size: int = 2) -> None:
+        self.size = size
+
+    @property
+    def first(self) -> str: ...
+
+    def _hidden(self) -> None: ...
+
+
+@overload
+def both(x: int) -> int: ...
+@overload
+def both(x: str) -> str: ...
+def both(x): ...
+
+
+def private(): ...
+'''
+
+RECORD = """
+scaletorch.tiny
+    LIMITS: dict[str, int]
+    class Named(_Base)
+        __init__(name: str, *, size: int = 2) -> None
+        first: str
+        inherited(x: int = 1) -> None
+        size: int
+    Tensor = torch.Tensor
+    both(x: int) -> int
+    both(x: str) -> str
+    same(x: float) -> float
+
+scaletorch.tiny.same
+    other() -> None
+    same = scaletorch.tiny.same
+"""
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_public_names_are_the_recorded_ones(package):
+    difference = api.difference(package)
+    message = (
+        f"{difference}\n\nIf that is meant: hatch run api --accept, and a fragment of changelog"
+    )
+    assert not difference, message
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A package of one module and a submodule that is named as a function."""
+    folder = tmp_path / "packages" / "tiny" / "src" / "scaletorch" / "tiny"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(MODULE)
+    same = "def same(x: float) -> float: ...\ndef other() -> None: ...\n"
+    (folder / "same.py").write_text(same)
+    monkeypatch.setattr(api, "ROOT", tmp_path)
+    monkeypatch.setattr(api, "PACKAGES", ["tiny"])
+    monkeypatch.setattr(api, "MODULES", {"tiny": ["scaletorch.tiny", "scaletorch.tiny.same"]})
+    return folder
+
+
+def test_a_record_names_everything_public_with_its_signature(tiny):
+    assert api.record("tiny").endswith(RECORD)
+
+
+def test_a_change_is_shown_until_it_is_accepted(tiny, capsys):
+    assert api.main(["--accept"]) == 0
+    assert api.main([]) == 0
+    (tiny / "same.py").write_text("def same(x: float, y: int = 0) -> float: ...\n")
+    assert api.main([]) == 1
+    shown = capsys.readouterr()
+    assert "-    same(x: float) -> float" in shown.out
+    assert "+    same(x: float, y: int = 0) -> float" in shown.out
+    assert "--accept" in shown.err
+    api.main(["--accept"])
+    assert api.main([]) == 0

@@ -1,0 +1,102 @@
+"""Which suites a change concerns, and in which order they run."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+
+from changed import SUITES, concerned
+from packages import PACKAGES, ROOT, closure, dependents
+
+
+def test_the_graph_comes_from_the_pyprojects():
+    assert dependents("scaletorch-dist") == [n for n in PACKAGES if n != "scaletorch-dist"]
+    assert dependents("scaletorch-tp") == ["scaletorch"]
+    assert closure("scaletorch-tp") == ["scaletorch-dist", "scaletorch-pg", "scaletorch-tp"]
+
+
+@pytest.mark.parametrize(
+    ("files", "suites"),
+    [
+        ([], []),
+        (["packages/scaletorch-tp/src/scaletorch/x.py"], ["scaletorch-tp", "scaletorch", "tests"]),
+        (["packages/scaletorch-dist/tests/test_x.py"], ["scaletorch-dist", "tests"]),
+        (["docs/numerics.md", "README.md"], ["tests"]),
+        (["docs/devices.md"], ["scaletorch-dist", "tests"]),
+        (
+            ["packages/scaletorch/README.md", "packages/scaletorch-cp/pyproject.toml"],
+            ["scaletorch-cp", "scaletorch", "tests"],
+        ),
+        (
+            ["packages/scaletorch-dp/tests/a.py", "packages/scaletorch-pg/src/a.py"],
+            [*(f"scaletorch-{x}" for x in ("pg", "dp", "cp", "pp", "tp")), "scaletorch", "tests"],
+        ),
+    ],
+)
+def test_what_is_touched_comes_first_then_its_dependents(files, suites):
+    assert concerned(files) == suites
+
+
+@pytest.mark.parametrize(
+    "file", ["pyproject.toml", ".ci/run", "tools/changed.py", "new", "packages/gone/src/x.py"]
+)
+def test_what_belongs_to_nobody_touches_everything(file):
+    assert {*concerned([file])} == {*SUITES}
+
+
+@pytest.fixture
+def clone(tmp_path):
+    """A repository with the packages' pyprojects, of one commit on `main`."""
+    for package in PACKAGES:
+        folder = tmp_path / "packages" / package
+        folder.mkdir(parents=True)
+        shutil.copy(ROOT / "packages" / package / "pyproject.toml", folder)
+    shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    git(tmp_path, "init", "-q", "-b", "main")
+    commit(tmp_path)
+    return tmp_path
+
+
+def git(folder, *arguments):
+    author = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+    subprocess.run(["git", *author, *arguments], cwd=folder, check=True, capture_output=True)
+
+
+def commit(folder):
+    git(folder, "add", "-A")
+    git(folder, "commit", "-q", "-m", "change")
+
+
+def changed(folder, *arguments):
+    """What the program prints there."""
+    command = [sys.executable, "tools/changed.py", "--json", *arguments]
+    done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
+    return json.loads(done.stdout)
+
+
+def test_git_tells_what_changed_since_a_base(clone):
+    assert changed(clone) == SUITES  # no origin
+    assert changed(clone, "nowhere") == SUITES
+    assert changed(clone, "main") == []
+    (clone / "README.md").write_text("new")
+    assert changed(clone, "main") == ["tests"]
+    assert changed(clone, "--all") == SUITES
+    (clone / "packages/scaletorch-cp/new.py").write_text("new")
+    git(clone, "switch", "-q", "-c", "branch")
+    commit(clone)
+    assert changed(clone, "main") == ["scaletorch-cp", "scaletorch", "tests"]
+
+
+def test_a_clone_of_main_compares_with_the_commit_before(clone, tmp_path_factory):
+    (clone / "packages/scaletorch-pp/new.py").write_text("new")
+    commit(clone)
+    whole, shallow = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("shallow")
+    git(clone, "clone", "-q", str(clone), str(whole))
+    assert changed(whole) == ["scaletorch-pp", "scaletorch", "tests"]
+    git(clone, "clone", "-q", "--depth", "1", clone.as_uri(), str(shallow))
+    assert changed(shallow) == SUITES

@@ -1,0 +1,146 @@
+"""A release moves versions, pins and changelogs, and builds what it names."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+DIST, TP, UMBRELLA = (f"packages/{n}" for n in ("scaletorch-dist", "scaletorch-tp", "scaletorch"))
+ENVIRONMENT = os.environ | {
+    f"GIT_{who}_{what}": "a@example.org"
+    for who in ("AUTHOR", "COMMITTER")
+    for what in ("NAME", "EMAIL")
+}
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    """A clean repository with the packages, of one commit."""
+    folder = tmp_path_factory.mktemp("workspace")
+    for name in ("packages", "tools"):
+        unwanted = shutil.ignore_patterns("__pycache__", "*.egg-info", "dist-info")
+        shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
+    for name in ("pyproject.toml", ".gitignore"):
+        shutil.copy(ROOT / name, folder)
+    run(folder, "git", "init", "-q")
+    commit(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def clean(workspace):
+    """Each test begins with what was committed."""
+    yield
+    run(workspace, "git", "reset", "-q", "--hard")
+    run(workspace, "git", "clean", "-qfdx")
+
+
+def run(folder, *words, code=0):
+    """Run a program there; what it printed."""
+    done = subprocess.run(
+        words, cwd=folder, capture_output=True, text=True, env=ENVIRONMENT, timeout=100
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+def commit(folder):
+    run(folder, "git", "add", "-A")
+    run(folder, "git", "commit", "-q", "-m", "change")
+
+
+def release(folder, *words, code=0):
+    """Run the tool there."""
+    return run(folder, sys.executable, "tools/release.py", *words, code=code)
+
+
+def fragment(folder, package, name, text):
+    """Write lines for users about a change."""
+    (folder / package / "changes").mkdir(exist_ok=True)
+    (folder / package / "changes" / name).write_text(text)
+
+
+def version(folder, package):
+    """The version in the sources."""
+    (file,) = (folder / package).glob("src/**/_version.py")
+    return re.search('"(.*)"', file.read_text())[1]
+
+
+def test_a_minor_version_moves_pins_and_raises_dependents(workspace):
+    fragment(workspace, DIST, "+fast.added.md", "Faster.\n")
+    extras = workspace / TP / "pyproject.toml"
+    extras.write_text(
+        extras.read_text().replace("-dist[nccl]", "-dist[nccl]~=0.1.0; python_version>'3'")
+    )
+    commit(workspace)
+    said = release(workspace, "bump", "minor", "scaletorch-dist", "--date", "2030-01-02")
+    assert "scaletorch-tp 0.1.0 -> 0.2.0" in said
+    assert 'git tag -a scaletorch-dist-v0.2.0 -m "Release scaletorch-dist-v0.2.0"' in said
+    assert [version(workspace, p) for p in (DIST, TP, UMBRELLA)] == ["0.2.0"] * 3
+    pins = (workspace / TP / "pyproject.toml").read_text()
+    assert '["scaletorch-dist~=0.2.0", "scaletorch-pg~=0.2.0", "torch>=2.10"]' in pins
+    assert "scaletorch-dist[nccl]~=0.2.0; python_version>'3'" in pins
+    text = (workspace / DIST / "CHANGELOG.md").read_text()
+    assert "## 0.2.0 (2030-01-02)\n\n### Added\n\n- Faster.\n\n## 0.1.0 (unreleased)" in text
+    assert not list((workspace / DIST / "changes").glob("*.md"))
+    assert "- Needs scaletorch-dist 0.2." in (workspace / TP / "CHANGELOG.md").read_text()
+    built = {file.name for file in (workspace / "dist" / "scaletorch-dist-v0.2.0").iterdir()}
+    assert {"scaletorch_tp-0.2.0-py3-none-any.whl", "scaletorch-0.2.0.tar.gz"} <= built
+    assert len(built) == 14
+    assert said.count("PASSED") == 14
+
+
+def test_a_patch_leaves_pins_and_a_dry_run_everything(workspace):
+    before = contents(workspace)
+    said = release(workspace, "bump", "patch", "scaletorch-dist", "--dry-run")
+    assert '+__version__ = "0.1.1"' in said
+    assert "scaletorch-tp" not in said
+    assert said.count("PASSED") == 2
+    assert contents(workspace) == before
+
+
+def contents(folder):
+    """Every file that git would see, or a build would make."""
+    files = (
+        f for f in folder.rglob("*") if f.is_file() and not {".git", "__pycache__"} & {*f.parts}
+    )
+    return {file: file.read_bytes() for file in files}
+
+
+def test_a_first_release_dates_what_was_written_by_hand(workspace):
+    fragment(workspace, TP, "+more.fixed.md", "Fixed.\n")
+    (workspace / TP / "CHANGELOG.md").write_text(
+        "# Changelog\n\n<!-- towncrier release notes start -->\n\n## 0.1.0 (unreleased)\n\nFirst.\n"
+    )
+    commit(workspace)
+    release(workspace, "bump", "0.1.0", "scaletorch-tp", "--date", "2030-01-02")
+    text = (workspace / TP / "CHANGELOG.md").read_text()
+    assert text.endswith("-->\n\n## 0.1.0 (2030-01-02)\n\nFirst.\n\n### Fixed\n\n- Fixed.\n")
+    commit(workspace)
+    assert "is released" in release(workspace, "bump", "0.1.0", "scaletorch-tp", code=1)
+    release(workspace, "build", "--into", "dist/out")
+    assert {f.suffix for f in (workspace / "dist" / "out").iterdir()} == {".whl", ".gz"}
+    run(workspace, "git", "reset", "-q", "--hard", "HEAD~2")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["minor", "scaletorch-xp"], "unknown: scaletorch-xp; one of scaletorch, scaletorch-cp"),
+        (["0.0.9", "scaletorch-tp"], "scaletorch-tp is at 0.1.0: 0.0.9 would go back"),
+        (["huge", "scaletorch-tp"], "'huge' is none of patch, minor, major and no version"),
+        (["0.2", "scaletorch-tp"], "a version has three numbers"),
+    ],
+)
+def test_what_is_refused(workspace, words, said):
+    assert f"no release: {said}" in release(workspace, "bump", *words, code=1)
+
+
+def test_uncommitted_changes_are_refused(workspace):
+    (workspace / "new").write_text("new")
+    assert "uncommitted changes" in release(workspace, "bump", "minor", "scaletorch-tp", code=1)
