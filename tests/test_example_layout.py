@@ -2,6 +2,7 @@
 
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,8 @@ def _messages(monkeypatch):
 @pytest.mark.usefixtures("_messages")
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
 def test_memory_and_traffic_are_those_of_the_ranks(sizes):
-    job = Job(CONFIG, length=32, rows=8, micro_rows=2)
+    config = replace(CONFIG, tie_embeddings="pp" in sizes)
+    job = Job(config, length=32, rows=8, micro_rows=2)
     grid = Grid(**sizes)
     division = divide(job, grid)
     for rank, found in enumerate(run_ranks(measured, grid.world_size, job, sizes)):

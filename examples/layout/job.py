@@ -29,7 +29,7 @@ class Job:
         length: Tokens in a sequence.
         rows: Sequences in the global batch of a step.
         micro_rows: Sequences in a micro-batch of one rank.
-        schedule: Of the pipeline, one with a single stage on a rank.
+        schedule: Of the pipeline: "1f1b" or "afab", of one stage on a rank and whole backwards.
         method: How cp ranks attend.
         zero: 1 shards the optimizer's state over dp x cp.
     """
@@ -87,6 +87,17 @@ class Division:
             if inside(each.name, self.stages[stage])
         }
         return list(found.values())
+
+    def tied(self, stage: int, tp_rank: int = 0) -> int:
+        """Return elements of a rank's embedding if it is the head too, on another stage."""
+        last = self.grid.pp - 1
+        if not self.job.config.tie_embeddings or last == 0 or 0 < stage < last:
+            return 0
+        return next(
+            torch.Size(each.local_shapes[tp_rank]).numel()
+            for each in self.explanation.parameters
+            if each.name == "embed_tokens.weight"
+        )
 
 
 def divide(job: Job, grid: Grid) -> Division:

@@ -14,7 +14,8 @@ class Memory(NamedTuple):
 
     Attributes:
         parameters: Its shards of its stage.
-        gradients: As many; with ZeRO-1 beside them this rank's share of the sums.
+        gradients: As many, twice of what is tied to another stage; with ZeRO-1 beside them this
+            rank's share of the sums.
         state: Two moments of AdamW for each element, and a step for each tensor.
         activations: Kept for backward, at the most; those of a micro-batch for each that is under
             way, by formula.
@@ -33,12 +34,12 @@ class Memory(NamedTuple):
 
 def memory(division: Division, stage: int, tp_rank: int = 0) -> Memory:
     """Return the bytes of a rank of this stage and tp rank."""
-    sizes = division.parameters(stage, tp_rank)
+    sizes, tied = division.parameters(stage, tp_rank), division.tied(stage, tp_rank)
     elements, replicas = sum(sizes), division.grid.dp * division.grid.cp
-    gradients, moments = elements, 2 * elements
-    if division.job.zero and replicas > 1:
-        share = -(-elements // replicas)
-        gradients, moments = elements + share, 2 * share
+    gradients, moments = elements + tied, 2 * elements
+    if division.job.zero and replicas > 1:  # what is tied to another stage stays whole
+        share = -(-(elements - tied) // replicas)
+        gradients, moments = gradients + share, 2 * (share + tied)
     state = moments + len(sizes)
     kept = _activations(division, stage)
     return Memory(*(ITEM * each for each in (elements, gradients, state, kept)))
@@ -54,14 +55,13 @@ def largest(division: Division) -> tuple[int, Memory]:
 def _activations(division: Division, stage: int) -> int:
     """Return elements that are kept for backward when the most are.
 
-    For each micro-batch under way (`peak_live` of the checked schedule) its layers; on the last
-    stage, beside them, the final norm and the logits of one micro-batch.
+    For each micro-batch under way (`peak_live` of the checked schedule) its layers, and on the last
+    stage the final norm and the logits.
     """
-    live = check(division.schedule()).peak_live[stage]
-    kept = live * division.num_layers(stage) * _of_layer(division)
+    kept = division.num_layers(stage) * _of_layer(division)
     if stage == division.grid.pp - 1:
         kept += _of_head(division)
-    return kept * division.tokens
+    return check(division.schedule()).peak_live[stage] * kept * division.tokens
 
 
 def _of_layer(division: Division) -> int:

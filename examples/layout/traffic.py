@@ -73,7 +73,8 @@ def _pipeline(division: Division, stage: int) -> Sent:
     program = derive_messages(division.schedule())[stage]
     messages = sum(isinstance(each, Send) for each in program)
     hidden = division.tokens * division.job.config.hidden_size
-    return Sent(messages * hidden * ITEM, messages)
+    # Two stages with one tied weight sum its gradient.
+    return Sent((messages * hidden + division.tied(stage)) * ITEM, messages)
 
 
 def _data(division: Division, stage: int) -> Sent:
