@@ -14,6 +14,9 @@ dp 2 x cp 2, and prints the same losses three times. What to know:
 
 from __future__ import annotations
 
+import argparse
+import inspect
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -55,8 +58,10 @@ def shard_data_parallel(model: Llama, manager: ProcessGroupManager) -> None:
 
 
 def train_step(model: Llama, manager: ProcessGroupManager, step: int) -> Tensor:
-    """Run forward and backward of 4 rows of 32 tokens; return the loss over all of them."""
-    tokens = torch.randint(256, (4, 33), generator=torch.Generator().manual_seed(step))
+    """Run forward and backward of 4 rows of 32 bytes of text; return the loss over all of them."""
+    text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()), dtype=torch.uint8)
+    starts = torch.randint(len(text) - 33, (4, 1), generator=torch.Generator().manual_seed(step))
+    tokens = text.long()[starts + torch.arange(33)]
     labels = tokens[:, 1:].masked_fill(torch.arange(32) < torch.arange(4)[:, None] * 7, -100)
     [batch] = shard_global_batch({"input_ids": tokens[:, :-1], "labels": labels}, 1, manager)
     count = global_token_count(batch["labels"], group=manager.cp_dp_group)

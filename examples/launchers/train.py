@@ -32,7 +32,8 @@ def train(steps: int = 20, checkpoint: Path | None = None) -> float:
         loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
         optimizer.zero_grad()
         loss.backward()
-        dist.all_reduce_params([p.grad for p in model.parameters()], op="mean")
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        dist.all_reduce_params(gradients, op="mean")
         optimizer.step()
         if checkpoint is not None and dist.is_main_process():
             new = checkpoint.with_suffix(".new")

@@ -10,6 +10,7 @@ from .manager import (
     get_process_group_manager,
     setup_process_group_manager,
 )
+from .mpu import as_mpu
 from .wrapper import ModuleWrapper
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ProcessGroupManager",
     "RingNeighbours",
     "__version__",
+    "as_mpu",
     "axis_group",
     "describe_rank",
     "destroy_process_group_manager",

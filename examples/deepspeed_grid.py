@@ -1,0 +1,152 @@
+"""DeepSpeed first, then scaletorch's grid and tensor parallel layers on the group that it made.
+
+``pip install deepspeed scaletorch``, then ``python examples/deepspeed_grid.py``: a small Llama
+learns a source file of the standard library, in one process with plain PyTorch, and on 4 local
+ranks as tp 2 x dp 2 and as cp 2 x dp 2 in DeepSpeed's engine, with ZeRO-1 and clipping. Losses and
+gradient norms are the same three times. Under torchrun call `train` itself.
+What to know:
+
+- `init_dist` finds the default group that DeepSpeed made and takes it. The grid makes its groups,
+  and `as_mpu` gives them to ``deepspeed.initialize``.
+- DeepSpeed averages gradients over data-parallel ranks (and sums them over sequence-parallel
+  ones). A loss that is divided by the tokens of the *global* batch is multiplied by dp for that.
+- Its gradient norm counts a parameter on the first tp rank alone, unless it is marked as one of
+  which each rank has a shard: `mark_shards`. Without the marks the norm is too small, silently.
+- `as_mpu` refuses pipelines: DeepSpeed's engine runs its own only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scaletorch.compose import shard_global_batch, token_loss_sum
+from scaletorch.dist import all_reduce, cleanup_dist, init_dist, launch
+from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.context_parallel import apply_context_parallel
+from scaletorch.parallel.data_parallel import global_token_count
+from scaletorch.parallel.pg_manager import (
+    ProcessGroupManager,
+    as_mpu,
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, shard_dims
+
+ROWS, LENGTH, STEPS, CLIP = 4, 64, 5, 0.5
+LAYOUTS = {"tp 2 x dp 2": {"tp": 2, "dp": 2}, "cp 2 x dp 2": {"cp": 2, "dp": 2}}
+
+Curve = list[tuple[float, float]]  # loss and gradient norm of each step
+
+
+def make_model() -> Llama:
+    """Return the same plain model on every rank."""
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(hidden_size=64, intermediate_size=96, num_layers=2))
+
+
+def rank_batch(step: int, manager: ProcessGroupManager) -> dict[str, Tensor]:
+    """Return this rank's rows (dp) and columns (cp) of a batch of real text."""
+    text = torch.frombuffer(bytearray(inspect.getsource(argparse).encode()), dtype=torch.uint8)
+    generator = torch.Generator().manual_seed(step)
+    starts = torch.randint(len(text) - LENGTH, (ROWS, 1), generator=generator)
+    window = text.long()[starts + torch.arange(LENGTH + 1)]
+    labels = window[:, 1:].masked_fill(window[:, 1:] == ord(" "), -100)
+    [batch] = shard_global_batch({"input_ids": window[:, :-1], "labels": labels}, 1, manager)
+    return dict(batch)
+
+
+def mark_shards(model: nn.Module) -> None:
+    """Mark parameters of which each tp rank has a shard, as Megatron does."""
+    for name, dim in shard_dims(model).items():
+        if dim is not None:
+            vars(model.get_parameter(name))["tensor_model_parallel"] = True
+
+
+def start_engine(model: nn.Module, manager: ProcessGroupManager) -> Any:
+    """Return DeepSpeed's engine around this rank's part of the model."""
+    import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": ROWS // manager.dp_size,
+        "gradient_clipping": CLIP,
+        "zero_optimization": {"stage": 1},
+    }
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    mpu = as_mpu(manager)
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=mpu)
+    return engine
+
+
+def train(tp: int = 1, cp: int = 1, dp: int = 1) -> Curve:
+    """Train on this rank, in the world that DeepSpeed makes."""
+    start_deepspeed()
+    init_dist()  # takes the group as it is
+    manager = setup_process_group_manager(tp_size=tp, cp_size=cp, dp_size=dp)
+    model = apply_tensor_parallel(make_model(), group=manager.tp_group)
+    apply_context_parallel(model, manager.cp_group, layout="zigzag")
+    mark_shards(model)
+    engine = start_engine(model, manager)
+    curve = []
+    for step in range(STEPS):
+        batch = rank_batch(step, manager)
+        count = global_token_count(batch["labels"], group=manager.cp_dp_group)
+        logits = engine(batch["input_ids"], batch["position_ids"])
+        loss = token_loss_sum(logits, batch["labels"]) / count
+        engine.backward(loss * manager.dp_size)  # by which the engine divides
+        engine.step()
+        total = loss.detach()
+        all_reduce(total, group=manager.cp_dp_group)  # for the log alone
+        curve.append((total.item(), float(engine.get_global_grad_norm())))
+    destroy_process_group_manager()
+    cleanup_dist()  # leaves DeepSpeed's group to DeepSpeed
+    return curve
+
+
+def start_deepspeed() -> None:
+    """Let DeepSpeed make the default group, if it has not yet."""
+    import deepspeed
+
+    # On CPUs it would first compile an operator that only inference uses, for about a minute.
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, verbose=False)
+
+
+def train_alone() -> Curve:
+    """Train in one process with nothing but PyTorch."""
+    manager, model = setup_process_group_manager(), make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    curve = []
+    for step in range(STEPS):
+        batch = rank_batch(step, manager)
+        count = int((batch["labels"] != -100).sum())
+        loss = token_loss_sum(model(batch["input_ids"]), batch["labels"]) / count
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        curve.append((loss.item(), norm.item()))
+    destroy_process_group_manager()
+    return curve
+
+
+def train_every_layout() -> dict[str, Curve]:
+    """Train on this rank once for each layout."""
+    return {name: train(**sizes) for name, sizes in LAYOUTS.items()}
+
+
+def main() -> None:
+    """Train three times, and print losses and gradient norms."""
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    curves = {"one process": train_alone(), **launch(train_every_layout, 4, init=False)[0]}
+    for name, curve in curves.items():
+        print(f"{name:12}", *(f"{loss:.4f}/{norm:.4f}" for loss, norm in curve))
+
+
+if __name__ == "__main__":
+    main()

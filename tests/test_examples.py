@@ -1,0 +1,141 @@
+"""Every example runs as its README says, and computes what one process does."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.parallel.pg_manager import destroy_process_group_manager
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+COMMANDS = dict(
+    re.findall(r"`python (examples/\S+\.py)(.*?)`", (EXAMPLES / "README.md").read_text())
+)
+LAUNCHERS = {"mpi.sh", "slurm.sbatch", "slurm_torchrun.sbatch", "train.py", "ray_train.py"}
+
+
+def load(name):
+    """Return an example as a module; ranks do so too, since they cannot import it by name."""
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
+    return example
+
+
+def call(name, function, **options):
+    try:
+        return getattr(load(name), function)(dtype=torch.float64, **options)
+    finally:
+        destroy_process_group_manager()
+
+
+def run(program, *arguments, **variables):
+    """Run a program as a user does; return the numbers of each line that it prints."""
+    done = subprocess.run(
+        [sys.executable, program, *arguments],
+        cwd=ROOT, capture_output=True, text=True, timeout=110, env={**os.environ, **variables},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = (re.findall(r"-?\d+\.\d+(?:e-?\d+)?", line) for line in done.stdout.splitlines())
+    return [[float(number) for number in line] for line in found]
+
+
+def test_the_readme_names_every_program():
+    programs = {str(p.relative_to(ROOT)) for p in EXAMPLES.glob("*.py")}
+    assert COMMANDS.keys() == programs | {"examples/layout/choose.py"}
+    assert {p.name for p in (EXAMPLES / "launchers").iterdir() if p.is_file()} == LAUNCHERS
+
+
+def test_buckets_only():
+    one, two, difference = run("examples/buckets_only.py")
+    assert one == pytest.approx(two, abs=1.1e-5)
+    assert one[-1] < 0.7 * one[0]
+    assert difference[-1] < 1e-5
+
+
+def test_buckets_only_in_float64():
+    losses, weights = call("buckets_only", "train")
+    for found, other in run_ranks(partial(call, "buckets_only", "train"), 2):
+        assert found == pytest.approx(losses, rel=1e-12)
+        for name, weight in weights.items():
+            torch.testing.assert_close(other[name], weight, rtol=1e-10, atol=1e-12)
+
+
+def test_own_attention():
+    (one, four), (worst,) = run("examples/own_attention.py")
+    assert one == pytest.approx(four, rel=1e-6)
+    assert worst < 1e-5
+
+
+def test_own_attention_in_float64():
+    loss, gradients = call("own_attention", "run")
+    for found, other in run_ranks(partial(call, "own_attention", "run"), 4):
+        assert found == pytest.approx(loss, rel=1e-12)
+        for name, gradient in gradients.items():
+            torch.testing.assert_close(other[name], gradient, rtol=1e-10, atol=1e-13)
+
+
+def test_finetune_transformers():
+    pytest.importorskip("transformers")
+    pytest.importorskip("safetensors")
+    *steps, (ranks,), (process,) = run("examples/finetune_transformers.py")
+    assert ranks == pytest.approx(process, abs=1.1e-4)
+    assert ranks < 0.8 * steps[0][0]
+
+
+@pytest.mark.parametrize("layout", ["dp2 tp2", "dp2 cp2", "dp2 cp2 tp2"])
+def test_fsdp2_in_float64(layout):
+    preload("torch._dynamo")  # which FSDP2 imports
+    losses, weights = call("fsdp2", "work")
+    sizes = {axis[:2]: int(axis[2:]) for axis in layout.split()}
+    body = partial(call, "fsdp2", "work", **sizes)
+    for found, whole in run_ranks(body, 2 ** len(sizes), timeout=100):
+        assert found == pytest.approx(losses, rel=1e-12)
+        assert whole.keys() == weights.keys()
+        for name, weight in weights.items():
+            torch.testing.assert_close(whole[name], weight, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.timeout(300)
+def test_fsdp2():
+    one, *others = run("examples/fsdp2.py")
+    assert len(one) == 3
+    assert others == [pytest.approx(one, rel=1e-5)] * 2
+
+
+def test_deepspeed_grid():
+    folder = ROOT / ".launchers" / "deepspeed"
+    packages = next(folder.glob("lib/python3*/site-packages"), None)
+    if packages is None:
+        pytest.skip("not installed: hatch env create deepspeed")
+    path = ":".join([*filter(None, [os.environ.get("PYTHONPATH")]), str(packages)])
+    one, *others = run("examples/deepspeed_grid.py", PYTHONPATH=path)
+    assert len(one) == 10
+    assert others == [pytest.approx(one, abs=2.1e-4)] * 2
+
+
+def test_a_layout_is_chosen(tmp_path):
+    constants = {"all_reduce": {"alpha_step": 2e-5, "beta_bus": 4e-10}}
+    (tmp_path / "links.json").write_text(json.dumps({"constants": constants}))
+    links = ["--constants", str(tmp_path / "links.json")]
+    program = "examples/layout/choose.py"
+    sizes = ["--layers", "4", "--heads", "4", "--kv-heads", "2", "--rows", "16", "--memory", "1.5"]
+    done = subprocess.run(
+        [sys.executable, program, *COMMANDS[program].split(), *sizes, *links],
+        cwd=ROOT, capture_output=True, text=True, timeout=110,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    first, rest = done.stdout.split("\n", 1)
+    assert first.startswith("20 layouts of 8 ranks: 2 not legal")
+    assert "20 µs, 2.5e+09 and 2.5e+09 B/s" in first
+    assert "not legal: 1x8x1x1: 4 layers cannot be spread over 8 stages" in rest
+    assert re.search(r"try \d+x\d+x\d+x\d+ \(DP x PP x CP x TP\) first:\n- its fullest", rest)
