@@ -1,28 +1,51 @@
-"""Every Python snippet of the READMEs and guides runs, and prints the output shown after it."""
+"""Every program and command of the READMEs and guides runs, and prints the output shown after it."""
 
+import ast
 import re
-import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PATTERNS = ["README.md", "packages/*/README.md", "docs/**/*.md"]
-DOCUMENTS = [document for pattern in PATTERNS for document in sorted(ROOT.glob(pattern))]
-SNIPPET = re.compile(r"```python\n(.*?)```(?:\n\n```output\n(.*?)```)?", re.S)
-SNIPPETS = [
-    pytest.param(code, output, id=f"{document.relative_to(ROOT)}:{number}")
-    for document in DOCUMENTS
-    for number, (code, output) in enumerate(SNIPPET.findall(document.read_text()), 1)
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from document_blocks import (
+    ROOT,
+    RUN,
+    SHOWN,
+    TRANSLATABLE,
+    blocks,
+    pages,
+    prose,
+    translations,
+)
+from document_programs import run
+
+BLOCKS = {page: blocks(page) for page in pages()}
+RUNNING = [
+    pytest.param(block, id=f"{page}:{block.line}")
+    for page, found in BLOCKS.items()
+    for block in found
+    if block.language in RUN
 ]
 
 
-@pytest.mark.parametrize(("code", "output"), SNIPPETS)
-def test_snippet_runs(code, output, tmp_path):
-    (tmp_path / "snippet.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "snippet.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert not output or done.stdout == output
+@pytest.mark.parametrize("block", RUNNING)
+def test_a_block_runs_and_prints_what_is_shown(block, tmp_path):
+    if "transformers" in block.code:
+        pytest.importorskip("transformers")
+    for other in BLOCKS[block.page]:
+        if other.name:
+            (tmp_path / other.name).write_text(other.code, encoding="utf-8")
+    printed = run(block.language, block.code, tmp_path)
+    assert block.output is None or printed == block.output
+
+
+@pytest.mark.parametrize("page", BLOCKS)
+def test_blocks_are_fenced_and_say_what_they_are(page):
+    unknown = [b for b in BLOCKS[page] if b.language not in (*RUN, *SHOWN)]
+    assert not unknown, "languages are told in document_blocks.py"
+    # Four spaces after an empty line would be a block without a language; in lists they are text.
+    indented = re.findall(r"^(?![ ]*(?:[-*]|\d+\.) )(?! ).*\n\n(    .*)$", prose(page), re.M)
+    assert not indented, "use a fence with a language"
