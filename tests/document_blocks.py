@@ -1,7 +1,7 @@
 """The fenced blocks of READMEs and guides, and what their languages mean.
 
-python   a program: it runs by itself in a folder of its own, and prints what the `output` block after
-         it shows. Where its first line is a comment `# NAME.py`, the page's other blocks find it
+python   a program: it runs by itself in a folder of its own, and prints what the `output` block
+         after it shows. Where its first line is a comment `# NAME.py`, the other blocks find it
          under that name.
 bash     commands: they run in such a folder too, with `python` and `torchrun` of this environment.
 output   what the program or the commands before it print on stdout, to the letter.

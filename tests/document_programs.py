@@ -1,4 +1,4 @@
-"""Run the programs of documents as fresh interpreters would, from one process that has torch loaded.
+"""Run the programs of documents as fresh interpreters would, but from one that has torch loaded.
 
 A fresh interpreter takes seconds to import torch, and one more for the ranks that it launches. So
 each program is a fork of the fork-server that `scaletorch.dist` has for ranks, and the server that

@@ -1,9 +1,7 @@
-"""Every program and command of the READMEs and guides runs, and prints the output shown after it."""
+"""Programs and commands of the READMEs and guides run, and print the output shown after them."""
 
-import ast
 import re
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -11,14 +9,11 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parent))
 
 from document_blocks import (
-    ROOT,
     RUN,
     SHOWN,
-    TRANSLATABLE,
     blocks,
     pages,
     prose,
-    translations,
 )
 from document_programs import run
 
