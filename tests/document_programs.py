@@ -27,6 +27,10 @@ PRELOAD = (
     "scaletorch.models",
     "scaletorch.verify",
 )
+TRANSFORMERS = (  # takes seconds, in each rank that does not have it
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+)
 _SHELL = set("|&;<>()$`*?[]{}~=")
 
 
@@ -37,6 +41,8 @@ def run(language: str, code: str, folder: Path) -> str:
         RankFailedError: a program failed, with its traceback.
         CalledProcessError: a command failed.
     """
+    if "from transformers" in code:
+        get_server().preload(TRANSFORMERS)
     if language == "python":
         (folder / "snippet.py").write_text(code, encoding="utf-8")
         return run_python(["snippet.py"], folder)
