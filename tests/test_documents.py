@@ -1,21 +1,29 @@
 """Programs and commands of the READMEs and guides run, and print the output shown after them."""
 
+import ast
 import re
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parent))
+sys.path += [
+    str(Path(__file__).resolve().parent),
+    str(Path(__file__).resolve().parents[1] / "tools"),
+]
 
 from document_blocks import (
+    ROOT,
     RUN,
     SHOWN,
+    TRANSLATABLE,
     blocks,
     pages,
     prose,
+    translations,
 )
 from document_programs import run
+from test_alone import PACKAGES, closure
 
 BLOCKS = {page: blocks(page) for page in pages()}
 RUNNING = [
@@ -28,7 +36,7 @@ RUNNING = [
 
 @pytest.mark.parametrize("block", RUNNING)
 def test_a_block_runs_and_prints_what_is_shown(block, tmp_path):
-    if "transformers" in block.code:
+    if "from transformers" in block.code:
         pytest.importorskip("transformers")
     for other in BLOCKS[block.page]:
         if other.name:
@@ -42,5 +50,41 @@ def test_blocks_are_fenced_and_say_what_they_are(page):
     unknown = [b for b in BLOCKS[page] if b.language not in (*RUN, *SHOWN)]
     assert not unknown, "languages are told in document_blocks.py"
     # Four spaces after an empty line would be a block without a language; in lists they are text.
-    indented = re.findall(r"^(?![ ]*(?:[-*]|\d+\.) )(?! ).*\n\n(    .*)$", prose(page), re.M)
+    indented = re.findall(r"^(?! *(?:[-*]|\d+\.) )(?! ).*\n\n(    .*)$", prose(page), re.M)
     assert not indented, "use a fence with a language"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_programs_of_a_package_need_its_own_wheels_alone(package):
+    wheels = [ROOT / "packages" / name / "src" for name in closure(package)]
+    for block in BLOCKS[f"packages/{package}/README.md"]:
+        if block.language == "python":
+            for name in ours(block.code):
+                assert any(exists(wheel / name.replace(".", "/")) for wheel in wheels), name
+
+
+def ours(code):
+    """Return the modules of scaletorch that a program imports, and what it imports from them."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.startswith("scaletorch"))
+        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("scaletorch"):
+            within = f"{node.module}.{node.names[0].name}"  # a namespace has nothing but modules
+            yield within if node.module in ("scaletorch", "scaletorch.parallel") else node.module
+
+
+def exists(module):
+    return (module / "__init__.py").exists() or module.with_suffix(".py").exists()
+
+
+@pytest.mark.parametrize(("page", "original"), translations().items())
+def test_a_translation_has_the_programs_of_its_original(page, original):
+    assert (ROOT / original).exists(), f"{page} is a translation of no page"
+    theirs, own = code_of(blocks(page)), code_of(blocks(original))
+    assert theirs == own, "take the blocks over from the English page as they are"
+
+
+def code_of(found):
+    """Return what may not be translated of a page's blocks."""
+    kept = [b for b in found if b.language not in TRANSLATABLE]
+    return [(b.language, b.code, b.output) for b in kept]
