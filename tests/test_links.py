@@ -16,9 +16,11 @@ ALL = [*pages(), *translations()]
 
 
 def anchors(page):
-    """Return the names that GitHub gives to a page's headings."""
-    texts = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", text) for text in HEADING.findall(prose(page))]
-    return {re.sub(r"[^\w\- ]", "", text.strip().lower()).replace(" ", "-") for text in texts}
+    """Return the names that GitHub gives to a page's headings, and those that it gives itself."""
+    text = prose(page)
+    titles = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", title) for title in HEADING.findall(text)]
+    slugs = {re.sub(r"[^\w\- ]", "", each.strip().lower()).replace(" ", "-") for each in titles}
+    return slugs | set(re.findall(r'<a id="([^"]+)">', text))
 
 
 @pytest.mark.parametrize("page", ALL)
