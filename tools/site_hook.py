@@ -29,6 +29,8 @@ PAGES = {
     **{f"packages/{path.name}/README.md": f"packages/{path.name}.md" for path in PACKAGES},
 }
 CHINESE = "中文"
+# Modules to import from that are no wheel's whole portion.
+MODULES = tuple(f"scaletorch.dist.{name}" for name in ("devices", "functional", "guard", "testing"))
 # Parts of pages that are no prose, and links.
 _FENCE = re.compile(r"^( *)```.*?^\1```$", re.S | re.M)
 _LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(\s*([^)\s]+?)\s*\)")
@@ -67,7 +69,7 @@ def _reference() -> dict[str, str]:
         data = tomllib.loads((package / "pyproject.toml").read_text(encoding="utf-8"))
         folders = data["tool"]["hatch"]["build"]["targets"]["wheel"]["only-include"]
         portions += [folder.removeprefix("src/").replace("/", ".") for folder in folders]
-    return {name: f"api/{name}.md" for name in sorted(portions)}
+    return {name: f"api/{name}.md" for name in sorted([*portions, *MODULES])}
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
