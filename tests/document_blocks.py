@@ -16,7 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = ("README.md", "packages/*/README.md", "docs/*.md", "docs/decisions/*.md")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "SECURITY.md",
+    "docs/*.md",
+    "docs/decisions/*.md",
+    "examples/README.md",
+    "packages/*/README.md",
+)
+# Pages whose blocks need each other, and the test that runs them.
+RUN_ELSEWHERE = {"docs/vendoring.md": "tests/test_vendoring.py"}
 TRANSLATED = {"README.zh-CN.md": "README.md"}  # and docs/zh/X.md of docs/X.md
 RUN = ("python", "bash")
 SHOWN = ("console", "ini", "json", "mermaid", "text", "toml", "yaml")
@@ -46,8 +56,7 @@ class Block:
 def pages() -> list[str]:
     """Return the pages whose blocks run, by their paths from the root."""
     found = [path for pattern in PAGES for path in sorted(ROOT.glob(pattern))]
-    more = [ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md")]
-    return [str(path.relative_to(ROOT)) for path in (*found, *more) if path.exists()]
+    return [str(path.relative_to(ROOT)) for path in found]
 
 
 def translations() -> dict[str, str]:

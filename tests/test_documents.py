@@ -15,6 +15,7 @@ sys.path += [
 from document_blocks import (
     ROOT,
     RUN,
+    RUN_ELSEWHERE,
     SHOWN,
     TRANSLATABLE,
     blocks,
@@ -30,7 +31,7 @@ RUNNING = [
     pytest.param(block, id=f"{page}:{block.line}")
     for page, found in BLOCKS.items()
     for block in found
-    if block.language in RUN
+    if block.language in RUN and page not in RUN_ELSEWHERE
 ]
 
 
@@ -47,11 +48,17 @@ def test_a_block_runs_and_prints_what_is_shown(block, tmp_path):
 
 @pytest.mark.parametrize("page", BLOCKS)
 def test_blocks_are_fenced_and_say_what_they_are(page):
-    unknown = [b for b in BLOCKS[page] if b.language not in (*RUN, *SHOWN)]
+    known = (*RUN, *SHOWN, "py") if page in RUN_ELSEWHERE else (*RUN, *SHOWN)
+    unknown = [b for b in BLOCKS[page] if b.language not in known]
     assert not unknown, "languages are told in document_blocks.py"
     # Four spaces after an empty line would be a block without a language; in lists they are text.
     indented = re.findall(r"^(?! *(?:[-*]|\d+\.) )(?! ).*\n\n(    .*)$", prose(page), re.M)
     assert not indented, "use a fence with a language"
+
+
+@pytest.mark.parametrize("page", set(RUN_ELSEWHERE) & set(BLOCKS))
+def test_pages_that_run_elsewhere_are_read_there(page):
+    assert Path(page).name in (ROOT / RUN_ELSEWHERE[page]).read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

@@ -26,6 +26,7 @@ PAGES = {
     "CODE_OF_CONDUCT.md": "code_of_conduct.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "examples/README.md": "examples.md",
     **{f"packages/{path.name}/README.md": f"packages/{path.name}.md" for path in PACKAGES},
 }
 CHINESE = "中文"
@@ -39,10 +40,11 @@ _LINK = re.compile(r"\[((?:[^][]|\[[^][]*\])*)\]\(\s*([^)\s]+?)\s*\)")
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Complete the navigation: packages, the API, and what is translated."""
     nav: list[Any] = config.nav or []
-    project = nav[-1]["Guides"][-1]["Project"]
+    guides = nav[-1]["Guides"]
     found = [page for file, page in PAGES.items() if (ROOT / file).exists()]
-    project += [p for p in ("contributing.md", "code_of_conduct.md") if p in found]
-    chinese = _translated(nav[-1]["Guides"])
+    guides[0]["First steps"] += [p for p in ("examples.md",) if p in found]
+    guides[-1]["Project"] += [p for p in ("contributing.md", "code_of_conduct.md") if p in found]
+    chinese = _translated(guides)
     nav.append({"Packages": [page for page in found if page.startswith("packages/")]})
     nav.append({"API": [{name: page} for name, page in _reference().items()]})
     if chinese:
