@@ -48,9 +48,14 @@ def run(language: str, code: str, folder: Path) -> str:
         return run_python(["snippet.py"], folder)
     commands = [shlex.split(line, comments=True) for line in code.splitlines()]
     commands = [words for words in commands if words]
-    if all(words[0] == "python" for words in commands) and not _SHELL & set(code):
-        return "".join(run_python(words[1:], folder) for words in commands)
-    return run_bash(code, folder)
+    if _SHELL & set(code) or not all(map(is_python, commands)):
+        return run_bash(code, folder)
+    return "".join(run_python(words[1:], folder) for words in commands)
+
+
+def is_python(words: list[str]) -> bool:
+    """Tell whether a command is a module or a file, run by python."""
+    return words[0] == "python" and (words[1] == "-m" or words[1].endswith(".py"))
 
 
 def run_bash(code: str, folder: Path) -> str:
