@@ -26,6 +26,7 @@ from document_blocks import (
 from document_programs import run
 from test_alone import PACKAGES, closure
 
+NAMESPACES = ("scaletorch", "scaletorch.parallel")
 BLOCKS = {page: blocks(page) for page in pages()}
 RUNNING = [
     pytest.param(block, id=f"{page}:{block.line}")
@@ -62,22 +63,25 @@ def test_pages_that_run_elsewhere_are_read_there(page):
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_programs_of_a_package_need_its_own_wheels_alone(package):
+def test_programs_of_a_package_need_torch_and_its_own_wheels_alone(package):
     wheels = [ROOT / "packages" / name / "src" for name in closure(package)]
     for block in BLOCKS[f"packages/{package}/README.md"]:
-        if block.language == "python":
-            for name in ours(block.code):
+        for name in imported(block.code) if block.language == "python" else ():
+            root = name.partition(".")[0]
+            if root == "scaletorch":
                 assert any(exists(wheel / name.replace(".", "/")) for wheel in wheels), name
+            else:
+                assert root == "torch" or root in sys.stdlib_module_names, name
 
 
-def ours(code):
-    """Return the modules of scaletorch that a program imports, and what it imports from them."""
+def imported(code):
+    """Return the modules that a program imports, of namespaces what it imports from them."""
     for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.startswith("scaletorch"))
-        elif isinstance(node, ast.ImportFrom) and str(node.module).startswith("scaletorch"):
-            within = f"{node.module}.{node.names[0].name}"  # a namespace has nothing but modules
-            yield within if node.module in ("scaletorch", "scaletorch.parallel") else node.module
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            within = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from within if node.module in NAMESPACES else [node.module]
 
 
 def exists(module):
