@@ -1,28 +1,101 @@
-"""Every Python snippet of the READMEs and guides runs, and prints the output shown after it."""
+"""Programs and commands of the READMEs and guides run, and print the output shown after them."""
 
+import ast
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-PATTERNS = ["README.md", "packages/*/README.md", "docs/**/*.md"]
-DOCUMENTS = [document for pattern in PATTERNS for document in sorted(ROOT.glob(pattern))]
-SNIPPET = re.compile(r"```python\n(.*?)```(?:\n\n```output\n(.*?)```)?", re.S)
-SNIPPETS = [
-    pytest.param(code, output, id=f"{document.relative_to(ROOT)}:{number}")
-    for document in DOCUMENTS
-    for number, (code, output) in enumerate(SNIPPET.findall(document.read_text()), 1)
+sys.path += [
+    str(Path(__file__).resolve().parent),
+    str(Path(__file__).resolve().parents[1] / "tools"),
+]
+
+from document_blocks import (
+    ROOT,
+    RUN,
+    RUN_ELSEWHERE,
+    SHOWN,
+    TRANSLATABLE,
+    blocks,
+    pages,
+    prose,
+    translations,
+)
+from document_programs import run
+from test_alone import PACKAGES, closure
+
+NAMESPACES = ("scaletorch", "scaletorch.parallel")
+BLOCKS = {page: blocks(page) for page in pages()}
+RUNNING = [
+    pytest.param(block, id=f"{page}:{block.line}")
+    for page, found in BLOCKS.items()
+    for block in found
+    if block.language in RUN and page not in RUN_ELSEWHERE
 ]
 
 
-@pytest.mark.parametrize(("code", "output"), SNIPPETS)
-def test_snippet_runs(code, output, tmp_path):
-    (tmp_path / "snippet.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "snippet.py"], cwd=tmp_path, capture_output=True, text=True, timeout=100
-    )
-    assert done.returncode == 0, done.stderr
-    assert not output or done.stdout == output
+@pytest.mark.parametrize("block", RUNNING)
+def test_a_block_runs_and_prints_what_is_shown(block, tmp_path):
+    if "from transformers" in block.code:
+        pytest.importorskip("transformers")
+    for other in BLOCKS[block.page]:
+        if other.name:
+            (tmp_path / other.name).write_text(other.code, encoding="utf-8")
+    printed = run(block.language, block.code, tmp_path)
+    assert block.output is None or printed == block.output
+
+
+@pytest.mark.parametrize("page", BLOCKS)
+def test_blocks_are_fenced_and_say_what_they_are(page):
+    known = (*RUN, *SHOWN, "py") if page in RUN_ELSEWHERE else (*RUN, *SHOWN)
+    unknown = [b for b in BLOCKS[page] if b.language not in known]
+    assert not unknown, "languages are told in document_blocks.py"
+    # Four spaces after an empty line would be a block without a language; in lists they are text.
+    indented = re.findall(r"^(?! *(?:[-*]|\d+\.) )(?! ).*\n\n(    .*)$", prose(page), re.M)
+    assert not indented, "use a fence with a language"
+
+
+@pytest.mark.parametrize("page", set(RUN_ELSEWHERE) & set(BLOCKS))
+def test_pages_that_run_elsewhere_are_read_there(page):
+    assert Path(page).name in (ROOT / RUN_ELSEWHERE[page]).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_programs_of_a_package_need_torch_and_its_own_wheels_alone(package):
+    wheels = [ROOT / "packages" / name / "src" for name in closure(package)]
+    for block in BLOCKS[f"packages/{package}/README.md"]:
+        for name in imported(block.code) if block.language == "python" else ():
+            root = name.partition(".")[0]
+            if root == "scaletorch":
+                assert any(exists(wheel / name.replace(".", "/")) for wheel in wheels), name
+            else:
+                assert root == "torch" or root in sys.stdlib_module_names, name
+
+
+def imported(code):
+    """Return the modules that a program imports, of namespaces what it imports from them."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            within = [f"{node.module}.{alias.name}" for alias in node.names]
+            yield from within if node.module in NAMESPACES else [node.module]
+
+
+def exists(module):
+    return (module / "__init__.py").exists() or module.with_suffix(".py").exists()
+
+
+@pytest.mark.parametrize(("page", "original"), translations().items())
+def test_a_translation_has_the_programs_of_its_original(page, original):
+    assert (ROOT / original).exists(), f"{page} is a translation of no page"
+    theirs, own = code_of(blocks(page)), code_of(blocks(original))
+    assert theirs == own, "take the blocks over from the English page as they are"
+
+
+def code_of(found):
+    """Return what may not be translated of a page's blocks."""
+    kept = [b for b in found if b.language not in TRANSLATABLE]
+    return [(b.language, b.code, b.output) for b in kept]

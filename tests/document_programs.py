@@ -1,0 +1,152 @@
+"""Run the programs of documents as fresh interpreters would, but from one that has torch loaded.
+
+A fresh interpreter takes seconds to import torch, and one more for the ranks that it launches. So
+each program is a fork of the fork-server that `scaletorch.dist` has for ranks, and the server that
+it launches its own ranks from is a fork as well.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+from scaletorch.dist.ranks import fork_server, process
+from scaletorch.dist.ranks.pool import RankPool
+from scaletorch.dist.ranks.process import get_server
+
+TIMEOUT = 100.0  # s
+PRELOAD = (
+    "scaletorch.checkpoint",
+    "scaletorch.compose",
+    "scaletorch.dist.guard",
+    "scaletorch.models",
+    "scaletorch.verify",
+)
+TRANSFORMERS = (  # takes seconds, in each rank that does not have it
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen3.modeling_qwen3",
+)
+_SHELL = set("|&;<>()$`*?[]{}~=")
+
+
+def run(language: str, code: str, folder: Path) -> str:
+    """Run a block in a folder; return what it prints on stdout.
+
+    Raises:
+        RankFailedError: a program failed, with its traceback.
+        CalledProcessError: a command failed.
+    """
+    if "from transformers" in code:
+        get_server().preload(TRANSFORMERS)
+    if language == "python":
+        (folder / "snippet.py").write_text(code, encoding="utf-8")
+        return run_python(["snippet.py"], folder)
+    commands = [shlex.split(line, comments=True) for line in code.splitlines()]
+    commands = [words for words in commands if words]
+    if _SHELL & set(code) or not all(map(is_python, commands)):
+        return run_bash(code, folder)
+    return "".join(run_python(words[1:], folder) for words in commands)
+
+
+def is_python(words: list[str]) -> bool:
+    """Tell whether a command is a module or a file, run by python."""
+    return words[0] == "python" and (words[1] == "-m" or words[1].endswith(".py"))
+
+
+def run_bash(code: str, folder: Path) -> str:
+    """Run commands in a shell, with the `python` and `torchrun` of this interpreter."""
+    programs = folder / ".bin"
+    programs.mkdir()
+    for name, words in {"python": "", "torchrun": " -m torch.distributed.run"}.items():
+        (programs / name).write_text(f'#!/bin/sh\nexec "{sys.executable}"{words} "$@"\n')
+        (programs / name).chmod(0o755)
+    environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}"}
+    command = ["bash", "-euo", "pipefail", "-c", code]
+    pipes = {"stdout": subprocess.PIPE, "text": True, "timeout": TIMEOUT}
+    return subprocess.run(command, cwd=folder, env=environment, check=True, **pipes).stdout
+
+
+def run_python(arguments: list[str], folder: Path) -> str:
+    """Run `python ARGUMENTS` in a folder; return what it prints on stdout."""
+    get_server().preload(PRELOAD)
+    with RankPool(1, init=False, timeout=TIMEOUT) as pool:
+        pool.run(be_interpreter, arguments, str(folder), dict(os.environ))
+    return (folder / "stdout").read_text(encoding="utf-8")
+
+
+def be_interpreter(arguments: list[str], folder: str, environment: dict[str, str]) -> None:
+    """Be `python ARGUMENTS`, in a process that was forked for it."""
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.path.insert(0, folder)
+    stdout = os.open("stdout", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(stdout, 1)
+    fork_the_server()
+    try:
+        run_main(arguments)
+    except SystemExit as end:
+        if end.code:
+            raise RuntimeError(f"python {shlex.join(arguments)} ended with {end.code!r}") from end
+
+
+def run_main(arguments: list[str]) -> None:
+    """Run a module (`-m NAME`) or a file as `__main__`."""
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = arguments
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    path = main.__file__ = os.path.abspath(arguments[0])
+    exec(compile(Path(path).read_bytes(), path, "exec"), vars(main))
+    if "__name__ ==" not in Path(path).read_text(encoding="utf-8"):
+        run_tests(main)
+
+
+def run_tests(module: ModuleType) -> None:
+    """Run the tests that a program defines, as pytest would."""
+    for name, value in list(vars(module).items()):
+        if name.startswith("test_"):
+            value()
+
+
+def fork_the_server() -> None:
+    """Start this process's fork-server as a fork of it, before the program has touched anything."""
+    with_popen = SimpleNamespace(**vars(subprocess))
+    with_popen.Popen = Fork
+    process.subprocess = with_popen
+    try:
+        get_server()
+    finally:
+        process.subprocess = subprocess
+
+
+class Fork:
+    """What the fork-server asks of a `subprocess.Popen`, of a forked process."""
+
+    def __init__(self, command: list[str], pass_fds: tuple[int], **options: object) -> None:
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.setsid()
+            for fd in map(int, os.listdir("/proc/self/fd")):
+                if fd > 2 and fd not in pass_fds:
+                    try:
+                        os.close(fd)
+                    except OSError:  # the listing's own
+                        continue
+            fork_server.serve(pass_fds[0], process.__package__)
+            os._exit(0)
+
+    def poll(self) -> int | None:
+        """Tell that it runs: it ends with its caller only."""
+        return None
+
+    def wait(self, timeout: float) -> None:
+        """Wait until it has ended, at most as long as it takes."""
+        os.waitpid(self.pid, 0)
