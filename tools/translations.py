@@ -20,7 +20,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = Path("tools") / "translated.txt"
 TABLE_LEFT_OUT = {"docs/mutants.md"}  # a program writes this table: the Chinese page points to it
-CODE, TABLE, LIST, TEXT = "code", "table", "list", "text"
+PICTURES = ("```text", "```mermaid")  # have words in them, which are translated
+CODE, TABLE, LIST, TEXT, PICTURE = "code", "table", "list", "text", "picture"
 ITEM = re.compile(r"^(?:\||[-*] |\d+\. )", re.M)  # a row of a table, an item of a list
 FENCE = re.compile(r"\s*(`{3,})")
 ANCHOR = re.compile(r'<a id="([^"]+)"></a>')
@@ -41,7 +42,7 @@ class Section(NamedTuple):
 
     def form(self) -> str:
         """Say what the section is made of."""
-        sizes = {TABLE: " of {} lines", LIST: " of {} items"}
+        sizes = {TABLE: " of {} rows", LIST: " of {} items"}
         return ", ".join(
             kind + sizes.get(kind, "").format(len(ITEM.findall(text))) for kind, text in self.blocks
         )
@@ -79,6 +80,8 @@ def _end(lines: list[str], start: int) -> int:
 
 
 def _kind(text: str) -> str:
+    if text.lstrip().startswith(PICTURES):
+        return PICTURE
     if FENCE.match(text) or text.startswith("    "):
         return CODE
     return TABLE if text.startswith("|") else LIST if ITEM.match(text) else TEXT
@@ -117,8 +120,16 @@ def _odd(what: str, english: Counter[str], chinese: Counter[str]) -> list[str]:
     return [f"{what} {side}: {', '.join(only)}" for side, only in sides if only]
 
 
-def _numbers(text: str) -> Counter[str]:
-    return Counter(NUMBER.findall(LINK.sub("]", text)))
+def _compare_block(kind: str, english: str, chinese: str) -> list[str]:
+    """Return what differs: code to the letter, otherwise the numbers, by row in a table."""
+    if kind == CODE:
+        return [] if english == chinese else [f"code differs: {english[:60]!r}"]
+    both = [text.split("\n") if kind == TABLE else [text] for text in (english, chinese)]
+    found: list[str] = []
+    for one, other in zip(*both, strict=True):
+        counts = [Counter(NUMBER.findall(LINK.sub("]", text))) for text in (one, other)]
+        found += _odd(f"numbers of {one[:40]!r}", *counts)
+    return found
 
 
 def _compare_section(page: str, english: Section, chinese: Section) -> list[str]:
@@ -128,27 +139,13 @@ def _compare_section(page: str, english: Section, chinese: Section) -> list[str]
     if english.form() != chinese.form():
         return [f"English is {english.form()}; Chinese is {chinese.form()}"]
     found: list[str] = []
-    words: list[list[str]] = [[], []]
     for (kind, one), (_, other) in zip(english.blocks, chinese.blocks, strict=True):
-        if kind == CODE:
-            found += [f"code differs: {one[:60]!r}"] if one != other else []
-            continue
-        words[0].append(one)
-        words[1].append(other)
-        parts = (
-            zip(one.split("\n"), other.split("\n"), strict=True)
-            if kind == TABLE
-            else [(one, other)]
-        )
-        for row, its in parts:
-            found += _odd(f"numbers of {row[:40]!r}", _numbers(row), _numbers(its))
-    texts = ["\n".join(each) for each in words]
-    found += _odd("names", *(Counter(set(NAME.findall(text))) for text in texts))
-    targets = _links(texts[0], page), _links(texts[1], chinese_of(page))
-    return found + _odd(
-        "links",
-        *(Counter("#".join((english_of(path), to)) for path, to in each) for each in targets),
-    )
+        found += _compare_block(kind, one, other)
+    words = ["\n".join(section.of(TABLE, LIST, TEXT)) for section in (english, chinese)]
+    found += _odd("names", *(Counter(set(NAME.findall(text))) for text in words))
+    links = _links(words[0], page), _links(words[1], chinese_of(page))
+    as_english = [Counter(f"{english_of(path)}#{to}" for path, to in each) for each in links]
+    return found + _odd("links", *as_english)
 
 
 def compare(page: str, english: str, chinese: str) -> list[str]:
@@ -179,13 +176,12 @@ def _misled(page: str, text: str, root: Path) -> list[str]:
 
 def digests(page: str, english: str) -> dict[str, str]:
     """Return a digest of each section's words, whatever their lines."""
-    kinds = (LIST, TEXT) if page in TABLE_LEFT_OUT else (TABLE, LIST, TEXT)
+    kinds = (LIST, TEXT) if page in TABLE_LEFT_OUT else (TABLE, LIST, TEXT, PICTURE)
     found = {}
     for number, section in enumerate(sections(english)):
         words = " ".join(" ".join([section.heading, *section.of(*kinds)]).split())
-        found[f"{page} {number} {section.heading}"] = hashlib.sha256(words.encode()).hexdigest()[
-            :12
-        ]
+        digest = hashlib.sha256(words.encode()).hexdigest()
+        found[f"{page} {number} {section.heading}"] = digest[:12]
     return found
 
 
