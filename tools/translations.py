@@ -27,7 +27,7 @@ FENCE = re.compile(r"\s*(`{3,})")
 ANCHOR = re.compile(r'<a id="([^"]+)"></a>')
 LINK = re.compile(r"\]\(([^)\s]+)\)")
 NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
-NAME = re.compile(r"`[^`\n]+`")
+NAME = re.compile(r"`[^`]+`")
 
 
 class Section(NamedTuple):
@@ -142,7 +142,7 @@ def _compare_section(page: str, english: Section, chinese: Section) -> list[str]
     for (kind, one), (_, other) in zip(english.blocks, chinese.blocks, strict=True):
         found += _compare_block(kind, one, other)
     words = ["\n".join(section.of(TABLE, LIST, TEXT)) for section in (english, chinese)]
-    found += _odd("names", *(Counter(set(NAME.findall(text))) for text in words))
+    found += _odd("names", *(Counter(set(NAME.findall(" ".join(text.split())))) for text in words))
     links = _links(words[0], page), _links(words[1], chinese_of(page))
     as_english = [Counter(f"{english_of(path)}#{to}" for path, to in each) for each in links]
     return found + _odd("links", *as_english)
