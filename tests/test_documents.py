@@ -24,6 +24,7 @@ from document_blocks import (
     translations,
 )
 from document_programs import run
+
 from test_alone import PACKAGES, closure
 
 NAMESPACES = ("scaletorch", "scaletorch.parallel")

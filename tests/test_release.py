@@ -68,7 +68,7 @@ def fragment(folder, package, name, text):
 def version(folder, package):
     """The version in the sources."""
     (file,) = (folder / package).glob("src/**/_version.py")
-    return re.search('"(.*)"', file.read_text())[1]
+    return re.search('__version__ = "(.*)"', file.read_text())[1]
 
 
 def test_a_minor_version_moves_pins_and_raises_dependents(workspace):
@@ -85,6 +85,8 @@ def test_a_minor_version_moves_pins_and_raises_dependents(workspace):
     pins = (workspace / TP / "pyproject.toml").read_text()
     assert '["scaletorch-dist~=0.2.0", "scaletorch-pg~=0.2.0", "torch>=2.10"]' in pins
     assert "scaletorch-dist[nccl]~=0.2.0; python_version>'3'" in pins
+    (compared,) = (workspace / TP).glob("src/**/_version.py")
+    assert '"scaletorch-dist~=0.2.0": dist, "scaletorch-pg~=0.2.0": pg' in compared.read_text()
     text = (workspace / DIST / "CHANGELOG.md").read_text()
     assert "## 0.2.0 (2030-01-02)\n\n### Added\n\n- Faster.\n\n## 0.1.0 (unreleased)" in text
     assert not list((workspace / DIST / "changes").glob("*.md"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -45,7 +46,8 @@ def newer_clone(folder: Path) -> Path:
         copy(ROOT / part, folder / part)
     for name in PACKAGES:
         shutil.copy(ROOT / "packages" / name / "pyproject.toml", folder / "packages" / name)
-    (folder / TP / "_version.py").write_text('__version__ = "99.0.0"\n')
+    version = folder / TP / "_version.py"
+    version.write_text(re.sub(r'(__version__ = "\d+\.\d+)\.\d+', r"\1.99", version.read_text()))
     (folder / TP / "come.py").write_text('"""New."""\n')
     (folder / "packages/scaletorch-dist/src/scaletorch" / GONE).unlink()
     return folder
@@ -93,7 +95,7 @@ def _update(hosts: Path, newer: Path) -> Row:
     told = vendor(newer, host, "--check").stdout
     done = vendor(newer, host, "--update")
     right = (
-        "scaletorch-tp 99.0.0 in this clone is newer than 0." in told
+        re.search(r"scaletorch-tp \S+\.99 in this clone is newer than", told) is not None
         and done.returncode == 0
         and (folder / COME).exists()
         and not (folder / GONE).exists()

@@ -7,24 +7,16 @@ are for the first: names of packages, and ``--tests``. 1 if anything is wrong.
 from __future__ import annotations
 
 import sys
-from importlib import import_module
-from importlib.util import find_spec
 
+import check_vendored
 import check_wheels
-from rows import Row, table
-
-
-def vendored() -> list[Row]:
-    """Check vendored copies, where the program for it is there."""
-    if find_spec("check_vendored") is None:
-        return []
-    rows: list[Row] = import_module("check_vendored").check()
-    return [(f"vendored: {what}", found, ok) for what, found, ok in rows]
+from rows import table
 
 
 def main() -> int:
     """Print the table."""
-    rows = [*check_wheels.check(*check_wheels.asked(sys.argv[1:])), *vendored()]
+    rows = check_wheels.check(*check_wheels.asked(sys.argv[1:]))
+    rows += [(f"vendored: {what}", found, ok) for what, found, ok in check_vendored.check()]
     print(table(rows), flush=True)
     return int(not all(ok for *_, ok in rows))
 

@@ -13,54 +13,27 @@ not read.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import sysconfig
 import tempfile
-import venv
 from pathlib import Path
 
 import changed
 import covered
+from building import build
 from covered import Covered
-from packages import PACKAGES, ROOT, closure
+from environments import OUTSIDE, create, install, libraries, site_packages
+from packages import PACKAGES, ROOT, closure, folder
 
 EVERYTHING = changed.CROSSING
 
 
-def site_packages(folder: Path) -> Path:
-    """Return where an environment keeps what is installed in it."""
-    variables = {"base": str(folder), "platbase": str(folder)}
-    return Path(sysconfig.get_path("purelib", vars=variables))
-
-
-def install(packages: list[str], folder: Path, wheels: Path) -> Path:
-    """Make an environment with the wheels of ``packages`` alone; return its python."""
-    venv.create(folder, with_pip=False, symlinks=True)
-    python = folder / "bin" / "python"
-    borrowed = [sysconfig.get_path("purelib"), covered.START]
-    (site_packages(folder) / "borrowed.pth").write_text("\n".join(borrowed))
-    built = [str(next(wheels.glob(f"{name.replace('-', '_')}-*.whl"))) for name in packages]
-    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-index"]
-    subprocess.run([*pip, "--no-deps", *built], check=True)
-    return python
-
-
-def build(packages: list[str], wheels: Path) -> None:
-    """Build the wheels of ``packages``."""
-    for name in packages:
-        command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels)]
-        subprocess.run(command, cwd=ROOT / "packages" / name, check=True, capture_output=True)
-
-
 def run_tests(target: str, python: Path, options: list[str], measuring: list[str]) -> bool:
     """Run the tests of one package, or those that cross packages; tell whether they passed."""
-    folder = ROOT / EVERYTHING if target == EVERYTHING else ROOT / "packages" / target / "tests"
-    print(f"\n=== {target}: {folder.relative_to(ROOT)}", flush=True)
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    command = [str(python), *measuring, "-m", "pytest", "-q", str(folder), *options]
-    return subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
+    tests = ROOT / EVERYTHING if target == EVERYTHING else folder(target) / "tests"
+    print(f"\n=== {target}: {tests.relative_to(ROOT)}", flush=True)
+    command = [str(python), *measuring, "-m", "pytest", "-q", str(tests), *options]
+    return subprocess.run(command, cwd=ROOT, env=OUTSIDE, check=False).returncode == 0
 
 
 def run(targets: list[str], options: list[str], measure: bool) -> tuple[list[str], list[Covered]]:
@@ -68,17 +41,18 @@ def run(targets: list[str], options: list[str], measure: bool) -> tuple[list[str
     failed, results = [], []
     with tempfile.TemporaryDirectory(prefix="scaletorch-alone-") as scratch:
         needed = {t: PACKAGES if t == EVERYTHING else closure(t) for t in targets}
-        wheels = Path(scratch, "wheels")
-        build(sorted(set().union(*needed.values())), wheels)
+        every = sorted(set().union(*needed.values()))
+        wheels = {name: build(folder(name), Path(scratch, "wheels")) for name in every}
         for target in targets:
-            folder = Path(scratch, target)
-            python = install(needed[target], folder, wheels)
+            python = create(Path(scratch, target), libraries(), covered.START)
+            install(python, [wheels[name] for name in needed[target]])
+            site = site_packages(Path(scratch, target))
             measured = measure and target != EVERYTHING
-            measuring = covered.measuring(target, site_packages(folder)) if measured else []
+            measuring = covered.measuring(target, site) if measured else []
             if not run_tests(target, python, options, measuring):
                 failed.append(target)
             if measured:
-                results.append(covered.collect(target, site_packages(folder)))
+                results.append(covered.collect(target, site))
     return failed, results
 
 

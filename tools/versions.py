@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from packages import PACKAGES, ROOT, pyproject, version_file
+from packages import PACKAGES, ROOT, folder, pyproject, version, version_file
 
 STEPS = ("patch", "minor", "major")
 _VERSION = re.compile(r'__version__ = "([^"]+)"')
@@ -22,10 +22,7 @@ class ReleaseError(ValueError):
 
 def current(package: str) -> Version:
     """Return the version that the sources have now."""
-    found = _VERSION.search(version_file(package).read_text())
-    if found is None:
-        raise ReleaseError(f'{version_file(package)} has no line __version__ = "..."')
-    return Version(found[1])
+    return Version(version(package))
 
 
 def stepped(version: Version, step: str) -> Version:
@@ -118,19 +115,22 @@ def refused(package: str, needed: str, version: Version) -> bool:
     )
 
 
-def write_version(package: str, version: Version) -> None:
+def write_version(package: str, new: Version) -> None:
     """Write a package's new version."""
     file = version_file(package)
-    file.write_text(_VERSION.sub(f'__version__ = "{version}"', file.read_text()))
+    file.write_text(_VERSION.sub(f'__version__ = "{new}"', file.read_text()))
 
 
 def move_pins(package: str, new: dict[str, Version]) -> list[str]:
-    """Write pins that admit the new versions of others; return the names of those that moved."""
+    """Write pins that admit the new versions of others; return the names of those that moved.
+
+    They are in the metadata, and in the code that compares versions when it is imported.
+    """
     moved = sorted(name for name, version in new.items() if refused(package, name, version))
-    file = ROOT / "packages" / package / "pyproject.toml"
-    text = file.read_text()
-    for name in moved:
-        pin = f"~={new[name].major}.{new[name].minor}.0"
-        text = re.sub(rf'("{name}(?:\[[^\]]*\])?)~=[^"\s;]+', rf"\g<1>{pin}", text)
-    file.write_text(text)
+    for file in (folder(package) / "pyproject.toml", version_file(package)):
+        text = file.read_text()
+        for name in moved:
+            pin = f"~={new[name].major}.{new[name].minor}.0"
+            text = re.sub(rf'("{name}(?:\[[^\]]*\])?)~=[^"\s;]+', rf"\g<1>{pin}", text)
+        file.write_text(text)
     return moved
