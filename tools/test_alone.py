@@ -14,6 +14,7 @@ not read.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -41,6 +42,7 @@ def install(packages: list[str], folder: Path, wheels: Path) -> Path:
     python = folder / "bin" / "python"
     borrowed = [sysconfig.get_path("purelib"), covered.START]
     (site_packages(folder) / "borrowed.pth").write_text("\n".join(borrowed))
+    shutil.copy(covered.START_MODULE, site_packages(folder))
     built = [str(next(wheels.glob(f"{name.replace('-', '_')}-*.whl"))) for name in packages]
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "-q", "--no-index"]
     subprocess.run([*pip, "--no-deps", *built], check=True)
