@@ -1,5 +1,7 @@
 """Lines count that ranks and other processes run."""
 
+import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +20,9 @@ def in_rank():
 def in_process():
     os._exit(0)
 
+def killed():
+    os.kill(os.getpid(), 9)
+
 def never():
     a = 1
     return a
@@ -25,11 +30,16 @@ def never():
 
 PROGRAM = """
 import subprocess, sys
+from scaletorch.dist import RankFailedError
 from scaletorch.dist.testing import run_ranks
 import tiny
 
 if __name__ == "__main__":
     assert run_ranks(tiny.in_rank, 2) == [1, 1]
+    try:
+        run_ranks(tiny.killed, 2)  # the same ranks, which do not leave by themselves
+    except RankFailedError:
+        pass
     subprocess.run([sys.executable, "-c", "import tiny; tiny.in_process()"], check=True)
 """
 
@@ -39,11 +49,15 @@ def test_ranks_and_programs_count(tmp_path, monkeypatch):
     (tmp_path / "tiny").mkdir()
     (tmp_path / "tiny" / "__init__.py").write_text(MODULE)
     (tmp_path / "program.py").write_text(PROGRAM)
+    (tmp_path / "sitecustomize.py").write_text(covered.START)
+    shutil.copy(covered.START_MODULE, tmp_path)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     words = [sys.executable, *covered.measuring("tiny", tmp_path), "program.py"]
-    subprocess.run(words, cwd=tmp_path, check=True, timeout=100)
+    environment = os.environ | {"PYTHONPATH": path}
+    subprocess.run(words, cwd=tmp_path, env=environment, check=True, timeout=100)
     found = covered.collect("tiny", tmp_path)
-    assert found == Covered("tiny", 8, 6, {"tiny/__init__.py": [11, 12]})
-    assert covered.table([found]).endswith("tests do not run:\n  tiny/__init__.py: 11-12")
+    assert found == Covered("tiny", 10, 7, {"tiny/__init__.py": [11, 14, 15]})
+    assert covered.table([found]).endswith("tests do not run:\n  tiny/__init__.py: 11, 14-15")
 
 
 def test_a_table_names_what_is_below_the_bound():

@@ -143,6 +143,10 @@ def test_what_is_refused(workspace, words, said):
     assert f"no release: {said}" in release(workspace, "bump", *words, code=1)
 
 
+def test_nothing_is_built_before_it_is_released(workspace):
+    assert "no changelog has a date" in release(workspace, "build", code=1)
+
+
 def test_uncommitted_changes_are_refused(workspace):
     (workspace / "new").write_text("new")
     assert "uncommitted changes" in release(workspace, "bump", "minor", "scaletorch-tp", code=1)

@@ -1,8 +1,8 @@
 """Lines of a package that its own tests run, ranks and other processes included.
 
 A suite runs under coverage.py, which starts in every Python process that the tests start, follows
-forks, and saves when a rank leaves by `os._exit`. Processes that are killed are not counted.
-What is measured, and what is left out and why, is configured in the workspace's `pyproject.toml`.
+forks, and saves when a rank leaves by `os._exit` and after each function that ran on it. Of
+processes that are killed, what they did since is not counted.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ from packages import ROOT, portions
 
 BOUND = 90.0  # % of lines that each package's own tests run, at least
 CONFIGURATION = f"--rcfile={ROOT / 'pyproject.toml'}"
-# A line of a .pth file, by which a Python begins to measure where it is told to.
-START = (
-    "import os; os.getenv('COVERAGE_PROCESS_CONFIG') and __import__('coverage').process_startup()"
-)
+START = "import lines_start"  # a line of a .pth file: every Python of the environment does it
+START_MODULE = Path(__file__).with_name("lines_start.py")
 
 
 @dataclass(frozen=True, slots=True)

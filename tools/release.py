@@ -88,11 +88,13 @@ def join_unreleased(text: str, heading: str, version: Version) -> str:
 
 def build(packages: list[str], into: Path) -> None:
     """Build source distributions and wheels, and have twine check them."""
+    if not packages:
+        raise ReleaseError("no changelog has a date for its package's version: bump one first")
     into.mkdir(parents=True, exist_ok=True)
     for package in packages:
         command = [sys.executable, "-m", "hatchling", "build", "-d", str(into.resolve())]
         subprocess.run(command, cwd=ROOT / "packages" / package, check=True, capture_output=True)
-    files = sorted(map(str, into.iterdir()))
+    files = sorted([*into.glob("*.whl"), *into.glob("*.tar.gz")])
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True)
 
 

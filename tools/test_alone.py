@@ -13,6 +13,7 @@ not read.
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,8 +46,9 @@ def run(targets: list[str], options: list[str], measure: bool) -> tuple[list[str
         wheels = {name: build(folder(name), Path(scratch, "wheels")) for name in every}
         for target in targets:
             python = create(Path(scratch, target), libraries(), covered.START)
-            install(python, [wheels[name] for name in needed[target]])
             site = site_packages(Path(scratch, target))
+            shutil.copy(covered.START_MODULE, site)
+            install(python, [wheels[name] for name in needed[target]])
             measured = measure and target != EVERYTHING
             measuring = covered.measuring(target, site) if measured else []
             if not run_tests(target, python, options, measuring):
