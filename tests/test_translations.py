@@ -1,16 +1,16 @@
 """The Chinese pages say what the English ones say, and nobody changes one of them alone."""
 
-import importlib.util
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-_spec = importlib.util.spec_from_file_location("translations", ROOT / "tools" / "translations.py")
-translations = importlib.util.module_from_spec(_spec)
-_spec.loader.exec_module(translations)
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 
+import translations
+
+ROOT = translations.ROOT
 ENGLISH = """# Rings
 
 A ring of `N` ranks takes 2 steps, see [the proof](verify.md).
