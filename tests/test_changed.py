@@ -57,6 +57,7 @@ def clone(tmp_path):
         folder.mkdir(parents=True)
         shutil.copy(ROOT / "packages" / package / "pyproject.toml", folder)
     shutil.copytree(ROOT / "tools", tmp_path / "tools")
+    shutil.copy(ROOT / ".gitignore", tmp_path)  # or what Python caches would be changes
     git(tmp_path, "init", "-q", "-b", "main")
     commit(tmp_path)
     return tmp_path

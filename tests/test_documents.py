@@ -17,11 +17,9 @@ from document_blocks import (
     RUN,
     RUN_ELSEWHERE,
     SHOWN,
-    TRANSLATABLE,
     blocks,
     pages,
     prose,
-    translations,
 )
 from document_programs import run
 
@@ -87,16 +85,3 @@ def imported(code):
 
 def exists(module):
     return (module / "__init__.py").exists() or module.with_suffix(".py").exists()
-
-
-@pytest.mark.parametrize(("page", "original"), translations().items())
-def test_a_translation_has_the_programs_of_its_original(page, original):
-    assert (ROOT / original).exists(), f"{page} is a translation of no page"
-    theirs, own = code_of(blocks(page)), code_of(blocks(original))
-    assert theirs == own, "take the blocks over from the English page as they are"
-
-
-def code_of(found):
-    """Return what may not be translated of a page's blocks."""
-    kept = [b for b in found if b.language not in TRANSLATABLE]
-    return [(b.language, b.code, b.output) for b in kept]

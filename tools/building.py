@@ -25,7 +25,8 @@ def build(source: Path, into: Path, kind: str = "wheel") -> Path:
 def unpack(sdist: Path, into: Path) -> Path:
     """Unpack an sdist; return the folder that it holds."""
     with tarfile.open(sdist) as archive:
-        archive.extractall(into, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # from Python 3.11.4 on
+        archive.extractall(into)
     return into / sdist.name.removesuffix(".tar.gz")
 
 

@@ -22,7 +22,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from packages import PACKAGES, ROOT
+import building
+from packages import PACKAGES, ROOT, folder
 from versions import (
     STEPS,
     ReleaseError,
@@ -92,8 +93,8 @@ def build(packages: list[str], into: Path) -> None:
         raise ReleaseError("no changelog has a date for its package's version: bump one first")
     into.mkdir(parents=True, exist_ok=True)
     for package in packages:
-        command = [sys.executable, "-m", "hatchling", "build", "-d", str(into.resolve())]
-        subprocess.run(command, cwd=ROOT / "packages" / package, check=True, capture_output=True)
+        for kind in ("sdist", "wheel"):
+            building.build(folder(package), into.resolve(), kind)
     files = sorted([*into.glob("*.whl"), *into.glob("*.tar.gz")])
     subprocess.run([sys.executable, "-m", "twine", "check", "--strict", *files], check=True)
 
@@ -129,9 +130,9 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     bumping.add_argument("packages", nargs="+", help=f"of {', '.join(PACKAGES)}")
     bumping.add_argument("--dry-run", action="store_true", help="show it and change nothing")
     bumping.add_argument("--date", default=datetime.date.today().isoformat())
-    building = commands.add_parser("build", help="distributions of what is released")
-    building.add_argument("packages", nargs="*", help="instead of all that are released")
-    building.add_argument("--into", type=Path, default=ROOT / "dist", help="a folder")
+    again = commands.add_parser("build", help="distributions of what is released")
+    again.add_argument("packages", nargs="*", help="instead of all that are released")
+    again.add_argument("--into", type=Path, default=ROOT / "dist", help="a folder")
     return parser.parse_args(arguments)
 
 
