@@ -21,7 +21,7 @@ from scaletorch.dist.bench.cases import CASES
 from scaletorch.dist.testing import run_ranks
 
 GUIDE = Path(__file__).parents[3] / "docs" / "communication.md"
-ELEMENTS = 3 * 2**18  # which all sizes of groups here divide
+ELEMENTS = 3 * 2**17  # which all sizes of groups here divide
 P = 4 * ELEMENTS  # bytes of a whole tensor
 ACKED = 120  # offset in the kernel's tcp_info of what the other side has acknowledged
 HIERARCHICAL = ("all_reduce", "all_gather", "reduce_scatter")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import secrets
 from collections.abc import Iterable, Mapping
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,11 +17,10 @@ from .collectives.checks import checking, compare, describe, tells_failure, who_
 from .collectives.ops import Op, op_name
 from .collectives.raw import broadcast_ints, gather_ints, process_group
 from .collectives.recipes import recipe_for
-from .collectives.reductions import all_reduce
-from .collectives.work import Work
+from .collectives.reductions import all_reduce, all_reduce_near
 from .errors import InvalidArgumentError, MismatchError
 from .info import group_ranks
-from .neighbours.neighbours import neighbours_of
+from .neighbours.neighbours import neighbours_of_all
 from .objects.calls import all_gather_object
 
 Group = ProcessGroup | None
@@ -119,25 +117,27 @@ def _reduce_all(
     tensors: Iterable[Tensor], op: Op, members: ProcessGroup, coalesce: bool, limit: int | None
 ) -> None:
     """Reduce each tensor once, small ones in buckets; all are under way before one is awaited."""
-    distinct = {id(tensor): tensor for tensor in tensors}.values()
-    works: list[Work[None]] = []
-    near: list[Tensor] = []
+    once = {id(tensor): tensor for tensor in tensors}.values()
+    distinct = [tensor.detach() if tensor.requires_grad else tensor for tensor in once]
+    near = neighbours_of_all(distinct, members)
+    large: list[Tensor] = []
     small: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for tensor in distinct:
-        if tensor.requires_grad:
-            tensor = tensor.detach()
         if coalesce and tensor.nbytes < SMALL:
             small.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-        elif neighbours_of(tensor, members):
-            near.append(tensor)
         else:
-            works.append(all_reduce(tensor, op, members, async_op=True))
-    for alike in small.values():
-        works += [_reduce_bucket(bucket, op, members) for bucket in _buckets(alike, limit)]
-    for tensor in near:
-        all_reduce(tensor, op, members)
+            large.append(tensor)
+    works = [] if near else [all_reduce(tensor, op, members, async_op=True) for tensor in large]
+    buckets = [bucket for alike in small.values() for bucket in _buckets(alike, limit)]
+    flats = [_flatten_dense_tensors(bucket) for bucket in buckets]
+    if near:
+        all_reduce_near(near, [*large, *flats], op)
+    else:
+        works += [all_reduce(flat, op, members, async_op=True) for flat in flats]
     for work in works:
         work.wait()
+    for bucket, flat in zip(buckets, flats, strict=True):
+        torch._foreach_copy_(bucket, list(_unflatten_dense_tensors(flat, bucket)))
 
 
 def _buckets(tensors: list[Tensor], limit: int | None) -> list[list[Tensor]]:
@@ -153,16 +153,6 @@ def _buckets(tensors: list[Tensor], limit: int | None) -> list[list[Tensor]]:
         buckets[-1].append(tensor)
         filled += tensor.nbytes
     return buckets
-
-
-def _reduce_bucket(tensors: list[Tensor], op: Op, members: ProcessGroup) -> Work[None]:
-    flat = _flatten_dense_tensors(tensors)
-    work = all_reduce(flat, op, members, async_op=True)
-    return Work((work,), partial(_take_back, tensors, flat))
-
-
-def _take_back(tensors: list[Tensor], flat: Tensor) -> None:
-    torch._foreach_copy_(tensors, list(_unflatten_dense_tensors(flat, tensors)))
 
 
 def _compare_entries(entries: dict[str, str], members: ProcessGroup) -> None:

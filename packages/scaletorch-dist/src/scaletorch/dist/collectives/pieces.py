@@ -41,7 +41,7 @@ def total(x: Tensor, group: Group) -> Tensor:
     if buffer.data_ptr() == x.data_ptr():
         buffer = buffer.clone()  # on_wire may also have copied it, from other strides or devices
     if near := neighbours_of(buffer, members):
-        calls.all_reduce(near, buffer, recipe.run)
+        calls.all_reduce(near, [buffer], recipe.run)
     elif buffer.numel():
         raw_all_reduce(buffer, recipe.raw, members)
     return buffer.to(x.device, x.dtype)

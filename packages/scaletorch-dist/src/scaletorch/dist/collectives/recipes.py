@@ -148,8 +148,16 @@ def reduce_blocks(blocks: Tensor | Sequence[Tensor], run: str = "sum") -> Tensor
 
     16-bit floats are reduced in float32 and returned so.
     """
-    half = blocks[0].dtype in (torch.float16, torch.bfloat16)
-    total = blocks[0].float() if half else blocks[0].clone()
+    return reduce_into_first([blocks[0].to(_wide(blocks[0].dtype), copy=True), *blocks[1:]], run)
+
+
+def reduce_into_first(blocks: Sequence[Tensor], run: str = "sum") -> Tensor:
+    """Do so in the first block itself, where that is of the dtype to reduce in."""
+    total = blocks[0].to(_wide(blocks[0].dtype))
     for block in blocks[1:]:
         _STEPS[run](total, block)
     return total
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..neighbours import calls
-from ..neighbours.neighbours import neighbours_of
+from ..neighbours.neighbours import MOST, Neighbours, neighbours_of
 from . import hierarchy
 from .arguments import check_list, check_member, check_target
 from .checks import checking, compare, tells_failure
@@ -76,7 +76,7 @@ def all_reduce(
     if levels and buffer.nbytes >= hierarchy.LEAST:
         levels.all_reduce(buffer, recipe)
     elif near := neighbours_of(buffer, members, async_op):
-        calls.all_reduce(near, buffer, recipe.run)
+        calls.all_reduce(near, [buffer], recipe.run)
     else:
         handle = raw_all_reduce(buffer, recipe.raw, members, async_op)
     if recipe.plain and buffer.data_ptr() == data.data_ptr():
@@ -202,6 +202,22 @@ def reduce_scatter(
     reduced, handle = reduce_parts(flat, counts, recipe, members, async_op)
     finish = partial(_unpack_later, output.detach(), reduced, recipe, size)
     return settled((handle,), finish, async_op)
+
+
+def all_reduce_near(near: Neighbours, tensors: Sequence[Tensor], op: Op) -> None:
+    """Reduce tensors in place, together, through the memory of neighbours."""
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for data in tensors:
+        if data.numel():
+            by_dtype.setdefault(data.dtype, []).append(data.detach())
+    for dtype, alike in by_dtype.items():
+        recipe = recipe_for(op, dtype)
+        for start in range(0, len(alike), MOST):
+            some = alike[start : start + MOST]
+            buffers = [recipe.pack(on_wire(data, near.group)) for data in some]
+            calls.all_reduce(near, buffers, recipe.run)
+            for data, buffer in zip(some, buffers, strict=True):
+                _unpack(data, buffer, recipe, near.group.size())
 
 
 def _reduce_gathered(

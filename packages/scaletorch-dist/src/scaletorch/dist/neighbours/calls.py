@@ -5,28 +5,34 @@ What is reduced, is in rank order, each rank's share by that rank.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
-from ..collectives.recipes import Pack, reduce_blocks
+from ..collectives.recipes import Pack, reduce_blocks, reduce_into_first
 from ..info import group_ranks
-from .neighbours import Addresses, Neighbours, Phase
+from .neighbours import Addresses, Neighbours
 
 PIECE = 1 << 16  # elements that are reduced at a time: few enough to stay in a cache
 
 
-def all_reduce(near: Neighbours, data: Tensor, run: str) -> None:
-    """Reduce a packed contiguous tensor in place, by an operation that a recipe runs."""
-    flat = data.view(-1)
-    shares = _shares(flat.numel(), near.group.size())
-    own = shares[near.group.rank()]
-    reduce_own = partial(_reduce_into, near, flat, flat[own.start : own.stop], own, run)
-    read_others = partial(_read_shares, near, flat, shares, 0)
-    near.take_turns(data.nbytes, [data.data_ptr()], [reduce_own, read_others])
+def all_reduce(near: Neighbours, tensors: Sequence[Tensor], run: str) -> None:
+    """Reduce packed contiguous tensors in place, `MOST` at the most, by what a recipe runs."""
+    flats = [data.view(-1) for data in tensors]
+    shares = [_shares(flat.numel(), near.group.size()) for flat in flats]
+
+    def reduce_own(everyone: Addresses) -> None:
+        for place, (flat, parts) in enumerate(zip(flats, shares, strict=True)):
+            own = parts[near.group.rank()]
+            _reduce(near, flat, flat[own.start : own.stop], own, run, _at(place, everyone))
+
+    def read_others(everyone: Addresses) -> None:
+        for place, (flat, parts) in enumerate(zip(flats, shares, strict=True)):
+            _read_shares(near, flat, parts, _at(place, everyone))
+
+    length = sum(data.nbytes for data in tensors)
+    near.take_turns(length, [data.data_ptr() for data in tensors], [reduce_own, read_others])
 
 
 def reduce(near: Neighbours, data: Tensor, dst: int, run: str) -> None:
@@ -36,11 +42,16 @@ def reduce(near: Neighbours, data: Tensor, dst: int, run: str) -> None:
     own = shares[near.group.rank()]
     mine = group_ranks(near.group)[near.group.rank()] == dst
     reduced = flat[own.start : own.stop] if mine else flat.new_empty(len(own))
-    phases: list[Phase] = [partial(_reduce_into, near, flat, reduced, own, run), _nothing]
-    if mine:
-        phases[1] = partial(_read_shares, near, flat, shares, 1)
+
+    def reduce_own(everyone: Addresses) -> None:
+        _reduce(near, flat, reduced, own, run, _at(0, everyone))
+
+    def read_others(everyone: Addresses) -> None:
+        if mine:
+            _read_shares(near, flat, shares, _at(1, everyone))
+
     start = reduced.data_ptr() - own.start * flat.element_size()  # as if it were the whole
-    near.take_turns(data.nbytes, [data.data_ptr(), start], phases)
+    near.take_turns(data.nbytes, [data.data_ptr(), start], [reduce_own, read_others])
 
 
 def reduce_parts(
@@ -57,13 +68,14 @@ def reduce_parts(
     """
     before = sum(counts[: near.group.rank()])
     own = range(before, before + counts[near.group.rank()])
-    reduced: list[Tensor] = []
+    dtype = reduce_blocks([pack(data[:0])], run).dtype
+    reduced = data.new_empty(len(own), dtype=dtype)
 
     def reduce_own(everyone: Addresses) -> None:
-        reduced.extend(piece for _, piece in _reduced(near, data, everyone, own, run, pack))
+        _reduce(near, data, reduced, own, run, _at(0, everyone), pack)
 
     near.take_turns(data.nbytes, [data.data_ptr()], [reduce_own])
-    return torch.cat(reduced) if reduced else pack(data[:0])
+    return reduced
 
 
 def all_gather(near: Neighbours, rows: Tensor, data: Tensor) -> None:
@@ -121,39 +133,44 @@ def _shares(elements: int, ranks: int) -> list[range]:
     return [range(*pair) for pair in pairwise(bounds)]
 
 
-def _reduce_into(
-    near: Neighbours, flat: Tensor, target: Tensor, own: range, run: str, everyone: Addresses
-) -> None:
-    for at, piece in _reduced(near, flat, everyone, own, run):
-        target[at - own.start : at - own.start + piece.numel()].copy_(piece)
-
-
-def _reduced(
+def _reduce(
     near: Neighbours,
     flat: Tensor,
-    everyone: Addresses,
+    target: Tensor,
     own: range,
     run: str,
+    addresses: Sequence[int],
     pack: Pack | None = None,
-) -> Iterator[tuple[int, Tensor]]:
-    """Yield a range of all ranks' flat tensors reduced, piece by piece, and where each begins."""
+) -> None:
+    """Reduce a range of all ranks' flat tensors into `target`, which may be that range itself."""
+    me = near.group.rank()
+    in_place = target.data_ptr() == flat[own.start : own.stop].data_ptr()
+    scratch = [flat.new_empty(min(PIECE, len(own))) for _ in addresses]
     for at in range(own.start, own.stop, PIECE):
-        mine = flat[at : min(at + PIECE, own.stop)]
-        blocks = []
-        for rank, (address, *_) in enumerate(everyone):
-            block = mine if rank == near.group.rank() else torch.empty_like(mine)
-            near.read(block, rank, address + at * flat.element_size())
-            blocks.append(block if pack is None else pack(block))
-        yield at, reduce_blocks(blocks, run)
+        size = min(PIECE, own.stop - at)
+        blocks = [each[:size] for each in scratch]
+        for rank, address in enumerate(addresses):
+            if rank == me and (in_place or rank > 0):  # the first block is changed
+                blocks[rank] = flat[at : at + size]
+            else:
+                near.read(blocks[rank], rank, address + at * flat.element_size())
+        piece = reduce_into_first(blocks if pack is None else [pack(b) for b in blocks], run)
+        there = target[at - own.start : at - own.start + size]
+        if piece.data_ptr() != there.data_ptr():
+            there.copy_(piece)
 
 
 def _read_shares(
-    near: Neighbours, flat: Tensor, shares: Sequence[range], which: int, everyone: Addresses
+    near: Neighbours, flat: Tensor, shares: Sequence[range], addresses: Sequence[int]
 ) -> None:
     for rank, share in enumerate(shares):
         if rank != near.group.rank():
-            address = everyone[rank][which] + share.start * flat.element_size()
+            address = addresses[rank] + share.start * flat.element_size()
             near.read(flat[share.start : share.stop], rank, address)
+
+
+def _at(place: int, everyone: Addresses) -> list[int]:
+    return [row[place] for row in everyone]
 
 
 def _nothing(everyone: Addresses) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -18,7 +19,8 @@ from ..info import group_ranks
 from ..shared_memory.blocks import VARIABLE, host
 from .reading import read_into
 
-LEAST = 1 << 22  # bytes; smaller tensors go through sockets while ranks take turns
+LEAST = 1 << 21  # bytes; smaller tensors go through sockets while ranks take turns
+MOST = 64  # addresses that a rank tells at a time, where it needs not one for each rank
 
 Addresses = list[list[int]]  # of every rank, in the group's order
 Phase = Callable[[Addresses], None]
@@ -69,11 +71,10 @@ class Neighbours:
 
     def read(self, data: Tensor, rank: int, address: int) -> None:
         """Fill a contiguous tensor with what lies at an address of the group's rank."""
-        if rank == self.group.rank():
-            if data.data_ptr() != address:
-                read_into(data, os.getpid(), address)
-        else:
+        if rank != self.group.rank():
             read_into(data, self.processes[rank], address)
+        elif data.data_ptr() != address:
+            ctypes.memmove(data.data_ptr(), address, data.nbytes)
 
     def _everyones(self, length: int, place: int) -> Addresses:
         row = torch.empty_like(self.own[0])
@@ -107,7 +108,12 @@ def neighbours_of(data: Tensor, group: ProcessGroup, async_op: bool = False) -> 
     where the group has gloo for CPU tensors and the system lets them read one another's memory;
     ``SCALETORCH_SHARED_MEMORY=0`` on any rank leaves it be.
     """
-    if async_op or data.nbytes < LEAST or not data.is_cpu:
+    return None if async_op else neighbours_of_all((data,), group)
+
+
+def neighbours_of_all(tensors: Sequence[Tensor], group: ProcessGroup) -> Neighbours | None:
+    """Return how one call for several tensors goes through memory; None where it does not."""
+    if sum(data.nbytes for data in tensors) < LEAST or not all(data.is_cpu for data in tensors):
         return None
     try:
         return _known[group]
@@ -119,7 +125,7 @@ def neighbours_of(data: Tensor, group: ProcessGroup, async_op: bool = False) -> 
 def _find(group: ProcessGroup) -> Neighbours | None:
     if group.size() == 1 or route(torch.empty(0), group).backend != "gloo":
         return None
-    box = torch.zeros(2, 1 + max(2, group.size()), dtype=torch.int64)
+    box = torch.zeros(2, 1 + max(MOST, group.size()), dtype=torch.int64)
     box[0, 0] = os.getpid()
     try:
         place = host() if os.environ.get(VARIABLE, "1") not in ("", "0") else 0

@@ -168,7 +168,7 @@ def sequence_gradient_not_scattered(send: Any) -> Any:
     return lambda grad, group, sizes: lambda: split(grad, -2, group, sizes=sizes)
 
 
-@fault("regions.sequence:reduce_scatter", **SEQUENCE)
+@fault("regions.sequence_shares:reduce_scatter", **SEQUENCE)
 def sequence_partial_sums_not_reduced(reduce_scatter: Any) -> Any:
     """A region's partial results are cut, and not summed."""
     return lambda x, dim, group, sizes: split(x, dim, group, sizes=sizes)
