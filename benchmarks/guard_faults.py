@@ -49,7 +49,8 @@ def body(program: Program, folder: str) -> None:
 
     outcome: dict[str, Any] = {}
     try:
-        with guard.watch(label=label(rank), patience=PATIENCE, warn=WARN):
+        ledgers = os.path.join(folder, "ledgers")  # which go with the folder
+        with guard.watch(ledgers, label=label(rank), patience=PATIENCE, warn=WARN):
             outcome = {"results": run_steps(program, groups, note)}
         outcome["error"] = ""
     except RankFaultError as error:

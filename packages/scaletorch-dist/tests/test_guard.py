@@ -3,6 +3,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 
@@ -32,13 +33,14 @@ def outcome(mistake):
 
     The ranks are fresh: after a fault their groups are broken.
     """
-    return dist.launch(guarded, 3, mistake, timeout=40)
+    with tempfile.TemporaryDirectory() as folder:  # else the ledgers of a fault would stay
+        return dist.launch(guarded, 3, mistake, folder, timeout=40)
 
 
-def guarded(mistake):
+def guarded(mistake, folder):
     rank = dist.get_rank()
     try:
-        with guard.watch(label=label, warn=0.3, patience=1.5):
+        with guard.watch(folder, label=label, warn=0.3, patience=1.5):
             for number in range(6):
                 dist.all_reduce(torch.ones(3))
                 if number == 3:
@@ -302,6 +304,7 @@ def test_one_line_in_a_script(tmp_path, fault):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     names = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    names["TMPDIR"] = str(tmp_path)  # for the ledgers
     processes = [
         subprocess.Popen(
             [sys.executable, str(script), fault],
