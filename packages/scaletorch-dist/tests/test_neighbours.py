@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
+import weakref
 from unittest import mock
 
 import pytest
@@ -174,6 +176,21 @@ def check_variable():
 
 def test_one_rank_may_refuse():
     run_ranks(check_variable, 2)
+
+
+def check_end():
+    group = c10d.new_group([0, 1])
+    with near():
+        dist.all_reduce(torch.ones(3), group=group)
+    known = weakref.ref(group)
+    c10d.destroy_process_group(group)
+    del group
+    gc.collect()
+    assert known() is None
+
+
+def test_a_group_goes_when_it_is_destroyed():
+    run_ranks(check_end, 2)
 
 
 def check_death():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
@@ -14,7 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from ..collectives.raw import gather_ints, raw_all_reduce, route
-from ..errors import MismatchError, RankFailedError
+from ..errors import MismatchError, RankFailedError, StateError
 from ..info import group_ranks
 from ..shared_memory.blocks import VARIABLE, host
 from .reading import read_into
@@ -31,18 +32,26 @@ class Neighbours:
     """A group whose ranks can read one another's memory.
 
     Attributes:
-        group: The ranks.
+        known: The ranks, for as long as others hold their group.
         processes: Of every rank, its process.
         boxes: Of every rank, the address of what it tells the others.
         own: What this rank tells: the bytes of its tensor and addresses, at even calls and at odd.
         calls: Their numbers.
     """
 
-    group: ProcessGroup
+    known: weakref.ref[ProcessGroup]
     processes: tuple[int, ...]
     boxes: tuple[int, ...]
     own: Tensor
     calls: count[int] = field(default_factory=count)
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks."""
+        group = self.known()
+        if group is None:
+            raise StateError("the process group has been destroyed")
+        return group
 
     def take_turns(self, length: int, addresses: Sequence[int], phases: Sequence[Phase]) -> None:
         """Tell the others what this rank has, then go through phases, each begun by all at once.
@@ -139,7 +148,7 @@ def _find(group: ProcessGroup) -> Neighbours | None:
     if not all(flag for (flag,) in gather_ints((readable,), group)):
         return None
     _, processes, boxes = zip(*rows, strict=True)
-    return Neighbours(group, processes, boxes, box)
+    return Neighbours(weakref.ref(group), processes, boxes, box)
 
 
 def _readable(process: int, address: int) -> bool:
