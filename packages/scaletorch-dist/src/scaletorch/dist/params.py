@@ -116,7 +116,10 @@ def sync_random_seed(group: Group = None) -> int:
 def _reduce_all(
     tensors: Iterable[Tensor], op: Op, members: ProcessGroup, coalesce: bool, limit: int | None
 ) -> None:
-    """Reduce each tensor once, small ones in buckets; all are under way before one is awaited."""
+    """Reduce each tensor once, small ones in buckets.
+
+    Between neighbours all go in one turn; else all are under way before one is awaited.
+    """
     once = {id(tensor): tensor for tensor in tensors}.values()
     distinct = [tensor.detach() if tensor.requires_grad else tensor for tensor in once]
     near = neighbours_of_all(distinct, members)
