@@ -152,6 +152,22 @@ def test_a_rank_that_cannot_read_fails_on_every_rank():
     run_ranks(check_failure, 2)
 
 
+def check_other_failure():
+    rank = dist.get_rank()
+    full = RuntimeError("no memory") if rank == 1 else None
+    failing = mock.patch.object(calls, "_read_shares", side_effect=full)
+    said = pytest.raises(RuntimeError, match="no memory" if rank == 1 else "another rank")
+    with near(), failing, said:
+        dist.all_reduce(torch.ones(3))
+    data = torch.ones(3)
+    dist.all_reduce(data)
+    assert data.tolist() == [2.0] * 3
+
+
+def test_any_failure_reaches_every_rank():
+    run_ranks(check_other_failure, 2, timeout=20)
+
+
 def check_refusal():
     refusal, group = OSError(1, "not permitted"), c10d.new_group([0, 1])
     data = torch.ones(3)

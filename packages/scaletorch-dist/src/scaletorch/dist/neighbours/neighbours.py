@@ -70,11 +70,11 @@ class Neighbours:
         self._all_well(None)
         everyone: Addresses = []
         for phase in phases:
-            error = None
+            error: Exception | None = None
             try:
                 everyone = everyone or self._everyones(length, place)
                 phase(everyone)
-            except OSError as found:
+            except Exception as found:  # of whatever kind: the others wait for this rank
                 error = found
             self._all_well(error)
 
@@ -97,14 +97,16 @@ class Neighbours:
             raise MismatchError(f"the ranks' tensors differ in their bytes: {lengths}")
         return [addresses for _, *addresses in told]
 
-    def _all_well(self, error: OSError | None) -> None:
+    def _all_well(self, error: Exception | None) -> None:
         """Wait for all ranks, and raise on each where one has failed."""
         failed = torch.tensor([int(error is not None)])
         raw_all_reduce(failed, ReduceOp.MAX, self.group)
-        if error is not None:
+        if isinstance(error, OSError):
             raise RankFailedError(str(error)) from error
+        if error is not None:
+            raise error
         if failed.item():
-            raise RankFailedError("another rank could not read its neighbours' memory")
+            raise RankFailedError("another rank failed while ranks read one another's memory")
 
 
 _known: WeakKeyDictionary[ProcessGroup, Neighbours | None] = WeakKeyDictionary()
