@@ -13,8 +13,8 @@ from scaletorch.dist.bench.__main__ import main, size
 from scaletorch.dist.bench.axes import axis_group, parse_grid
 from scaletorch.dist.bench.cases import CASES
 from scaletorch.dist.bench.fit import constants, fit
-from scaletorch.dist.bench.table import constants_text
 from scaletorch.dist.bench.measure import Row, sizes_between
+from scaletorch.dist.bench.table import constants_text
 from scaletorch.dist.testing import run_ranks
 
 BENCH = [sys.executable, "-m", "scaletorch.dist.bench"]
