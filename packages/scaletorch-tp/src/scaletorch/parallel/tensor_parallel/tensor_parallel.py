@@ -17,6 +17,7 @@ from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .plans.plan import Match, Plan, find_mixins
 from .plans.shares import check_shares
 from .plans.validate import resolve
+from .plans.whole import find_whole
 from .regions.region import Region
 from .regions.sequence import share_sequences
 from .regions.sum_grad import SumGradients
@@ -86,8 +87,9 @@ def apply_tensor_parallel(
             if module is not model or not sequence_parallel:
                 surround(module, Region, group)
         if sequence_parallel:
-            whole = [match.module for match in matches if match.style == "replicate"]
-            share_sequences(model, group, whole)
+            replicated = [match.module for match in matches if match.style == "replicate"]
+            regions = [module for module in model.modules() if isinstance(module, Region)]
+            share_sequences(model, group, replicated, find_whole(model, regions))
     return model
 
 

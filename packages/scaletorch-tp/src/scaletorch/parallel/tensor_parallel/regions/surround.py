@@ -37,6 +37,13 @@ def surround(module: M, mixin: type[Surrounded], group: ProcessGroup | None) -> 
     return module
 
 
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before anything surrounded its forward."""
+    kind: Any = next(each for each in type(module).__mro__ if not issubclass(each, Surrounded))
+    own: type[nn.Module] = kind
+    return own
+
+
 def cannot_surround(module: nn.Module, mixin: type[Surrounded]) -> str | None:
     """Say why `module` cannot get `mixin`; None where it can."""
     if isinstance(module, mixin):
