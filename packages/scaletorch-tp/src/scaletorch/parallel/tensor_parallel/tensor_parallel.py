@@ -14,6 +14,7 @@ from .cuts.cut import Cut
 from .layers.base import Memo, TensorParallelLayer
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
+from .optimizers import watch
 from .plans.plan import Match, Plan, find_mixins
 from .plans.shares import check_shares
 from .plans.validate import resolve
@@ -82,6 +83,7 @@ def apply_tensor_parallel(
     for module, mixin in mixins.items():
         surround(module, mixin, group)
     if tp_size > 1:
+        watch(model)
         for module in find_regions(model):
             # A model is called with ids, not with a share of hidden states.
             if module is not model or not sequence_parallel:

@@ -15,6 +15,7 @@ from torch import Tensor
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .sequence_shares import SequenceShares
+from .uncompiled import uncompiled
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -35,6 +36,7 @@ class Inputs:
     widths: Collection[int]
     shares: SequenceShares
 
+    @uncompiled
     def changed(
         self, change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Arguments:

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .sequence_shares import SequenceShares
+from .uncompiled import around_compiled
 
 IN_MODEL = (
     "outside of its attention and MLP modules hidden states are this rank's share of the tokens: "
@@ -31,6 +32,7 @@ _OF_SHAPES = re.compile(
 
 
 @contextmanager
+@around_compiled
 def shapes_explained(where: str, why: str, shares: SequenceShares) -> Iterator[None]:
     """Add to an error of torch about shapes what sequence parallelism has to do with it.
 

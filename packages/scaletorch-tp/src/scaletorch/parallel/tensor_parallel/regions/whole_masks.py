@@ -16,7 +16,7 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .sequence_shares import SequenceShares
-from .uncompiled import uncompiled
+from .uncompiled import around_compiled, uncompiled
 
 _LIBRARY = "transformers.masking_utils"
 
@@ -29,6 +29,7 @@ def mask_configs(model: nn.Module) -> list[Any]:
 
 
 @contextmanager
+@around_compiled
 def whole_masks(configs: Sequence[Any], shares: SequenceShares) -> Iterator[None]:
     """Let the body's models make their masks for whole sequences.
 

@@ -13,7 +13,7 @@ from .random import common_random
 from .region_inputs import Inputs
 from .sequence_shares import SequenceShares
 from .surround import Surrounded, own_class
-from .uncompiled import around_compiled, gather
+from .uncompiled import around_compiled, gather, uncompiled
 
 
 class WholeSequence(Surrounded):
@@ -49,6 +49,7 @@ class WholeSequence(Surrounded):
         return own
 
 
+@uncompiled
 def _shared(out: Any, length: int, shares: SequenceShares) -> tuple[Any, bool]:
     """Return what a module returned with this rank's share of hidden states in it, if any."""
     if isinstance(out, Tensor):
