@@ -53,7 +53,8 @@ def _check(optimizer: Optimizer) -> None:
     kind = _matrix_wise(type(optimizer))
     if kind is None:
         return
-    known = {id(p): (name, shard) for name, p, shard in _parameters()}
+    longest = sorted(_parameters(), key=lambda each: len(each[0]))  # models have layers' names too
+    known = {id(p): (name, shard) for name, p, shard in longest}
     for tensor in (each for group in optimizer.param_groups for each in group["params"]):
         name, shard = known.get(id(tensor)) or (_stood_for(tensor), True)
         if name is not None and shard:

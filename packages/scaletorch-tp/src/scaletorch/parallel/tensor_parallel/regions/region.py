@@ -97,6 +97,11 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
     return None if entrance is None else entrance.linear(layer)
 
 
+def region_runs() -> bool:
+    """Tell whether the forward of a `Region` is running."""
+    return _running.get() is not None
+
+
 class Region(Surrounded):
     """A module that holds column-parallel layers: what they take enters once.
 

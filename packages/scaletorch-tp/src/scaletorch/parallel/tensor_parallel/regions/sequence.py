@@ -20,13 +20,14 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ..cuts.cut import shard_sizes
 from ..layers.base import TensorParallelLayer
+from .mixing import RefuseMixing
 from .random import sharded_random
-from .region import Region
+from .region import Region, region_runs
 from .sequence_shares import SequenceShares
 from .shape_errors import IN_MODEL, shapes_explained
 from .sum_grad import SumGradients
 from .surround import SharedGroup, Surrounded, own_class, surround
-from .uncompiled import around_compiled
+from .uncompiled import around_compiled, compiles
 from .whole_masks import mask_configs, whole_masks
 from .whole_sequence import WholeSequence
 
@@ -38,6 +39,7 @@ class SequenceRoot(Surrounded):
 
     _sequence: SequenceShares | None = None  # a slice of an nn.Sequential has none
     _configs: Sequence[Any] = ()  # of models of transformers
+    _mixing_checked: bool = False
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -56,7 +58,12 @@ class SequenceRoot(Surrounded):
             stack.enter_context(whole_masks(self._configs, self._sequence))
             if self.training:
                 stack.enter_context(sharded_random(self._tp_group.group))
-            return super().forward(*args, **kwargs)
+            own = self._sequence.own or 1
+            if own > 1 and not self._mixing_checked and not compiles():
+                stack.enter_context(RefuseMixing(own, region_runs))
+            result = super().forward(*args, **kwargs)
+        vars(self)["_mixing_checked"] = self._mixing_checked or own > 1
+        return result
 
 
 class SplitSequence(Surrounded):
