@@ -1,4 +1,4 @@
-"""Random mutants: the same for the same seed, one place each, and judged by the tests that run it."""
+"""Random mutants: the same for the same seed, one place each, judged by the tests that run it."""
 
 import ast
 import json
@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.append(str(ROOT / "tools"))
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 
 from mutation import hunt as hunting
 from mutation import scope, tree
@@ -17,6 +16,8 @@ from mutation.draw import all_places, draw
 from mutation.hunt import Hunt, go, read
 from mutation.places import AT_IMPORT, changed, places
 from mutation.show import equivalents, latest, show
+
+ROOT = Path(__file__).resolve().parent.parent
 
 TOY = '''"""Numbers."""
 

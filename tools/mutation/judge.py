@@ -13,7 +13,7 @@ from . import recorder
 
 
 class Reporter:
-    """Chooses and orders tests, limits their time, and writes a line for each that begins or ends."""
+    """Chooses and orders tests, limits their time, and writes a line as each begins and ends."""
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.limits: dict[str, float] | None = request.get("tests")  # test → seconds; None: all

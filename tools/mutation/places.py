@@ -177,27 +177,41 @@ class _Finder:
                 if choices := other_constants(node.value):
                     yield self.place("constant", self.span(node), choices, lines)
             case ast.Compare():
-                ends = [node.left, *node.comparators]
-                for op, left, right in zip(node.ops, ends, ends[1:], strict=False):
-                    gap = self.span(left)[1], self.span(right)[0]
-                    yield from self.between("comparison", gap, *COMPARISONS[type(op)], lines)
+                parts = [node.left, *node.comparators]
+                operators = [COMPARISONS[type(op)] for op in node.ops]
+                yield from self.joined("comparison", parts, operators, lines)
             case ast.BinOp() if type(node.op) in ARITHMETIC:
-                gap = self.span(node.left)[1], self.span(node.right)[0]
-                yield from self.between("arithmetic", gap, *ARITHMETIC[type(node.op)], lines)
-            case ast.UnaryOp(op=ast.USub()) if not isinstance(node.operand, ast.Constant):
-                start, end = self.span(node)
-                text = self.source[start + 1 : end].decode()
-                yield self.place("arithmetic", (start, end), (text,), lines)
-            case ast.UnaryOp(op=ast.Not()):
-                start, end = self.span(node)
-                operand = self.source[start + len("not") : end].decode()
-                yield self.place("condition", (start, end), (f"({operand.strip()})",), lines)
+                parts = [node.left, node.right]
+                yield from self.joined("arithmetic", parts, [ARITHMETIC[type(node.op)]], lines)
             case ast.BoolOp():
-                for left, right in zip(node.values, node.values[1:], strict=False):
-                    gap = self.span(left)[1], self.span(right)[0]
-                    yield from self.between("condition", gap, *LOGIC[type(node.op)], lines)
+                operators = [LOGIC[type(node.op)]] * (len(node.values) - 1)
+                yield from self.joined("condition", node.values, operators, lines)
+            case ast.UnaryOp():
+                yield from self.unary(node, lines)
             case ast.IfExp():
                 yield from self.condition(node.test, lines)
+
+    def unary(self, node: ast.UnaryOp, lines: Lines) -> Iterator[Place]:
+        """A sign or a `not` that is left out; a constant's sign is its own."""
+        start, end = self.span(node)
+        if isinstance(node.op, ast.USub) and not isinstance(node.operand, ast.Constant):
+            text = self.source[start + 1 : end].decode()
+            yield self.place("arithmetic", (start, end), (text,), lines)
+        elif isinstance(node.op, ast.Not):
+            text = self.source[start + len("not") : end].decode()
+            yield self.place("condition", (start, end), (f"({text.strip()})",), lines)
+
+    def joined(
+        self,
+        kind: str,
+        parts: list[ast.expr],
+        operators: list[tuple[str, tuple[str, ...]]],
+        lines: Lines,
+    ) -> Iterator[Place]:
+        """The operators between parts."""
+        for left, right, operator in zip(parts, parts[1:], operators, strict=False):
+            gap = self.span(left)[1], self.span(right)[0]
+            yield from self.between(kind, gap, *operator, lines)
 
     def condition(self, node: ast.expr, lines: Lines) -> Iterator[Place]:
         """The condition inverted, where no change of its own operator does the same."""

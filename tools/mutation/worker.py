@@ -11,7 +11,7 @@ from typing import Any
 
 from . import tree
 
-NURSERY = Path(__file__).with_name("nursery.py")
+NURSERY = "mutation.nursery"
 
 
 class Worker:
@@ -20,7 +20,7 @@ class Worker:
     def __init__(self, folder: Path, niceness: int) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            ["nice", "-n", str(niceness), sys.executable, str(NURSERY), str(folder)],
+            ["nice", "-n", str(niceness), sys.executable, "-P", "-m", NURSERY, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
