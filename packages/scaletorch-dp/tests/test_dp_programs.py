@@ -48,6 +48,7 @@ class Program:
     stage: int
     model: DataParallelBucket = field(init=False)
     unsummed: set[str] = field(default_factory=set)  # gradients of no_sync alone
+    own: bool = False  # whether what is put into a gradient now is a rank's own
     steps: int = 0
 
     def __post_init__(self):
@@ -70,13 +71,16 @@ class Program:
 
     def backward(self, synced):
         ranks = c10d.get_world_size()
+        parts = enumerate(self.plain.parts)
+        trained = [at for at, each in parts if any(p.requires_grad for p in each.parameters())]
+        if not trained:  # no rank could run a backward
+            return
         grads = {name for name, each in self.plain.named_parameters() if each.grad is not None}
         for rank in range(ranks):
-            used = [at for at in range(PARTS) if self.draw.random() < 0.7] or [0]
+            used = [at for at in range(PARTS) if self.draw.random() < 0.7]
+            used = sorted({*used, self.draw.choice(trained)})
             x = torch.randn(2, 5, generator=torch.Generator().manual_seed(self.draw.randrange(99)))
             scale = self.draw.choice([1.0, 1.0, 0.0])  # a rank without any valid token
-            if not any(p.requires_grad for at in used for p in self.plain.parts[at].parameters()):
-                x.requires_grad_()  # every rank runs a backward
             for model in [self.plain, *([self.model] if rank == c10d.get_rank() else [])]:
                 loss = (model(x.double(), used).square() * scale).sum()
                 if model is self.model and not synced:
@@ -84,7 +88,8 @@ class Program:
                         loss.backward()
                 else:
                     loss.backward()
-        if synced or self.stage == 2:
+        self.own = not synced and self.stage < 2
+        if not self.own:
             self.unsummed = set()
         else:
             now = {name for name, each in self.plain.named_parameters() if each.grad is not None}
@@ -105,7 +110,7 @@ class Program:
     def reset(self):
         self.model.reset()
         self.theirs.zero_grad()
-        self.unsummed = set()
+        self.unsummed, self.own = set(), False
 
     def freeze(self):
         _, mine, plain = self.draw.choice(self.pairs)
@@ -117,6 +122,8 @@ class Program:
         mine.grad = plain.grad = None
 
     def replace(self):
+        if self.own:
+            return
         _, mine, plain = self.draw.choice(self.pairs)
         value = self.draw.random()
         mine.grad, plain.grad = torch.full_like(mine, value), torch.full_like(plain, value)
