@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from .compare import Difference, compare_named, compare_tensor
 from .phases import MAX_NORM, Phase, phase_at
 from .precision import model_precision
 from .problem import TORCH_DTYPES
+from .refusal import refusing
 from .replicas import doubled, missing, unlike
 
 WRAPPER: Mapping[str, Mapping[str, Any]] = {
@@ -108,7 +110,7 @@ def train_and_compare(
         phase, first = phase_at(step)
         if first:
             optimizer = optimizer_of(case, phase, model)
-        with model_precision(dtype):
+        with refusing() if step == 0 else nullcontext(), model_precision(dtype):
             loss = train_step(model, divide(case, batch, manager), manager)
         found = [compare_tensor("loss", step, loss, theirs["loss"], limit)]
         found += compare_gradients(step, model, theirs["gradients"], stages, limit)
