@@ -7,11 +7,13 @@ from .norm import clip_grad_norm_, global_grad_norm, nonfinite_gradients
 from .parallelize import parallelize
 from .randomness import seed_ranks
 from .recompute import recompute_layers
+from .replicas import check_replicas
 from .state import full_gradients, full_state_dict, local_gradients
 from .step import train_step
 
 __all__ = [
     "__version__",
+    "check_replicas",
     "clip_grad_norm_",
     "full_gradients",
     "full_state_dict",
