@@ -13,7 +13,7 @@ from ..dist.errors import MismatchError
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import TensorParallelLayer
 from .batches import Batch, MicroBatch
-from .digest import digest
+from .digests import written
 
 _SUBJECT = (
     "the values of the plain model that parallelize is to cut (build it from one seed, or load one "
@@ -33,7 +33,7 @@ def require_one_model(
 
     Arguments are compared over all ranks, parameters and buffers over tp and pp; over cp and dp
     `DataParallelBucket` compares them, once each rank has but its part. It reads the whole model
-    once, about 1 GB a second on a CPU, and sends 24 bytes a rank and axis.
+    once, as fast as memory gives it, and sends 24 bytes a rank and axis.
 
     Args:
         model: The plain model.
@@ -59,7 +59,7 @@ def require_one_model(
 
 def _values(model: nn.Module) -> list[str]:
     named = (*model.named_parameters(), *model.named_buffers())
-    return [f"{name} {tuple(x.shape)} {x.dtype} has values {digest(x)}" for name, x in named]
+    return [f"{name} {tuple(x.shape)} {x.dtype} has values {written(x)}" for name, x in named]
 
 
 def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManager) -> None:
@@ -75,7 +75,7 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
     place = "the global batch" if cut else f"dp{manager.dp_rank} cp{manager.cp_rank}"
     batches = micro_batches if cut is None else [cut.whole]
     mine = [
-        (name, [digest(batch[name]) for batch in batches if name in batch])
+        (name, [written(batch[name]) for batch in batches if name in batch])
         for name in sorted({name for batch in batches for name in batch})
     ]
     everyone = all_gather_object((place, mine), manager.world_group)
