@@ -416,13 +416,13 @@ def test_fused_operators_are_asked_for_no_dropout_and_for_this_mask(operator, ba
         out, lse = fused.forward(operator, q, k, v, 0.1, band)
         fused.backward(operator, Operands(grad, q, k, v, out, lse), 0.1, band)
     assert len(asked.calls) == 2
-    for given in asked.calls:
-        assert given["dropout_p"] == 0
-        assert given["is_causal"] is (band is CAUSAL)
-        assert given["scale"] == 0.1
-        assert given.get("max_q", 40) == 40
-        assert given.get("max_k", 24) == 24
-        assert given.get("grad_input_mask", [True, True, True, False]) == [True, True, True, False]
+    for call in asked.calls:
+        assert call["dropout_p"] == 0
+        assert call["is_causal"] is (band is CAUSAL)
+        assert call["scale"] == 0.1
+        assert call.get("max_q", 40) == 40
+        assert call.get("max_k", 24) == 24
+        assert call.get("grad_input_mask", [True, True, True, False]) == [True, True, True, False]
 
 
 def _reference_operator(lse_layout):
