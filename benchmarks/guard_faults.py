@@ -34,8 +34,9 @@ from scaletorch.dist.ranks.pool import RankPool
 
 DEADLINE = 25.0  # s; whoever has not ended by then hangs
 PATIENCE, WARN = 1.5, 0.7  # s
-SURVIVES = {"exception": False, "kill": False, "stop": False, "loop": False, "early": False,
-            "interrupt": False}  # fmt: skip
+CAUSE = "ValueError: the seeded exception"
+ENDLESS = ("kill", "stop", "loop", "lock", "regex")  # their ranks say nothing more
+GONE = (*ENDLESS, "exception", "lines", "early", "interrupt")  # are no survivors
 
 
 def body(program: Program, folder: str) -> None:
@@ -103,7 +104,7 @@ def run(program: Program) -> dict[str, Any]:
 def _end_when_known(program: Program, folder: str) -> None:
     """Let the ranks go, and kill the one that cannot, when all others have ended."""
     fault = program.fault
-    guilty = {fault.rank} if fault is not None and fault.kind in ("kill", "stop", "loop") else set()
+    guilty = {fault.rank} if fault is not None and fault.kind in ENDLESS else set()
     deadline = time.time() + DEADLINE
     waited = set(range(program.size)) - guilty
     while waited and time.time() < deadline:
@@ -134,14 +135,14 @@ def judge(program: Program, ends: dict[int, Any], begun: float | None) -> dict[s
     survivors = {
         rank: end
         for rank, end in ends.items()
-        if SURVIVES.get(fault.kind, True) or rank != fault.rank
+        if fault.kind not in GONE or rank != fault.rank
         if end is None or end["error"] != "aborted"
     }
     found = [end for end in survivors.values() if end is not None]
     named = [
         fault.rank in end.get("ranks", ())
         and label(fault.rank) in end["text"]
-        and (fault.kind != "exception" or "the seeded exception" in end["text"])
+        and (fault.kind not in ("exception", "lines") or CAUSE in end["text"].partition("\n")[0])
         for end in found
     ]
     seconds = max((end["time"] for end in found if end["error"]), default=0.0) - (begun or 0.0)
@@ -150,7 +151,7 @@ def judge(program: Program, ends: dict[int, Any], begun: float | None) -> dict[s
         "silent": any(not end["error"] for end in found),
         "named": all(named) and len(named) == len(survivors),
         "exact": all(list(end.get("ranks", ())) == [fault.rank] for end in found),
-        "aborted": len(ends) - len(survivors) - (not SURVIVES.get(fault.kind, True)),
+        "aborted": len(ends) - len(survivors) - (fault.kind in GONE),
         "seconds": seconds,
         "ends": ends,
     }
@@ -197,8 +198,8 @@ def one(seed: int, number: int, show: bool) -> tuple[int, str, int, dict[str, An
 
 def table(rows: list[tuple[int, str, int, dict[str, Any]]]) -> None:
     """Print the counts of each kind."""
-    print("| fault | runs | hangs | silent | named | exactly | p50 s | p99 s | worst s |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    print("| fault | runs | hangs | silent | named | exactly | aborted | p50 s | p99 s | worst s |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
     for kind in KINDS:
         results = [result for _, other, _, result in rows if other == kind]
         if not results:
@@ -206,12 +207,13 @@ def table(rows: list[tuple[int, str, int, dict[str, Any]]]) -> None:
         if kind == "stride":
             right = sum(result["right"] for result in results)
             print(f"| stride (no fault: right) | {len(results)} | {_sum(results, 'hang')} | "
-                  f"{len(results) - right} wrong | | | | | |")  # fmt: skip
+                  f"{len(results) - right} wrong | | | | | | |")  # fmt: skip
             continue
         seconds = sorted(result["seconds"] for result in results)
         p99 = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
         print(f"| {kind} | {len(results)} | {_sum(results, 'hang')} | {_sum(results, 'silent')} | "
               f"{_sum(results, 'named')} | {_sum(results, 'exact')} | "
+              f"{sum(result['aborted'] for result in results)} | "
               f"{statistics.median(seconds):.2f} | {p99:.2f} | {seconds[-1]:.2f} |")  # fmt: skip
     print(Counter(size for _, _, size, _ in rows))
 

@@ -103,7 +103,8 @@ class Book:
         report.counts |= message["counts"]
         for key, marks in message["marks"].items():
             own = report.marks.setdefault(key, {})
-            own |= {count: rolling for count, rolling in marks}
+            ends = self.picture.channels[key].message  # which have lines of their own
+            own |= {count: (rolling, 0 if ends else sites) for count, rolling, sites in marks}
             _forget(own, REMEMBERED)
         for step, states in message["steps"]:
             report.step = step

@@ -7,6 +7,7 @@ rank is slow proves nothing: it is shown after a while, and a fault only after m
 
 from __future__ import annotations
 
+from .alike import find_swap
 from .facts import Fault, Need, Picture, Report, Sign, Slowness, Wait
 from .mismatch import NOBODY, as_others, find_disagreement, find_mismatch, most_common
 
@@ -36,6 +37,7 @@ def diagnose(picture: Picture, now: float) -> Verdict:
             return verdict
     return (
         find_disagreement(picture, now)
+        or find_swap(picture, now)
         or _unequal_ends(picture)
         or _stalled(picture, now)
         or _circle(picture, now)
@@ -234,7 +236,7 @@ def _slow(picture: Picture, now: float) -> Verdict:
         f"; {r.label} has not been heard of for {now - r.heard:.1f} s: {LOCKED}, or its machine is "
         "out of reach"
         for r in slow
-        if not r.able(now)
+        if r.stopped is None and not r.able(now)
     )
     if seconds >= picture.patience:
         return _too_slow(picture, ranks, f"{who} has not come for {seconds:.1f} s{why}")

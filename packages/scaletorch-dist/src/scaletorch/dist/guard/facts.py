@@ -96,7 +96,7 @@ class Report:
     Attributes:
         label: the rank's name for people, with its coordinates.
         counts: channel → calls made.
-        marks: channel → calls made → rolling checksum of them.
+        marks: channel → calls made → rolling checksums of them, and of the lines that made them.
         steps: (step, channel) → (calls made, rolling checksum) at that step's end.
         waits: its threads that wait.
         since: number of a wait → when it was first told.
@@ -114,12 +114,13 @@ class Report:
         asked: when it was last asked something that it has answered.
         tails: channel → seq → entry, its last ones as of that answer; None before one.
         stack: where its main thread was at that answer.
+        silent: whether it had not been heard of at the verdict.
     """
 
     rank: int
     label: str = ""
     counts: dict[str, int] = field(default_factory=dict)
-    marks: dict[str, dict[int, int]] = field(default_factory=dict)
+    marks: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
     steps: dict[tuple[int, str], tuple[int, int]] = field(default_factory=dict)
     waits: list[Wait] = field(default_factory=list)
     since: dict[int, float] = field(default_factory=dict)
@@ -137,6 +138,7 @@ class Report:
     asked: float = float("-inf")
     tails: dict[str, dict[int, Entry]] | None = None
     stack: str = ""
+    silent: bool = False
 
     def __post_init__(self) -> None:
         self.label = self.label or f"rank {self.rank}"
@@ -193,6 +195,7 @@ class Picture:
         patience: seconds of waiting after which it is an error.
         silence: seconds after which a rank that others wait for, and whose process shows no sign
             of life, is one that is stopped.
+        own_lines: channels where ranks make the same calls from lines of their own.
     """
 
     reports: dict[int, Report]
@@ -200,6 +203,7 @@ class Picture:
     warn: float
     patience: float
     silence: float = 10.0
+    own_lines: set[str] = field(default_factory=set)
 
 
 def entry_to_list(entry: Entry) -> list[Any]:

@@ -44,7 +44,7 @@ def meet(group: ProcessGroup, folder: str | None, limits: dict[str, float]) -> d
     if group.rank() == 0:
         try:
             said = _start(_choose_folder(folder), group.size(), limits, alone=len(hosts) == 1)
-        except (OSError, InvalidArgumentError) as error:  # no port, or no process: on every rank
+        except (OSError, ValueError) as error:  # no port, or no process: on every rank
             said = {"failed": str(error)[: _WIDTH // 2]}
         agreed = json.dumps(said).encode()
     data = torch.frombuffer(bytearray(agreed.ljust(_WIDTH)), dtype=torch.uint8)

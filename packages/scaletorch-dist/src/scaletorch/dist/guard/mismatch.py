@@ -138,13 +138,13 @@ def drop_agreed(picture: Picture) -> None:
         members = [picture.reports[rank] for rank in channel.members]
         marks = [report.marks.get(key, {}) for report in members]
         for count in set(marks[0]).intersection(*marks[1:]):
-            if len({mark[count] for mark in marks}) == 1:
+            said = {mark[count] for mark in marks}
+            if len(said if key not in picture.own_lines else {rolling for rolling, _ in said}) == 1:
                 for mark in marks:
                     del mark[count]
         steps = [report.steps for report in members]
         for step in [step for step in steps[0] if step[1] == key]:
-            said = {own.get(step) for own in steps}
-            if len(said) == 1:
+            if len({own.get(step) for own in steps}) == 1:
                 for own in steps:
                     del own[step]
 
@@ -156,7 +156,7 @@ def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
         for what, said in _sums(key, members):
             if len(set(said.values())) < 2:
                 continue
-            stale = tuple(r.rank for r in members if r.able(now) and not _covers(r, key, said))
+            stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, said))
             if stale:
                 return Need(stale)
             return _disagreement(channel, what, said, picture)
@@ -168,7 +168,7 @@ def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[in
     at_count: dict[int, dict[int, tuple[int, int]]] = {}
     at_step: dict[int, dict[int, tuple[int, int]]] = {}
     for report in members:
-        for count, rolling in report.marks.get(key, {}).items():
+        for count, (rolling, _) in report.marks.get(key, {}).items():
             at_count.setdefault(count, {})[report.rank] = (count, rolling)
         for (step, channel), state in report.steps.items():
             if channel == key:
@@ -178,7 +178,7 @@ def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[in
     return sums
 
 
-def _covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
+def covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
     """Tell whether a rank's tail goes up to what it has said."""
     if report.rank not in said or not said[report.rank][0]:
         return True

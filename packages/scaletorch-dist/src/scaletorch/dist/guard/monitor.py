@@ -183,6 +183,10 @@ class Monitor:
         return known or now - self._suspected > CONFIRM
 
     def _declare(self, fault: Fault) -> None:
+        for report in self._reports.values():
+            if report.alive and not report.able(self._looked):  # what it said is old
+                report.tails = _left_by(self._folder, report.rank) or report.tails
+                report.waits, report.silent = [], True
         text = tell(fault, self._book.picture, self._folder)
         self._tell_all({"is": "fault", "kind": fault.kind, "ranks": fault.ranks, "text": text})
 

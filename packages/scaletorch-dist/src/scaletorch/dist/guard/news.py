@@ -62,7 +62,7 @@ class News:
             "foreign": foreign,
         }
 
-    def _new_marks(self, track: Track) -> list[tuple[int, int]]:
+    def _new_marks(self, track: Track) -> list[tuple[int, int, int]]:
         known = self._marked.get(track.key, 0)
         if not track.marks or track.marks[-1][0] <= known:
             return []

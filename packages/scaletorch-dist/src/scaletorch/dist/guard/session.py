@@ -107,7 +107,7 @@ class Session:
         if self.ended or self.over.is_set():
             return
         self.ended = True
-        self.recorder.end()
+        self.recorder.mark(list(self.recorder.tracks.values()))
         self.watcher.say({"is": "bye", "tail": self.watcher.tail()}, TOLD)
         self.over.wait(LEAVE if self.rank else max(LEAVE, self._patience))
 
