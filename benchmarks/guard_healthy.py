@@ -71,9 +71,9 @@ def _step(draw: random.Random, own: random.Random) -> None:
     """Make a step's calls, alike on all ranks, and do something else on some."""
     me, size = dist.get_rank(), dist.get_world_size()
     group = c10d.new_group() if draw.random() < 0.5 else None
-    trial, victim = draw.choice(TRIALS), draw.randrange(size)
+    trial, victim, everybody = draw.choice(TRIALS), draw.randrange(size), draw.random() < 0.1
     works = [dist.all_reduce(torch.ones(3), "sum", group, async_op=True)]
-    if me == victim or draw.random() < 0.1:
+    if me == victim or everybody:
         trial(own)
     if draw.random() < 0.5:
         sent, got = torch.ones(own.choice((2, 2))), torch.empty(2)
