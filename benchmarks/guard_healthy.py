@@ -108,10 +108,14 @@ def _dump(own: random.Random) -> None:
 
 def _be_stopped(own: random.Random) -> None:
     """Be stopped for a moment."""
-    code = f"import time; time.sleep({own.choice((0.1, 0.5))})"
-    wake = f"import os; os.kill({os.getpid()}, {int(signal.SIGCONT)})"
-    with subprocess.Popen([sys.executable, "-S", "-c", f"{code}; {wake}"]):
-        os.kill(os.getpid(), signal.SIGSTOP)
+    rank = os.getpid()
+    child = os.fork()
+    if child == 0:
+        time.sleep(own.choice((0.1, 0.3)))
+        os.kill(rank, signal.SIGCONT)
+        os._exit(0)
+    os.kill(rank, signal.SIGSTOP)
+    os.waitpid(child, 0)
 
 
 def _fork(own: random.Random) -> None:

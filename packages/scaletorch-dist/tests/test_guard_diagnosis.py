@@ -141,6 +141,9 @@ class SimJob:
         return None
 
     def advance(self, rank: SimRank, now: float) -> None:
+        if rank.stopped:
+            seen = {"is": "stopped", "ranks": [rank.rank]}
+            self.send((rank.rank + 1) % self.size, seen, now)
         if rank.end or rank.stopped:
             return
         if rank.wait is not None:
@@ -174,7 +177,6 @@ class SimJob:
             self.send(rank.rank, message, now)
         elif self.fault == "stop":
             rank.stopped = True
-            self.send((rank.rank + 1) % self.size, {"is": "stopped", "ranks": [rank.rank]}, now)
         elif self.fault == "sleep":
             rank.asleep = now + 1000.0
 

@@ -68,6 +68,7 @@ class Book:
         report = self.picture.reports[rank]
         report.heard = now
         report.signs.clear()
+        report.stopped = None
         kind = message["is"]
         if "counts" in message:
             self._take_lease(report, message, now)
@@ -95,7 +96,7 @@ class Book:
                     other.signs = [*recent, Sign(now, *message["signs"])]
                 continue
             begun = now if other.stopped is None else other.stopped
-            other.stopped = begun if kind == "stopped" else None
+            other.stopped, other.still = (begun, now) if kind == "stopped" else (None, now)
 
     def _take_lease(self, report: Report, message: Message, now: float) -> None:
         for key, (label, members, is_message) in message["channels"].items():

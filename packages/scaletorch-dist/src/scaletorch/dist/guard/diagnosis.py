@@ -85,7 +85,7 @@ def _left(picture: Picture, now: float) -> Verdict:
 
 def _stopped(picture: Picture, now: float) -> Verdict:
     for report in picture.reports.values():
-        if report.alive and report.stopped is not None and now - report.stopped >= FREEZE:
+        if report.alive and report.stopped is not None and report.still - report.stopped >= FREEZE:
             headline = f"{report.label} is stopped (SIGSTOP, or a debugger)"
             return Fault("stopped", (report.rank,), headline)
     return None

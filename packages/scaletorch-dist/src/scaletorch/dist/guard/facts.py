@@ -111,6 +111,7 @@ class Report:
         what: what it raised, or how it died.
         headline: what it raised, on one line.
         stopped: since when its process is known to be stopped.
+        still: when it was last seen so.
         asked: when it was last asked something that it has answered.
         tails: channel → seq → entry, its last ones as of that answer; None before one.
         stack: where its main thread was at that answer.
@@ -135,6 +136,7 @@ class Report:
     what: str = ""
     headline: str = ""
     stopped: float | None = None
+    still: float = 0.0
     asked: float = float("-inf")
     tails: dict[str, dict[int, Entry]] | None = None
     stack: str = ""

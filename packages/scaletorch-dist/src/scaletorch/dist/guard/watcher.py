@@ -176,8 +176,8 @@ class Watcher(threading.Thread):
     def _look_around(self) -> None:
         """Look at the neighbours' processes."""
         stopped = {rank for rank, pid in self._neighbours if process_state(pid) == "T"}
-        if stopped - self._stopped:
-            self._line.send({"is": "stopped", "ranks": sorted(stopped - self._stopped)})
+        if stopped:  # as long as it lasts: this rank may be the next to fall silent
+            self._line.send({"is": "stopped", "ranks": sorted(stopped)})
         if self._stopped - stopped:
             self._line.send({"is": "running", "ranks": sorted(self._stopped - stopped)})
         self._stopped = stopped
