@@ -47,6 +47,8 @@ class PretrainConfig:
     """Steps until the highest learning rate."""
     weight_decay: float = 0.1
     """AdamW's, for matrices only."""
+    check_every: int = 20
+    """Steps between comparisons of what ranks should hold alike; 0 makes none."""
     clip: float = 1.0
     """Highest global gradient norm."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -93,7 +95,9 @@ class PretrainConfig:
         )
         self._divides("seq_len", self.seq_len, "cp", self.cp)
         negative = [
-            f"{n}={getattr(self, n)}" for n in ("save_every", "keep") if getattr(self, n) < 0
+            f"{n}={getattr(self, n)}"
+            for n in ("save_every", "keep", "check_every")
+            if getattr(self, n) < 0
         ]
         if negative:
             raise InvalidArgumentError(f"must be at least 0: {', '.join(negative)}")

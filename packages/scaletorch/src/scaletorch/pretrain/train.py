@@ -10,7 +10,13 @@ import torch
 from torch import nn
 
 from ..checkpoint import Saving
-from ..compose import clip_grad_norm_, parallelize, shard_global_batch, train_step
+from ..compose import (
+    check_replicas,
+    clip_grad_norm_,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
 from ..dist import barrier, guard, is_main_process
 from ..dist.devices import current_device
 from ..models import Llama, LlamaConfig
@@ -100,6 +106,8 @@ def optimizer_step(
     rate = learning_rate(config, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
+    if config.check_every and step % config.check_every == 0:
+        check_replicas(model, manager, optimizer, step=step + 1, values=batch)
     optimizer.step()
     optimizer.zero_grad()
     return {"loss": loss.item(), "grad_norm": norm.item(), "lr": rate}
