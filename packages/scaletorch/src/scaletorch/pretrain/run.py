@@ -6,7 +6,11 @@ import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from ..dist import RankPool, cleanup_dist, init_dist, is_distributed, is_main_process, launch
+from ..dist.differences import relative_error, worst
+from ..dist.errors import StateError
 from .config import PretrainConfig
 from .report import save_curve
 from .train import train
@@ -30,9 +34,23 @@ class Result:
     reference: list[float] | None = None
 
     def worst_difference(self) -> float:
-        """Return the largest relative difference of any step's loss from one process's."""
-        pairs = zip(self.losses, self.reference or self.losses, strict=True)
-        return max((abs(ours - one) / abs(one) for ours, one in pairs), default=0.0)
+        """Return the largest relative difference of any step's loss from one process's.
+
+        It is infinite where either loss is not finite, and 0 where no step was left to do.
+
+        Raises:
+            StateError: there is nothing to compare with: the run was made without ``compare``.
+        """
+        if self.reference is None:
+            raise StateError("expected losses of one process, got none: train with compare=True")
+        if not self.losses and not self.reference:
+            return 0.0
+        pairs = zip(_numbers(self.losses), _numbers(self.reference), strict=True)
+        return worst(relative_error(ours, one) for ours, one in pairs)
+
+
+def _numbers(losses: list[float]) -> torch.Tensor:
+    return torch.tensor(losses, dtype=torch.float64)
 
 
 def pretrain(config: PretrainConfig) -> Result | None:
@@ -72,8 +90,10 @@ def train_locally(config: PretrainConfig) -> list[float]:
 
 def one_process_losses(config: PretrainConfig, steps: int) -> list[float]:
     """Return the last ``steps`` losses of the same training in one process of its own."""
+    if not steps:
+        return []
     with tempfile.TemporaryDirectory(prefix="scaletorch-") as folder:
         alone = replace(config.one_process(), out=Path(folder))
         with RankPool(1, timeout=None) as pool:  # its own process, as a launcher's rank is not one
             losses: list[float] = pool.run(train, alone)[0]
-    return losses[-steps:]
+    return losses[len(losses) - steps :]
