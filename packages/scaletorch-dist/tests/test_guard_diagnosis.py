@@ -169,7 +169,8 @@ class SimJob:
             self.send(rank.rank, {"is": "gone"}, now)
         elif self.fault == "raise":
             rank.end = "exception"
-            message = {"is": "raised", "what": "ValueError: no", "tail": list(rank.entries)}
+            message = {"is": "raised", "what": "ValueError: no"}
+            message |= {"headline": "ValueError: no", "tail": list(rank.entries)}
             self.send(rank.rank, message, now)
         elif self.fault == "stop":
             rank.stopped = True

@@ -7,7 +7,15 @@ or the messages of one sender to one receiver with one tag in one group.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+LEASE = 0.25  # s between two words of a rank, with up to 256 ranks
+HUSH = 8  # so many words that do not come make a rank silent
+
+
+def lease_period(size: int) -> float:
+    """Return the seconds between two words of a rank of so many."""
+    return LEASE * max(1.0, size / 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,22 @@ class Wait:
     seconds: float
 
 
+class Sign(NamedTuple):
+    """What a process looks like from outside.
+
+    Attributes:
+        time: when.
+        state: as `process_state` has it.
+        faults: how often it has touched a new page: who works on data does.
+        seconds: of CPU that it has used.
+    """
+
+    time: float
+    state: str
+    faults: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class Report:
     """What is known of one rank; times are the monitor's clock.
@@ -79,10 +103,13 @@ class Report:
         free: how many threads that have made calls do not wait.
         foreign: whether other threads live that might make calls.
         heard: when it last told anything.
+        hush: seconds without a word after which it is silent.
+        signs: of its process, while it is silent.
         step: the last step that it has ended.
         end: ``""`` while it lives; ``finished``, ``exception`` or ``death``.
         ended: when.
         what: what it raised, or how it died.
+        headline: what it raised, on one line.
         stopped: since when its process is known to be stopped.
         asked: when it was last asked something that it has answered.
         tails: channel → seq → entry, its last ones as of that answer; None before one.
@@ -99,10 +126,13 @@ class Report:
     free: int = 0
     foreign: bool = False
     heard: float = 0.0
+    hush: float = HUSH * LEASE
+    signs: list[Sign] = field(default_factory=list)
     step: int | None = None
     end: str = ""
     ended: float = 0.0
     what: str = ""
+    headline: str = ""
     stopped: float | None = None
     asked: float = float("-inf")
     tails: dict[str, dict[int, Entry]] | None = None
@@ -115,6 +145,10 @@ class Report:
     def alive(self) -> bool:
         """Whether it has neither ended nor died."""
         return not self.end
+
+    def able(self, now: float) -> bool:
+        """Tell whether it can answer: it lives, is not stopped, and has spoken lately."""
+        return self.alive and self.stopped is None and now - self.heard < self.hush
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +191,15 @@ class Picture:
         channels: by key.
         warn: seconds of waiting after which the slow rank is shown.
         patience: seconds of waiting after which it is an error.
+        silence: seconds after which a rank that others wait for, and whose process shows no sign
+            of life, is one that is stopped.
     """
 
     reports: dict[int, Report]
     channels: dict[str, Channel]
     warn: float
     patience: float
+    silence: float = 10.0
 
 
 def entry_to_list(entry: Entry) -> list[Any]:

@@ -10,6 +10,7 @@ from .facts import Channel, Entry, Fault, Need, Picture, Report, Wait
 
 T = TypeVar("T")
 
+NOBODY = "; nobody has a majority, so that the others cannot tell who is right"
 SETTLE = 1.0  # s that a member gets to come to a call that others already make differently
 
 
@@ -68,7 +69,7 @@ def _fault(key: str, channel: Channel, entries: dict[int, Entry], picture: Pictu
     if usual is None:
         said = "; ".join(_says(picture.reports[rank], entries[rank]) for rank in guilty)
         return Fault(
-            "mismatch", guilty, f"call {number} in {channel.label} is not the same: {said}"
+            "mismatch", guilty, f"call {number} in {channel.label} is not the same: {said}{NOBODY}"
         )
     rank, other = guilty[0], next(r for r, entry in entries.items() if entry.check == usual)
     headline = (
@@ -148,14 +149,14 @@ def drop_agreed(picture: Picture) -> None:
                     del own[step]
 
 
-def find_disagreement(picture: Picture) -> Fault | Need | None:
+def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
     """Compare the checksums that ranks told; ask for the entries where they differ."""
     for key, channel in picture.channels.items():
         members = [picture.reports[rank] for rank in channel.members if rank in picture.reports]
         for what, said in _sums(key, members):
             if len(set(said.values())) < 2:
                 continue
-            stale = tuple(r.rank for r in members if r.alive and not _covers(r, key, said))
+            stale = tuple(r.rank for r in members if r.able(now) and not _covers(r, key, said))
             if stale:
                 return Need(stale)
             return _disagreement(channel, what, said, picture)
@@ -196,4 +197,5 @@ def _disagreement(
     )
     if len({count for count, _ in said.values()}) == 1:
         counts = f"{', '.join(picture.reports[rank].label for rank in guilty)} made other calls"
-    return Fault("mismatch", guilty, f"calls differ in {channel.label} {what}: {counts}")
+    doubt = "" if usual is not None else NOBODY
+    return Fault("mismatch", guilty, f"calls differ in {channel.label} {what}: {counts}{doubt}")

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -159,9 +159,9 @@ class Recorder:
             return call(*args, **options)
         thread = _ident()
         before = self.waits.get(thread)
-        self.waits[thread] = (next(self._waits), note, _clock())
-        self.ledger.set_state(note.place, WAITING)
         try:
+            self.waits[thread] = (next(self._waits), note, _clock())
+            self.ledger.set_state(note.place, WAITING)
             result = call(*args, **options)
         except RuntimeError as error:
             explained = self._explain(error)
@@ -170,7 +170,7 @@ class Recorder:
             raise explained from error
         finally:
             if before is None:
-                del self.waits[thread]
+                self.waits.pop(thread, None)
             else:
                 self.waits[thread] = before
         done = result is None or result is True
@@ -178,27 +178,42 @@ class Recorder:
         return result
 
     def end_step(self, number: int) -> None:
-        """Keep what this thread's collectives come to at the end of a step."""
-        thread = _ident()
-        state = [
-            (track.key, track.count, track.rolling)
-            for track in list(self.tracks.values())
-            if track.owner == thread and not track.channel.message
-        ]
-        self.steps.append((number, state))
+        """Keep what this thread's calls come to at the end of a step.
 
-    def free_threads(self) -> tuple[int, bool]:
-        """Return how many threads that call do not wait, and whether others might call."""
+        The two ends of a message need not be in one step: those are compared where they are as
+        many, and no number of them is amiss.
+        """
+        thread = _ident()
+        tracks = [track for track in list(self.tracks.values()) if track.owner == thread]
+        state = [(t.key, t.count, t.rolling) for t in tracks if not t.channel.message]
+        self.steps.append((number, state))
+        for track in tracks:
+            if track.channel.message:
+                self._mark(track)
+
+    def end(self) -> None:
+        """Keep what all calls come to, in the end."""
+        for track in list(self.tracks.values()):
+            self._mark(track)
+
+    def free_threads(self, waits: Container[int]) -> tuple[int, bool]:
+        """Return how many threads that call are not among those that wait, and if others might."""
         living = set(sys._current_frames())
         callers = living & set(self._last)
-        waiting = set(self.waits)
         others = [
             thread
             for thread in threading.enumerate()
             if not thread.daemon and thread.ident not in self._last
         ]
         main = threading.main_thread().ident
-        return len(callers - waiting), any(thread.ident != main for thread in others)
+        free = sum(thread not in waits for thread in callers)
+        return free, any(thread.ident != main for thread in others)
+
+    def _mark(self, track: Track) -> None:
+        """Keep the checksum of a track's calls up to here, to be compared."""
+        with self._lock:
+            if track.count and (not track.marks or track.marks[-1][0] < track.count):
+                track.marks.append((track.count, track.rolling))
 
     def _write(self, track: Track, check: int, text: bytes) -> Note:
         thread = _ident()
