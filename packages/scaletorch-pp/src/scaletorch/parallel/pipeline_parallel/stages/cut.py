@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
@@ -51,9 +52,9 @@ class PassThrough(nn.Module):
     """Stands for a module of another stage: returns its first argument.
 
     Where that is None, as ids are beside embeddings that are given, it returns the hidden states
-    that are among the others. An embedding that is given ids, not hidden states, returns zero: what a model adds to hidden
-    states, such as embedded positions, was added on the first stage. Plain attributes of the
-    module (numbers, strings) are kept, since forwards read them.
+    that are among the others. An embedding that is given ids, not hidden states, returns zero: what
+    a model adds to hidden states, such as embedded positions, was added on the first stage. Plain
+    attributes of the module (numbers, strings) are kept, since forwards read them.
 
     Args:
         replaced: the module that it stands for; not kept.
@@ -75,6 +76,8 @@ class PassThrough(nn.Module):
                 setattr(self, name, value)
         self._where = where
         self._embeds = hasattr(replaced, "num_embeddings")
+        self._drops = isinstance(replaced, _DropoutNd)
+        self._changes = not isinstance(replaced, nn.Identity)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the first positional argument, or else the first keyword argument.
@@ -90,9 +93,14 @@ class PassThrough(nn.Module):
             value = passage.received
         if self._embeds and isinstance(value, Tensor) and not value.is_floating_point():
             value = torch.zeros((), device=value.device)
-        return value if passage.examined is None else passage.examined.stand_in(value)
+        if passage.examined is None or not self._changes or (self._drops and self._drops_nothing()):
+            return value
+        return passage.examined.stand_in(value)
 
     forward = __call__
+
+    def _drops_nothing(self) -> bool:
+        return not self.training or not self.p
 
     def __getattr__(self, name: str) -> Any:
         """Say where the module is when something of it is missing here."""

@@ -118,18 +118,20 @@ class Examination:
 
     def _go_on(self) -> None:
         if not self._on:
-            self.stand_ins.__enter__()
+            self.stand_ins.__enter__()  # type: ignore[no-untyped-call]
             self._on = True
 
     def _pause(self) -> None:
         """Leave what runs inside a module alone: it may be compiled, and it may communicate."""
         if self._on and _get_current_dispatch_mode() is self.stand_ins:  # and no other on top
-            self.stand_ins.__exit__(None, None, None)
+            self.stand_ins.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._on = False
 
 
 def main_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Any) -> str:
     """Return the place or name of the argument that is the hidden states: else the first tensor."""
+    if args and args[0] is received:
+        return "0"
     entries = {**{str(place): arg for place, arg in enumerate(args)}, **kwargs}
     same = (name for name, value in entries.items() if value is received)
     alike = (n for n, value in entries.items() if isinstance(value, Tensor) or is_hidden(value))
@@ -140,7 +142,8 @@ def _uncompiled() -> AbstractContextManager[object]:
     """Run compiled code as it is written; the compiler would never again look at what it skips."""
     if "torch._dynamo" not in sys.modules:  # so nothing is compiled, and the import takes seconds
         return ExitStack()
-    return torch.compiler.set_stance("force_eager")
+    eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eager
 
 
 def _failed(error: Exception) -> str:

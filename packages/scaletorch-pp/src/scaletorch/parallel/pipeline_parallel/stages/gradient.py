@@ -18,7 +18,7 @@ def hooks_on(tensors: Iterable[Tensor]) -> int:
 
 
 def trained_beside(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
-    """Return what gets a gradient from outputs otherwise than through inputs: parameters, mostly."""
+    """Return the leaves, mostly parameters, that outputs depend on not through inputs."""
     nodes = _between(outputs, inputs)
     return [node.variable for node in nodes if hasattr(node, "variable")]
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
-from ...pg_manager import describe_rank
 from ..runtime.forms import Hidden, is_hidden, tensors_in
 from .compare import (
     changed_message,
@@ -104,46 +102,38 @@ class HiddenFlow:
         if received is None:
             return None
         main = main_argument(args, kwargs, received)
-        others = {**{str(place): arg for place, arg in enumerate(args)}, **kwargs}
-        given: Any = others.pop(main, None)
-        if any(entry is received for entry in others.values()):
-            raise InvalidArgumentError(
-                f"{describe_rank()}: the first layer of this stage is given the hidden states "
-                "twice: what it takes beside them, such as the embedding's output, would be "
-                "another tensor in one process; let layers pass it on, with the hidden states in "
-                "one tuple"
-            )
+        given: Any = kwargs[main] if main in kwargs else args[int(main)] if args else None
         if self._versions != _versions(received):
             raise InvalidArgumentError(changed_message("before the first layer", "first"))
         if given is not received:
             refuse_changed(given, received)
         if torch.is_grad_enabled():
-            ours = _tensors(given) if is_hidden(received) else [tensor_of(given)]
-            self._compare_gradients(ours, _tensors(received))
+            self._compare_gradients(given, received)
         if self._passage.examined is None and not self._copies:
             return None
         # What the layer makes of it must not count as hidden states; and it may write to it.
         self._copy = copy = _copied(given)
         args = tuple(copy if str(place) == main else arg for place, arg in enumerate(args))
-        return args, {**kwargs, **({main: copy} if main in kwargs else {})}
+        return args, {name: copy if name == main else value for name, value in kwargs.items()}
 
-    def _compare_gradients(self, given: Sequence[Tensor], received: Sequence[Tensor]) -> None:
+    def _compare_gradients(self, given: Any, received: Any) -> None:
         """Refuse code that changes the gradients of hidden states and leaves their values.
 
         Raises:
             InvalidArgumentError: There is such code.
         """
-        needs = [[tensor.requires_grad for tensor in tensors] for tensors in (given, received)]
-        changed = needs[0] != needs[1]
-        if not changed and self._passage.examined is not None:
-            beside = trained_beside(given, received)
-            changed = bool(beside) or not hands_on_gradients(given, received)
-        if changed or hooks_on(received):
+        theirs = _tensors(received)
+        changed = bool(hooks_on(theirs))
+        if given is not received:
+            ours = _tensors(given) if is_hidden(received) else [tensor_of(given)]
+            changed |= [t.requires_grad for t in ours] != [t.requires_grad for t in theirs]
+            if not changed and self._passage.examined is not None:
+                beside = trained_beside(ours, theirs)
+                changed = bool(beside) or not hands_on_gradients(ours, theirs)
+        if changed:
             raise InvalidArgumentError(gradient_message("before the first layer", "first"))
 
-    def _refuse_trained_beside(
-        self, examination: Examination, output: Any, hidden: Hidden
-    ) -> None:
+    def _refuse_trained_beside(self, examination: Examination, output: Any, hidden: Hidden) -> None:
         own = {id(leaf) for leaf in examination.leaves()}
         for tensor in tensors_of(output):
             if any(id(leaf) in own for leaf in trained_beside([tensor], tensors_in(hidden))):

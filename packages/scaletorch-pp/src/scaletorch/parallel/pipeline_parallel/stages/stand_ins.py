@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 
-# What these return depends on the shape, dtype and device of what they are given, not on its values.
+# What these return depends on the form of what they are given, not on its values.
 _OF_FORM_ALONE = {
     "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
     "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",

@@ -60,9 +60,9 @@ class MicroBatches:
             f"hidden states {self.shape} of {self.dtype}",
         ]
         first = 0
-        for signature, run in groupby(self.signatures):
+        for kind, run in groupby(self.signatures):
             count = len(list(run))
-            lines.append(f"micro-batches {first} to {first + count - 1}: {signature}")
+            lines.append(f"micro-batches {first} to {first + count - 1}: {kind}")
             first += count
         return lines
 
