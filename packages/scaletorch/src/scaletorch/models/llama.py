@@ -12,6 +12,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..dist.errors import InvalidArgumentError
+
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_layers",
+    "num_heads",
+    "num_kv_heads",
+)
+
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
@@ -28,12 +39,16 @@ class LlamaConfig:
     tie_embeddings: bool = False
 
     def __post_init__(self) -> None:
+        for name in _SIZES:
+            size = getattr(self, name)
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise InvalidArgumentError(f"{name} must be a whole number, at least 1: {size!r}")
         if self.hidden_size % self.num_heads:
-            raise ValueError(
+            raise InvalidArgumentError(
                 f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}"
             )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise InvalidArgumentError(
                 f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
             )
 
