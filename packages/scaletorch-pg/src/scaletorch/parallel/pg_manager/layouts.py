@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from ...dist.errors import InvalidArgumentError
 from .grid import Grid
 
 # What changing an axis means to the program: more data parallelism changes nothing but speed,
@@ -13,7 +14,13 @@ _COST = {"dp": 1, "pp": 2, "cp": 2, "tp": 3}
 
 
 def legal_layouts(world_size: int) -> Iterator[Grid]:
-    """Yield every layout of ``world_size`` ranks."""
+    """Yield every layout of ``world_size`` ranks.
+
+    Raises:
+        InvalidArgumentError: ``world_size`` is no number of ranks.
+    """
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise InvalidArgumentError(f"world_size must be a number of ranks, got {world_size!r}")
     for tp in _divisors(world_size):
         for cp in _divisors(world_size // tp):
             for pp in _divisors(world_size // tp // cp):
@@ -25,7 +32,14 @@ def nearest_layouts(asked: Grid, world_size: int, count: int = 3) -> list[Grid]:
 
     Fewest axes changed come first, then the smallest factors, with dp the cheapest to change
     and tp the dearest.
+
+    Raises:
+        InvalidArgumentError: ``asked`` is no layout, or a number is none.
     """
+    if not isinstance(asked, Grid):
+        raise InvalidArgumentError(f"asked must be a Grid, got {type(asked).__name__}")
+    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
+        raise InvalidArgumentError(f"count must be a number of layouts, got {count!r}")
     return sorted(legal_layouts(world_size), key=lambda grid: _distance(asked, grid))[:count]
 
 
