@@ -96,10 +96,12 @@ def _create_with_colossalai(
     """ColossalAI insists on creating the group, from torchrun's variables."""
     colossalai = _import_library("colossalai")
     options = {name: value for name, value in options.items() if value is not None}
-    options.pop("timeout", None)
+    timeout = options.pop("timeout", None)  # which it does not take
     if "config" in inspect.signature(colossalai.launch_from_torch).parameters:
         options.setdefault("config", {})  # releases before 0.4
     colossalai.launch_from_torch(**options)
+    if timeout is not None:
+        c10d.distributed_c10d._set_pg_timeout(timeout, c10d.group.WORLD)
 
 
 def _import_library(name: str) -> ModuleType:
