@@ -1,0 +1,80 @@
+"""Under a guard, what a stage raises reaches every rank of the job, with the rank that raised it."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from scaletorch.dist import RankFaultError, guard, init_dist
+from scaletorch.dist.testing import free_port, run_ranks
+from scaletorch.parallel.pg_manager import setup_process_group_manager
+from scaletorch.parallel.pipeline_parallel import PipelineParallel, train_step_pipeline
+
+
+class Layer(nn.Linear):
+    fails = False
+
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def forward(self, x):
+        if self.fails:
+            raise ValueError("my own bug\nand more of it")
+        return super().forward(x).tanh()
+
+
+def batches():
+    ids = torch.arange(8).view(2, 4) % 4
+    return [{"input_ids": ids, "labels": ids}] * 3
+
+
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(4, 4), *[Layer() for _ in range(4)])
+
+
+def loader(fails):
+    yield from batches()[:2]
+    if fails:
+        raise OSError("my own bug\nand more of it")
+
+
+def job(victim, place):
+    """Train, with gradients summed over the data parallel ranks; return what a rank has heard."""
+    manager = setup_process_group_manager(pp_size=2, dp_size=2)
+    from scaletorch.parallel.pipeline_parallel import Split
+
+    stage = PipelineParallel(make(), Split(points=("2",)))
+    rank = torch.distributed.get_rank()
+    try:
+        with guard.watch():
+            for step in range(4):
+                now = rank == victim and step == 2
+                Layer.fails = now and place == "forward"
+                train_step_pipeline(stage, loader(now and place == "loader"))
+                for parameter in stage.parameters():
+                    torch.distributed.all_reduce(parameter.grad, group=manager.dp_group)
+                guard.step()
+    except RankFaultError as fault:
+        return "told", fault.kind, fault.ranks, str(fault).partition("\n")[0]
+    except (ValueError, OSError) as error:
+        return "raised", str(error)
+    return None
+
+
+@pytest.mark.parametrize("place", ["forward", "loader"])
+@pytest.mark.parametrize("victim", [0, 3])
+def test_every_rank_hears_the_exception_and_whose_it_is(victim, place):
+    kind = "ValueError" if place == "forward" else "OSError"
+    for rank, heard in enumerate(run_ranks(job, 4, victim, place)):
+        if rank == victim:
+            assert heard == ("raised", "my own bug\nand more of it")
+        else:
+            assert heard[:3] == ("told", "exception", (victim,))
+            assert f"rank {victim}" in heard[3]
+            assert f"{kind}: my own bug" in heard[3]
