@@ -1,4 +1,4 @@
-"""Under a guard, what a stage raises reaches every rank of the job, with the rank that raised it."""
+"""Under a guard, what a stage raises reaches every rank of the job, and who raised it."""
 
 import os
 import signal
