@@ -33,6 +33,7 @@ from .flops import flops_per_token, job_peak
 from .interrupt import StopFile
 from .report import Reporter
 from .resume import load_last, refuse_mixing, save_step
+from .saver import Saver
 
 
 def train(config: PretrainConfig, stop: Path | None = None) -> list[float]:
@@ -81,16 +82,18 @@ def train_on(
     tokens = config.batch_size * config.seq_len
     flops = tokens * flops_per_token(sizes, config.seq_len)
     peak = shared_peak(config, device, manager.world_size)
-    losses = []
-    saving: Saving | None = None
-    saved = start
     main = is_main_process()
     stopping = StopFile(stop, leader=main)
+    losses: list[float] = []
     reporter = Reporter(
         config.out if main else None, short_name(config.grid), start, config.steps,
         tensorboard=config.tensorboard,
     )  # fmt: skip
-    with reporter:
+
+    def save(step: int) -> Saving:
+        return save_step(config, step, model, optimizer, manager, corpus.digest, sizes)
+
+    with Saver(save, config.save_every, start) as saver, reporter:
         for note in notes(config, device, peak):
             reporter.say(note)
         for step in range(start, config.steps):
@@ -100,16 +103,8 @@ def train_on(
             guard.step(step + 1)
             losses.append(values["loss"])
             reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)
-            if config.save_every and (step + 1) % config.save_every == 0:
-                saving = save_step(
-                    config, step + 1, model, optimizer, manager, corpus.digest, sizes
-                )
-                saved = step + 1
-        done = start + len(losses)
-        if config.save_every and done > saved:  # the last, or stopped between two
-            saving = save_step(config, done, model, optimizer, manager, corpus.digest, sizes)
-    if saving is not None:
-        saving.wait()
+            saver.after(step + 1)
+        saver.end(start + len(losses))
     return losses
 
 

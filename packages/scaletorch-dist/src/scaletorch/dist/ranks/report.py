@@ -36,8 +36,12 @@ class RankReport:
         """The error that tells all of it, first failure first."""
         hung = tuple(rank for rank in self.stacks if rank not in self.failures)
         lines = [self._headline(hung, timeout, timed_out)]
+        alike: dict[str, list[int]] = {}
         for rank, text in self.failures.items():
-            lines.append(f"\n--- rank {rank} failed ---\n{text.rstrip()}")
+            alike.setdefault(text.rstrip(), []).append(rank)
+        for text, ranks in alike.items():
+            how = "failed" if len(ranks) == 1 else "failed alike"
+            lines.append(f"\n--- {_ranks(sorted(ranks))} {how} ---\n{text}")
         for rank in hung:
             lines.append(f"\n--- rank {rank} was still at ---\n{self.stacks[rank].rstrip()}")
         return RankFailedError(
@@ -62,6 +66,8 @@ class RankReport:
 
 
 def _ranks(ranks: list[int]) -> str:
+    if len(ranks) > 2 and ranks == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
     word = "rank" if len(ranks) == 1 else "ranks"
     return f"{word} {', '.join(map(str, ranks))}"
 
