@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .config import PretrainConfig
 
 _POSITIVE = ("tp", "cp", "pp", "dp", "steps", "batch_size", "micro_batches", "seq_len")
-_COUNTS = ("warmup_steps", "decay_steps", "save_every", "keep", "seed")
+_COUNTS = ("warmup_steps", "decay_steps", "save_every", "keep", "seed", "check_every")
 
 
 def check_config(config: PretrainConfig) -> None:

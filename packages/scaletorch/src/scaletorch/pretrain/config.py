@@ -49,6 +49,8 @@ class PretrainConfig:
     """Steps until the lowest rate, which then stays; 0 is `steps`, or what a resumed run had."""
     weight_decay: float = 0.1
     """AdamW's, for matrices only."""
+    check_every: int = 20
+    """Steps between comparisons of what ranks should hold alike; 0 makes none."""
     clip: float = 1.0
     """Highest global gradient norm."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"

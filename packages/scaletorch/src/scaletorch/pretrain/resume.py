@@ -26,7 +26,8 @@ from .report import CURVE, LOG
 # Settings that a resumed run may change; all others decide the numbers, but for rounding.
 FREE = frozenset(
     ("out", "save_every", "keep", "resume", "compare", "backend", "data", "tokenizer",
-     "tp", "cp", "pp", "dp", "schedule", "zero", "micro_batches", "steps", "tensorboard")
+     "tp", "cp", "pp", "dp", "schedule", "zero", "micro_batches", "steps", "tensorboard",
+     "check_every")
 )  # fmt: skip
 
 

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+
 from ..dist import (
     RankPool,
     broadcast_object_list,
@@ -17,7 +19,8 @@ from ..dist import (
     launch,
 )
 from ..dist.agreement import agree, caught
-from ..dist.errors import InvalidArgumentError
+from ..dist.differences import relative_error, worst
+from ..dist.errors import InvalidArgumentError, StateError
 from .config import PretrainConfig
 from .report import CURVE, logged_losses, save_curve
 from .resume import planned
@@ -42,9 +45,23 @@ class Result:
     reference: list[float] | None = None
 
     def worst_difference(self) -> float:
-        """Return the largest relative difference of any step's loss from one process's."""
-        pairs = zip(self.losses, self.reference or self.losses, strict=True)
-        return max((abs(ours - one) / abs(one) for ours, one in pairs), default=0.0)
+        """Return the largest relative difference of any step's loss from one process's.
+
+        It is infinite where either loss is not finite, and 0 where no step was left to do.
+
+        Raises:
+            StateError: there is nothing to compare with: the run was made without ``compare``.
+        """
+        if self.reference is None:
+            raise StateError("expected losses of one process, got none: train with compare=True")
+        if not self.losses and not self.reference:
+            return 0.0
+        pairs = zip(_numbers(self.losses), _numbers(self.reference), strict=True)
+        return worst(relative_error(ours, one) for ours, one in pairs)
+
+
+def _numbers(losses: list[float]) -> torch.Tensor:
+    return torch.tensor(losses, dtype=torch.float64)
 
 
 def pretrain(config: PretrainConfig, stop: Path | None = None) -> Result | None:
@@ -144,8 +161,10 @@ def train_locally(config: PretrainConfig, stop: Path | None = None) -> list[floa
 
 def one_process_losses(config: PretrainConfig, steps: int) -> list[float]:
     """Return the last ``steps`` losses of the same training in one process of its own."""
+    if not steps:
+        return []
     with tempfile.TemporaryDirectory(prefix="scaletorch-") as folder:
         alone = replace(config.one_process(), out=Path(folder))
         with RankPool(1, timeout=None) as pool:  # its own process, as a launcher's rank is not one
             losses: list[float] = pool.run(train, alone)[0]
-    return losses[-steps:]
+    return losses[len(losses) - steps :]

@@ -9,10 +9,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoint import Saving
-from ..compose import clip_grad_norm_, parallelize, shard_global_batch, train_step
+from ..compose import (
+    check_replicas,
+    clip_grad_norm_,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
 from ..compose.norm import nonfinite_gradients
 from ..dist import barrier, guard, is_main_process
 from ..dist.devices import current_device
@@ -147,20 +153,41 @@ def optimizer_step(
         [{name: entry.to(device) for name, entry in b.items()} for b in micro_batches],
         manager,
     )
-    norm = clip_grad_norm_(model, config.clip, manager)
-    if not (loss.isfinite() and norm.isfinite()):  # the same on every rank
-        culprits = name_culprits(nonfinite_gradients(model, manager)) or "none of the gradients"
-        raise NonFiniteError(
-            f"step {step + 1}: the loss is {loss.item()} and the gradients' norm {norm.item()} "
-            f"(not finite: {culprits}); weights and checkpoints are as after the steps before: go "
-            "on from the last checkpoint with --resume auto, and a lower --lr or --clip"
-        )
+    norm = finite_norm(config, manager, model, loss, step)
     rate = learning_rate(config, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
+    if config.check_every and step % config.check_every == 0:
+        check_replicas(model, manager, optimizer, step=step + 1, values=batch)
     optimizer.step()
     optimizer.zero_grad()
     return {"loss": loss.item(), "grad_norm": norm.item(), "lr": rate}
+
+
+def finite_norm(
+    config: PretrainConfig,
+    manager: ProcessGroupManager,
+    model: DataParallelBucket,
+    loss: Tensor,
+    step: int,
+) -> Tensor:
+    """Clip the gradients and return their norm.
+
+    Raises:
+        NonFiniteError: Loss or norm is infinite or NaN; both are the same on every rank.
+    """
+    culprits = "none of the gradients, but the loss"
+    try:
+        norm = clip_grad_norm_(model, config.clip, manager, error_if_nonfinite=True)
+        if loss.isfinite():
+            return norm
+    except NonFiniteError:  # before anything was scaled
+        culprits = name_culprits(nonfinite_gradients(model, manager)) or "their norm alone"
+    raise NonFiniteError(
+        f"step {step + 1}: the loss is {loss.item()}, and not all gradients are finite: {culprits}"
+        "; weights and checkpoints are as after the steps before. Go on from the last checkpoint "
+        "with --resume auto, with a lower --lr or --clip"
+    )
 
 
 def learning_rate(config: PretrainConfig, step: int) -> float:

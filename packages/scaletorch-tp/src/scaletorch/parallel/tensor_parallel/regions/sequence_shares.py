@@ -29,6 +29,16 @@ class SequenceShares:
     holder: SharedGroup
     length: int | None = None
 
+    @property
+    def own(self) -> int | None:
+        """Tokens of this rank in the last forward, where the length is known."""
+        return None if self.length is None else self.sizes_of(self.length)[self.rank]
+
+    @property
+    def rank(self) -> int:
+        """This rank's place on the axis."""
+        return get_rank(self.holder.group)
+
     @uncompiled
     def enter(self, x: Tensor) -> Tensor:
         """Return the whole sequence of a share; in backward the ranks' gradients are summed."""
@@ -46,8 +56,8 @@ class SequenceShares:
         Raises:
             InvalidArgumentError: It is not this rank's share.
         """
-        sizes = self._sizes(self.length or x.shape[DIM] * get_world_size(self.holder.group))
-        own = sizes[get_rank(self.holder.group)]
+        sizes = self.sizes_of(self.length or x.shape[DIM] * get_world_size(self.holder.group))
+        own = sizes[self.rank]
         if x.shape[DIM] != own:
             raise InvalidArgumentError(
                 f"{describe_rank()}: expected this rank's {own} of {sum(sizes)} tokens, got a "
@@ -59,14 +69,19 @@ class SequenceShares:
     @uncompiled
     def leave(self, x: Tensor) -> Tensor:
         """Return this rank's share of the sum of the ranks' partial results."""
-        return reduce_scatter(x, DIM, self.holder.group, sizes=self._sizes(x.shape[DIM]))
+        return reduce_scatter(x, DIM, self.holder.group, sizes=self.sizes_of(x.shape[DIM]))
 
     @uncompiled
     def split(self, x: Tensor) -> Tensor:
         """Return this rank's share of what every rank has whole."""
-        return split(x, DIM, self.holder.group, sizes=self._sizes(x.shape[DIM]))
+        return split(x, DIM, self.holder.group, sizes=self.sizes_of(x.shape[DIM]))
 
-    def _sizes(self, length: int) -> tuple[int, ...]:
+    def sizes_of(self, length: int) -> tuple[int, ...]:
+        """Return how many of so many tokens each rank has.
+
+        Raises:
+            InvalidArgumentError: Some rank has none.
+        """
         size = get_world_size(self.holder.group)
         if length < size:
             raise InvalidArgumentError(
