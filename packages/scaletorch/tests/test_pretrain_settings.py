@@ -78,8 +78,8 @@ def test_a_tokenizer_that_is_none_is_named(config):
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"hidden_size": "128"}, "hidden_size must be a whole number, at least 1, got '128'"),
-        ({"num_layers": 0}, "num_layers must be a whole number, at least 1, got 0"),
+        ({"hidden_size": "128"}, "hidden_size must be a whole number, at least 1: '128'"),
+        ({"num_layers": 0}, "num_layers must be a whole number, at least 1: 0"),
         ({"vocab_size": 2.5}, "vocab_size must be a whole number"),
         ({"num_heads": 3}, "hidden_size 128 must be a multiple of num_heads 3"),
         ({"hidden_size": 8}, "even number of features"),

@@ -48,7 +48,7 @@ class LlamaConfig:
             value = getattr(self, field.name)
             if field.type == "int" and (type(value) is not int or value < 1):
                 raise InvalidArgumentError(
-                    f"{field.name} must be a whole number, at least 1, got {value!r}"
+                    f"{field.name} must be a whole number, at least 1: {value!r}"
                 )
             if field.type == "float" and not (
                 isinstance(value, int | float) and 0 < value < math.inf

@@ -11,6 +11,7 @@ import torch
 from ..dist import RankFailedError
 from ..dist.devices import current_device
 from ..dist.errors import ScaletorchError
+from ..dist.ranks.report import COORDINATES
 from ..models import Llama
 from .commands import COMMANDS, PROGRAM, load_tyro, run_command
 from .config import PretrainConfig
@@ -94,10 +95,12 @@ def report_interrupt(config: PretrainConfig, out: Path | None) -> None:
 def one_line(error: ScaletorchError) -> str:
     """Return an error's text; of ranks that failed alike with an error of ours, that one's."""
     if isinstance(error, RankFailedError):
-        causes = {f"{type(each).__name__}: {each}": each for each in error.exceptions.values()}
+        found = error.exceptions.values()
+        causes = {COORDINATES.sub("", f"{type(each).__name__}: {each}"): each for each in found}
         alike = len(causes) == 1 and len(error.exceptions) == len(error.failures)
         if alike and isinstance(next(iter(causes.values())), ScaletorchError):
-            return next(iter(causes))
+            first = next(iter(causes.values()))
+            return f"{type(first).__name__}: {first}"
     return f"{type(error).__name__}: {error}"
 
 
