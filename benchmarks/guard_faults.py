@@ -117,9 +117,7 @@ def run_body(
         watched = threading.Thread(target=_end_when_known, args=(program, folder))
         watched.start()
         said: dict[int, str] = {}
-        collecting.FAILURE_GRACE = (
-            START + 2 * DEADLINE
-        )  # nobody is killed before it is known to hang
+        collecting.FAILURE_GRACE = START + 2 * DEADLINE  # who hangs is left alone
         with RankPool(program.size, timeout=START + 2 * DEADLINE, init=init) as pool:
             try:
                 pool.run(body, program, folder)

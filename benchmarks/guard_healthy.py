@@ -29,6 +29,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import guard
+from scaletorch.dist.guard.processes import process_state
 
 STEPS = 25
 
@@ -111,6 +112,8 @@ def _be_stopped(own: random.Random) -> None:
     rank = os.getpid()
     child = os.fork()
     if child == 0:
+        while process_state(rank) != "T":
+            time.sleep(0.01)
         time.sleep(own.choice((0.1, 0.3)))
         os.kill(rank, signal.SIGCONT)
         os._exit(0)

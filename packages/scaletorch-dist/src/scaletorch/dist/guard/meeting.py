@@ -17,6 +17,7 @@ from ..collectives.raw import gather_ints, host_device
 from ..errors import InvalidArgumentError, StateError
 from ..startup.interfaces import is_loopback
 from .helper import start_monitor
+from .leftovers import PREFIX, remove_old
 from .processes import host_number
 from .wire import Line
 
@@ -51,8 +52,8 @@ def meet(group: ProcessGroup, folder: str | None, limits: dict[str, float]) -> d
     data = data.to(host_device(group))
     c10d.broadcast(data, c10d.get_process_group_ranks(group)[0], group)
     found: dict[str, Any] = json.loads(bytes(data.tolist()))
-    if "folder" in found:
-        make_private(found["folder"])
+    if "folder" in found and make_private(found["folder"]) and folder is None:
+        remove_old(os.path.dirname(found["folder"]))
     return found
 
 
@@ -81,14 +82,14 @@ def _listen(*, alone: bool) -> tuple[socket.socket, str]:
 def _choose_folder(folder: str | None) -> str:
     """Name a folder for this job alone."""
     base = tempfile.gettempdir() if folder is None else os.path.abspath(folder)
-    path = os.path.join(base, f"scaletorch-guard-{secrets.token_hex(8)}")
+    path = os.path.join(base, f"{PREFIX}{secrets.token_hex(8)}")
     if len(path.encode()) > _WIDTH // 2:
         raise InvalidArgumentError(f"the folder's path is too long: {path}")
     return path
 
 
-def make_private(folder: str) -> None:
-    """Make a folder that this user alone can read.
+def make_private(folder: str) -> bool:
+    """Make a folder that this user alone can read; tell whether it was not there yet.
 
     Raises:
         StateError: somebody else has one of that name.
@@ -100,6 +101,8 @@ def make_private(folder: str) -> None:
         status = os.lstat(folder)
         if status.st_uid != os.getuid() or status.st_mode & 0o170077 != 0o040000:
             raise StateError(f"{folder} is not a folder of this user alone") from None
+        return False
+    return True
 
 
 def connect(agreed: dict[str, Any], hello: dict[str, Any]) -> Line:

@@ -37,8 +37,10 @@ def nearest_layouts(asked: Grid, world_size: int, count: int = 3) -> list[Grid]:
     and tp the dearest.
 
     Raises:
-        InvalidArgumentError: Less than one rank, or a negative count.
+        InvalidArgumentError: ``asked`` is no layout, less than one rank, or a negative count.
     """
+    if not isinstance(asked, Grid):
+        raise InvalidArgumentError(f"asked must be a Grid, got {type(asked).__name__}")
     _require_whole("count", count, 0)
     return sorted(legal_layouts(world_size), key=lambda grid: _distance(asked, grid))[:count]
 

@@ -43,7 +43,6 @@ class Examination:
         self._entered = received is None
         self._inside = 0
         self._on = False  # whether stand-ins are followed
-        self._over = False  # the rest is another stage's
 
     def leaves(self) -> list[Tensor]:
         """Return what is trained by way of this stage's modules alone, and what was received."""
@@ -60,7 +59,7 @@ class Examination:
         """
         with ExitStack() as stack:
             stack.enter_context(_uncompiled())
-            stack.callback(self._pause)
+            stack.callback(self._end)
             for name, module in self._modules.items():
                 before = module.register_forward_pre_hook(
                     self._before(name), prepend=True, with_kwargs=True
@@ -79,7 +78,7 @@ class Examination:
 
     def stand_in(self, value: Any) -> Any:
         """Return what a module of another stage returns for its argument."""
-        return value if self._over else self.stand_ins.of(value)
+        return value if self.stand_ins.over else self.stand_ins.of(value)
 
     def check_output(self, output: Any) -> None:
         """Check what the model returns on the last stage.
@@ -112,9 +111,8 @@ class Examination:
         self._inside -= 1
         if not self._inside:
             self.left = output
-            self._over = module is self._exit
-            if not self._over:
-                self._go_on()
+            self.stand_ins.over = module is self._exit
+            self._go_on()
 
     def _go_on(self) -> None:
         if not self._on:
@@ -126,6 +124,10 @@ class Examination:
         if self._on and _get_current_dispatch_mode() is self.stand_ins:  # and no other on top
             self.stand_ins.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._on = False
+
+    def _end(self) -> None:
+        self._go_on()  # a compiled layer that has failed may have left half of it on
+        self._pause()
 
 
 def main_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Any) -> str:

@@ -21,6 +21,7 @@ from ..runtime.forms import Form, is_hidden, signature, tensors_in
 from ..runtime.recorder import Recorder
 from ..schedules.choose import AnySchedule, stages_of
 from ..splitting.split import Placement, Split, place
+from ..splitting.tree import changes_nothing
 from .cut import Passage, cut
 from .examination import Examination
 from .hidden import HiddenFlow
@@ -176,7 +177,8 @@ class PipelineParallel(ModuleWrapper):
             return None
         if len(self._examined) > MANY_FORMS:
             self._examined.clear()
-        modules = {name: self.module.get_submodule(name) for name in self.placement.stages[stage]}
+        own = {name: self.module.get_submodule(name) for name in self.placement.stages[stage]}
+        modules = {name: module for name, module in own.items() if not changes_nothing(module)}
         return Examination(modules, received, last=stage == self.num_stages - 1)
 
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:

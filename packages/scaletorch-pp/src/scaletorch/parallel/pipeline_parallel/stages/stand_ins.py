@@ -27,10 +27,14 @@ class StandIns(TorchDispatchMode):
     first module alone; anywhere else that has another tensor. So it is with what a module of
     another stage returns here. While the mode is on, memory that results of these are written to
     counts as theirs.
+
+    Attributes:
+        over: Whether the rest of the forward is another stage's.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.over = False
         self._memory: dict[int, object] = {}  # kept, so that no other tensor gets it meanwhile
 
     def add(self, value: Any) -> None:
@@ -67,7 +71,7 @@ class StandIns(TorchDispatchMode):
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         name = func.overloadpacket.__name__
-        if name in _OF_FORM_ALONE or not self.hold((*args, *kwargs.values())):
+        if self.over or name in _OF_FORM_ALONE or not self.hold((*args, *kwargs.values())):
             return result
         if name in _READS:
             raise InvalidArgumentError(
