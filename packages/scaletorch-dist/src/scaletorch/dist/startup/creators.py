@@ -20,11 +20,12 @@ from .store import open_store
 Creator = Callable[[Placement, Meeting | str, dict[str, Any]], None]
 
 
-def choose_backend(backend: str) -> str:
+def choose_backend(backend: str, *, warn: bool = True) -> str:
     """What to initialise for an asked backend, falling back to the machine's own with a warning.
 
     Args:
         backend: a name, or `device:backend` pairs with commas between.
+        warn: say that another is taken; one rank of a machine is enough.
 
     Returns:
         A configuration as `init_process_group` takes it, such as 'cpu:gloo,cuda:nccl'.
@@ -46,11 +47,12 @@ def choose_backend(backend: str) -> str:
         _refuse_shared_mpi(pairs)
         return devices.backend_config(",".join(f"{d}:{n}" if d else n for d, n in pairs))
     own = devices.default_backend()
-    warnings.warn(
-        f"backend {backend!r} cannot be used: {problem}. Using {own!r} instead",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    if warn:
+        warnings.warn(
+            f"backend {backend!r} cannot be used: {problem}. Using {own!r} instead",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     return devices.backend_config(own)
 
 

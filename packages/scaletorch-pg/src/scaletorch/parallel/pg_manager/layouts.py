@@ -14,13 +14,16 @@ _COST = {"dp": 1, "pp": 2, "cp": 2, "tp": 3}
 
 
 def legal_layouts(world_size: int) -> Iterator[Grid]:
-    """Yield every layout of ``world_size`` ranks.
+    """Return every layout of ``world_size`` ranks.
 
     Raises:
-        InvalidArgumentError: ``world_size`` is no number of ranks.
+        InvalidArgumentError: Less than one rank.
     """
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise InvalidArgumentError(f"world_size must be a number of ranks, got {world_size!r}")
+    _require_whole("world_size", world_size, 1)
+    return _layouts(world_size)
+
+
+def _layouts(world_size: int) -> Iterator[Grid]:
     for tp in _divisors(world_size):
         for cp in _divisors(world_size // tp):
             for pp in _divisors(world_size // tp // cp):
@@ -34,12 +37,11 @@ def nearest_layouts(asked: Grid, world_size: int, count: int = 3) -> list[Grid]:
     and tp the dearest.
 
     Raises:
-        InvalidArgumentError: ``asked`` is no layout, or a number is none.
+        InvalidArgumentError: ``asked`` is no layout, less than one rank, or a negative count.
     """
     if not isinstance(asked, Grid):
         raise InvalidArgumentError(f"asked must be a Grid, got {type(asked).__name__}")
-    if isinstance(count, bool) or not isinstance(count, int) or count < 0:
-        raise InvalidArgumentError(f"count must be a number of layouts, got {count!r}")
+    _require_whole("count", count, 0)
     return sorted(legal_layouts(world_size), key=lambda grid: _distance(asked, grid))[:count]
 
 
@@ -68,6 +70,11 @@ def short_ranks(ranks: Sequence[int]) -> str:
     if len(parts) > 5:
         parts = [*parts[:3], "...", parts[-1]]
     return ", ".join(parts)
+
+
+def _require_whole(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidArgumentError(f"{name} must be a whole number, at least {least}: {value!r}")
 
 
 def _distance(asked: Grid, grid: Grid) -> tuple[int, float, tuple[int, ...]]:

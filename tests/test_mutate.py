@@ -1,0 +1,181 @@
+"""Random mutants: the same for the same seed, one place each, judged by the tests that run it."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+
+from mutation import hunt as hunting
+from mutation import scope, tree
+from mutation.draw import all_places, draw
+from mutation.hunt import Hunt, go, read
+from mutation.places import AT_IMPORT, changed, places
+from mutation.show import equivalents, latest, show
+
+ROOT = Path(__file__).resolve().parent.parent
+
+TOY = '''"""Numbers."""
+
+START = 1
+
+
+def add(a: int = 2, b: int = 3) -> int:
+    """Sum, from 1."""
+    if a < 0:
+        raise ValueError(f"expected {a + 1}")
+    log(a)
+    return a + b + START
+
+
+def log(a: int) -> None:
+    if a > 99:
+        print(-a)
+
+
+def spin(n: int) -> int:
+    while n != 0:
+        n = n - 1
+    return n
+'''
+
+TESTS = """
+import toy
+
+def test_add():
+    assert toy.add(1, 4) == 6
+
+def test_spin():
+    assert toy.spin(2) == 0
+"""
+
+
+@pytest.fixture
+def toy(tmp_path, monkeypatch):
+    """A repository with one small package; where its hunt is kept."""
+    root = tmp_path / "root"
+    for name, text in {
+        "packages/toy/src/toy.py": TOY,
+        "packages/toy/tests/test_toy.py": TESTS,
+        "pyproject.toml": '[tool.pytest.ini_options]\naddopts = ["--import-mode=importlib"]\n',
+    }.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "toy"]):
+        who = ["-c", "user.name=toy", "-c", "user.email=toy@localhost"]
+        subprocess.run(["git", *who, *words], cwd=root, check=True)
+    monkeypatch.setattr(scope, "SOURCES", ("packages/toy/src",))
+    return Hunt(root, tmp_path / "out", hunting.resolve(root, "HEAD"), 1, 100, 2, 0)
+
+
+def test_places_of_a_file():
+    found = places("toy.py", TOY.encode())
+    assert [(p.line, p.kind, p.before, p.choices) for p in found] == [
+        (3, "constant", "1", ("2", "0")),
+        (6, "constant", "2", ("3", "1")),
+        (6, "constant", "3", ("4", "2")),
+        (8, "comparison", "<", ("<=", ">=")),
+        (8, "constant", "0", ("1", "(-1)")),
+        (10, "call", "log(a)", ("pass",)),
+        (11, "arithmetic", "+", ("-",)),
+        (11, "arithmetic", "+", ("-",)),
+        (15, "comparison", ">", (">=", "<=")),
+        (15, "constant", "99", ("100", "98")),
+        (16, "call", "print(-a)", ("pass",)),
+        (16, "arithmetic", "-a", ("a",)),
+        (20, "comparison", "!=", ("==",)),
+        (20, "constant", "0", ("1", "(-1)")),
+        (21, "arithmetic", "-", ("+",)),
+        (21, "constant", "1", ("2", "0")),
+    ]
+    assert [p.lines for p in found[:4]] == [AT_IMPORT, AT_IMPORT, AT_IMPORT, (8, 8)]
+
+
+def test_every_place_of_the_sources_changes_one_thing_and_no_line_number():
+    files = tree.sources(ROOT)
+    assert len(files) > 150
+    for file in files:
+        source = (ROOT / file).read_bytes()
+        plain = ast.dump(ast.parse(source))
+        for place in places(file, source):
+            assert source[place.start : place.end].decode() == place.before
+            for choice in place.choices:
+                mutated = changed(source, place, choice)
+                assert mutated.count(b"\n") == source.count(b"\n"), place
+                rest = mutated[: place.start] + mutated[place.start + len(choice.encode()) :]
+                assert rest == source[: place.start] + source[place.end :], place
+    assert ast.dump(ast.parse(changed(source, place, choice))) != plain
+
+
+def test_a_seed_draws_the_same_mutants_and_another_seed_others():
+    found = all_places(ROOT, tree.sources(ROOT)[:20])
+    assert draw(found, 7, 40) == draw(found, 7, 40)
+    assert draw(found, 7, 40)[:10] == draw(found, 7, 10)
+    assert draw(found, 7, 40) != draw(found, 8, 40)
+    assert len({m.place for m in draw(found, 7, len(found))}) == len(found)
+
+
+def test_what_is_left_out():
+    files = tree.sources(ROOT)
+    assert not [f for f in files if "__init__" in f or "drawing" in f or "__main__" in f]
+    asked = tree.tests(ROOT)
+    assert not [f for f in asked if "test_guard" in f]
+    for pattern in scope.TESTS_LEFT_OUT:  # each still leaves something out
+        assert list(
+            ROOT.glob(
+                pattern if pattern.startswith("packages") else f"packages/*/tests{pattern[1:]}"
+            )
+        )
+
+
+def test_a_hunt_goes_on_where_it_was_ended(toy, monkeypatch):
+    monkeypatch.setattr("mutation.choose.LEAST", 2.0)
+    monkeypatch.setattr("mutation.verdict.START", 5.0)
+    monkeypatch.setattr("mutation.verdict.AGAIN", 2.0)
+    said = []
+    go(Hunt(**{**{n: getattr(toy, n) for n in toy.__slots__}, "count": 4}), said.append)
+    with toy.results.open("a") as file:
+        file.write('{"mutant": 5, "cut sho')
+    before = read(toy)
+    go(toy, said.append)
+    assert read(toy)[: len(before)] == before
+    assert sum(text.startswith("measured") for text in said) == 1
+    fates = latest(read(toy))
+    assert len(fates) == 16
+    by_place = {(e["line"], e["before"]): (e["verdict"], e["by"].partition("::")[2]) for e in fates}
+    assert by_place[11, "+"] == ("caught", "test_add")
+    assert by_place[8, "<"][0] in ("caught", "survived")  # <= survives, >= does not
+    assert by_place[10, "log(a)"] == ("survived", "")
+    assert by_place[16, "-a"] == ("not run", "")
+    assert by_place[20, "!="] == ("caught", "test_spin")
+    assert by_place[21, "-"] == ("caught", "test_spin")  # it never ends
+    text = show(read(toy), toy.commit, toy.seed)
+    assert "toy.py:10 call 'log(a)' -> 'pass': survived 1 of 1 tests" in text
+    assert text.endswith("%")
+    assert TOY in [(p / "packages/toy/src/toy.py").read_text() for p in toy.out.glob("tree-*")]
+    with pytest.raises(ValueError, match="name another folder"):
+        go(Hunt(**{**{n: getattr(toy, n) for n in toy.__slots__}, "seed": 2}), said.append)
+
+
+def test_an_equivalent_counts_neither_way(monkeypatch, tmp_path):
+    reasons = [{"commit": "abc", "seed": 3, "equivalent": [{"mutant": 2, "why": "no difference"}]}]
+    (tmp_path / "reasons.json").write_text(json.dumps(reasons))
+    monkeypatch.setattr("mutation.show.REASONS", tmp_path / "reasons.json")
+    assert equivalents("abcdef", 3) == {2: "no difference"}
+    assert equivalents("abcdef", 4) == {}
+    common = {"file": "a.py", "line": 1, "kind": "call", "before": "f()", "after": "pass"}
+    common |= {"by": "", "how": "", "asked": 1, "of": 1, "seconds": 0.1}
+    fates = ["caught", "survived", "survived", "caught"]
+    lines = [{**common, "mutant": n, "verdict": fate} for n, fate in enumerate(fates, 1)]
+    assert "2 of 3 that are not equivalent are caught: 66.7 %" in show(lines, "abcdef", 3)
+
+
+def test_reasons_are_of_mutants_that_nothing_catches():
+    for hunt in json.loads((ROOT / "tools/mutation/equivalents.json").read_text()):
+        numbers = [each["mutant"] for each in hunt["equivalent"]]
+        assert numbers == sorted(set(numbers))
+        assert all(each["why"] for each in hunt["equivalent"])

@@ -1,0 +1,48 @@
+"""Change one place of the sources at a time, at random, and ask which test notices.
+
+python tools/mutate.py hunt FOLDER --seed 1 --count 400     goes on where it was ended
+python tools/mutate.py show FOLDER                          the figure, and what survives
+python tools/mutate.py again FOLDER 17 23 --tests FILE...   tests of today against a survivor
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from mutation.again import again
+from mutation.hunt import Hunt, go, read, resolve
+from mutation.show import show
+from packages import ROOT
+
+
+def main() -> None:
+    """Parse the command line and do what it says."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("what", choices=["hunt", "show", "again"])
+    parser.add_argument("folder", type=Path, help="where results are kept")
+    parser.add_argument("numbers", type=int, nargs="*", help="of mutants (again)")
+    parser.add_argument("--commit", default="HEAD", help="whose sources are changed")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--count", type=int, default=400)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--nice", type=int, default=5)
+    parser.add_argument("--tests", nargs="+", default=[], help="files of tests (again)")
+    given = parser.parse_args()
+    commit = resolve(ROOT, given.commit)
+    out = given.folder.resolve()
+    hunt = Hunt(ROOT, out, commit, given.seed, given.count, given.workers, given.nice)
+    if given.what == "hunt":
+        go(hunt, lambda text: print(text, flush=True))
+    elif given.what == "again":
+        again(hunt, given.numbers, given.tests, lambda text: print(text, flush=True))
+    else:
+        known = json.loads((out / "hunt.json").read_text())
+        print(show(read(hunt), **known))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Random mutants of the sources, and which of proof and tests notices each."""

@@ -1,0 +1,59 @@
+"""Tests of the working tree, written since, against mutants that survived."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from . import measure, tree
+from .draw import Mutant, all_places, draw
+from .hunt import Hunt, sentence
+from .verdict import Verdict, judge
+from .worker import Worker
+
+ROUND = 9  # in results: after all rounds of the hunt
+LIMIT = 600.0  # s for all the tests without a mutant
+
+
+def again(hunt: Hunt, numbers: list[int], tests: list[str], say: Callable[[str], None]) -> None:
+    """Judge mutants of a hunt by whole files of tests, and add the results to its own.
+
+    Raises:
+        ValueError: the tests do not pass without a mutant.
+    """
+    known = json.loads((hunt.out / "hunt.json").read_text())
+    hunt = replace(hunt, **known)
+    folder = tree.make(hunt.root, hunt.commit, hunt.out / "tree-again")
+    for name in tests:
+        shutil.copy(hunt.root / name, folder / name)
+    mutants = draw(all_places(folder, tree.sources(folder)), hunt.seed, max(numbers))
+    worker = Worker(folder, hunt.niceness)
+    try:
+        measured = _control(worker, tests)
+        for number in numbers:
+            say(_one(hunt, worker, mutants[number - 1], measured))
+    finally:
+        worker.close()
+
+
+def _control(worker: Worker, tests: list[str]) -> measure.Measured:
+    """Run the tests without a mutant."""
+    events, ended = worker.ask(tests, LIMIT)
+    failed = [event for event in events if "failed" in event]
+    if failed or not ended:
+        raise ValueError(f"the tests fail without a mutant: {failed}")
+    return measure.Measured({e["ended"]: e["seconds"] for e in events if "ended" in e}, [], {})
+
+
+def _one(hunt: Hunt, worker: Worker, mutant: Mutant, measured: measure.Measured) -> str:
+    began = time.monotonic()
+    names = list(measured.seconds)
+    verdict: Verdict = judge(worker, mutant, names, measured)
+    seconds = round(time.monotonic() - began, 1)
+    line = {**mutant.data(), **verdict.data(), "of": len(names), "round": ROUND, "seconds": seconds}
+    with hunt.results.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    return sentence(line)

@@ -1,0 +1,136 @@
+"""A process that has the libraries loaded, and forks one that runs tests for each request.
+
+It runs apart (`python -m mutation.nursery TREE`, with the tree's sources on PYTHONPATH), answers
+one JSON line with another, and has imported nothing of the tree itself: each fork sees the sources
+as they are then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+from mutation import judge, recorder, warm_ranks
+
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.nn.attention",
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch.utils.checkpoint",
+    "pytest",
+    "_pytest.assertion.rewrite",
+    "pytest_timeout",
+    "numpy",
+    "hypothesis",
+    "hypothesis.strategies",
+    "safetensors.torch",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.mistral.modeling_mistral",
+    "transformers.models.phi3.modeling_phi3",
+    "transformers.models.gemma2.modeling_gemma2",
+)
+_SUBREAPER = 36  # prctl: orphans of forks become children of this process, which ends them
+
+
+def serve(tree: str) -> None:
+    """Answer requests until standard input ends."""
+    ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
+    os.chdir(tree)
+    for name in PRELOAD:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+    print(json.dumps({"ready": len(sys.modules)}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(_answer(json.loads(line))), flush=True)
+
+
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
+    """Run the request in a fork; how it ended, after all its processes have."""
+    began = time.monotonic()
+    pid = os.fork()
+    if pid == 0:
+        _become(request)
+    waiting = os.pidfd_open(pid)
+    ready = select.select([waiting, sys.stdin], [], [], request["limit"])[0]
+    os.close(waiting)
+    _end_all()
+    if sys.stdin in ready:  # nobody asks before the answer: the caller is gone
+        os._exit(0)
+    return {"ended": bool(ready), "seconds": time.monotonic() - began}
+
+
+def _end_all() -> None:
+    """Kill and reap every process below this one."""
+    while True:
+        for pid in _below(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        try:
+            os.waitpid(-1, 0)
+        except ChildProcessError:
+            return
+
+
+def _below(root: int) -> list[int]:
+    """Process numbers of the children of a process, and of theirs."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            fields = stat.read_text().rpartition(")")[2].split()
+            children.setdefault(int(fields[1]), []).append(int(stat.parent.name))
+    found, waiting = [], [root]
+    while waiting:
+        own = children.get(waiting.pop(), [])
+        found += own
+        waiting += own
+    return found
+
+
+def _become(request: dict[str, Any]) -> None:
+    """Run tests in the fork, with its own output; never return."""
+    code = 1
+    try:
+        with open(request["log"], "wb") as log:
+            os.dup2(log.fileno(), 1)
+            os.dup2(log.fileno(), 2)
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), 0)
+        if "record" in request:
+            os.environ["MUTATION_RECORD"] = request["record"]
+        recorder.start()
+        with contextlib.suppress(ModuleNotFoundError):  # where no test could start ranks
+            warm_ranks.prepare()
+        code = judge.run(request)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    serve(sys.argv[1])

@@ -1,0 +1,48 @@
+"""What becomes of an operator or a constant: data. Each choice keeps the grouping of its text."""
+
+from __future__ import annotations
+
+import ast
+
+COMPARISONS: dict[type[ast.cmpop], tuple[str, tuple[str, ...]]] = {
+    ast.Lt: ("<", ("<=", ">=")),
+    ast.LtE: ("<=", ("<", ">")),
+    ast.Gt: (">", (">=", "<=")),
+    ast.GtE: (">=", (">", "<")),
+    ast.Eq: ("==", ("!=",)),
+    ast.NotEq: ("!=", ("==",)),
+    ast.Is: ("is", ("is not",)),
+    ast.IsNot: ("is not", ("is",)),
+    ast.In: ("in", ("not in",)),
+    ast.NotIn: ("not in", ("in",)),
+}
+
+# `|` is left alone: it joins types and dictionaries, where another operator is a TypeError.
+ARITHMETIC: dict[type[ast.operator], tuple[str, tuple[str, ...]]] = {
+    ast.Add: ("+", ("-",)),
+    ast.Sub: ("-", ("+",)),
+    ast.Mult: ("*", ("/", "//")),
+    ast.Div: ("/", ("*",)),
+    ast.FloorDiv: ("//", ("*", "%")),
+    ast.Mod: ("%", ("//", "*")),
+    ast.Pow: ("**", ("*",)),
+    ast.LShift: ("<<", (">>",)),
+    ast.RShift: (">>", ("<<",)),
+    ast.BitAnd: ("&", ("|",)),
+}
+
+LOGIC: dict[type[ast.boolop], tuple[str, tuple[str, ...]]] = {
+    ast.And: ("and", ("or",)),
+    ast.Or: ("or", ("and",)),
+}
+
+
+def other_constants(value: object) -> tuple[str, ...]:
+    """Return what may stand for a constant; none for strings, None and the like."""
+    if isinstance(value, bool):
+        return (str(not value),)
+    if isinstance(value, int):
+        return (str(value + 1), f"({value - 1})" if value == 0 else str(value - 1))
+    if isinstance(value, float):
+        return (repr(value * 2), repr(value / 2)) if value else ("1.0",)
+    return ()

@@ -1,0 +1,62 @@
+"""What is mutated, what is left out, and which tests are not asked: data with reasons."""
+
+from __future__ import annotations
+
+_DIST = "packages/scaletorch-dist/src/scaletorch/dist"
+_UMBRELLA = "packages/scaletorch/src/scaletorch"
+
+# Files and folders that hold what computes, moves or keeps numbers.
+SOURCES = (
+    f"{_DIST}/collectives",
+    f"{_DIST}/params.py",
+    f"{_DIST}/functional.py",
+    f"{_DIST}/shared_memory",
+    f"{_DIST}/neighbours",
+    "packages/scaletorch-tp/src",
+    "packages/scaletorch-cp/src",
+    "packages/scaletorch-pp/src",
+    "packages/scaletorch-dp/src",
+    f"{_UMBRELLA}/compose",
+    f"{_UMBRELLA}/checkpoint",
+)
+
+# Of these, patterns of files that are not mutated.
+FILES_LEFT_OUT = {
+    "*/__init__.py": "names what is public and defines nothing",
+    "*/__main__.py": "a command, not numbers",
+    "*/_version.py": "a version",
+    "*/drawing/*": "pictures",
+    "*/drawing.py": "pictures",
+    "*/splitting/measure.py": "times by the clock, and no test asserts a time",
+}
+
+# Functions that are not mutated: they write for people.
+FUNCTIONS_LEFT_OUT = ("__repr__", "__str__")
+
+# Never mutated wherever they are: strings, f-strings and what is computed in them, docstrings, what
+# `raise` raises (the condition above it is mutated), annotations, decorators, imports.
+
+# Patterns of tests that are not asked. A mutant that only they notice counts as a survivor.
+TESTS_LEFT_OUT = {
+    "*/real_launchers/*": "start what other tests start too, by foreign launchers",
+    "*/test_collectives_gpu.py": "needs a GPU",
+    "*/test_dist_bench.py": "of measuring, not of numbers",
+    "*/test_dist_devices.py": "of devices",
+    "*/test_dist_import.py": "of imports",
+    "*/test_dist_init.py": "of starting",
+    "*/test_dist_launchers.py": "of starting",
+    "*/test_dist_ranks.py": "of starting",
+    "*/test_dist_testing.py": "of starting",
+    "*/test_device_entries.py": "of devices",
+    "*/test_guard*.py": "of the guard",
+    "*/test_mpi_backend.py": "of another backend",
+    "*/test_mutants.py": "plants faults by name, and so judges the proof rather than the sources",
+    "*/test_pp_drawing.py": "of pictures",
+    "*/test_pretrain.py": "whole programs: slow, and of the same parts",
+    "*/test_roll_call.py": "of starting",
+    "*/test_slurm_lists.py": "of starting",
+    "*/test_tp_compile.py": "compilers: minutes, and of the same numbers",
+    "*/test_vendor_devices.py": "of devices",
+    "*/test_verify_vendors.py": "of devices",
+    "packages/scaletorch-pg/*": "of another package's own numbers",
+}

@@ -1,0 +1,48 @@
+"""The figure of a hunt, and what survives, with the reasons that are known."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from .hunt import sentence
+
+REASONS = Path(__file__).with_name("equivalents.json")
+
+
+def show(results: list[dict[str, Any]], commit: str, seed: int) -> str:
+    """Return the figure and a line for each survivor that has no reason."""
+    fates = latest(results)
+    reasons = equivalents(commit, seed)
+    counts = Counter(_fate(each, reasons) for each in fates)
+    judged = len(fates) - counts["equivalent"]
+    share = 100 * counts["caught"] / judged if judged else 0.0
+    rows = [sentence(each) for each in fates if _fate(each, reasons) in ("survived", "not run")]
+    rows += [", ".join(f"{name} {number}" for name, number in sorted(counts.items()))]
+    rows += [f"{counts['caught']} of {judged} that are not equivalent are caught: {share:.1f} %"]
+    return "\n".join(rows)
+
+
+def latest(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one result for each mutant: the catch where there is one, else the last."""
+    fates: dict[int, dict[str, Any]] = {}
+    for each in results:
+        if fates.get(each["mutant"], {}).get("verdict") != "caught":
+            fates[each["mutant"]] = each
+    return [fates[number] for number in sorted(fates)]
+
+
+def equivalents(commit: str, seed: int) -> dict[int, str]:
+    """Return mutant → why nobody could notice it, of one hunt."""
+    known = json.loads(REASONS.read_text())
+    for hunt in known:
+        if commit.startswith(hunt["commit"]) and hunt["seed"] == seed:
+            return {each["mutant"]: each["why"] for each in hunt["equivalent"]}
+    return {}
+
+
+def _fate(result: dict[str, Any], reasons: dict[int, str]) -> str:
+    caught = result["verdict"] == "caught"
+    return "equivalent" if result["mutant"] in reasons and not caught else result["verdict"]
