@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +46,24 @@ def judge(worker: Worker, mutant: Mutant, tests: list[str], measured: Measured) 
     What fails by its time alone is run again: without the mutant, then with it, and six times as
     long as without. So no load of the machine counts as a catch.
     """
-    found = _with(worker, mutant, limits(tests, measured), measured)
-    if found.verdict != "caught" or found.how == "failed":
-        return found
-    test = found.by
-    control, taken = _ask(worker, {test: 10 * limits([test], measured)[test]}, measured)
+    rest = tests
+    while rest:
+        found = _with(worker, mutant, limits(rest, measured), measured)
+        if found.verdict == "caught" and found.how != "failed":
+            found = _again(worker, mutant, found, measured)
+        if found.verdict == "caught":
+            return found
+        rest = rest[rest.index(found.by) + 1 :] if found.by in rest else []
+    return Verdict("survived", asked=len(tests))
+
+
+def _again(worker: Worker, mutant: Mutant, found: Verdict, measured: Measured) -> Verdict:
+    """Run a test that was late once more; it is no catch where it fails without the mutant too."""
+    control, taken = _ask(worker, {found.by: 10 * limits([found.by], measured)[found.by]}, measured)
     if control.verdict != "survived":
-        rest = tests[tests.index(test) + 1 :]  # it fails now without the mutant: it says nothing
-        return judge(worker, mutant, rest, measured) if rest else Verdict("survived")
-    again = _with(worker, mutant, {test: max(AGAIN, 6 * taken)}, measured)
-    if again.verdict == "caught":
-        return again
-    rest = tests[tests.index(test) + 1 :]
-    return judge(worker, mutant, rest, measured) if rest else again
+        return Verdict("survived", found.by)
+    again = _with(worker, mutant, {found.by: max(AGAIN, 6 * taken)}, measured)
+    return replace(again, by=found.by)
 
 
 def _with(worker: Worker, mutant: Mutant, tests: dict[str, float], measured: Measured) -> Verdict:

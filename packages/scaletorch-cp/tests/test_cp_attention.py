@@ -215,6 +215,7 @@ def differing(options):
     [
         (({"method": "ring"}, {"method": "all_gather"}), "rank 1: all_gather on q"),
         (({"window": 3}, {"window": 4}), "window 4"),
+        (({}, {"window": 1}), "window 1"),
         (({"cu_seqlens": (0, 5, 16)}, {"cu_seqlens": (0, 6, 16)}), "documents of digest"),
         (({"layout": "zigzag"}, {"layout": "stripe"}), "stripe layout of 16 positions"),
     ],

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletorch.parallel.context_parallel import kernels
 from scaletorch.parallel.context_parallel.kernels import (
@@ -389,6 +391,40 @@ def test_fused_operators_take_and_give_what_their_schemas_say(operator, band):
     assert {x.dtype for x in (out, lse, *grads)} == {torch.float32}
 
 
+class Asked(TorchDispatchMode):
+    """What operators are given, by the names in their schemas."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        arguments = func._schema.arguments
+        given = {each.name: each.default_value for each in arguments}
+        given |= dict(zip(given, args, strict=False)) | (kwargs or {})
+        if "is_causal" in given:
+            self.calls.append(given)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("operator", FUSED.values(), ids=FUSED)
+@pytest.mark.parametrize("band", [FULL, CAUSAL])
+def test_fused_operators_are_asked_for_no_dropout_and_for_this_mask(operator, band):
+    q, grad = torch.empty(2, 2, 4, 40, 64, device="meta", dtype=torch.bfloat16).unbind()
+    k, v = torch.empty(2, 2, 4, 24, 64, device="meta", dtype=torch.bfloat16).unbind()
+    with Asked() as asked:
+        out, lse = fused.forward(operator, q, k, v, 0.1, band)
+        fused.backward(operator, Operands(grad, q, k, v, out, lse), 0.1, band)
+    assert len(asked.calls) == 2
+    for call in asked.calls:
+        assert call["dropout_p"] == 0
+        assert call["is_causal"] is (band is CAUSAL)
+        assert call["scale"] == 0.1
+        assert call.get("max_q", 40) == 40
+        assert call.get("max_k", 24) == 24
+        assert call.get("grad_input_mask", [True, True, True, False]) == [True, True, True, False]
+
+
 def _reference_operator(lse_layout):
     """An operator on CPU with the calling convention of the fused ones."""
 
@@ -437,6 +473,54 @@ def test_flash_attn_is_asked_for_only_where_it_is_installed():
     q, k, v, _ = _inputs(2, 2, 8, 8, 8)
     assert flash_attn.is_installed.__wrapped__() is False
     assert not table._fits_flash_attn(q, k, v, FULL)
+
+
+PLAIN = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
+PLAIN |= {"window_size_left": -1, "window_size_right": -1}
+
+
+class FlashAttn:
+    """The package's calling convention: [batch, length, heads, head dim], gradients filled."""
+
+    def _flash_attn_forward(self, q, k, v, *, softmax_scale, causal, return_softmax, **rest):
+        assert rest == PLAIN
+        assert not return_softmax
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out, lse = cpu_flash.forward(q, k, v, softmax_scale, CAUSAL if causal else FULL)
+        return out.transpose(1, 2), lse, None, None
+
+    def _flash_attn_backward(
+        self,
+        grad_out,
+        q,
+        k,
+        v,
+        out,
+        lse,
+        dq,
+        dk,
+        dv,
+        *,
+        softmax_scale,
+        causal,
+        deterministic,
+        **rest,
+    ):
+        assert rest == PLAIN
+        assert deterministic
+        operands = Operands(*(x.transpose(1, 2) for x in (grad_out, q, k, v, out)), lse)
+        made = cpu_flash.backward(operands, softmax_scale, CAUSAL if causal else FULL)
+        for target, gradient in zip((dq, dk, dv), made, strict=True):
+            target.copy_(gradient.transpose(1, 2))
+
+
+@pytest.mark.parametrize("band", [FULL, CAUSAL])
+def test_flash_attn_is_called_by_its_convention(band):
+    kernel = table._fused("flash-attn", flash_attn.FLASH_ATTN, fused.plain)
+    inputs = _inputs(6, 2, 29, 29, 8)
+    with mock.patch.object(flash_attn, "_interface", FlashAttn):
+        found = _run(kernel, *inputs, 0.3, band)
+    _assert_close(found, _dense(*inputs, 0.3, band), 1e-12)
 
 
 @pytest.mark.gpu

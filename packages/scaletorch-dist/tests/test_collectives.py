@@ -543,3 +543,11 @@ def test_all_reduce_of_any_shape_is_the_reduction_and_the_same_on_every_rank(
     first, *others = run_ranks(keep_order, 3, rows, shape, op, dtype)
     assert all(torch.equal(first, other) for other in others)
     check(first, reference(op, rows, dtype))
+
+
+@distributed_test(world_size=2)
+def test_an_axis_of_one_entry_may_have_any_stride():
+    data = torch.ones(6).as_strided((3, 1, 2), (1, 0, 3))
+    assert not data.is_contiguous()
+    dist.all_reduce(data)
+    assert (data == 2).all()

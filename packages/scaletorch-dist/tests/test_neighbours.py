@@ -15,7 +15,7 @@ import torch.distributed as c10d
 import scaletorch.dist as dist
 from scaletorch.dist import functional
 from scaletorch.dist.errors import MismatchError, RankFailedError
-from scaletorch.dist.neighbours import calls, neighbours
+from scaletorch.dist.neighbours import calls, neighbours, reading
 from scaletorch.dist.testing import run_ranks
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets processes do so")
@@ -232,3 +232,11 @@ def check_many(elements):
 
 def test_lists_of_large_and_small_tensors():
     run_ranks(check_many, 2, [3, 1000, 1 << 18, 1 << 19])
+
+
+def test_memory_is_read_in_parts_and_not_beyond():
+    source, target = torch.arange(64, dtype=torch.uint8), torch.zeros(64, dtype=torch.uint8)
+    with mock.patch.object(reading, "LONGEST", 8):
+        reading.read_into(target[:20], os.getpid(), source.data_ptr())
+    assert target[:20].tolist() == source[:20].tolist()
+    assert not target[20:].any()

@@ -1,12 +1,14 @@
 """Collectives over dicts, parameters and seeds."""
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as c10d
 from torch import nn
 
 import scaletorch.dist as dist
-from scaletorch.dist import InvalidArgumentError, MismatchError, NotInGroupError
+from scaletorch.dist import InvalidArgumentError, MismatchError, NotInGroupError, params
 from scaletorch.dist.testing import distributed_test, run_ranks
 
 
@@ -97,6 +99,14 @@ def test_parameters_of_any_kind_are_reduced_in_place(coalesce, bucket):
         assert parameter.requires_grad
     assert model[1].weight.dtype == torch.float64
     assert [buffer.flatten()[0].item() for buffer in model.buffers()] == [1.5, 1.5, 1]
+
+
+@distributed_test(world_size=2)
+def test_buckets_hold_as_many_mebibytes_as_allowed():
+    with mock.patch.object(params, "all_reduce", wraps=params.all_reduce) as sent:
+        dist.all_reduce_params([torch.ones(100 << 10) for _ in range(5)], True, 1)
+    sizes = [call.args[0].nbytes for call in sent.call_args_list]
+    assert sizes == [800 << 10, 800 << 10, 400 << 10]
 
 
 @distributed_test(world_size=2)

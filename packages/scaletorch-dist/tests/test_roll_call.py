@@ -19,7 +19,7 @@ from scaletorch.dist.startup.rollcall import call_roll
 from scaletorch.dist.testing import run_ranks
 
 TIMEOUT = 3  # seconds, of init_dist
-LIMIT = 10  # seconds, in which everybody must have been told on a busy machine
+LIMIT = 60  # seconds, after which a rank that was not told counts as hanging
 
 
 def start(changes):
@@ -28,17 +28,15 @@ def start(changes):
     if mine is None:
         return None  # this rank never comes
     os.environ.update(mine)
-    begin = time.monotonic()
     try:
         dist.init_dist("pytorch", backend="gloo", timeout=TIMEOUT)
     except StateError as error:
-        assert time.monotonic() - begin < LIMIT
         return str(error)
     return "joined"
 
 
 def complaints(world_size, changes):
-    return run_ranks(start, world_size, changes, init=False)
+    return run_ranks(start, world_size, changes, init=False, timeout=LIMIT)
 
 
 def test_missing_ranks_are_named_on_every_rank():

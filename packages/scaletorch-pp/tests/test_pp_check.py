@@ -382,6 +382,10 @@ def schedule_of(*lines, size=2, stages=None):
             "rank 0 has 1 chunks, counted from 0, got chunk 1",
         ),
         (
+            Schedule("own", 1, ((0,),), ((Action("F", 0, -1),),)),
+            "rank 0 has 1 chunks, counted from 0, got chunk -1",
+        ),
+        (
             Schedule("own", 1, ((1, 0),), ((Action("F", 0), Action("F", 0, 1)),)),
             "rank 0 waits at F0 for F0 of stage 0 on rank 0",
         ),
@@ -438,3 +442,6 @@ def test_programs_that_only_run_with_grouped_messages():
         check_programs(schedule, [first])
     with pytest.raises(ScheduleError, match="nothing to send F0 of stage 1 to rank 0"):
         check_programs(schedule, [first, [Send(0, 1, 0, False), *second]])
+    beyond = [op if op != Send(0, 1, 0, True) else Send(0, 2, 0, False) for op in second]
+    with pytest.raises(ScheduleError, match="nothing to send F0 of stage 2 to rank 0"):
+        check_programs(schedule, [first, beyond], grouped=True)

@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from scaletorch.checkpoint import (
     load,
     save,
 )
+from scaletorch.checkpoint import reader as checkpoint_reader
 from scaletorch.checkpoint.entries import Record, share_out
 from scaletorch.checkpoint.place import Place
 from scaletorch.checkpoint.rectangles import Part, find_atoms, rectangles
@@ -389,3 +391,24 @@ def test_a_header_that_lies_reads_nothing_else(tmp_path):
     (folder / "metadata.json").write_text(seal({"step": 1}))
     with pytest.raises(DamagedCheckpointError, match="lacks entries, extra, files"):
         load(folder, nn.Linear(2, 2))
+
+
+@pytest.mark.parametrize(
+    ("offsets", "lengths", "blocks"),
+    [
+        ((3, 5), (2, 7), range(3, 5)),
+        ((0, 0), (10, 2**20), range(10)),
+        ((2, 0), (1, 2**20), range(2, 3)),
+        ((9, 2**20 - 1), (1, 1), range(9, 10)),
+    ],
+)
+def test_who_reads_a_part_checks_the_blocks_that_hold_it(offsets, lengths, blocks):
+    """Rows of 2**20 float32 are a block each."""
+    properties = SimpleNamespace(dtype=torch.float32)
+    chunks = [SimpleNamespace(sizes=torch.Size([10, 2**20]))]
+    index = SimpleNamespace(index=None)
+    item = SimpleNamespace(storage_offsets=offsets, lengths=lengths, storage_index=index)
+    assert (
+        checkpoint_reader._blocks(item, SimpleNamespace(chunks=chunks, properties=properties))
+        == blocks
+    )

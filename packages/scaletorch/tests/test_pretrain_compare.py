@@ -61,12 +61,12 @@ def arguments(tmp_path, monkeypatch):
 
 
 def test_the_command_fails_where_training_diverges(arguments, capsys):
-    """Weights leave float32 in the first step; the layout and one process give NaN alike."""
+    """Weights leave float32 in the first step; the next one is the last."""
     arguments += ["--lr", "1e30", "--warmup-steps", "1"]
-    assert main() == 1
-    assert "NOT AS ONE PROCESS: largest relative difference of 3 losses inf" in (
-        capsys.readouterr().out
-    )
+    assert main() == 2
+    said = capsys.readouterr()
+    assert "NonFiniteError: step 2: the loss is nan" in said.err
+    assert "as one process" not in said.out
 
 
 def test_the_command_has_nothing_to_compare_after_a_finished_run(arguments, capsys):

@@ -143,7 +143,7 @@ def _load_one(
 ) -> Loaded:
     """Load one checkpoint, or raise with nothing changed."""
     group, what = program.group, f"{folder}"
-    document = on_first_rank(lambda: _read_document(folder), group)
+    document = on_first_rank(lambda: read_document(folder), group)
     extra = decode(document["extra"])
     if check is not None:
         all_or_none(what, lambda: check(extra), group)
@@ -158,7 +158,12 @@ def _load_one(
     return Loaded(document["step"], extra, folder)
 
 
-def _read_document(folder: Path) -> dict[str, Any]:
+def read_document(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's description, all of it checked.
+
+    Raises:
+        DamagedCheckpointError: It is not what `save` writes.
+    """
     if folder.name.endswith(UNFINISHED):
         raise DamagedCheckpointError(f"{folder} was never finished")
     document = unseal(folder / METADATA)

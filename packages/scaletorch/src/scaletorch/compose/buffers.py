@@ -12,7 +12,7 @@ from ..dist import all_gather_object
 from ..dist.agreement import agree
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
-from .digest import digest
+from .digests import written
 
 _WAY_OUT = (
     "In one process it would follow the whole batch. Keep such a buffer out of the forward, update "
@@ -31,7 +31,7 @@ class _Changes:
     def now(self) -> dict[str, str]:
         """Return a digest of every buffer that is another, or was written to, since the start."""
         return {
-            name: digest(buffer)
+            name: written(buffer)
             for name, buffer in self.model.named_buffers()
             if not self._untouched(name, buffer)
         }

@@ -60,6 +60,14 @@ def digest(tensor: Tensor) -> Tensor:
     return (sums * _weights(tensor.device)).sum() + tensor.numel()
 
 
+def written(tensor: Tensor) -> str:
+    """Return a tensor's digest as text; one on the meta device has no values yet."""
+    if tensor.is_meta:
+        return "none"
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return f"{int(digest(dense)) & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
 @cache
 def _weights(device: torch.device) -> Tensor:
     """Return odd numbers: a product with one is never 0 modulo 2^64, but for 0."""

@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ..dist import all_gather_object
 from ..dist.agreement import agree, caught
 from ..dist.errors import MismatchError
 from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.tensor_parallel import TensorParallelLayer
 from .batches import Batch, MicroBatch
-from .digest import digest
+from .digests import written
 
 _SUBJECT = (
-    "the plain model and the arguments given to parallelize (build the model from one seed, or "
-    "load one checkpoint, on all ranks, before it is cut)"
+    "the values of the plain model that parallelize is to cut (build it from one seed, or load one "
+    "checkpoint into it, on all ranks)"
 )
 
 
@@ -25,52 +26,40 @@ def require_one_model(
     arguments: Mapping[str, Any],
     manager: ProcessGroupManager,
     *,
-    values: str,
+    init_sync: str,
     error: Exception | None,
 ) -> None:
-    """Compare over all ranks what `parallelize` was given, before anything is cut.
+    """Compare what `parallelize` was given, before anything is cut.
 
-    Reads all parameters and buffers once, about 1 GB a second on a CPU, and sends 24 bytes a rank.
+    Arguments are compared over all ranks, parameters and buffers over tp and pp; over cp and dp
+    `DataParallelBucket` compares them, once each rank has but its part. It reads the whole model
+    once, as fast as memory gives it, and sends 24 bytes a rank and axis.
 
     Args:
         model: The plain model.
         arguments: How it is to be put on the grid.
         manager: The grid.
-        values: What becomes of values that differ, an ``init_sync``: "check" compares them on all
-            ranks; "broadcast", which will send those of the first cp and dp rank to the others,
-            over tp and pp; "none" nowhere.
+        init_sync: "none" compares no values.
         error: A mistake that this rank has found.
 
     Raises:
         MismatchError: Ranks differ, or another one has found a mistake; on every rank.
     """
     lines = [f"{name}={value}" for name, value in arguments.items()]
-    if error is None and manager.grid.world_size > 1:
-        lines += [f"{name} of {_form(tensor)}" for name, tensor in _named(model)]
-        if values == "check":
-            lines += _values(model)
-        elif values == "broadcast" and manager.tp_size * manager.pp_size > 1:
-            alike: Any = _values(model)
-            error = caught(agree, _SUBJECT, alike, manager.tp_group)
-            error = caught(_agree_or_tell, alike, manager, error)
-    agree(_SUBJECT, lines, manager.world_group, error=error)
-
-
-def _agree_or_tell(lines: list[str], manager: ProcessGroupManager, error: Exception | None) -> None:
-    agree(_SUBJECT, lines, manager.pp_group, error=error)
-
-
-def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _form(tensor: Tensor) -> str:
-    return f"{tuple(tensor.shape)} {tensor.dtype}"
+    agree("the arguments given to parallelize", lines, manager.world_group, error=error)
+    if manager.tp_size * manager.pp_size == 1 or init_sync == "none":
+        return
+    values = _values(model)
+    # What is built of sharded layers has a part of each weight on each tp rank.
+    sharded = any(isinstance(module, TensorParallelLayer) for module in model.modules())
+    tp = None if sharded else caught(agree, _SUBJECT, values, manager.tp_group)
+    pp = caught(agree, _SUBJECT, values, manager.pp_group)
+    agree(_SUBJECT, [], manager.world_group, error=tp or pp)
 
 
 def _values(model: nn.Module) -> list[str]:
-    return [f"{name} has values {digest(tensor)}" for name, tensor in _named(model)]
+    named = (*model.named_parameters(), *model.named_buffers())
+    return [f"{name} {tuple(x.shape)} {x.dtype} has values {written(x)}" for name, x in named]
 
 
 def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManager) -> None:
@@ -86,7 +75,7 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
     place = "the global batch" if cut else f"dp{manager.dp_rank} cp{manager.cp_rank}"
     batches = micro_batches if cut is None else [cut.whole]
     mine = [
-        (name, [digest(batch[name]) for batch in batches if name in batch])
+        (name, [written(batch[name]) for batch in batches if name in batch])
         for name in sorted({name for batch in batches for name in batch})
     ]
     everyone = all_gather_object((place, mine), manager.world_group)

@@ -73,7 +73,7 @@ def parallelize(
         "sequence_parallel": sequence_parallel, "loss_parallel": loss_parallel,
         "recompute": recompute, "cp_layout": cp_layout, "cp_method": cp_method,
     }  # fmt: skip
-    terms = _checked(model, manager, arguments, dict(data_parallel or {}))
+    terms = _checked(model, manager, arguments, (data_parallel or {}).get("init_sync", "check"))
     if manager.tp_size > 1:  # one rank needs no plan: any model will do
         apply_tensor_parallel(model, plan, manager.tp_group, sequence_parallel=sequence_parallel)
         if manager.pp_size > 1 and joins_sequences(model):
@@ -88,11 +88,8 @@ def parallelize(
     if recompute:  # around all that a layer does, communication included
         recompute_layers(model, split)
     stage = PipelineParallel(model, split, manager.pp_group, schedule=schedule)
-    options = dict(data_parallel or {})
-    if options.get("init_sync", "check") == "check":
-        options["init_sync"] = "none"  # the whole model was compared
     parallel = DataParallelBucket(
-        stage, bucket_size=bucket_size, group=manager.cp_dp_group, **options
+        stage, bucket_size=bucket_size, group=manager.cp_dp_group, **data_parallel or {}
     )
     keep_terms(parallel, terms)
     return parallel
@@ -102,7 +99,7 @@ def _checked(
     model: nn.Module,
     manager: ProcessGroupManager,
     arguments: Mapping[str, Any],
-    data_parallel: Mapping[str, Any],
+    init_sync: str,
 ) -> Terms:
     """Return how the plain model wants to be called; refuse, on every rank, what cannot train."""
     if not isinstance(manager, ProcessGroupManager):
@@ -115,8 +112,7 @@ def _checked(
         terms = _terms(model, manager, arguments)
     except Exception as error:  # the other ranks are told
         failed = error
-    how = data_parallel.get("init_sync", "check")
-    require_one_model(model, arguments, manager, values=str(how), error=failed)
+    require_one_model(model, arguments, manager, init_sync=init_sync, error=failed)
     return terms
 
 

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..dist import get_rank
-from ..dist.errors import ScaletorchError
 from ..dist.ranks.locate import find
 from ..parallel.pg_manager import (
     ProcessGroupManager,
@@ -22,26 +21,10 @@ from . import dropout
 from .cases import Case
 from .compare import Difference, compare_named
 from .problem import TORCH_DTYPES
+from .refusal import refusing
 from .training import Subject, build, compare_dropout, divide, train_and_compare
 
 SHOWN = 3  # failures that a rank reports
-
-
-class RefusedError(ScaletorchError):
-    """The library refuses a case in words, before it trains: as its arguments say.
-
-    Args:
-        kind: the refusal's own class.
-        words: what it says.
-    """
-
-    def __init__(self, kind: str, words: str) -> None:
-        super().__init__(kind, words)
-        self.kind, self.words = kind, words
-
-    def __str__(self) -> str:
-        """Return what was raised, and what it said."""
-        return f"{self.kind}: {self.words}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,11 +83,9 @@ def compare_case(
     shard = functools.partial(take_own, model)
     yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, shard)
     load_full_state_dict(model, saved["state"])
-    try:
+    with refusing():
         parallel = build(case, model, subject, manager)
         divide(case, saved["batches"][0], manager)
-    except ScaletorchError as error:
-        raise RefusedError(type(error).__name__, str(error)) from error
     dropout.switch(parallel, on=False)
     yield from train_and_compare(case, parallel, manager, saved)
     if saved["dropout"]:

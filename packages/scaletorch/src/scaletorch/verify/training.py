@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,6 +35,7 @@ from .compare import Difference, compare_named, compare_tensor
 from .phases import MAX_NORM, Phase, phase_at
 from .precision import model_precision
 from .problem import TORCH_DTYPES
+from .refusal import refusing
 from .replicas import doubled, missing, unlike
 
 WRAPPER: Mapping[str, Mapping[str, Any]] = {
@@ -95,33 +97,35 @@ def train_and_compare(
     manager: ProcessGroupManager,
     saved: Mapping[str, Any],
 ) -> Iterator[Difference]:
-    """Train through all steps; compare this rank's part after each, and the whole at the end."""
-    shard = functools.partial(take_own, model)
+    """Train; compare this rank's part after each step, and the whole at the end.
+
+    Ends with the first step in which a rank finds a fault: what follows from it tells nothing new.
+    """
     mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     stages: list[set[str]] = all_gather_object(mine, manager.pp_group)
-    limit = functools.partial(bound, TORCH_DTYPES[case.dtype], saved["chain"])
-    yield from doubled(stages, model.tied_parameters, limit(0))
+    dtype = TORCH_DTYPES[case.dtype]
+    yield from doubled(stages, model.tied_parameters, bound(dtype, saved["chain"], 0))
     for step, (batch, theirs) in enumerate(zip(saved["batches"], saved["steps"], strict=True)):
+        limit = bound(dtype, saved["chain"], step)
         phase, first = phase_at(step)
         if first:
             optimizer = optimizer_of(case, phase, model)
-        with model_precision(TORCH_DTYPES[case.dtype]):
+        with refusing() if step == 0 else nullcontext(), model_precision(dtype):
             loss = train_step(model, divide(case, batch, manager), manager)
-        yield compare_tensor("loss", step, loss, theirs["loss"], limit(step))
-        yield from compare_gradients(step, model, theirs["gradients"], stages, limit(step))
-        if phase.clips:
-            norm = clip_grad_norm_(model, MAX_NORM, manager)
-        else:
-            norm = global_grad_norm(model, manager)
+        found = [compare_tensor("loss", step, loss, theirs["loss"], limit)]
+        found += compare_gradients(step, model, theirs["gradients"], stages, limit)
+        norm = norm_of(model, manager, clips=phase.clips)
+        found.append(compare_tensor("norm", step, norm, theirs["norm"], limit))
         optimizer.step()
         optimizer.zero_grad()
-        yield compare_tensor("norm", step, norm, theirs["norm"], limit(step))
-        yield from compare_named(
-            "weight", step, model.state_dict(), theirs["weights"], limit(step), shard
-        )
+        shard = functools.partial(take_own, model)
+        found += compare_named("weight", step, model.state_dict(), theirs["weights"], limit, shard)
+        yield from found
+        if any(all_gather_object(any(difference.failed for difference in found))):
+            return
     weights = full_state_dict(model, manager)
-    yield from missing("whole weight", step, weights, theirs["weights"], limit(step))
-    yield from compare_named("whole weight", step, weights, theirs["weights"], limit(step))
+    yield from missing("whole weight", step, weights, theirs["weights"], limit)
+    yield from compare_named("whole weight", step, weights, theirs["weights"], limit)
 
 
 def optimizer_of(case: Case, phase: Phase, model: DataParallelBucket) -> Optimizer:
@@ -130,6 +134,13 @@ def optimizer_of(case: Case, phase: Phase, model: DataParallelBucket) -> Optimiz
     if options := SHARDED.get(case.data_parallel):
         shard_optimizer(optimizer, model, **options)
     return optimizer
+
+
+def norm_of(model: DataParallelBucket, manager: ProcessGroupManager, *, clips: bool) -> Tensor:
+    """Return the norm of the whole gradient, which is clipped then where ``clips`` says so."""
+    if clips:
+        return clip_grad_norm_(model, MAX_NORM, manager)
+    return global_grad_norm(model, manager)
 
 
 def compare_gradients(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ..dist import RankFailedError, RankPool
-from ..dist.errors import InvalidArgumentError, MismatchError
+from ..dist.errors import InvalidArgumentError
 from ..dist.ranks.locate import locate
 from ..dist.testing import preload
 from ..parallel.pg_manager import Grid
@@ -31,8 +31,9 @@ from .problem import (
     default_model,
     one_process,
 )
+from .refusal import refusal
 from .report import CaseResult, Report
-from .runner import RankReport, RefusedError, run_case
+from .runner import RankReport, run_case
 from .training import Subject
 
 Progress = Callable[[CaseResult], None]
@@ -166,16 +167,3 @@ def run_all(tasks: Iterable[Task], timeout: float) -> Iterator[CaseResult]:
     finally:
         if pool is not None:
             pool.close()
-
-
-def refusal(error: RankFailedError, world_size: int) -> str:
-    """Return in one line why the library refuses a case, or '' where something else happened.
-
-    Every rank must have refused it. One that only heard of it from another has a mismatch to tell,
-    and mismatches alone are ranks that disagree: a fault.
-    """
-    found = [each for each in error.exceptions.values() if isinstance(each, RefusedError)]
-    if len(found) < world_size:
-        return ""
-    told = [each.words for each in found if each.kind != MismatchError.__name__]
-    return told[0].split("\n", 1)[0] if told else ""

@@ -86,7 +86,8 @@ def signature(q: Tensor, k: Tensor, v: Tensor, call: Call, method: str) -> Signa
     mask = call.mask
     documents = zlib.crc32(repr(mask.documents).encode()) if mask.documents else 0
     return Signature(
-        batch, heads, k.shape[1], length, head_dim * _VALUES + v.shape[3], DTYPES.index(q.dtype), int(gradient), bits,
+        batch, heads, k.shape[1], length, head_dim * _VALUES + v.shape[3],
+        DTYPES.index(q.dtype), int(gradient), bits,
         int(mask.causal), mask.window or 0, documents, sorted(LAYOUTS).index(call.layout.name),
         call.layout.length, sorted(METHODS).index(method), call.parts[0].size,
         zlib.crc32(repr(call.ring.ranks).encode()),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ...dist.errors import InvalidArgumentError
 from .sharding.gradient import ShardedGradient
 
 
@@ -61,8 +62,10 @@ def settled_shards(model: nn.Module) -> list[Shard]:
     them, and parameters that were frozen with a gradient, as for torch's function.
 
     Raises:
+        InvalidArgumentError: ``model`` is no module.
         StateError: A gradient that lies in shards has not been synchronised.
     """
+    check_module(model)
     settle = getattr(model, "settle_gradients", None)
     if settle is not None:
         settle()
@@ -80,3 +83,13 @@ def settled_shards(model: nn.Module) -> list[Shard]:
 def is_sharded(model: nn.Module) -> bool:
     """Whether ranks have shards of some parameter; the same on every rank of the group."""
     return bool(getattr(model, "is_sharded", False))
+
+
+def check_module(model: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        InvalidArgumentError: It is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model must be a module, got {type(model).__name__}")

@@ -52,7 +52,7 @@ class GradScaler(torch.amp.GradScaler):
         *,
         group: ProcessGroup | None = None,
     ) -> None:
-        kind = current_device().type if device is None else device
+        kind = current_device().type if device is None else _known_device(device)
         _check_scale(init_scale, growth_factor, backoff_factor, growth_interval)
         super().__init__(kind, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         if self._enabled:
@@ -74,6 +74,14 @@ class GradScaler(torch.amp.GradScaler):
             anywhere += found.to(anywhere.device)
         all_reduce(anywhere, "max", self._group)
         return {anywhere.device: anywhere}
+
+
+def _known_device(device: str) -> str:
+    try:
+        return torch.device(device).type
+    except (RuntimeError, TypeError) as error:
+        message = f"device must be a type such as 'cpu' or 'cuda', got {device!r}"
+        raise InvalidArgumentError(message) from error
 
 
 def _check_scale(scale: float, growth: float, backoff: float, interval: int) -> None:

@@ -16,7 +16,7 @@ from ..buckets.bucket import Bucket
 from ..buckets.manager import BucketManager
 from ..buckets.slot import Slot
 from ..data_parallel import DataParallelBucket
-from ..shards import Shard
+from ..shards import Shard, check_module
 from .bucket import ShardedBucket
 from .following import follow
 from .gather import Gathers
@@ -144,6 +144,7 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 
     All ranks of the data-parallel group call it. Parameters without a gradient are left out.
     """
+    check_module(model)
     if isinstance(model, DataParallelBucket):
         model.settle_gradients()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}

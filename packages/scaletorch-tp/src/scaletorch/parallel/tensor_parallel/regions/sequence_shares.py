@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ....dist import get_rank, get_world_size
@@ -58,6 +59,12 @@ class SequenceShares:
         """
         sizes = self.sizes_of(self.length or x.shape[DIM] * get_world_size(self.holder.group))
         own = sizes[self.rank]
+        if x.shape[DIM] == sum(sizes) and _in_backward():
+            raise InvalidArgumentError(
+                f"{describe_rank()}: a part of a module that sees whole sequences is run again "
+                f"in backward by itself, on a tensor of shape {tuple(x.shape)}; with sequence "
+                "parallelism checkpoint the whole module (attention, MLP) or the layer around it"
+            )
         if x.shape[DIM] != own:
             raise InvalidArgumentError(
                 f"{describe_rank()}: expected this rank's {own} of {sum(sizes)} tokens, got a "
@@ -89,3 +96,8 @@ class SequenceShares:
                 f"without one; sequence parallelism needs at least {size}"
             )
         return shard_sizes(length, size)
+
+
+def _in_backward() -> bool:
+    """Tell whether autograd runs this: a recomputation."""
+    return torch._C._current_graph_task_id() != -1
