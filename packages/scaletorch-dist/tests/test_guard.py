@@ -330,3 +330,57 @@ def test_one_line_in_a_script(tmp_path, fault):
     for rank, text in errors.items():
         assert expected[fault] in text, text
         assert processes[rank].returncode == (fault != "none")
+
+
+def raises_lines(rank):
+    if rank == 1:
+        raise ValueError("the batches differ\n  + 1 of 2\n  - 2 of 2")
+
+
+def test_the_headline_has_an_exceptions_type_and_first_line():
+    text = outcome(raises_lines)[0][3]
+    assert text.startswith("rank 1 (dp1 tp0) raised ValueError: the batches differ + 1 of 2")
+
+
+def tells_and_waits(rank):
+    if rank == 1:
+        told = guard.tell(ValueError("in a stage"))
+        dist.all_reduce(torch.ones(2 if told else 3))  # as who ends a step with the others
+
+
+def test_an_exception_that_is_told_at_once_reaches_those_who_wait():
+    for _, kind, ranks, text in outcome(tells_and_waits):
+        assert (kind, ranks) == ("exception", (1,))
+        assert text.startswith("rank 1 (dp1 tp0) raised ValueError: in a stage\n")
+
+
+def test_without_a_guard_nothing_is_told():
+    assert guard.tell(ValueError("nobody hears it")) is False
+
+
+def sends_less(rank):
+    if rank == 0:
+        dist.send(torch.ones(3), 1)
+    if rank == 1:
+        dist.recv(torch.empty(4), 0)
+
+
+def test_a_message_of_another_size_is_found_at_the_steps_end():
+    for _, kind, ranks, text in outcome(sends_less):
+        assert (kind, ranks) == ("mismatch", (0, 1))
+        assert "send(float32[3]) to rank 1" in text
+        assert "recv(float32[4]) from rank 0" in text
+        assert "nobody has a majority" in text
+
+
+def skips_torchs_own(rank):
+    if rank != 1:
+        c10d.all_reduce(torch.ones(2))
+
+
+def test_who_skips_a_call_of_torchs_own_is_among_those_named():
+    for _, kind, ranks, text in outcome(skips_torchs_own)[1:2]:
+        assert kind == "slow"
+        assert 1 in ranks
+        assert "which no ledger has" in text
+        assert "rank 1 (dp1 tp0) may have left out" in text

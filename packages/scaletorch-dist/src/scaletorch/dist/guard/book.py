@@ -6,6 +6,7 @@ from typing import Any
 
 from .facts import (
     HUSH,
+    WORK,
     Channel,
     Entry,
     Picture,
@@ -92,8 +93,7 @@ class Book:
         for other in map(self.picture.reports.__getitem__, message["ranks"]):
             if kind == "signs":
                 if not other.able(now):
-                    recent = [s for s in other.signs if now - s.time <= self.picture.silence]
-                    other.signs = [*recent, Sign(now, *message["signs"])]
+                    other.signs = _with_sign(other.signs, Sign(now, *message["signs"]))
                 continue
             begun = now if other.stopped is None else other.stopped
             other.stopped, other.still = (begun, now) if kind == "stopped" else (None, now)
@@ -116,6 +116,13 @@ class Book:
         report.free, report.foreign = message["free"], message["foreign"]
         if message["marks"] or message["steps"]:
             drop_agreed(self.picture)
+
+
+def _with_sign(signs: list[Sign], new: Sign) -> list[Sign]:
+    """Return the signs since a process has last worked on data, or waited for a disk."""
+    if signs and (new.faults - signs[0].faults >= WORK or new.state not in "SR"):
+        return [new]
+    return [*signs[:1], *signs[1:][-REMEMBERED:], new]
 
 
 def _forget(known: dict[Any, Any], limit: int) -> None:

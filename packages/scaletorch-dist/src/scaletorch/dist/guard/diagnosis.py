@@ -8,15 +8,14 @@ rank is slow proves nothing: it is shown after a while, and a fault only after m
 from __future__ import annotations
 
 from .alike import find_swap
-from .facts import Fault, Need, Picture, Report, Sign, Slowness, Wait
+from .facts import WORK, Fault, Need, Picture, Report, Sign, Slowness, Wait
 from .mismatch import NOBODY, as_others, find_disagreement, find_mismatch, most_common
 
 STALL = 0.2  # s of waiting after which calls are compared
 ASKING = 0.5  # s that a slow rank has to tell where it is
 FREEZE = 1.0  # s that a process must be seen stopped
 FOREIGN = 5.0  # s that a circle must last where other threads might still make a call
-WORK = 64  # new pages that a process touches if it works on data
-RAN = 0.5  # s of CPU after which a process that runs has had time to speak
+RAN = 0.2  # s of CPU after which a process that runs has had time to speak
 
 LOCKED = "C code or a regular expression holds its interpreter's lock"
 _TORCHS = "torch/distributed/distributed_c10d.py"

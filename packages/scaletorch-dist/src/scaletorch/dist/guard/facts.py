@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 LEASE = 0.25  # s between two words of a rank, with up to 256 ranks
 HUSH = 8  # so many words that do not come make a rank silent
+WORK = 64  # new pages that a process touches if it works on data
 
 
 def lease_period(size: int) -> float:

@@ -1,0 +1,304 @@
+"""The guard among healthy ranks and hostile strangers: its own faults are no rank's."""
+
+import contextlib
+import ctypes
+import logging
+import os
+import re
+import resource
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+from scaletorch import dist
+from scaletorch.dist import RankFailedError, RankFaultError, guard
+from scaletorch.dist.guard import control
+from scaletorch.dist.guard.alike import find_swap
+from scaletorch.dist.guard.book import Book
+from scaletorch.dist.guard.diagnosis import diagnose
+from scaletorch.dist.guard.facts import Channel, Entry, Fault, Need, Picture, Report, Sign, Wait
+from scaletorch.dist.guard.ledger import Ledger
+from scaletorch.dist.guard.leftovers import KEPT, PREFIX, remove_old
+from scaletorch.dist.guard.monitor import Monitor
+from scaletorch.dist.guard.session import one_line
+from scaletorch.dist.guard.wire import Line
+from scaletorch.dist.testing import run_ranks
+
+
+class Late(dict):
+    """The calls of a rank, read so slowly that it makes more of them meanwhile."""
+
+    def values(self):
+        found = list(super().values())
+        time.sleep(0.002)
+        return found
+
+
+def in_new_groups():
+    with guard.watch():
+        if dist.get_rank() == 1:
+            recorder = control._session.recorder
+            recorder.tracks = Late(recorder.tracks)
+        group = None
+        for step in range(60):
+            group = c10d.new_group() if step % 3 == 0 else group
+            if dist.get_rank() == 0:
+                time.sleep(0.003)
+            dist.all_reduce(torch.ones(4), group=group)
+            guard.step()
+
+
+def test_first_calls_in_new_groups_are_no_fault():
+    run_ranks(in_new_groups, 2)
+
+
+def test_a_wait_in_a_channel_that_was_not_told_counts_for_nothing():
+    stuck = Report(1, waits=[Wait(1, "new", 0, 0.0)], since={1: 10.0}, heard=10.0)
+    picture = Picture({0: Report(0, heard=10.0), 1: stuck}, {}, warn=30, patience=60)
+    assert diagnose(picture, 10.01) is None
+
+
+class Heard(logging.Handler):
+    def __init__(self):
+        super().__init__()
+        self.texts = []
+        logging.getLogger("scaletorch.dist.guard").addHandler(self)
+
+    def emit(self, record):
+        self.texts.append(record.getMessage())
+
+
+def with_a_fault_of_the_guard(how):
+    heard = Heard()
+    begun = time.monotonic()
+    with guard.watch(patience=300.0):
+        dist.all_reduce(torch.ones(1))
+        session = control._session
+        if how == "watcher" and dist.get_rank() == 1:
+            session.watcher._news.lease = None
+        if how == "word" and dist.get_rank() == 1:
+            session.watcher.say({"is": "stopped"}, 5.0)  # whom it does not say
+        if how == "killed" and dist.get_rank() == 0:
+            for path in Path("/proc/self/task").glob("*/children"):
+                for pid in map(int, path.read_text().split()):
+                    os.kill(pid, signal.SIGKILL)
+        assert session.over.wait(30)
+        for _ in range(5):
+            dist.all_reduce(torch.ones(1))
+            guard.step()
+    return heard.texts, time.monotonic() - begun < 60
+
+
+@pytest.mark.parametrize("how", ["watcher", "word", "killed"])
+def test_a_fault_of_the_guard_is_told_as_such_and_stops_no_job(how):
+    ((texts, soon), *_) = run_ranks(with_a_fault_of_the_guard, 2, how)
+    (text,) = texts
+    assert text.startswith("the guard is off: ")
+    assert soon  # rank 0 does not wait for its patience
+
+
+PAYLOADS = {
+    "beyond ASCII": '{"is":"hello","token":"é","rank":0}\n'.encode(),
+    "a surrogate": b'{"is":"hello","token":"\\ud800","rank":0}\n',
+    "deep": b"[" * 200_000 + b"\n",
+    "less deep": b"[" * 4_000 + b"\n",
+    "no object": b"[1]\n5\n",
+    "no JSON": b"hello\n",
+    "nothing": b"\0" * 1000 + b"\n",
+    "a list for a rank": b'{"is":"hello","token":"x","rank":[1]}\n',
+    "a long number": b'{"rank":' + b"9" * 4_000 + b"}\n",
+    "no line": b"x" * 100_000,
+    "silence": b"",
+}
+
+
+def test_strangers_cannot_end_the_monitor():
+    listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
+    address = listener.getsockname()
+    monitor = Monitor(listener, "token", 1, "/nowhere", warn=9.0, patience=9.0, silence=9.0)
+    thread = threading.Thread(target=monitor.run)
+    thread.start()
+    strangers = [socket.create_connection(address) for _ in range(100)]  # of which few may stay
+    for payload in PAYLOADS.values():
+        strangers.append(socket.create_connection(address))
+        with contextlib.suppress(ConnectionError):  # refused already
+            strangers[-1].sendall(payload)
+    rank = Line(socket.create_connection(address))
+    rank.send({"is": "hello", "token": "token", "rank": 0, "pid": 1, "host": 1, "label": "rank 0"})
+    assert rank.receive() == [{"is": "welcome", "watch": [], "first": 1}]
+    with pytest.raises(ConnectionRefusedError):  # all are here: nobody is let in any more
+        socket.create_connection(address)
+    assert thread.is_alive()
+    rank.close()
+    thread.join(5)
+    for stranger in strangers:
+        stranger.close()
+
+
+def many_times():
+    counts = []
+    for _ in range(12):
+        with guard.watch():
+            dist.all_reduce(torch.ones(3))
+        counts.append(len(os.listdir("/proc/self/fd")))
+    return counts[2:]
+
+
+def test_it_leaves_no_descriptor_open():
+    for counts in run_ranks(many_times, 2):
+        assert max(counts) <= min(counts) + 1, counts
+
+
+def with_many_files():
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(most, 4096), most))
+    with contextlib.ExitStack() as files:
+        for _ in range(1100):
+            files.enter_context(open(os.devnull))
+        with guard.watch():
+            dist.all_reduce(torch.ones(3))
+            guard.step()
+
+
+def test_it_starts_beyond_1024_descriptors():
+    run_ranks(with_many_files, 2)
+
+
+def holds_the_lock(guilty, how):
+    with guard.watch(silence=3.0, patience=200.0):
+        for step in range(20):
+            dist.all_reduce(torch.ones(4))
+            if (dist.get_rank(), step) == (guilty, 9):
+                if how == "C":
+                    ctypes.PyDLL(None).sleep(1000)
+                re.match("(a+)+$", 64 * "a" + "b")
+            guard.step()
+
+
+@pytest.mark.parametrize(("guilty", "how"), [(0, "C"), (1, "regex")])
+def test_a_held_interpreter_lock_is_found_wherever_it_is(guilty, how):
+    with pytest.raises(RankFailedError) as caught:
+        dist.launch(holds_the_lock, 3, guilty, how, timeout=100)
+    others = {0, 1, 2} - {guilty}
+    assert set(caught.value.exceptions) == others
+    for other in others:
+        error = caught.value.exceptions[other]
+        assert isinstance(error, RankFaultError)
+        assert (error.kind, error.ranks) == ("stopped", (guilty,))
+        assert f"rank {guilty} gives no sign of life" in str(error)
+
+
+def silent(signs, patience=100.0):
+    """Rank 0 waits since 0 for rank 1, which nobody has heard since then."""
+    waiting = Report(0, waits=[Wait(1, "g", 0, 0.0)], counts={"g": 1}, since={1: 0.0})
+    waiting.tails = {"g": {0: Entry(0, 7, "all_reduce", "a", 0.0, "waiting", "g")}}
+    waiting.heard = waiting.asked = 20.0
+    other = Report(1, heard=0.0, signs=signs, waits=[Wait(7, "g", -1, 0.0)], since={7: 0.0})
+    picture = Picture({0: waiting, 1: other}, {"g": Channel("tp", (0, 1))}, 90.0, patience)
+    return diagnose(picture, 20.0)
+
+
+@pytest.mark.parametrize(
+    ("what", "signs", "found"),
+    [
+        ("sleeps", [Sign(t, "S", 5, 0.0) for t in range(11, 20)], True),
+        ("computes", [Sign(t, "R", 5, 0.3 * t) for t in range(11, 20)], True),
+        ("loads data", [Sign(t, "R", 100 * t, 0.3 * t) for t in range(11, 20)], False),
+        ("has no CPU", [Sign(t, "R", 5, 0.01 * t) for t in range(11, 20)], False),
+        ("waits for a disk", [Sign(t, "D", 5, 0.0) for t in range(11, 20)], False),
+        ("was seen once", [Sign(19, "S", 5, 0.0)], False),
+        ("cannot be seen", [], False),
+    ],
+)
+def test_a_silent_rank_is_at_fault_early_only_if_it_does_nothing(what, signs, found):
+    verdict = silent(signs)
+    assert isinstance(verdict, Fault) == found, (what, verdict)
+    late = silent(signs, patience=19.0)  # whatever it does, this is too long
+    assert (late.ranks, late.kind) == ((1,), "stopped" if found else "slow")
+    if not found:
+        assert "rank 1 has not been heard of for 20.0 s" in late.headline
+
+
+def test_a_process_that_was_seen_stopped_by_one_who_is_silent_now_is_not_accused():
+    book = Book(2, warn=9.0, patience=99.0)
+    book.take(0, {"is": "stopped", "ranks": [1]}, 10.0)
+    assert diagnose(book.picture, 12.0) is None  # seen once: it may run again
+    book.take(0, {"is": "stopped", "ranks": [1]}, 11.5)
+    assert diagnose(book.picture, 12.0).kind == "stopped"
+    book.take(1, {"is": "word"}, 12.0)
+    assert diagnose(book.picture, 12.1) is None
+
+
+class Odd(Exception):
+    def __str__(self):
+        raise ValueError
+
+
+def test_an_exception_on_one_line():
+    assert one_line(ValueError("no\n  + more\n")) == "ValueError: no + more"
+    assert one_line(KeyboardInterrupt()) == "KeyboardInterrupt"
+    assert one_line(dist.MismatchError("a")) == "scaletorch.dist.errors.MismatchError: a"
+    assert one_line(ValueError("x" * 999)).endswith("x …")
+    assert one_line(Odd()).endswith("Odd")
+
+
+def test_old_ledgers_go_and_others_stay(tmp_path):
+    def folder(name, pid=None):
+        path = tmp_path / f"{PREFIX}{name}"
+        path.mkdir(mode=0o700)
+        ledger = Ledger(str(path), 0, "rank 0")
+        ledger.close(remove=False)
+        if pid is not None:
+            data = (path / "rank0.ledger").read_bytes()
+            (path / "rank0.ledger").write_bytes(data[:16] + pid.to_bytes(8, "little") + data[24:])
+        return path
+
+    gone = 2**22 + 1  # beyond what Linux numbers processes by
+    ended = [folder(f"ended{number}", gone) for number in range(KEPT + 2)]
+    for number, path in enumerate(ended):
+        os.utime(path, (number, number))
+    others = [folder("running"), folder("more", gone), tmp_path / "scaletorch-guard-mine"]
+    (others[1] / "notes").write_text("a user's own")
+    others[2].mkdir(mode=0o700)
+    remove_old(str(tmp_path))
+    assert [path.exists() for path in ended] == [False] * 2 + [True] * KEPT
+    assert all(path.exists() for path in others)
+
+
+def from_other_lines(orders):
+    """Four ranks' reports of 12 calls, of which each rank makes two from the lines that it says."""
+    book = Book(len(orders), warn=9.0, patience=99.0)
+    for rank, lines in enumerate(orders):
+        sites = ["a", "b", "c"] * 2 + list(lines) + ["a", "b", "c"] * 2
+        entries = [
+            [n, 7, "all_reduce", site, float(n), "done", "g"] for n, site in enumerate(sites)
+        ]
+        told = {"is": "answer", "number": 5, "tail": entries, "stack": "", "steps": [], "waits": []}
+        told |= {"channels": {"g": ["tp", list(range(len(orders))), False]}, "free": 1}
+        told |= {"counts": {"g": len(sites)}, "foreign": False}
+        marks = {"marks": {"g": [[len(sites), 1, hash(tuple(sites))]]}}
+        book.take(rank, {**told, **marks}, 10.0)
+    return book.picture
+
+
+def test_look_alike_calls_that_a_rank_swaps():
+    picture = from_other_lines(["xy", "xy", "yx", "xy"])
+    fault = find_swap(picture, 10.0)
+    assert fault.ranks == (2,)
+    assert "rank 2 makes all_reduce at y, then all_reduce at x" in fault.headline
+    fault = find_swap(from_other_lines(["xy", "yx"]), 10.0)
+    assert fault.ranks == (0, 1)
+    assert "nobody has a majority" in fault.headline
+
+
+@pytest.mark.parametrize("orders", [["xy", "zw"], ["xy", "xy", "xz"], ["xy", "yx", "xy", "yx"]])
+def test_lines_of_their_own_are_no_swap(orders):
+    picture = from_other_lines(orders)
+    assert find_swap(picture, 10.0) is None
+    assert not isinstance(diagnose(picture, 10.0), (Fault, Need))
