@@ -184,3 +184,14 @@ def test_a_parameter_of_the_model_itself_is_on_every_stage():
     step(stage, make_batches())
     serial_gradient(plain, make_batches())
     torch.testing.assert_close(local(stage).grad, plain.scale.grad, rtol=1e-12, atol=0)
+
+
+@distributed_test(world_size=2)
+def test_steps_that_are_summed_later_keep_what_was_summed_before():
+    plain = make()
+    stage = PipelineParallel(copy.deepcopy(plain), group=torch.distributed.group.WORLD)
+    for summed in (True, False, False, True):
+        stage.require_backward_grad_sync = summed
+        step(stage, make_batches())
+        expected = serial_gradient(plain, make_batches())
+    torch.testing.assert_close(local(stage).grad, expected, rtol=1e-12, atol=1e-14)
