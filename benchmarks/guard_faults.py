@@ -22,6 +22,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from guard_programs import KINDS, Program, groups_of, make_program, run_steps
@@ -32,34 +33,50 @@ from scaletorch.dist.guard.processes import process_state
 from scaletorch.dist.ranks import collect as collecting
 from scaletorch.dist.ranks.pool import RankPool
 
-DEADLINE = 25.0  # s; whoever has not ended by then hangs
+DEADLINE = 25.0  # s; whoever has not ended so long after the fault hangs
+START = 120.0  # s to come to it
 PATIENCE, WARN = 1.5, 0.7  # s
-SURVIVES = {"exception": False, "kill": False, "stop": False, "loop": False, "early": False,
-            "interrupt": False}  # fmt: skip
+CAUSE = "ValueError: the seeded exception"
+ENDLESS = ("kill", "stop", "stop first", "loop", "lock", "regex")  # their ranks say nothing more
+GONE = (*ENDLESS, "exception", "lines", "early", "interrupt")  # are no survivors
 
 
 def body(program: Program, folder: str) -> None:
     """Run a program on one rank, and write down how it ended."""
-    rank = dist.get_rank()
     groups = groups_of(program.size)
+    rank = dist.get_rank()
+
+    def work() -> list[float]:
+        with guarded(folder, label(rank)):
+            return run_steps(program, groups, lambda: note(folder))
+
+    write_end(folder, rank, work)
+
+
+def note(folder: str) -> None:
+    """Write down that the fault comes now."""
+    _write(folder, "begun", time.time())
+
+
+def guarded(folder: str, name: str) -> contextlib.AbstractContextManager[None]:
+    """Return the guard, with ledgers that go with the folder."""
+    ledgers = os.path.join(folder, "ledgers")
+    return guard.watch(ledgers, label=name, patience=PATIENCE, warn=WARN)
+
+
+def write_end(folder: str, rank: int, work: Callable[[], list[float]]) -> None:
+    """Do a rank's work, and write down how it ended."""
     _write(folder, f"pid{rank}", os.getpid())
-
-    def note() -> None:
-        _write(folder, "begun", time.time())
-
     outcome: dict[str, Any] = {}
     try:
-        ledgers = os.path.join(folder, "ledgers")  # which go with the folder
-        with guard.watch(ledgers, label=label(rank), patience=PATIENCE, warn=WARN):
-            outcome = {"results": run_steps(program, groups, note)}
-        outcome["error"] = ""
+        outcome = {"results": work(), "error": ""}
     except RankFaultError as error:
         outcome |= {"error": error.kind, "ranks": error.ranks, "text": error.text}
     except BaseException as error:
         outcome |= {"error": type(error).__name__, "ranks": (), "text": str(error)}
     outcome["time"] = time.time()
     _write(folder, f"end{rank}", outcome)
-    deadline = time.time() + DEADLINE
+    deadline = time.time() + START + DEADLINE
     while not os.path.exists(os.path.join(folder, "over")) and time.time() < deadline:
         time.sleep(0.02)
 
@@ -85,12 +102,23 @@ def _read(folder: str, name: str) -> Any:
 
 def run(program: Program) -> dict[str, Any]:
     """Run a program on fresh ranks, and return what became of them."""
+    return run_body(body, program, _judge)
+
+
+def run_body(
+    body: Callable[[Any, str], None],
+    program: Any,
+    judge: Callable[[Any, dict[int, Any], float | None], dict[str, Any]],
+    *,
+    init: bool = True,
+) -> dict[str, Any]:
+    """Run a body that takes a program and a folder on fresh ranks, and judge how they ended."""
     with tempfile.TemporaryDirectory() as folder:
         watched = threading.Thread(target=_end_when_known, args=(program, folder))
         watched.start()
         said: dict[int, str] = {}
-        collecting.FAILURE_GRACE = 2 * DEADLINE  # nobody is killed before it is known to hang
-        with RankPool(program.size, timeout=DEADLINE + 10) as pool:
+        collecting.FAILURE_GRACE = START + 2 * DEADLINE  # who hangs is left alone
+        with RankPool(program.size, timeout=START + 2 * DEADLINE, init=init) as pool:
             try:
                 pool.run(body, program, folder)
             except RankFailedError as error:
@@ -103,10 +131,10 @@ def run(program: Program) -> dict[str, Any]:
 def _end_when_known(program: Program, folder: str) -> None:
     """Let the ranks go, and kill the one that cannot, when all others have ended."""
     fault = program.fault
-    guilty = {fault.rank} if fault is not None and fault.kind in ("kill", "stop", "loop") else set()
-    deadline = time.time() + DEADLINE
+    guilty = {fault.rank} if fault is not None and fault.kind in ENDLESS else set()
+    deadline = time.time() + START
     waited = set(range(program.size)) - guilty
-    while waited and time.time() < deadline:
+    while waited and time.time() < min(deadline, _begun(folder) + DEADLINE):
         waited = {rank for rank in waited if _read(folder, f"end{rank}") is None}
         for rank in [rank for rank in waited if _is_gone(_read(folder, f"pid{rank}"))]:
             if _read(folder, f"end{rank}") is None:
@@ -120,11 +148,15 @@ def _end_when_known(program: Program, folder: str) -> None:
                 os.kill(pid, signal.SIGKILL)
 
 
+def _begun(folder: str) -> float:
+    return _read(folder, "begun") or float("inf")
+
+
 def _is_gone(pid: int | None) -> bool:
     return pid is not None and process_state(pid) == "X"
 
 
-def judge(program: Program, ends: dict[int, Any], begun: float | None) -> dict[str, Any]:
+def _judge(program: Program, ends: dict[int, Any], begun: float | None) -> dict[str, Any]:
     """Return what is counted of one run."""
     fault = program.fault
     if fault is None or fault.kind == "stride":
@@ -134,14 +166,14 @@ def judge(program: Program, ends: dict[int, Any], begun: float | None) -> dict[s
     survivors = {
         rank: end
         for rank, end in ends.items()
-        if SURVIVES.get(fault.kind, True) or rank != fault.rank
+        if fault.kind not in GONE or rank != fault.rank
         if end is None or end["error"] != "aborted"
     }
     found = [end for end in survivors.values() if end is not None]
     named = [
         fault.rank in end.get("ranks", ())
         and label(fault.rank) in end["text"]
-        and (fault.kind != "exception" or "the seeded exception" in end["text"])
+        and (fault.kind not in ("exception", "lines") or CAUSE in end["text"].partition("\n")[0])
         for end in found
     ]
     seconds = max((end["time"] for end in found if end["error"]), default=0.0) - (begun or 0.0)
@@ -150,7 +182,7 @@ def judge(program: Program, ends: dict[int, Any], begun: float | None) -> dict[s
         "silent": any(not end["error"] for end in found),
         "named": all(named) and len(named) == len(survivors),
         "exact": all(list(end.get("ranks", ())) == [fault.rank] for end in found),
-        "aborted": len(ends) - len(survivors) - (not SURVIVES.get(fault.kind, True)),
+        "aborted": len(ends) - len(survivors) - (fault.kind in GONE),
         "seconds": seconds,
         "ends": ends,
     }
@@ -185,6 +217,12 @@ def one(seed: int, number: int, show: bool) -> tuple[int, str, int, dict[str, An
     kind = KINDS[number % len(KINDS)]
     program = make_program(seed * 1_000_003 + number, kind)
     result = run(program)
+    tell(number, kind, program, result, show)
+    return number, kind, program.size, result
+
+
+def tell(number: int, kind: str, program: Any, result: dict[str, Any], show: bool) -> None:
+    """Print what became of one run, where it is not as it should be, or `show` says so."""
     good = result.get("right", result.get("named")) and not result["hang"]
     if show or not good:
         counted = {name: value for name, value in result.items() if name not in ("ends", "said")}
@@ -192,26 +230,26 @@ def one(seed: int, number: int, show: bool) -> tuple[int, str, int, dict[str, An
         for rank, end in result["ends"].items():
             text = "nothing" if end is None else f"{end['error']} {end.get('text', '')}"
             print(f"  {rank}: {text} {result['said'].get(rank, '')}", flush=True)
-    return number, kind, program.size, result
 
 
-def table(rows: list[tuple[int, str, int, dict[str, Any]]]) -> None:
+def table(rows: list[tuple[int, str, int, dict[str, Any]]], kinds: Sequence[str] = KINDS) -> None:
     """Print the counts of each kind."""
-    print("| fault | runs | hangs | silent | named | exactly | p50 s | p99 s | worst s |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- |")
-    for kind in KINDS:
+    print("| fault | runs | hangs | silent | named | exactly | aborted | p50 s | p99 s | worst s |")
+    print("| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |")
+    for kind in kinds:
         results = [result for _, other, _, result in rows if other == kind]
         if not results:
             continue
         if kind == "stride":
             right = sum(result["right"] for result in results)
             print(f"| stride (no fault: right) | {len(results)} | {_sum(results, 'hang')} | "
-                  f"{len(results) - right} wrong | | | | | |")  # fmt: skip
+                  f"{len(results) - right} wrong | | | | | | |")  # fmt: skip
             continue
         seconds = sorted(result["seconds"] for result in results)
         p99 = seconds[min(len(seconds) - 1, int(0.99 * len(seconds)))]
         print(f"| {kind} | {len(results)} | {_sum(results, 'hang')} | {_sum(results, 'silent')} | "
               f"{_sum(results, 'named')} | {_sum(results, 'exact')} | "
+              f"{sum(result['aborted'] for result in results)} | "
               f"{statistics.median(seconds):.2f} | {p99:.2f} | {seconds[-1]:.2f} |")  # fmt: skip
     print(Counter(size for _, _, size, _ in rows))
 

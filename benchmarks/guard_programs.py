@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import random
+import re
 import signal
 import threading
 import time
@@ -22,7 +24,8 @@ MESSAGES = ("pair", "ring")
 
 KINDS = (
     "exception", "kill", "stop", "loop", "skip", "swap", "call", "op", "dtype", "shape", "stride",
-    "root", "group", "unsent", "crossed", "early", "interrupt",
+    "root", "group", "unsent", "crossed", "early", "interrupt", "lock", "regex", "lines", "size",
+    "alike",
 )  # fmt: skip
 
 
@@ -74,7 +77,7 @@ def make_program(seed: int, kind: str | None, steps: int = 12) -> Program:
     step = draw.randint(1, steps - 3)
     place = draw.randrange(len(calls[step]))
     calls[step] = _make_room(draw, kind, calls[step], place, groups)
-    rank = draw.randrange(size - size % 2 if kind in ("unsent", "crossed") else size)
+    rank = draw.randrange(size - size % 2 if kind in ("unsent", "crossed", "size") else size)
     if kind == "unsent":
         rank -= rank % 2  # the one that sends first
     delay = draw.choice((0.0, 0.1)) if kind == "interrupt" else 0.0
@@ -106,10 +109,15 @@ def _make_room(
         call = replace(call, name=draw.choice(("broadcast", "reduce")))
     if kind == "stride":
         call = replace(call, name="all_reduce", shape=(3, 4))
-    if kind in ("unsent", "crossed"):
+    if kind == "size":
+        call = replace(call, shape=(4,))
+    if kind in ("unsent", "crossed", "size"):
         call = replace(call, name="pair", group="world")
     if kind == "group":
         call = replace(call, group="world")
+    if kind == "alike":
+        call = replace(call, name="all_reduce", group="world")
+        calls = (*calls[: place + 1], replace(call, name="again"), *calls[place + 1 :])
     if kind == "swap":
         other = "broadcast" if call.name == "all_reduce" else "all_reduce"
         group = "world" if call.name in MESSAGES else call.group
@@ -165,11 +173,11 @@ def changed(calls: list[Call], fault: Fault, size: int, note: Any) -> list[Call]
     now = Call("fault", op=fault.kind, sleep=fault.delay, shape=(id(note),))
     _notes[id(note)] = note
     mark = replace(now, op="mark")
-    if fault.kind in ("exception", "kill", "stop", "loop", "interrupt"):
+    if fault.kind in ("exception", "kill", "stop", "loop", "interrupt", "lock", "regex", "lines"):
         return [*before, now, call, *after]
     if fault.kind == "skip":
         return [*before, mark, *after]
-    if fault.kind == "swap":
+    if fault.kind in ("swap", "alike"):
         return [*before, mark, after[0], call, *after[1:]]
     return [*before, mark, replace(call, **_other(call, fault, size)), *after]
 
@@ -187,6 +195,7 @@ def _other(call: Call, fault: Fault, size: int) -> dict[str, Any]:
         "group": {"group": "tp" if even and fault.rank % 2 == 0 else "ep"},
         "unsent": {"name": "pair without send"},
         "crossed": {"name": "pair crossed"},
+        "size": {"name": "pair with less"},
     }
     return others[fault.kind]
 
@@ -206,6 +215,8 @@ def make_call(call: Call, groups: dict[str, Any]) -> float:
     root = dist.group_ranks(group)[call.root % dist.get_world_size(group)]
     if call.name == "all_reduce":
         dist.all_reduce(data, call.op, group)
+    elif call.name == "again":
+        dist.all_reduce(data, call.op, group)  # from another line
     elif call.name == "broadcast":
         dist.broadcast(data, root, group)
     elif call.name == "reduce":
@@ -233,13 +244,14 @@ def _pair(name: str, data: torch.Tensor) -> None:
     first = me % 2 == 0
     if name == "pair crossed":
         first = not first
+    sent = data.flatten()[1:].clone() if name == "pair with less" else data
     if first:
         if name != "pair without send":
-            dist.send(data, peer)
+            dist.send(sent, peer)
         dist.recv(data, peer)
     else:
         dist.recv(data, peer)
-        dist.send(data, peer)
+        dist.send(sent, peer)
 
 
 def _happen(call: Call) -> None:
@@ -253,13 +265,23 @@ def _happen(call: Call) -> None:
         threading.Timer(call.sleep, later).start()
         return
     note()
-    if call.op == "exception":
-        raise ValueError("the seeded exception")
-    if call.op == "kill":
+    if call.op in ("exception", "lines"):
+        more = "\n  + another line\n  - and one more" if call.op == "lines" else ""
+        raise ValueError(f"the seeded exception{more}")
+    _end(call.op)
+
+
+def _end(op: str) -> None:
+    """Have this rank make no more calls."""
+    if op == "lock":
+        ctypes.PyDLL(None).sleep(1000)  # with the interpreter's lock held
+    if op == "regex":
+        re.match("(a+)+$", 64 * "a" + "b")
+    if op == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if call.op == "stop":
+    if op == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
-    if call.op == "interrupt":
+    if op == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
-    while call.op == "loop":
+    while op == "loop":
         pass

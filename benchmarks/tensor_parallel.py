@@ -139,7 +139,7 @@ def check(name: str, found: tuple[Tensor, ...], expected: tuple[Tensor, ...], dt
     bound = 1e-4 if dtype == "float32" else 1e-1
     for mine, theirs in zip(found, expected, strict=True):
         error = float((mine - theirs).norm() / theirs.norm())
-        if error > bound:
+        if not error <= bound:  # a NaN is not
             raise SystemExit(f"{name} is wrong by {error:.1e}")
 
 

@@ -96,7 +96,7 @@ def train(tp: int = 1, cp: int = 1, dp: int = 1) -> Curve:
     for step in range(STEPS):
         batch = rank_batch(step, manager)
         count = global_token_count(batch["labels"], group=manager.cp_dp_group)
-        logits = engine(batch["input_ids"], batch["position_ids"])
+        logits = engine(batch["input_ids"], batch.get("position_ids"))
         loss = token_loss_sum(logits, batch["labels"]) / count
         engine.backward(loss * manager.dp_size)  # by which the engine divides
         engine.step()

@@ -108,7 +108,7 @@ def tune(
 def evaluate(model: DataParallelBucket, manager: ProcessGroupManager, step: int) -> float:
     """Return the loss of a batch, the same on every rank."""
     [batch] = shard_global_batch(global_batch(step), 1, manager)
-    logits = model(batch["input_ids"], position_ids=batch["position_ids"])
+    logits = model(batch["input_ids"], position_ids=batch.get("position_ids"))
     count = global_token_count(batch["labels"], group=manager.cp_dp_group)
     loss = token_loss_sum(logits, batch["labels"]) / count
     all_reduce(loss, group=manager.cp_dp_group)

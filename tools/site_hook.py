@@ -30,6 +30,18 @@ PAGES = {
     **{f"packages/{path.name}/README.md": f"packages/{path.name}.md" for path in PACKAGES},
 }
 CHINESE = "中文"
+# Titles of the navigation, on pages in Chinese.
+TITLES = {
+    "Home": "首页",
+    "Guides": "指南",
+    "Packages": "软件包",
+    "First steps": "第一步",
+    "Strategies": "并行策略",
+    "Communication": "通信",
+    "Numbers": "数值",
+    "Running": "运行",
+    "Project": "项目",
+}
 # Modules to import from that are no wheel's whole portion.
 MODULES = tuple(f"scaletorch.dist.{name}" for name in ("devices", "functional", "guard", "testing"))
 # Parts of pages that are no prose, and links.
@@ -46,21 +58,23 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     guides[-1]["Project"] += [p for p in ("contributing.md", "code_of_conduct.md") if p in found]
     chinese = _translated(guides)
     nav.append({"Packages": [page for page in found if page.startswith("packages/")]})
-    nav.append({"API": [{name: page} for name, page in _reference().items()]})
+    nav.append({"API": ["api/index.md", *({name: p} for name, p in _reference().items())]})
     if chinese:
         home = ["zh/index.md"] if "zh/index.md" in found else []
         nav.append({CHINESE: [*home, *chinese]})
     return config
 
 
-def _translated(pages: list[Any]) -> list[str]:
-    """Return the translations of a navigation's pages, in its order, without its sections."""
-    found: list[str] = []
+def _translated(pages: list[Any]) -> list[Any]:
+    """Return the navigation of the translations: the same sections, their titles translated."""
+    found: list[Any] = []
     for entry in pages:
-        if isinstance(entry, dict):
-            found += _translated(next(iter(entry.values())))
-        elif (ROOT / "docs" / "zh" / entry).exists():
-            found.append(f"zh/{entry}")
+        if isinstance(entry, str):
+            found += [f"zh/{entry}"] if (ROOT / "docs" / "zh" / entry).exists() else []
+        else:
+            ((title, inside),) = entry.items()
+            section = _translated(inside)
+            found += [{TITLES.get(title, title): section}] if section else []
     return found
 
 
@@ -81,8 +95,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file, page in PAGES.items():
         if (ROOT / file).exists():
             files.append(File.generated(config, page, abs_src_path=str(ROOT / file)))
-    for name, page in _reference().items():
+    reference = _reference()
+    for name, page in reference.items():
         files.append(File.generated(config, page, content=f"# {name}\n\n::: {name}\n"))
+    rows = [f"| [`{name}`]({page.removeprefix('api/')}) |" for name, page in reference.items()]
+    index = "\n".join(["# API", "", "| import |", "| --- |", *rows, ""])
+    files.append(File.generated(config, "api/index.md", content=index))
     return files
 
 
@@ -114,7 +132,17 @@ def _turn(text: str, page: Page, files: Files) -> str:
     return _LINK.sub(turned, text)
 
 
-def on_page_context(context: Any, *, page: Page, config: MkDocsConfig, **_: Any) -> Any:
-    """Give the theme the language of the page."""
-    config.theme["language"] = "zh" if page.file.src_uri.startswith("zh/") else "en"
+def on_page_context(context: Any, *, page: Page, config: MkDocsConfig, nav: Any) -> Any:
+    """Give the theme the language of the page, its titles, and the same page in the other one."""
+    here = page.file.src_uri
+    chinese = here.startswith("zh/")
+    config.theme["language"] = "zh" if chinese else "en"
+    back = {chinese: english for english, chinese in TITLES.items()}
+    for item in nav.items:
+        item.title = (TITLES if chinese else back).get(item.title, item.title)
+    english = here.removeprefix("zh/")
+    pages = {each.file.src_uri: each.url for each in nav.pages}
+    links = (pages.get(english, "./"), pages.get(f"zh/{english}", "zh/"))
+    for entry, link in zip(config.extra["alternate"], links, strict=True):
+        entry["link"] = link or "./"
     return context

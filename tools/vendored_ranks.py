@@ -140,8 +140,13 @@ def descend(model: nn.Module) -> None:
 
 
 def distance(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """Return the largest difference of two models' weights."""
-    return max(float((value - other[name]).abs().max()) for name, value in one.items())
+    """Return the largest relative difference of two models' weights."""
+    testing = of(INSTALLED, "dist.testing")
+    if one.keys() != other.keys():
+        return float("inf")
+    errors = (testing.relative_error(value, other[name]) for name, value in one.items())
+    worst: float = testing.worst(errors)
+    return worst
 
 
 def use_part() -> Row:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import relative_error, run_ranks, worst
 from scaletorch.parallel.context_parallel import cp_comms, ring_attention, shard_sequence
 
 NAMES = ("out", "dq", "dk", "dv")
@@ -53,7 +53,7 @@ def _errors(mine, reference, group=None):
     """Return the largest error of each tensor, relative to the reference's largest value."""
     shards = [shard_sequence(x, 2, group or c10d.group.WORLD) for x in reference]
     return [
-        ((a.double() - b).abs().max() / whole.abs().max()).item()
+        relative_error(a, b, scale=whole)
         for a, b, whole in zip(mine, shards, reference, strict=True)
     ]
 
@@ -68,8 +68,8 @@ def _against_one_process(shape, kv_heads, causal, dtype, seed, scale=None):
 
 def _assert_close(results, limit):
     for rank, errors in enumerate(results):
-        worst = dict(zip(NAMES, errors, strict=True))
-        assert max(errors) <= limit, f"rank {rank}: {worst}"
+        named = dict(zip(NAMES, errors, strict=True))
+        assert worst(errors) <= limit, f"rank {rank}: {named}"
 
 
 @pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])

@@ -224,6 +224,7 @@ def late():
         dist.barrier()
     else:
         time.sleep(100)
+        sys.stderr.write("slept to the end\n")
 
 
 def fail():

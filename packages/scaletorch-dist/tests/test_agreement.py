@@ -25,8 +25,9 @@ def test_a_difference_is_shown_on_every_rank():
     lines = [["a", "b"], ["a", "c"], ["a", "b"]]
     for rank, message in enumerate(run_ranks(disagree, 3, lines, {})):
         assert message == (
-            "MismatchError: the ranks disagree on the plan; every rank must be given the same "
-            f"(this is rank {rank})\nrank 1 (+), ranks 0, 2 (-):\n  - b\n  + c"
+            "MismatchError: the ranks disagree on the plan: rank 1 differs from ranks 0, 2; every "
+            f"rank must be given the same (this is rank {rank})\n"
+            "rank 1 (+), ranks 0, 2 (-):\n  - b\n  + c"
         )
 
 

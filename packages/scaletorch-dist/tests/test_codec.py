@@ -17,7 +17,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scaletorch.dist.objects.codec import MAGIC, MalformedError, NotPlainError, decode, encode
+from scaletorch.dist.objects.codec import (
+    MAGIC,
+    MalformedError,
+    NotPlainError,
+    decode,
+    encode,
+    hashing,
+)
 from scaletorch.dist.objects.codec.stream import DEPTH
 
 
@@ -244,6 +251,62 @@ def test_depth_is_limited():
             encode(nest(depth))
     with pytest.raises(MalformedError):
         decode(MAGIC + b"\x09\x00\x01\x01" * 100_000)
+
+
+def as_set(x):
+    """Return the bytes of a set of what is in a list, which nobody has hashed."""
+    data = encode(x)
+    data[len(MAGIC)] = 11
+    return bytes(data)
+
+
+def tower(depth):
+    """Return a tuple that needs few bytes, and 2 ** depth hashes."""
+    made = ()
+    for _ in range(depth):
+        made = (made, made)
+    return made
+
+
+HOSTILE = {
+    "tower": lambda: as_set([tower(60)]),
+    "wide": lambda: as_set([tuple([tuple([tuple([None] * 1000)] * 1000)] * 1000)]),
+    "one hash": lambda: as_set([k * (2**61 - 1) for k in range(1, 100_000)]),
+    "tuples of one hash": lambda: as_set([(k * (2**61 - 1), 1) for k in range(1, 100_000)]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(HOSTILE))
+def test_hashing_is_limited(name):
+    with pytest.raises(MalformedError, match="too many"):
+        decode(HOSTILE[name]())
+
+
+def test_what_could_not_be_read_is_not_written():
+    same = {k * (2**61 - 1) for k in range(1, 5000)}
+    for x in (same, frozenset(same), dict.fromkeys(same), {(k,): 1 for k in same}):
+        with pytest.raises(NotPlainError, match="too many keys or entries of sets have one hash"):
+            encode([x])
+    with pytest.raises(NotPlainError, match="tuples of too many values"):
+        encode({tower(24)})
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_hashing_keys_is_limited(count, monkeypatch):
+    monkeypatch.setattr(hashing, "COLLISIONS", 10**6)
+    data = encode([{k * (2**61 - 1): k for k in range(1, 5000)} for _ in range(count)])
+    monkeypatch.undo()
+    with pytest.raises(MalformedError, match="too many keys or entries of sets have one hash"):
+        decode(data)
+
+
+@pytest.mark.parametrize("x", [
+    {2.0**k for k in range(-1074, 1024)}, {tower(12), (tower(12), 1)},
+    {(k, (k, "x")): k for k in range(9)}, [{1: k} for k in range(9000)],
+    {frozenset({(1, 2)}), frozenset()},
+], ids=range(5))  # fmt: skip
+def test_hashes_that_are_no_attack(x):
+    assert decode(encode(x)) == x
 
 
 def test_large_counts_take_no_memory():

@@ -14,6 +14,7 @@ from scaletorch.dist.bench.axes import axis_group, parse_grid
 from scaletorch.dist.bench.cases import CASES
 from scaletorch.dist.bench.fit import constants, fit
 from scaletorch.dist.bench.measure import Row, sizes_between
+from scaletorch.dist.bench.table import constants_text
 from scaletorch.dist.testing import run_ranks
 
 BENCH = [sys.executable, "-m", "scaletorch.dist.bench"]
@@ -146,3 +147,13 @@ def test_no_picture_without_matplotlib(monkeypatch, capfd):
     with pytest.raises(SystemExit):
         main(["--ranks", "2", "--plot", "out.png"])
     assert "pip install 'scaletorch-dist[plot]'" in capfd.readouterr().err
+
+
+def test_constants_that_are_noise_are_marked():
+    good, noise = (
+        {"alpha": 1e-5, "beta": 1e-9, "error": 0.1},
+        {"alpha": 1e-5, "beta": 0, "error": 0.5},
+    )
+    _, first, second = constants_text({"all_reduce": good, "gather": noise})
+    assert first.endswith(" 10%")
+    assert second.endswith(" 50%  do not use: noise")

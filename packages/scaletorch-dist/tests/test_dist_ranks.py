@@ -177,10 +177,8 @@ def test_failures_come_in_the_order_in_which_they_happened():
 
 
 def test_a_hang_ends_at_the_deadline_with_every_stack():
-    start = time.monotonic()
     with pytest.raises(RankFailedError) as caught:
         launch(hang_on_one, 2, timeout=1.5)
-    assert time.monotonic() - start < 8
     assert caught.value.hung == (0, 1)
     message = str(caught.value)
     assert "ranks 0, 1 had not finished after 1.5 s" in message
@@ -393,11 +391,34 @@ def test_a_program_without_a_main_guard_is_told_so(tmp_path):
     assert "starts ranks while a rank imports it" in done.stderr
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_ranks_end_with_the_program_that_launched_them(tmp_path, number):
-    path = write_program(tmp_path, PROGRAM)
+STUBBORN = """
+    import ctypes, os, signal, sys, time
+    import torch
+    from scaletorch import dist
+
+    def work(how):
+        sys.stdout.write(f"pid {os.getpid()}\\n")
+        sys.stdout.flush()
+        if how == "ignore":
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        if how == "lock":
+            ctypes.PyDLL(None).sleep(60)
+        if how == "wait" and dist.get_rank() == 0:
+            dist.all_reduce(torch.ones(1))
+        time.sleep(60)
+
+    if __name__ == "__main__":
+        dist.launch(work, 2, sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("how", ["sleep", "wait", "ignore", "lock"])
+def test_ranks_end_with_the_program_that_launched_them(tmp_path, how, number):
+    path = write_program(tmp_path, STUBBORN)
     program = subprocess.Popen(
-        [sys.executable, path, "sleep"],
+        [sys.executable, path, how],
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,

@@ -113,6 +113,25 @@ def test_failed_ranks_are_not_reused():
     assert not set(run_ranks(pid, 2)) & set(first)
 
 
+def fail_alike_but_for_one(size):
+    rank = torch.distributed.get_rank()
+    if rank == 1:
+        raise KeyError("of its own")
+    raise ValueError(f"rank {rank} (dp{rank} pp0 cp0 tp0): {size} layers are too few")
+
+
+def test_ranks_that_fail_alike_have_one_traceback():
+    with pytest.raises(RankFailedError) as caught:
+        run_ranks(fail_alike_but_for_one, 4, 2)
+    text = str(caught.value)
+    assert text.count("Traceback") == 2
+    assert "--- ranks 0, 2, 3 failed ---" in text
+    assert "--- rank 1 failed ---" in text
+    assert text.count("2 layers are too few") == 1
+    assert set(caught.value.failures) == {0, 1, 2, 3}
+    assert "rank 3 (dp3" in caught.value.failures[3]
+
+
 def test_a_failed_assert_shows_its_values():
     with pytest.raises(RankFailedError, match="rank 1 failed; rank 0 finished") as caught:
         run_ranks(compare, 2, 0)

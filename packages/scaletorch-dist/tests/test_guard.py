@@ -244,8 +244,9 @@ def test_one_process_is_not_guarded():
 
 def test_strangers_are_not_heard():
     listener = socket.create_server(("127.0.0.1", 0))
-    monitor = Monitor(listener, "token", 1, "/nowhere", warn=1.0, patience=1.0)
-    monitor.start()
+    monitor = Monitor(listener, "token", 1, "/nowhere", warn=1.0, patience=1.0, silence=1.0)
+    thread = threading.Thread(target=monitor.run)
+    thread.start()
     hello = {"is": "hello", "rank": 0, "pid": 1, "host": 1, "label": "rank 0"}
     address = listener.getsockname()
     for token in ("", "other"):
@@ -256,9 +257,9 @@ def test_strangers_are_not_heard():
         stranger.close()
     rank = Line(socket.create_connection(address))
     rank.send({**hello, "token": "token"})
-    assert rank.receive() == [{"is": "welcome", "watch": []}]
+    assert rank.receive() == [{"is": "welcome", "watch": [], "first": 1}]
     rank.close()
-    monitor.join(5)
+    thread.join(5)
 
 
 def test_a_ledger_keeps_the_last_calls(tmp_path):

@@ -31,7 +31,7 @@ class SimRank:
         self.rank, self.program, self.groups = rank, deque(program), groups
         self.counts: dict[str, int] = {}
         self.rolling: dict[str, int] = {}
-        self.marks: dict[str, list[tuple[int, int]]] = {}
+        self.marks: dict[str, list[tuple[int, int, int]]] = {}
         self.entries: list[list[Any]] = []
         self.wait: tuple[int, str, int, float] | None = None
         self.waits = 0
@@ -50,7 +50,7 @@ class SimRank:
         self.counts[key] = seq + 1
         self.rolling[key] = (self.rolling.get(key, 0) * 1000003 ^ check) % 2**52
         if (seq + 1) % 4 == 0:
-            self.marks.setdefault(key, []).append((seq + 1, self.rolling[key]))
+            self.marks.setdefault(key, []).append((seq + 1, self.rolling[key], 0))
         self.entries.append([seq, check, what, "train.py:1", now, "waiting", key])
         self.waits += 1
         self.wait = (self.waits, key, seq, now)
@@ -141,6 +141,9 @@ class SimJob:
         return None
 
     def advance(self, rank: SimRank, now: float) -> None:
+        if rank.stopped:
+            seen = {"is": "stopped", "ranks": [rank.rank]}
+            self.send((rank.rank + 1) % self.size, seen, now)
         if rank.end or rank.stopped:
             return
         if rank.wait is not None:
@@ -169,11 +172,11 @@ class SimJob:
             self.send(rank.rank, {"is": "gone"}, now)
         elif self.fault == "raise":
             rank.end = "exception"
-            message = {"is": "raised", "what": "ValueError: no", "tail": list(rank.entries)}
+            message = {"is": "raised", "what": "ValueError: no"}
+            message |= {"headline": "ValueError: no", "tail": list(rank.entries)}
             self.send(rank.rank, message, now)
         elif self.fault == "stop":
             rank.stopped = True
-            self.send((rank.rank + 1) % self.size, {"is": "stopped", "ranks": [rank.rank]}, now)
         elif self.fault == "sleep":
             rank.asleep = now + 1000.0
 

@@ -9,7 +9,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -92,11 +91,10 @@ def test_one_rank(mpi):
 
 
 def test_a_rank_that_never_comes_ends_the_job(mpi):
-    start = time.monotonic()
     done = run(mpi, 2, PROGRAM, "late", 3)
     assert done.returncode != 0
     assert "barrier over MPI did not end within 3 s" in done.stderr
-    assert time.monotonic() - start < 60  # the other rank sleeps longer
+    assert "slept to the end" not in done.stderr
 
 
 def test_a_rank_that_fails_ends_the_job(mpi):

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import time
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid, layouts, legal_layouts, nearest_layouts
 
 sizes = st.integers(1, 12)
@@ -49,10 +50,11 @@ def test_data_parallelism_gives_way_first(asked, world_size, nearest):
     assert nearest_layouts(asked, world_size)[0] == nearest
 
 
-def test_big_worlds_are_quick():
-    begin = time.perf_counter()
-    nearest_layouts(Grid(8, 4, 16, 2), 100_000)
-    assert time.perf_counter() - begin < 2
+def test_big_worlds_are_searched_by_divisors():
+    with mock.patch.object(layouts, "_divisors", wraps=layouts._divisors) as calls:
+        found = list(legal_layouts(100_000))
+    assert len(found) == 56 * 56  # each of 2^5 and 5^5 goes to four axes
+    assert calls.call_count < len(found)
 
 
 def test_the_message_has_the_real_numbers():
@@ -76,3 +78,17 @@ def test_the_message_has_the_real_numbers():
 )
 def test_ranks_in_short_form(ranks, text):
     assert layouts.short_ranks(ranks) == text
+
+
+@pytest.mark.parametrize("bad", [0, -4, 2.5, True, None])
+def test_worlds_and_counts_are_numbers(bad):
+    with pytest.raises(InvalidArgumentError, match="world_size must be a number of ranks, got"):
+        list(legal_layouts(bad))
+    if bad != 0:
+        with pytest.raises(InvalidArgumentError, match="count must be a number of layouts, got"):
+            nearest_layouts(Grid(dp=2), 4, bad)
+
+
+def test_what_was_asked_is_a_layout():
+    with pytest.raises(InvalidArgumentError, match="asked must be a Grid, got NoneType"):
+        nearest_layouts(None, 8)

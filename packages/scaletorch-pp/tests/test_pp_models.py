@@ -236,7 +236,7 @@ def test_adapters_in_frozen_layers():
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (KeepsEmbedded, "is given the hidden states twice"),
+        (KeepsEmbedded, "is given, as argument 1, a tensor that the model's forward makes from"),
         (Twice, "comes back to it after modules of stage"),
         (ChangesAfter, "changes the hidden states after the last layer"),
         (Collects, "returns a tensor with a gradient of shape .* beside the hidden states"),

@@ -207,6 +207,14 @@ def test_bad_numbers(build, sizes):
         build(*sizes)
 
 
+@pytest.mark.parametrize("build", BUILDERS)
+def test_more_actions_than_anybody_can_hold(build):
+    with pytest.raises(InvalidArgumentError, match="10000 ranks, 100000 micro-batches and"):
+        build(10**4, 10**5)
+    with pytest.raises(InvalidArgumentError, match=r"a whole number of micro-batches, got 2\.5"):
+        build(2, 2.5)
+
+
 @pytest.mark.parametrize("build", CHUNKED)
 def test_no_chunks(build):
     with pytest.raises(InvalidArgumentError, match="at least 1 chunk, got 0"):

@@ -197,6 +197,10 @@ class Neox(nn.Module):
         return self.embed_out(x)
 
 
+UNSHARDED = {  # attention is left whole: with sequence parallelism it gathers its input
+    **{"wte": "vocab", "lm_head": "column_gather", "ln_f": "sequence_join"},
+    **{"h.0.mlp.c_fc": "column", "h.0.mlp.c_proj": "row"},
+}
 CASES = {
     "grouped": (Model, (), None),
     "heads": (Model, (4, 4), None),
@@ -205,6 +209,7 @@ CASES = {
     "chain": (Chain, (), CHAIN),
     "gpt2": (Gpt2, (), None),
     "neox": (Neox, (), None),
+    "unsharded": (Gpt2, (), UNSHARDED),
 }
 
 

@@ -9,7 +9,7 @@ from torch.distributed import group
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.pg_manager import ModuleWrapper
 from scaletorch.parallel.tensor_parallel import (
     Divide,
@@ -168,7 +168,7 @@ def step(model, lr=0.5, seed=5):
 
 
 def close(got, expected, what):
-    error = (got - expected).abs().max() / expected.abs().max().clamp_min(1e-30)
+    error = relative_error(got, expected)
     assert error < 1e-12, f"{what}: relative error {error:.2e}"
 
 

@@ -176,7 +176,7 @@ DAMAGE = {
     "changed": (change_step, "digest"),
     "foreign": (lambda f: (f / "metadata.json").write_text('{"a": 1}'), "not of a checkpoint"),
     "list": (lambda f: (f / "metadata.json").write_text("[1]"), "not of a checkpoint"),
-    "binary": (lambda f: (f / "metadata.json").write_bytes(b"\xff\x80"), "cannot be read"),
+    "binary": (lambda f: (f / "metadata.json").write_bytes(b"\xff\x80"), "not of a checkpoint"),
 }
 
 

@@ -163,7 +163,8 @@ def test_what_killed_programs_left_is_removed(tmp_path):
 
 def test_a_description_too_deep_to_read_is_damage(tmp_path):
     folder = save(tmp_path, filled(1.0), step=1).wait()
-    (folder / "metadata.json").write_text("[" * 100_000)
+    text = '{"format":"scaletorch-checkpoint","extra":' + "[" * 100_000
+    (folder / "metadata.json").write_text(text)
     with pytest.raises(DamagedCheckpointError, match="RecursionError"):
         load(folder, filled(1.0))
 

@@ -1,6 +1,7 @@
 """Every layout gives one process's loss, gradients and stepped weights."""
 
 import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -19,9 +20,11 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
+from scaletorch.verify.mutants.patch import patched
 
 BATCH, LENGTH, STEPS = 8, 12, 2
 BOUND = 1e-10
+MESSAGES = {"SCALETORCH_SHARED_MEMORY": "0"}  # gradients are sent, as between hosts
 
 
 def sizes(tied, num_layers=4):
@@ -40,13 +43,14 @@ def build(config):
 
 
 def global_batch(step):
-    """Ragged: the first half of the rows (one dp rank at dp 2) has no valid token."""
+    """Ragged: half of the rows (one dp rank at dp 2) have no valid token, others in each step."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(32, (BATCH, LENGTH + 1), generator=generator)
     labels = tokens[:, 1:].clone()
     labels[torch.rand(labels.shape, generator=generator) < 0.3] = -100
-    labels[: BATCH // 2] = -100
-    labels[-1, LENGTH // 2 :] = -100
+    masked = step % 2 * (BATCH // 2)
+    labels[masked : masked + BATCH // 2] = -100
+    labels[masked - 1, LENGTH // 2 :] = -100
     return {"input_ids": tokens[:, :-1], "labels": labels}
 
 
@@ -100,14 +104,18 @@ def check(layout, config, num_micro_batches, schedule):
     results = run_ranks(
         train, torch.Size(layout).numel(), layout, config, num_micro_batches, schedule, timeout=100
     )
-    losses, gradients, norms, weights = reference(config, num_micro_batches)
+    compare(results, reference(config, num_micro_batches), layout)
+    return results
+
+
+def compare(results, expected, layout):
+    losses, gradients, norms, weights = expected
     for rank, (found_losses, found_gradients, found_norms, found_weights, _) in enumerate(results):
         assert found_losses == pytest.approx(losses, rel=BOUND), rank
         assert found_norms == pytest.approx(norms, rel=BOUND), rank
         for found, expected in zip(found_gradients, gradients, strict=True):
             assert_same(found, expected, f"{layout} rank {rank} gradient")
         assert_same(found_weights, weights, f"{layout} rank {rank} weight")
-    return results
 
 
 def layouts(world_size):
@@ -124,6 +132,33 @@ def label(layout):
 @pytest.mark.parametrize("layout", layouts(1) + layouts(2) + layouts(4), ids=label)
 def test_every_layout_of_1_2_and_4_ranks(layout, tied):
     check(layout, sizes(tied), num_micro_batches=2, schedule="1f1b")
+
+
+def idle(layout, *arguments):
+    """Train, once for each data-parallel rank while its gradients are thrown away."""
+
+    def thrown_away(all_reduce, idle):
+        def faulty(data, *args, **options):
+            data.mul_(torch.distributed.get_rank() != idle)
+            return all_reduce(data, *args, **options)
+
+        return faulty
+
+    results = []
+    for rank in range(layout[0]):
+        target = "parallel.data_parallel.buckets.reduction:all_reduce"
+        with patched(target, partial(thrown_away, idle=rank)):
+            results.append(train(layout, *arguments))
+    return results
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1, 1), (4, 1, 1, 1)], ids=label)
+def test_a_rank_that_does_nothing_is_noticed(layout):
+    arguments = layout, sizes(False), 2, "1f1b"
+    expected = reference(*arguments[1:3])
+    for results in zip(*run_ranks(idle, layout[0], *arguments, env=MESSAGES), strict=True):
+        with pytest.raises(AssertionError):
+            compare(results, expected, layout)
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "afab", "interleaved_1f1b", "zb_v"])

@@ -12,9 +12,10 @@ from scaletorch.dist import devices
 from scaletorch.dist.ranks.locate import locate
 from scaletorch.dist.testing import run_ranks
 from scaletorch.models import Llama, LlamaConfig
-from scaletorch.verify import default_batch, parse_layout, runner
+from scaletorch.verify import default_batch, parse_layout, runner, training
 from scaletorch.verify.cases import enumerate_cases
-from scaletorch.verify.runner import Subject, run_case
+from scaletorch.verify.runner import run_case
+from scaletorch.verify.training import Subject
 from scaletorch.verify.verify import save_reference
 
 STANDIN = Path(__file__).parents[2] / "scaletorch-dist" / "tests" / "standin"
@@ -66,9 +67,9 @@ def train(device, backend, case, reference):
     own = devices.current_device()
     assert (own.type, dist.get_backend()) == (device, backend)
     # The proof compares on the CPU: here what it compares with is brought to the device.
-    load, whole = runner.load_reference, runner.full_state_dict
+    load, whole = runner.load_reference, training.full_state_dict
     runner.load_reference = lambda path: moved(load(path), own)
-    runner.full_state_dict = lambda *args: moved(whole(*args), own)
+    training.full_state_dict = lambda *args: moved(whole(*args), own)
     report = run_case(case, Subject(locate(model_there), None, None), reference)
     return report, own.index
 

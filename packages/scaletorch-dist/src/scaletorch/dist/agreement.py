@@ -82,8 +82,10 @@ def _difference(subject: str, ranks: Sequence[int], reports: Sequence[Report]) -
     for rank, (said, _) in zip(ranks, reports, strict=True):
         speakers.setdefault(tuple(said), []).append(rank)
     usual = max(speakers, key=lambda lines: len(speakers[lines]))  # the first of equals
+    odd = [rank for lines, said in speakers.items() if lines != usual for rank in said]
+    differ = f"{named_ranks(odd)} differ{'s' * (len(odd) == 1)} from {named_ranks(speakers[usual])}"
     message = [
-        f"the ranks disagree on {subject}; every rank must be given the "
+        f"the ranks disagree on {subject}: {differ}; every rank must be given the "
         f"same (this is rank {get_rank()})"
     ]
     for lines, odd in speakers.items():

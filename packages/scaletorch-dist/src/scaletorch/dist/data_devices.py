@@ -40,15 +40,24 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
         The moved tensors, in containers of the same types.
 
     Raises:
-        InvalidArgumentError: something else than a tensor, or an `out` of another structure.
+        InvalidArgumentError: something else than a tensor, no device, or an `out` of another
+            structure.
     """
     if out is not None:
         _check_same_structure(data, out, "out")
-    moved = _cast(data, torch.device(device))
+    moved = _cast(data, _as_device(device))
     if out is not None:
         for target, source in zip(_tensors(out), _tensors(moved), strict=True):
             target.detach().copy_(source.detach())  # also a leaf that requires grad
     return moved
+
+
+def _as_device(device: torch.device | str) -> torch.device:
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        message = f"{device!r} is no device: write one such as 'cpu' or 'cuda:0'"
+        raise InvalidArgumentError(message) from error
 
 
 def _items(data: Any) -> list[tuple[Any, Any]] | None:

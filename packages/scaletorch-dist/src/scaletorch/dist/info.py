@@ -14,6 +14,7 @@ import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
 from .devices import comm_entry
+from .errors import InvalidArgumentError
 from .members import require_member
 from .startup.launchers import launched_world_size
 
@@ -89,7 +90,14 @@ def is_main_process(group: ProcessGroup | None = None) -> bool:
 
 
 def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
-    """Decorate a function so that it runs on global rank 0 alone; elsewhere it returns None."""
+    """Decorate a function so that it runs on global rank 0 alone; elsewhere it returns None.
+
+    Raises:
+        InvalidArgumentError: it cannot be called.
+    """
+    if not callable(func):
+        message = f"master_only decorates a function, got {type(func).__name__}"
+        raise InvalidArgumentError(message)
 
     @functools.wraps(func)
     def run_on_master(*args: P.args, **kwargs: P.kwargs) -> R | None:

@@ -81,7 +81,9 @@ def all_reduce_params(
     if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
         message = f"all_reduce_params needs an iterable of tensors, got {type(params).__name__}"
         raise InvalidArgumentError(message)
-    if bucket_size_mb != -1 and not bucket_size_mb > 0:
+    if not isinstance(bucket_size_mb, int | float) or not (
+        bucket_size_mb == -1 or 0 < bucket_size_mb < float("inf")
+    ):
         message = f"bucket_size_mb must be positive, or -1 for no limit, got {bucket_size_mb!r}"
         raise InvalidArgumentError(message)
     tensors = list(params)

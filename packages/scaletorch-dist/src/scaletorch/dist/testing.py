@@ -11,11 +11,24 @@ from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from .differences import relative_error, worst
 from .errors import RankFailedError
 from .ranks.locate import BODY_ATTRIBUTE, PYTEST_REWRITING
 from .ranks.pool import RankPool
 from .ranks.process import get_server
 from .ranks.state import environment
+
+__all__ = [
+    "GROUP_TIMEOUT",
+    "MAX_POOLS",
+    "SEED",
+    "Test",
+    "distributed_test",
+    "preload",
+    "relative_error",
+    "run_ranks",
+    "worst",
+]
 
 SEED = 0  # every function starts with the generators of every rank at this seed
 GROUP_TIMEOUT = timedelta(seconds=300)  # of test groups; the timeout of a run comes first

@@ -40,12 +40,14 @@ class Record:
         replicated: Names of those that all replicas of the rank (cp x dp) have alike.
         scalars: Numbers of the optimizer, by entry name, as JSON.
         ties: The name that a tied parameter is saved by -> all its names.
+        state: A parameter's name -> what the optimizer keeps of it.
     """
 
     tensors: dict[str, Entry] = field(default_factory=dict)
     replicated: set[str] = field(default_factory=set)
     scalars: dict[str, object] = field(default_factory=dict)
     ties: dict[str, list[str]] = field(default_factory=dict)
+    state: dict[str, list[str]] = field(default_factory=dict)
 
     def add(
         self,

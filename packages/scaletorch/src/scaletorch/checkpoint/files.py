@@ -7,10 +7,13 @@ https://github.com/huggingface/safetensors#format
 from __future__ import annotations
 
 import ctypes
+import errno
 import json
 import os
+import stat
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
 from typing import IO, Any
 
@@ -53,6 +56,35 @@ def plan_file(slots: Iterable[Slot], note: Mapping[str, str]) -> tuple[bytes, li
     return len(text).to_bytes(8, "little") + text, [first + s for s in starts], first + end
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read: a pipe or a device in its place would block, or never end.
+
+    Raises:
+        OSError: It is none, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return open(descriptor, "rb")
+
+
+def regular_size(path: Path) -> int:
+    """Return a file's size.
+
+    Raises:
+        DamagedCheckpointError: There is none, or something else.
+    """
+    try:
+        found = path.stat()
+    except OSError as error:
+        message = f"{path} cannot be read: {error.strerror}"
+        raise DamagedCheckpointError(message) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedCheckpointError(f"{path} cannot be read: it is no regular file")
+    return found.st_size
+
+
 def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
     """Return name -> (dtype, shape, first byte, number of bytes) of a file's tensors.
 
@@ -60,7 +92,7 @@ def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int
         DamagedCheckpointError: It is no such file.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER:
                 raise ValueError(f"a header of {length} bytes")
@@ -123,11 +155,7 @@ def map_file(path: Path, size: int) -> Tensor:
     Raises:
         DamagedCheckpointError: The file is gone or has another size.
     """
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        message = f"{path} cannot be read: {error.strerror}"
-        raise DamagedCheckpointError(message) from error
+    found = regular_size(path)
     if found != size:
         raise DamagedCheckpointError(f"{path} has {found} bytes and was saved with {size}")
     return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)

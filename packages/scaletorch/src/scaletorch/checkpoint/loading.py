@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ..dist import is_main_process
 from ..parallel.data_parallel import Shard
 from ..parallel.pg_manager import ProcessGroupManager
+from .description import check_document
+from .entries import Entry
 from .errors import DamagedCheckpointError
 from .fitting import (
     all_names,
@@ -29,13 +31,14 @@ from .fitting import (
 from .folders import UNFINISHED, candidates
 from .held import Held, find_held, find_shards, refresh_shards
 from .metadata import METADATA, from_json, unseal
-from .optimizer_state import make_state, restore_groups, sort_saved
+from .optimizer_state import decode_groups, make_state, restore_groups, sort_saved
 from .place import Place, control_group, find_place
-from .random_state import find_random, restore_random, seed_anew
+from .random_state import check_random, find_random, restore_random, seed_anew
 from .reader import CheckpointReader
 from .saving import wait_for_last
+from .schedule import decode_schedule, rehearse_schedule
 from .together import all_or_none, on_first_rank, read_together
-from .values import decode, like
+from .values import decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,25 +142,33 @@ def _load_one(
     folder: Path, program: _Program, check: Callable[[dict[str, Any]], None] | None
 ) -> Loaded:
     """Load one checkpoint, or raise with nothing changed."""
-    document = on_first_rank(lambda: _read_document(folder), program.group)
+    group, what = program.group, f"{folder}"
+    document = on_first_rank(lambda: read_document(folder), group)
     extra = decode(document["extra"])
     if check is not None:
-        all_or_none(f"{folder}", lambda: check(extra), program.group)
-    metadata = all_or_none(f"{folder}", lambda: from_json(document["entries"]), program.group)
+        all_or_none(what, lambda: check(extra), group)
+    metadata = all_or_none(what, lambda: from_json(document["entries"]), group)
     names = all_names(program.held.values(), program.place)
-    plan = all_or_none(
-        f"{folder}", lambda: _Plan(program, document, metadata, names), program.group
-    )
+    plan = all_or_none(what, lambda: _Plan(program, document, metadata, names), group)
     reader = CheckpointReader(folder, metadata, document["files"])
-    read_together(plan.targets, reader, program.group, f"{folder}")
+    read_together(plan.random_targets, reader, group, what)  # before all else: it may not fit
+    all_or_none(what, plan.rehearse, group)
+    read_together(plan.targets, reader, group, what)
     plan.install()
     return Loaded(document["step"], extra, folder)
 
 
-def _read_document(folder: Path) -> dict[str, Any]:
+def read_document(folder: Path) -> dict[str, Any]:
+    """Return a checkpoint's description, all of it checked.
+
+    Raises:
+        DamagedCheckpointError: It is not what `save` writes.
+    """
     if folder.name.endswith(UNFINISHED):
         raise DamagedCheckpointError(f"{folder} was never finished")
-    return unseal(folder / METADATA)
+    document = unseal(folder / METADATA)
+    check_document(document, folder)
+    return document
 
 
 class _Plan:
@@ -174,13 +185,20 @@ class _Plan:
         self.targets = plan_model(held, program.shards, saved)
         plan_masters(program.shards, program.held, saved, self.targets)
         self._state: list[tuple[Tensor, dict[str, Any]]] = []
+        self._groups: list[dict[str, Any]] = []
         if program.optimizer is not None:
+            self._groups = decode_groups(program.optimizer, document["groups"])
             self._plan_optimizer(program.optimizer, saved)
+        self._schedule: dict[str, Any] | None = None
+        if program.scheduler is not None:
+            self._schedule = decode_schedule(program.scheduler, document["scheduler"])
+        devices = (each.tensor.device for each in program.held.values())
+        self._device = next(devices, torch.device("cpu"))
         self._random: dict[str, Tensor] | None = None
+        self.random_targets: dict[str, Entry] = {}
         grid = program.place.grid
         if document["grid"] == {"dp": grid.dp, "pp": grid.pp, "cp": grid.cp, "tp": grid.tp}:
-            shapes = {name: shape for name, (shape, _) in saved.items()}
-            self._random = find_random(shapes, program.place, self.targets)
+            self._random = find_random(saved, program.place, self.random_targets)
 
     def _plan_optimizer(self, optimizer: torch.optim.Optimizer, saved: Any) -> None:
         state = sort_saved(((n, *found) for n, found in saved.items()), self._document["scalars"])
@@ -194,21 +212,30 @@ class _Plan:
                 made = make_state(shard, own, state, dtype, self.targets, group, current)
                 self._state.append((shard.tensor, made))
 
+    def rehearse(self) -> None:
+        """Try what can fail with the values alone, and leave everything as it was.
+
+        Raises:
+            DamagedCheckpointError: The generators or the scheduler do not take theirs.
+        """
+        if self._random is not None:
+            check_random(self._random, self._device)
+        if self._schedule is not None:
+            rehearse_schedule(self._program.scheduler, self._schedule)
+
     def install(self) -> None:
         """Set what is not read in place: masters' copies, state, rates, schedule, generators."""
-        program, document = self._program, self._document
+        program = self._program
         refresh_shards(program.shards)
         if program.optimizer is not None:
             for tensor, state in self._state:
                 program.optimizer.state.pop(tensor, None)
                 if state:
                     program.optimizer.state[tensor] = state
-            restore_groups(program.optimizer, document["groups"])
-        if program.scheduler is not None:
-            current = program.scheduler.state_dict()
-            program.scheduler.load_state_dict(like(current, decode(document["scheduler"])))
-        device = next((each.tensor.device for each in program.held.values()), torch.device("cpu"))
+            restore_groups(program.optimizer, self._groups)
+        if self._schedule is not None:
+            program.scheduler.load_state_dict(self._schedule)
         if self._random is not None:
-            restore_random(self._random, device)
+            restore_random(self._random, self._device)
         else:
-            seed_anew(document["seed"], program.place)
+            seed_anew(self._document["seed"], program.place)

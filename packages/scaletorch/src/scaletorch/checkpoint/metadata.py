@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from hashlib import sha256
 from pathlib import Path
@@ -18,6 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from .errors import DamagedCheckpointError
+from .files import open_regular
 from .values import canonical, dtype_name, named_dtype
 
 FORMAT, VERSION = "scaletorch-checkpoint", 1
@@ -25,6 +27,10 @@ METADATA = "metadata.json"
 _KEYS = {
     "step", "grid", "seed", "groups", "scheduler", "extra", "ties", "scalars", "files", "entries",
 }  # fmt: skip
+_BEGINNING = re.compile(
+    rb'\{\s{0,8}"format"\s{0,4}:\s{0,4}"scaletorch-checkpoint"'
+)  # and no blanks
+_LARGEST = 2**29  # bytes; some millions of chunks
 FILE_NAME = re.compile(r"rank-\d{5,}\.safetensors")
 
 
@@ -113,20 +119,28 @@ def unseal(path: Path) -> dict[str, Any]:
         DamagedCheckpointError: There is none, it is not ours, or it has changed.
     """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
+        with open_regular(path) as file:
+            if not _BEGINNING.match(file.peek(100)):
+                raise DamagedCheckpointError(
+                    f"{path} is not of a checkpoint that this library saved"
+                )
+            if (size := os.fstat(file.fileno()).st_size) > _LARGEST:
+                raise ValueError(f"it has {size} bytes, more than {_LARGEST}")
+            document: dict[str, Any] = json.loads(file.read())
+        digest = document.pop("digest", None)
+        found = sha256(canonical(document).encode()).hexdigest()
     except (OSError, ValueError, RecursionError) as error:
         message = f"{path} cannot be read as JSON: {type(error).__name__}: {error}"
         raise DamagedCheckpointError(message) from error
-    if not isinstance(document, dict) or document.get("format") != FORMAT:
-        raise DamagedCheckpointError(f"{path} is not of a checkpoint that this library saved")
-    digest = document.pop("digest", None)
-    if digest != sha256(canonical(document).encode()).hexdigest():
+    if digest != found:
         raise DamagedCheckpointError(f"{path} has changed: its digest is another")
     version = document.get("version")
     if version != VERSION:
         raise DamagedCheckpointError(
             f"{path} has version {version}, and this library reads version {VERSION}"
         )
+    if document.get("format") != FORMAT:
+        raise DamagedCheckpointError(f"{path} is not of a checkpoint that this library saved")
     if lacking := sorted(_KEYS - set(document)):
         raise DamagedCheckpointError(f"{path} lacks {', '.join(lacking)}")
     return document

@@ -12,10 +12,10 @@ from torch import Tensor
 from ..dist.errors import InvalidArgumentError
 from ..parallel.data_parallel import Shard
 from .entries import Entry, Record
-from .errors import CheckpointError
+from .errors import CheckpointError, DamagedCheckpointError
 from .held import Held
 from .rectangles import Part
-from .values import decode, encode, like
+from .values import decode, encode, is_nan, is_number, like
 
 # How an optimizer computes is the running program's to say.
 _KNOBS = {
@@ -25,7 +25,17 @@ _KNOBS = {
 
 
 def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the hyperparameters of an optimizer's groups as JSON."""
+    """Return the hyperparameters of an optimizer's groups as JSON.
+
+    Raises:
+        InvalidArgumentError: One is NaN, or nothing that a checkpoint holds.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        if wrong := [key for key, value in group.items() if key not in _KNOBS and is_nan(value)]:
+            raise InvalidArgumentError(
+                f"{wrong[0]} of the optimizer's group {number} is {group[wrong[0]]}: nobody could "
+                "go on training from there"
+            )
     return [
         {
             key: encode(value, f"{key} of the optimizer's group {number}")
@@ -36,11 +46,37 @@ def encode_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     ]
 
 
-def restore_groups(optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]) -> None:
+def decode_groups(
+    optimizer: torch.optim.Optimizer, saved: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the hyperparameters of an optimizer's groups, as the optimizer has its own.
+
+    Raises:
+        DamagedCheckpointError: One that is a number is to become something else.
+    """
+    groups = []
+    for number, (group, values) in enumerate(zip(optimizer.param_groups, saved, strict=True)):
+        found = {key: like(group.get(key), decode(value)) for key, value in values.items()}
+        check_alike(group, found, f"its optimizer's group {number}")
+        groups.append(found)
+    return groups
+
+
+def restore_groups(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> None:
     """Set the hyperparameters of an optimizer's groups."""
-    for group, values in zip(optimizer.param_groups, saved, strict=True):
-        for key, value in values.items():
-            group[key] = like(group.get(key), decode(value))
+    for group, values in zip(optimizer.param_groups, groups, strict=True):
+        group.update(values)
+
+
+def check_alike(current: Mapping[str, Any], found: Mapping[str, Any], what: str) -> None:
+    """Refuse anything else where the program has a number.
+
+    Raises:
+        DamagedCheckpointError: What it is instead.
+    """
+    for key, value in found.items():
+        if is_number(current.get(key)) and not is_number(value):
+            raise DamagedCheckpointError(f"{what} has {value!r:.60} for {key}, which is a number")
 
 
 def record_shard(
@@ -56,6 +92,8 @@ def record_shard(
         return
     if shard.is_master:
         _record_range(record, f"master.{held.name}", shard, held, shard.tensor)
+    if kept := [k for k, v in state.items() if not isinstance(v, Tensor) or v.numel()]:
+        record.state[held.name] = sorted(kept)
     for key, value in state.items():
         name = f"optimizer.{held.name}.{key}"
         if "." in key:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from ..compose.randomness import seed_ranks
 from .entries import Entry, Record
+from .errors import DamagedCheckpointError
+from .fitting import Shapes
 from .place import Place
 from .rectangles import Part
 
@@ -34,18 +36,43 @@ def record_random(record: Record, place: Place, device: torch.device) -> None:
         record.add(name, shape, torch.uint8, parts, replicated=False)
 
 
-def find_random(
-    saved: Mapping[str, tuple[int, ...]], place: Place, targets: dict[str, Entry]
-) -> dict[str, Tensor]:
-    """Return new tensors for this rank's saved states, to be filled by loading ``targets``."""
+def find_random(saved: Shapes, place: Place, targets: dict[str, Entry]) -> dict[str, Tensor]:
+    """Return new tensors for this rank's saved states, to be filled by loading ``targets``.
+
+    Raises:
+        DamagedCheckpointError: They are not what a layout saves of each of its ranks.
+    """
     states = {}
-    for name, shape in saved.items():
+    for name, (shape, dtype) in saved.items():
         prefix, _, kind = name.rpartition(".")
         if prefix == f"random.{place.rank}":
+            if len(shape) != 1 or dtype != torch.uint8:
+                raise DamagedCheckpointError(f"{name} is {dtype} of shape {shape}, not bytes")
             states[kind] = torch.empty(shape, dtype=torch.uint8)
             parts = [Part((0,), states[kind], place.tp)]
             targets[name] = Entry(shape, torch.uint8, parts, name)
+    if lacking := {"cpu", "python"} - set(states):
+        raise DamagedCheckpointError(f"it lacks random.{place.rank}.{min(lacking)}")
     return states
+
+
+def check_random(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Try states on generators of their own.
+
+    Raises:
+        DamagedCheckpointError: They are not such states.
+    """
+    try:
+        torch.Generator().set_state(states["cpu"])
+        if _device_module(device) is not None and device.type in states:
+            torch.Generator(device).set_state(states[device.type])
+        saved = json.loads(bytes(states["python"].tolist()))
+        random.Random().setstate(_python_state(saved))
+        if (numpy := _numpy_of(saved)) is not None:
+            numpy.random.RandomState().set_state(_numpy_state(numpy, saved))
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        message = f"its random generators' states are none: {type(error).__name__}: {error}"
+        raise DamagedCheckpointError(message) from error
 
 
 def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:
@@ -54,12 +81,23 @@ def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:
     if (module := _device_module(device)) is not None and device.type in states:
         module.set_rng_state(states[device.type], device)
     saved = json.loads(bytes(states["python"].tolist()))
+    random.setstate(_python_state(saved))
+    if (numpy := _numpy_of(saved)) is not None:
+        numpy.random.set_state(_numpy_state(numpy, saved))
+
+
+def _python_state(saved: Mapping[str, Any]) -> tuple[Any, ...]:
     version, internal, gauss = saved["python"]
-    random.setstate((version, tuple(internal), gauss))
-    if "numpy" in saved and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(
-            (saved["numpy"][0], numpy.array(saved["numpy"][1], "uint32"), *saved["numpy"][2:])
-        )
+    return version, tuple(internal), gauss
+
+
+def _numpy_of(saved: Mapping[str, Any]) -> Any:
+    return sys.modules.get("numpy") if "numpy" in saved else None
+
+
+def _numpy_state(numpy: Any, saved: Mapping[str, Any]) -> tuple[Any, ...]:
+    name, keys, *rest = saved["numpy"]
+    return name, numpy.array(keys, "uint32"), *rest
 
 
 def seed_anew(seed: int, place: Place) -> None:

@@ -144,7 +144,9 @@ def save(
         failed = error
     agree("the checkpoint to save", lines, group, error=failed)
     saving = Saving(step_folder(root, step))
-    planner = PartsSavePlanner({"scalars": record.scalars, "ties": record.ties})
+    planner = PartsSavePlanner(
+        {"scalars": record.scalars, "ties": record.ties, "state": record.state}
+    )
     writer = CheckpointWriter(root, step, keep, document)
     write = partial(write_together, entries, planner, writer, group, f"saving {saving.folder}")
     if asynchronous:
@@ -162,8 +164,13 @@ def _document(
     scheduler: Any,
     extra: Mapping[str, Any] | None,
 ) -> dict[str, Any]:
-    if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < 2**63:
         raise InvalidArgumentError(f"step must be a number of steps, at least 0, got {step!r}")
+    if not isinstance(extra, Mapping | None):
+        raise InvalidArgumentError(
+            f"extra must be a mapping of names to plain values, got {extra!r:.60}; "
+            "pass {'name': value}"
+        )
     grid = place.grid
     state = None if scheduler is None else encode(dict(scheduler.state_dict()), "the scheduler")
     return {

@@ -10,17 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from ..dist import all_reduce
-from ..parallel.data_parallel import Shard, parameter_shards
+from ..parallel.data_parallel import Shard
 from ..parallel.data_parallel.gradients.nonfinite import found_on_ranks, refuse_nonfinite
 from ..parallel.data_parallel.gradients.norm import (
     check_max_norm,
     checked_order,
     device_of,
-    is_sharded,
     power_sum,
     root,
     scale_gradients,
 )
+from ..parallel.data_parallel.shards import is_sharded, settled_shards
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import split_by_owner
 
@@ -86,7 +86,7 @@ def clip_grad_norm_(
     norm = global_grad_norm(model, manager, norm_type=norm_type)
     if error_if_nonfinite and not norm.isfinite():
         refuse_nonfinite(norm, nonfinite_gradients(model, manager))
-    scale_gradients(parameter_shards(model), max_norm, norm)
+    scale_gradients(settled_shards(model), max_norm, norm)
     return norm
 
 
@@ -107,7 +107,7 @@ def counted_gradients(model: nn.Module, manager: ProcessGroupManager) -> Iterato
     What is replicated over tp counts on its first rank, a parameter tied across stages on its
     first; and beside shards over cp x dp, what is replicated there on the first rank.
     """
-    shards = parameter_shards(model)
+    shards = settled_shards(model)
     first = manager.cp_dp_rank == 0 or not is_sharded(model)
     for shard, counted in zip(shards, _counted_of(model, shards, manager), strict=True):
         gradient = shard.tensor.grad

@@ -6,6 +6,7 @@ import random
 
 import torch
 
+from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
 
 
@@ -20,7 +21,12 @@ def seed_ranks(seed: int, manager: ProcessGroupManager) -> None:
     Args:
         seed: any integer, the same on all ranks.
         manager: the grid.
+
+    Raises:
+        InvalidArgumentError: the seed is no integer.
     """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise InvalidArgumentError(f"seed must be an integer; it is {seed!r}")
     # Neighbouring seeds are no neighbours after this; the CPU generator uses 32 bits.
     torch.manual_seed(random.Random(f"{seed} {_place(manager)}").getrandbits(32))
 

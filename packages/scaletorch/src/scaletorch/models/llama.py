@@ -6,34 +6,61 @@ Source: https://arxiv.org/abs/2302.13971; grouped queries https://arxiv.org/abs/
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..dist.errors import InvalidArgumentError
+
 
 @dataclass(frozen=True, slots=True)
 class LlamaConfig:
-    """Sizes of the model; ``tie_embeddings`` shares the embedding with the output head."""
+    """Sizes of the model.
+
+    Raises:
+        InvalidArgumentError: Sizes that make no model.
+    """
 
     vocab_size: int = 256
+    """Different tokens."""
     hidden_size: int = 128
+    """Features of a token between layers."""
     intermediate_size: int = 384
+    """Features inside an MLP."""
     num_layers: int = 4
+    """Decoder layers."""
     num_heads: int = 8
+    """Query heads of a layer."""
     num_kv_heads: int = 4
+    """Key and value heads of a layer, each shared by as many query heads."""
     rope_theta: float = 10_000.0
+    """Base of the rotary angles."""
     norm_eps: float = 1e-5
+    """Of the norms."""
     tie_embeddings: bool = False
+    """Whether the output head is the embedding."""
 
     def __post_init__(self) -> None:
-        if self.hidden_size % self.num_heads:
-            raise ValueError(
-                f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}"
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if field.type == "int" and (type(value) is not int or value < 1):
+                raise InvalidArgumentError(
+                    f"{field.name} must be a whole number, at least 1: {value!r}"
+                )
+            if field.type == "float" and not (
+                isinstance(value, int | float) and 0 < value < math.inf
+            ):
+                raise InvalidArgumentError(f"{field.name} must be a number above 0, got {value!r}")
+        if self.hidden_size % (2 * self.num_heads):
+            raise InvalidArgumentError(
+                f"hidden_size {self.hidden_size} must be a multiple of num_heads {self.num_heads}, "
+                "with an even number of features for each"
             )
         if self.num_heads % self.num_kv_heads:
-            raise ValueError(
+            raise InvalidArgumentError(
                 f"num_heads {self.num_heads} must be a multiple of num_kv_heads {self.num_kv_heads}"
             )
 

@@ -1,26 +1,49 @@
-"""``python -m scaletorch.pretrain --tp 2 --cp 2 --pp 2 --dp 2``."""
+"""``python -m scaletorch.pretrain --tp 2 --cp 2 --pp 2 --dp 2``, and sample, eval, export."""
 
 from __future__ import annotations
 
 import sys
 import time
+from pathlib import Path
 
+import torch
+
+from ..dist import RankFailedError
+from ..dist.devices import current_device
 from ..dist.errors import ScaletorchError
+from ..dist.ranks.report import COORDINATES
+from ..models import Llama
+from .commands import COMMANDS, PROGRAM, load_tyro, run_command
 from .config import PretrainConfig
+from .interrupt import stop_on_ctrl_c
+from .report import logged_losses
 from .run import LOSS_BOUND, Result, pretrain
 
+DESCRIPTION = f"""Train a small Llama on text, on any layout of ranks.
 
-def parse() -> PretrainConfig:
+It starts its own ranks on this machine, or is one rank of torchrun, srun or mpirun. The text is the
+Python standard library's sources unless --data names other. All defaults below are those of this
+command; `hatch run train` in a clone of the repository adds --tp 2 --cp 2 --pp 2 --dp 2 --compare,
+and what you pass comes after these.
+
+Afterwards: {PROGRAM} sample | eval | export, each with --help.
+"""
+
+
+def parse(arguments: list[str]) -> PretrainConfig:
     """Read the command line."""
     try:
         import matplotlib  # noqa: F401
         import rich  # noqa: F401
-        import tyro
     except ImportError as error:
         raise SystemExit(
             f"the command needs {error.name}: pip install 'scaletorch[pretrain]'"
         ) from error
-    return tyro.cli(PretrainConfig, prog=f"python -m {__package__}", description=__doc__)
+    tyro = load_tyro()
+    config: PretrainConfig = tyro.cli(
+        PretrainConfig, prog=PROGRAM, description=DESCRIPTION, args=arguments
+    )
+    return config
 
 
 def summary(config: PretrainConfig, result: Result, seconds: float) -> str:
@@ -30,9 +53,9 @@ def summary(config: PretrainConfig, result: Result, seconds: float) -> str:
         f"{config.grid}: loss {first} -> {last} in {len(result.losses)} steps, {seconds:.0f} s",
         f"log and curve: {result.out}/log.jsonl, {result.out}/loss.png",
     ]
-    if result.reference:
+    if result.reference is not None:
         worst, bound = result.worst_difference(), LOSS_BOUND[config.dtype]
-        verdict = "as one process" if worst <= bound else "NOT AS ONE PROCESS"
+        verdict = "as one process" if as_one_process(config, result) else "NOT AS ONE PROCESS"
         lines.append(
             f"{verdict}: largest relative difference of {len(result.losses)} losses {worst:.1e}, "
             f"bound {bound:.0e} ({config.dtype})"
@@ -40,22 +63,95 @@ def summary(config: PretrainConfig, result: Result, seconds: float) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
-    """Run the command; 1 where the loss curve leaves one process's, 2 for wrong settings."""
-    config = parse()
+def as_one_process(config: PretrainConfig, result: Result) -> bool:
+    """Tell whether every loss is one process's but for rounding, where that was asked."""
+    return result.reference is None or result.worst_difference() <= LOSS_BOUND[config.dtype]
+
+
+def parameters_of(config: PretrainConfig) -> int:
+    """Return the number of the model's weights, the vocabulary apart where a tokenizer has it."""
+    with torch.device("meta"):
+        return sum(weight.numel() for weight in Llama(config.model).parameters())
+
+
+def way_on(config: PretrainConfig, result: Result) -> str:
+    """Return what to do next."""
+    if config.save_every and (result.out / "checkpoints").is_dir():
+        return f"next: {PROGRAM} sample {result.out} --prompt 'def '"
+    return "next: with --out FOLDER --save-every N there is a checkpoint to sample, eval and export"
+
+
+def report_interrupt(config: PretrainConfig, out: Path | None) -> None:
+    """Say what there is of a run that Ctrl-C has ended, and how to go on."""
+    steps = max(logged_losses(out), default=0) if out is not None else 0
+    on = (
+        "go on with --resume auto" if config.save_every and steps
+        else "nothing can be resumed without --out and --save-every"
+    )  # fmt: skip
+    where = f", log and curve in {out}" if steps else ""
+    print(f"interrupted after step {steps} of {config.steps}{where}; {on}", file=sys.stderr)
+
+
+def one_line(error: ScaletorchError) -> str:
+    """Return an error's text; of ranks that failed alike with an error of ours, that one's."""
+    if isinstance(error, RankFailedError):
+        found = error.exceptions.values()
+        causes = {COORDINATES.sub("", f"{type(each).__name__}: {each}"): each for each in found}
+        alike = len(causes) == 1 and len(error.exceptions) == len(error.failures)
+        if alike and isinstance(next(iter(causes.values())), ScaletorchError):
+            first = next(iter(causes.values()))
+            return f"{type(first).__name__}: {first}"
+    return f"{type(error).__name__}: {error}"
+
+
+def train_command(config: PretrainConfig) -> int:
+    """Train; the exit status is as in `main`."""
     start = time.perf_counter()
-    try:
-        result = pretrain(config)
-    except ScaletorchError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
-        return 2
+    out = config.out
+    with stop_on_ctrl_c() as stop:
+        try:
+            result = pretrain(config, stop)
+        except ScaletorchError as error:
+            print(one_line(error), file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            report_interrupt(config, out)
+            return 130
+        stopped = stop is not None and stop.exists()
     if result is None:
         return 0
-    if result.losses:
-        print(summary(config, result, time.perf_counter() - start))
-    else:
-        print(f"nothing to do: {result.out} already holds step {config.steps}")
-    return int(result.worst_difference() > LOSS_BOUND[config.dtype])
+    if stopped:
+        report_interrupt(config, result.out)
+        return 130
+    if not result.losses:
+        print(
+            f"nothing to do: {result.out} already holds step {config.steps}; train on with --steps"
+        )
+        return 0
+    print(summary(config, result, time.perf_counter() - start))
+    if result.reference:
+        first, last = (f"{x:.4f}" for x in (result.reference[0], result.reference[-1]))
+        print(f"in one process: loss {first} -> {last}")
+    print(f"{parameters_of(config):,} parameters, on {current_device().type}")
+    print(way_on(config, result))
+    return int(not as_one_process(config, result))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command.
+
+    Returns:
+        1 where the loss curve leaves one process's, 2 for wrong settings, 130 after Ctrl-C.
+    """
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments and arguments[0] in COMMANDS:
+        try:
+            print(run_command(arguments[0], arguments[1:]))
+        except ScaletorchError as error:
+            print(one_line(error), file=sys.stderr)
+            return 2
+        return 0
+    return train_command(parse(arguments[1:] if arguments[:1] == ["train"] else arguments))
 
 
 if __name__ == "__main__":

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
-from ..dist.errors import InvalidArgumentError
 from ..models import LlamaConfig
 from ..parallel.pg_manager import Grid
+from .checks import check_config
 
 ScheduleName = Literal[
     "1f1b", "afab", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_v", "dualpipe_v"
@@ -17,7 +17,7 @@ ScheduleName = Literal[
 
 @dataclass(frozen=True, slots=True)
 class PretrainConfig:
-    """Settings of ``scaletorch.pretrain``; the layout changes neither batches nor losses."""
+    """Settings of a pre-training run; the layout changes neither batches nor losses."""
 
     tp: int = 1
     """Tensor parallel size."""
@@ -45,8 +45,12 @@ class PretrainConfig:
     """Highest learning rate; it warms up linearly and falls to a tenth along a cosine."""
     warmup_steps: int = 10
     """Steps until the highest learning rate."""
+    decay_steps: int = 0
+    """Steps until the lowest rate, which then stays; 0 is `steps`, or what a resumed run had."""
     weight_decay: float = 0.1
     """AdamW's, for matrices only."""
+    check_every: int = 20
+    """Steps between comparisons of what ranks should hold alike; 0 makes none."""
     clip: float = 1.0
     """Highest global gradient norm."""
     dtype: Literal["float32", "float64", "bfloat16"] = "float32"
@@ -59,6 +63,8 @@ class PretrainConfig:
     """A file of the `tokenizers` library; bytes are the tokens when absent."""
     out: Path | None = None
     """Folder for log, curve and checkpoints; a new temporary one when absent."""
+    tensorboard: bool = False
+    """Write loss, norm, rate and speed for TensorBoard too, to `out`/tensorboard."""
     save_every: int = 0
     """Steps between checkpoints, written while training goes on; 0 saves none."""
     keep: int = 0
@@ -79,31 +85,9 @@ class PretrainConfig:
         """The same training on one process, leaving nothing behind."""
         return replace(
             self, tp=1, cp=1, pp=1, dp=1, micro_batches=self.micro_batches * self.dp,
-            zero=0, save_every=0, keep=0, resume="no", out=None, compare=False,
+            zero=0, save_every=0, keep=0, resume="no", out=None, compare=False, tensorboard=False,
         )  # fmt: skip
 
     def check(self) -> None:
         """Raise InvalidArgumentError for what can be known to be wrong before any rank starts."""
-        positive = ("steps", "batch_size", "micro_batches", "seq_len")
-        wrong = [f"{name}={getattr(self, name)}" for name in positive if getattr(self, name) < 1]
-        if wrong:
-            raise InvalidArgumentError(f"must be at least 1: {', '.join(wrong)}")
-        self._divides(
-            "batch_size", self.batch_size, "dp x micro_batches", self.dp * self.micro_batches
-        )
-        self._divides("seq_len", self.seq_len, "cp", self.cp)
-        negative = [
-            f"{n}={getattr(self, n)}" for n in ("save_every", "keep") if getattr(self, n) < 0
-        ]
-        if negative:
-            raise InvalidArgumentError(f"must be at least 0: {', '.join(negative)}")
-        if (self.resume == "auto" or self.save_every) and self.out is None:
-            raise InvalidArgumentError("checkpoints need a folder: pass --out")
-
-    @staticmethod
-    def _divides(name: str, value: int, by_name: str, by: int) -> None:
-        if value % by:
-            near = sorted({max(value // by, 1) * by, (value // by + 1) * by})
-            raise InvalidArgumentError(
-                f"{name} {value} must be a multiple of {by_name} = {by}; near it: {near}"
-            )
+        check_config(self)

@@ -7,6 +7,7 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,9 +78,23 @@ def load_corpus(data: Iterable[Path], tokenizer: Path | None, *, seq_len: int) -
     return Corpus(torch.cat(documents), starts[:-1], vocab_size, digest)
 
 
+def check_paths(data: Iterable[Path], tokenizer: Path | None) -> None:
+    """Refuse paths that are not there, and a tokenizer that cannot be read.
+
+    Raises:
+        InvalidArgumentError: Which.
+        StateError: The `tokenizers` library is not installed.
+    """
+    for path in map(Path, data):
+        if not path.is_file() and not path.is_dir():
+            raise InvalidArgumentError(f"data path {path} is neither a file nor a folder")
+    if tokenizer is not None:
+        read_tokenizer(tokenizer)
+
+
 def text_files(data: Iterable[Path]) -> Iterator[Path]:
     """Yield the files named, and the text files below the folders named, in a fixed order."""
-    for path in data:
+    for path in map(Path, data):
         if path.is_file():
             yield path
         elif path.is_dir():
@@ -103,8 +118,13 @@ def byte_tokens(text: bytes) -> Tensor:
     return torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
 
-def tokenizer_encoder(path: Path) -> tuple[Encoder, int]:
-    """Return an encoder and the vocabulary size of a `tokenizers` file."""
+def read_tokenizer(path: Path) -> Any:
+    """Return the `Tokenizer` of a `tokenizers` file.
+
+    Raises:
+        InvalidArgumentError: There is none, or it cannot be read.
+        StateError: The `tokenizers` library is not installed.
+    """
     try:
         from tokenizers import Tokenizer
     except ImportError as error:
@@ -113,7 +133,17 @@ def tokenizer_encoder(path: Path) -> tuple[Encoder, int]:
         ) from error
     if not path.is_file():
         raise InvalidArgumentError(f"tokenizer {path} is not a file")
-    tokenizer = Tokenizer.from_file(str(path))
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # the library has no class of its own
+        raise InvalidArgumentError(
+            f"tokenizer {path} cannot be read as a tokenizer.json: {error}"
+        ) from error
+
+
+def tokenizer_encoder(path: Path) -> tuple[Encoder, int]:
+    """Return an encoder and the vocabulary size of a `tokenizers` file."""
+    tokenizer = read_tokenizer(path)
 
     def encode(text: bytes) -> Tensor:
         return torch.tensor(tokenizer.encode(text.decode(errors="replace")).ids, dtype=torch.int32)

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TextIO
+
+LOG, CURVE = "log.jsonl", "loss.png"
 
 
 class Reporter:
@@ -18,20 +21,28 @@ class Reporter:
         title: shown beside the bar.
         start: steps done before this run (of a resumed one).
         steps: the last step's number.
+        tensorboard: write for TensorBoard too.
     """
 
-    def __init__(self, folder: Path | None, title: str, start: int, steps: int) -> None:
+    def __init__(
+        self, folder: Path | None, title: str, start: int, steps: int, *, tensorboard: bool = False
+    ) -> None:
         self.folder, self.title, self.start, self.steps = folder, title, start, steps
+        self.tensorboard = tensorboard
         self.log: TextIO | None = None
         self.progress: Any = None
+        self.events: Any = None
         self.last = time.perf_counter()
 
     def __enter__(self) -> Reporter:
         if self.folder is not None:
             self.folder.mkdir(parents=True, exist_ok=True)
-            path = self.folder / "log.jsonl"
+            path = self.folder / LOG
+            set_aside(path, self.start)
             cut_log(path, self.start)
             self.log = path.open("a")
+            if self.tensorboard:
+                self.events = event_writer(self.folder / "tensorboard", self.start)
             self.progress = progress_bar()
             self.progress.start()
             self.task = self.progress.add_task(
@@ -39,6 +50,11 @@ class Reporter:
             )
         self.last = time.perf_counter()
         return self
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar."""
+        if self.progress is not None:
+            self.progress.console.print(text, highlight=False, soft_wrap=True)
 
     def step(
         self, step: int, values: Mapping[str, float], *, tokens: int, flops: float, peak: float
@@ -60,9 +76,10 @@ class Reporter:
                "mfu": flops / seconds / peak}  # fmt: skip
         self.log.write(json.dumps(row) + "\n")
         self.log.flush()
-        numbers = (
-            f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  MFU {row['mfu']:.1%}"
-        )
+        for name, value in row.items() if self.events is not None else ():
+            if name not in ("step", "seconds"):
+                self.events.add_scalar(name, value, step)
+        numbers = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  {row['mfu']:.1%}"
         self.progress.update(self.task, advance=1, numbers=numbers)
 
     def __exit__(
@@ -74,6 +91,30 @@ class Reporter:
         if self.log is not None:
             self.log.close()
             self.progress.stop()
+        if self.events is not None:
+            self.events.close()
+
+
+def event_writer(folder: Path, start: int) -> Any:
+    """Return TensorBoard's writer, which shows nothing more of steps that will be done again."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder), purge_step=start + 1)
+
+
+def set_aside(path: Path, start: int) -> None:
+    """Keep the log of an earlier run under another name, where this one begins at its start."""
+    if start == 0 and path.is_file() and path.stat().st_size:
+        names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in count(1))
+        path.rename(next(name for name in names if not name.exists()))
+
+
+def logged_losses(folder: Path) -> dict[int, float]:
+    """Return the losses of a log by their steps' numbers, without a line that has no end."""
+    path = folder / LOG
+    lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
+    rows = [json.loads(line) for line in lines if line.endswith("\n")]
+    return {row["step"]: row["loss"] for row in rows}
 
 
 def cut_log(path: Path, steps: int) -> None:
@@ -98,20 +139,20 @@ def progress_bar() -> Any:
         TimeRemainingColumn,
     )
 
-    return Progress(
-        TextColumn("{task.description}"), BarColumn(bar_width=24), MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(),
+    return Progress(  # all of it in 80 columns
+        TextColumn("{task.description}"), BarColumn(bar_width=12), MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"), TimeRemainingColumn(compact=True),
     )  # fmt: skip
 
 
-def save_curve(path: Path, curves: Mapping[str, Sequence[float]]) -> None:
-    """Draw loss curves, name → loss of each step, into a PNG."""
+def save_curve(path: Path, curves: Mapping[str, Mapping[int, float]]) -> None:
+    """Draw loss curves, name → step → loss, into a PNG."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.subplots()
     for style, (name, losses) in zip("-:", curves.items(), strict=False):
-        axes.plot(range(1, len(losses) + 1), losses, style, label=name, linewidth=2)
+        axes.plot(list(losses), list(losses.values()), style, label=name, linewidth=2)
     axes.set(xlabel="step", ylabel="loss (nats per token)")
     axes.legend()
     figure.savefig(path, dpi=120)

@@ -4,23 +4,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from contextlib import suppress
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..checkpoint import Saving, latest, load, save
+from ..checkpoint import DamagedCheckpointError, Saving, latest, load, save
+from ..checkpoint.folders import finished
+from ..checkpoint.loading import read_document
 from ..dist import broadcast_object_list, is_main_process
-from ..dist.errors import InvalidArgumentError, StateError
-from ..parallel.pg_manager import ProcessGroupManager
+from ..dist.agreement import agree, caught
+from ..dist.errors import InvalidArgumentError, NonFiniteError, StateError
+from ..models import LlamaConfig
+from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .config import PretrainConfig
+from .report import CURVE, LOG
 
 # Settings that a resumed run may change; all others decide the numbers, but for rounding.
 FREE = frozenset(
     ("out", "save_every", "keep", "resume", "compare", "backend", "data", "tokenizer",
-     "tp", "cp", "pp", "dp", "schedule", "zero", "micro_batches")
+     "tp", "cp", "pp", "dp", "schedule", "zero", "micro_batches", "steps", "tensorboard",
+     "check_every")
 )  # fmt: skip
 
 
@@ -32,6 +39,7 @@ def identity(config: PretrainConfig, data: str) -> dict[str, Any]:
         data: The text's digest.
     """
     settings = {name: value for name, value in asdict(config).items() if name not in FREE}
+    settings["decay_steps"] = config.decay_steps or config.steps
     plain: dict[str, Any] = json.loads(json.dumps(settings | {"data": data}))
     return plain
 
@@ -44,16 +52,39 @@ def folder_of(config: PretrainConfig) -> Path:
 
 
 def refuse_mixing(config: PretrainConfig) -> None:
-    """Raise on every rank when a new run would write among another run's checkpoints."""
-    if not config.save_every or config.resume == "auto":
+    """Raise on every rank when a new run would write over another run's files."""
+    if config.out is None or config.resume == "auto":
         return
-    found = [is_main_process() and latest(folder_of(config)) is not None]
+    found = [_files_of_a_run(config.out) if is_main_process() else ""]
     broadcast_object_list(found)
     if found[0]:
         raise StateError(
-            f"{folder_of(config)} already holds checkpoints; go on from them with --resume auto, "
-            "or pass another --out"
+            f"{config.out} already holds {found[0]} of an earlier run: go on from it with "
+            "--resume auto, or pass another --out"
         )
+
+
+def _files_of_a_run(out: Path) -> str:
+    parts = ["checkpoints"] if latest(out / "checkpoints") is not None else []
+    log = out / LOG
+    parts += [LOG] if log.is_file() and log.stat().st_size else []
+    return ", ".join(parts + [CURVE] * (out / CURVE).is_file())
+
+
+def planned(config: PretrainConfig) -> PretrainConfig:
+    """Return the settings with the plan of the rate that a run to be resumed was begun with.
+
+    A run of 20 steps that goes on to 30 keeps its lowest rate for the last ten; ``decay_steps``
+    plans anew. Nothing is checked here but for that.
+    """
+    if config.resume != "auto" or config.decay_steps or config.out is None:
+        return config
+    for folder in finished(folder_of(config)):
+        with suppress(DamagedCheckpointError, LookupError, TypeError):
+            settings = read_document(folder)["extra"]["settings"]
+            decay = settings.get("decay_steps") or settings["steps"]
+            return replace(config, decay_steps=int(decay))
+    return config
 
 
 def save_step(
@@ -63,18 +94,41 @@ def save_step(
     optimizer: torch.optim.Optimizer,
     manager: ProcessGroupManager,
     data: str,
+    sizes: LlamaConfig,
 ) -> Saving:
-    """Begin to write the state after ``step`` steps; training goes on meanwhile."""
+    """Begin to write the state after ``step`` steps; training goes on meanwhile.
+
+    Raises:
+        NonFiniteError: A weight is infinite or NaN; nothing was written or removed.
+        MismatchError: That is so on another rank.
+    """
+    agree(f"the checkpoint after step {step}", [], error=caught(refuse_nonfinite, model, step))
+    tokenizer = None if config.tokenizer is None else str(config.tokenizer.absolute())
     return save(
         folder_of(config),
         model,
         optimizer,
         manager,
         step=step,
-        extra={"settings": identity(config, data)},
+        extra={
+            "settings": identity(config, data),
+            "model": asdict(sizes),
+            "tokenizer": tokenizer,
+        },
         keep=config.keep or None,
         asynchronous=True,
     )
+
+
+def refuse_nonfinite(model: nn.Module, step: int) -> None:
+    """Raise NonFiniteError where a weight on this rank is infinite or NaN."""
+    for name, parameter in model.named_parameters():
+        if not parameter.isfinite().all():
+            raise NonFiniteError(
+                f"after step {step} the weight {name} is not finite on {describe_rank()}; it is "
+                "not saved, and the checkpoints before stay: go on from the last with "
+                "--resume auto and a lower --lr"
+            )
 
 
 def load_last(
@@ -96,8 +150,9 @@ def load_last(
         saved = extra.get("settings")
         if not isinstance(saved, dict):
             raise StateError(f"{folder} has a checkpoint that this program did not save")
-        if different := [f"{k}: saved {saved.get(k)}, now {v}" for k, v in now.items()
-                         if saved.get(k) != v]:  # fmt: skip
+        before = {"decay_steps": config.decay_steps, **saved}  # which older versions had not
+        if different := [f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items()
+                         if k != "decay_steps" and before.get(k) != v]:  # fmt: skip
             raise StateError(
                 f"{folder} cannot be resumed with other settings ({'; '.join(different)}); "
                 "use the saved ones, or start anew in another folder"

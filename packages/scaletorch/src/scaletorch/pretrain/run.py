@@ -3,12 +3,27 @@
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..dist import RankPool, cleanup_dist, init_dist, is_distributed, is_main_process, launch
+import torch
+
+from ..dist import (
+    RankPool,
+    broadcast_object_list,
+    cleanup_dist,
+    init_dist,
+    is_distributed,
+    is_main_process,
+    launch,
+)
+from ..dist.agreement import agree, caught
+from ..dist.differences import relative_error, worst
+from ..dist.errors import InvalidArgumentError, StateError
 from .config import PretrainConfig
-from .report import save_curve
+from .report import CURVE, logged_losses, save_curve
+from .resume import planned
 from .train import train
 
 # Largest relative difference of any step's loss between a layout and one process.
@@ -30,13 +45,31 @@ class Result:
     reference: list[float] | None = None
 
     def worst_difference(self) -> float:
-        """Return the largest relative difference of any step's loss from one process's."""
-        pairs = zip(self.losses, self.reference or self.losses, strict=True)
-        return max((abs(ours - one) / abs(one) for ours, one in pairs), default=0.0)
+        """Return the largest relative difference of any step's loss from one process's.
+
+        It is infinite where either loss is not finite, and 0 where no step was left to do.
+
+        Raises:
+            StateError: there is nothing to compare with: the run was made without ``compare``.
+        """
+        if self.reference is None:
+            raise StateError("expected losses of one process, got none: train with compare=True")
+        if not self.losses and not self.reference:
+            return 0.0
+        pairs = zip(_numbers(self.losses), _numbers(self.reference), strict=True)
+        return worst(relative_error(ours, one) for ours, one in pairs)
 
 
-def pretrain(config: PretrainConfig) -> Result | None:
+def _numbers(losses: list[float]) -> torch.Tensor:
+    return torch.tensor(losses, dtype=torch.float64)
+
+
+def pretrain(config: PretrainConfig, stop: Path | None = None) -> Result | None:
     """Train on the grid of ``config``, with a launcher's ranks or with local ranks of our own.
+
+    Args:
+        config: The settings.
+        stop: As for `train`; it reaches local ranks alone.
 
     Returns:
         The result on rank 0, and None on a launcher's other ranks.
@@ -45,35 +78,93 @@ def pretrain(config: PretrainConfig) -> Result | None:
         InvalidArgumentError: settings that cannot work, before any rank starts.
         StateError: a Slurm job of several tasks runs this without srun.
     """
-    config.check()
-    out = config.out
     init_dist(backend=config.backend)  # does nothing where no launcher started this process
+    agree("the settings of the run", [], error=caught(prepare, config))
     if is_distributed():
-        main = is_main_process()
-        out = out or (Path(tempfile.mkdtemp(prefix="scaletorch-")) if main else None)
+        config, out = agree_on_plan(config)
         losses = train(replace(config, out=out))
+        main = is_main_process()
         cleanup_dist()
-        if not main or out is None:
+        if not main:
             return None
     else:
-        out = out or Path(tempfile.mkdtemp(prefix="scaletorch-"))
-        losses = train_locally(replace(config, out=out))
-    reference = one_process_losses(config, len(losses)) if config.compare else None
-    curves = {str(config.grid): losses} | ({"one process": reference} if reference else {})
-    save_curve(out / "loss.png", curves)
+        config = planned(config)
+        out = config.out or new_folder()
+        try:
+            losses = train_locally(replace(config, out=out), stop)
+        except BaseException:
+            draw_curve(config, out)  # of the steps until then
+            raise
+    return finish(config, out, losses, interrupted=stop is not None and stop.exists())
+
+
+def new_folder() -> Path:
+    """Return a new temporary folder."""
+    return Path(tempfile.mkdtemp(prefix="scaletorch-"))
+
+
+def agree_on_plan(config: PretrainConfig) -> tuple[PretrainConfig, Path]:
+    """Return the settings and the folder as rank 0 finds them, on every rank."""
+    found = [("", 0)]
+    if is_main_process():
+        found = [(str(config.out or new_folder()), planned(config).decay_steps)]
+    broadcast_object_list(found)
+    out, decay_steps = found[0]
+    return replace(config, decay_steps=decay_steps), Path(out)
+
+
+def finish(
+    config: PretrainConfig, out: Path, losses: list[float], *, interrupted: bool = False
+) -> Result:
+    """Draw the curve, and compare with one process if asked to; nothing where no step was done."""
+    if not losses:
+        return Result(losses, out)
+    draw_curve(config, out)  # before a comparison that takes its time
+    if not config.compare or interrupted:
+        return Result(losses, out)
+    reference = one_process_losses(config, len(losses))
+    draw_curve(config, out, reference)
     return Result(losses, out, reference)
 
 
-def train_locally(config: PretrainConfig) -> list[float]:
+def draw_curve(config: PretrainConfig, out: Path, reference: Sequence[float] = ()) -> None:
+    """Draw all steps that the log has, and one process's last ones beside them."""
+    logged = logged_losses(out)
+    curves = {str(config.grid): logged}
+    if reference:
+        curves["one process"] = dict(zip(list(logged)[-len(reference) :], reference, strict=True))
+    if logged:
+        save_curve(out / CURVE, curves)
+
+
+def prepare(config: PretrainConfig) -> None:
+    """Check the settings, and that there can be a folder.
+
+    Raises:
+        InvalidArgumentError: Which cannot work.
+    """
+    config.check()
+    if config.out is not None:
+        try:
+            config.out.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise InvalidArgumentError(
+                f"out {config.out} cannot be made: {error.strerror}"
+            ) from error
+
+
+def train_locally(config: PretrainConfig, stop: Path | None = None) -> list[float]:
     """Train in this process, or on as many local ranks as the grid has."""
-    world_size = config.grid.world_size
-    return train(config) if world_size == 1 else launch(train, world_size, config)[0]
+    size = config.grid.world_size
+    return train(config, stop) if size == 1 else launch(train, size, config, stop)[0]
 
 
 def one_process_losses(config: PretrainConfig, steps: int) -> list[float]:
     """Return the last ``steps`` losses of the same training in one process of its own."""
+    if not steps:
+        return []
     with tempfile.TemporaryDirectory(prefix="scaletorch-") as folder:
         alone = replace(config.one_process(), out=Path(folder))
         with RankPool(1, timeout=None) as pool:  # its own process, as a launcher's rank is not one
             losses: list[float] = pool.run(train, alone)[0]
-    return losses[-steps:]
+    return losses[len(losses) - steps :]

@@ -3,19 +3,31 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..checkpoint import Saving
-from ..compose import clip_grad_norm_, parallelize, shard_global_batch, train_step
+from ..compose import (
+    check_replicas,
+    clip_grad_norm_,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
+from ..compose.norm import nonfinite_gradients
 from ..dist import barrier, guard, is_main_process
 from ..dist.devices import current_device
+from ..dist.errors import NonFiniteError
 from ..models import Llama, LlamaConfig
 from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
+from ..parallel.data_parallel.gradients.nonfinite import name_culprits
 from ..parallel.pg_manager import (
+    Grid,
     ProcessGroupManager,
     describe_rank,
     destroy_process_group_manager,
@@ -24,28 +36,42 @@ from ..parallel.pg_manager import (
 from .config import PretrainConfig
 from .data import Corpus, check_same_data, load_corpus
 from .flops import flops_per_token, job_peak
+from .interrupt import StopFile
 from .report import Reporter
 from .resume import load_last, refuse_mixing, save_step
+from .saver import Saver
 
 
-def train(config: PretrainConfig) -> list[float]:
+def train(config: PretrainConfig, stop: Path | None = None) -> list[float]:
     """Train on this process's share of the grid; every rank calls it.
+
+    Args:
+        config: The settings, the same on every rank.
+        stop: A file on this machine: once it is there, all ranks end after the same step, with a
+            checkpoint if any were asked for.
 
     Returns:
         The global loss of each step done by this call, the same on every rank.
+
+    Raises:
+        NonFiniteError: The loss or the gradients' norm is infinite or NaN; on every rank. The last
+            good checkpoint stays.
     """
     manager = setup_process_group_manager(
         tp_size=config.tp, cp_size=config.cp, pp_size=config.pp, dp_size=config.dp
     )
     try:
         with guard.watch(label=describe_rank):
-            return train_on(config, manager)
+            return train_on(config, manager, stop)
     finally:
         destroy_process_group_manager()
 
 
-def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float]:
+def train_on(
+    config: PretrainConfig, manager: ProcessGroupManager, stop: Path | None = None
+) -> list[float]:
     """Build everything, resume if asked to, and train to the last step."""
+    refuse_mixing(config)
     device = current_device()
     corpus = load_corpus(config.data, config.tokenizer, seq_len=config.seq_len)
     check_same_data(corpus)
@@ -54,27 +80,54 @@ def train_on(config: PretrainConfig, manager: ProcessGroupManager) -> list[float
     optimizer = build_optimizer(config, model)
     if config.zero:
         shard_optimizer(optimizer, model, stage=config.zero, overlap=True)
-    refuse_mixing(config)
     start = 0
     if config.resume == "auto":
         start = load_last(config, model, optimizer, manager, corpus.digest)
+    if start >= config.steps:
+        return []
     tokens = config.batch_size * config.seq_len
     flops = tokens * flops_per_token(sizes, config.seq_len)
     peak = shared_peak(config, device, manager.world_size)
-    losses = []
-    saving: Saving | None = None
-    folder = config.out if is_main_process() else None
-    with Reporter(folder, str(config.grid), start, config.steps) as reporter:
+    main = is_main_process()
+    stopping = StopFile(stop, leader=main)
+    losses: list[float] = []
+    reporter = Reporter(
+        config.out if main else None, short_name(config.grid), start, config.steps,
+        tensorboard=config.tensorboard,
+    )  # fmt: skip
+
+    def save(step: int) -> Saving:
+        return save_step(config, step, model, optimizer, manager, corpus.digest, sizes)
+
+    with Saver(save, config.save_every, start) as saver, reporter:
+        for note in notes(config, device, peak):
+            reporter.say(note)
         for step in range(start, config.steps):
+            if stopping.before(step):
+                break
             values = optimizer_step(config, manager, model, optimizer, corpus, step)
             guard.step(step + 1)
             losses.append(values["loss"])
             reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)
-            if config.save_every and (step + 1) % config.save_every == 0:
-                saving = save_step(config, step + 1, model, optimizer, manager, corpus.digest)
-    if saving is not None:
-        saving.wait()
+            saver.after(step + 1)
+        saver.end(start + len(losses))
     return losses
+
+
+def short_name(grid: Grid) -> str:
+    """Return a layout in few letters, such as ``tp2 dp2``."""
+    sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp}
+    return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one process"
+
+
+def notes(config: PretrainConfig, device: torch.device, peak: float) -> Iterator[str]:
+    """Yield what is worth a line before the first step."""
+    yield (
+        f"MFU, in percent, is against {peak / 1e9:,.0f} GFLOP/s: a measured {config.dtype} matmul "
+        f"on {device.type}, times ranks (or cores, if fewer)"
+    )
+    if config.zero and config.dp * config.cp == 1:
+        yield f"--zero {config.zero} has nothing to share out: dp x cp is 1"
 
 
 def optimizer_step(
@@ -85,7 +138,11 @@ def optimizer_step(
     corpus: Corpus,
     step: int,
 ) -> dict[str, float]:
-    """Do 0-based ``step``; return its loss, gradient norm and learning rate."""
+    """Do 0-based ``step``; return its loss, gradient norm and learning rate.
+
+    Raises:
+        NonFiniteError: Loss or norm is infinite or NaN; on every rank, before the optimizer steps.
+    """
     batch = corpus.global_batch(
         step, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed
     )
@@ -96,20 +153,49 @@ def optimizer_step(
         [{name: entry.to(device) for name, entry in b.items()} for b in micro_batches],
         manager,
     )
-    norm = clip_grad_norm_(model, config.clip, manager)
+    norm = finite_norm(config, manager, model, loss, step)
     rate = learning_rate(config, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
+    if config.check_every and step % config.check_every == 0:
+        check_replicas(model, manager, optimizer, step=step + 1, values=batch)
     optimizer.step()
     optimizer.zero_grad()
     return {"loss": loss.item(), "grad_norm": norm.item(), "lr": rate}
 
 
+def finite_norm(
+    config: PretrainConfig,
+    manager: ProcessGroupManager,
+    model: DataParallelBucket,
+    loss: Tensor,
+    step: int,
+) -> Tensor:
+    """Clip the gradients and return their norm.
+
+    Raises:
+        NonFiniteError: Loss or norm is infinite or NaN; both are the same on every rank.
+    """
+    culprits = "none of the gradients, but the loss"
+    try:
+        norm = clip_grad_norm_(model, config.clip, manager, error_if_nonfinite=True)
+        if loss.isfinite():
+            return norm
+    except NonFiniteError:  # before anything was scaled
+        culprits = name_culprits(nonfinite_gradients(model, manager)) or "their norm alone"
+    raise NonFiniteError(
+        f"step {step + 1}: the loss is {loss.item()}, and not all gradients are finite: {culprits}"
+        "; weights and checkpoints are as after the steps before. Go on from the last checkpoint "
+        "with --resume auto, with a lower --lr or --clip"
+    )
+
+
 def learning_rate(config: PretrainConfig, step: int) -> float:
-    """Return the rate of 0-based ``step``: linear warm-up, then a cosine down to a tenth."""
+    """Return the rate of 0-based ``step``: linear warm-up, a cosine down to a tenth, a tenth."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
-    share = (step - config.warmup_steps) / max(config.steps - config.warmup_steps, 1)
+    end = config.decay_steps or config.steps
+    share = min((step - config.warmup_steps) / max(end - config.warmup_steps, 1), 1.0)
     return config.lr * (0.1 + 0.45 * (1 + math.cos(math.pi * share)))
 
 

@@ -82,7 +82,8 @@ def run(arguments: argparse.Namespace) -> Report:
     report = verify(
         load(arguments.model) if arguments.model else (wide_model if wide else default_model),
         load(arguments.batch) if arguments.batch else (wide_batch if wide else default_batch),
-        layouts=layouts,
+        layouts=layouts if arguments.layout else None,
+        world_size=arguments.world_size,
         dtype=arguments.dtype,
         options=options,
         plan=load(arguments.plan) if arguments.plan else None,
@@ -95,7 +96,10 @@ def run(arguments: argparse.Namespace) -> Report:
 
 
 def main() -> int:
-    """Run the command; 1 where a layout trains otherwise than one process, 2 for wrong usage."""
+    """Run the command; 1 where a layout trains otherwise than one process, 2 for wrong usage.
+
+    Wrong is too what the library refuses, where it was named or nothing else was tried.
+    """
     arguments = parse()
     try:
         report = run(arguments)
@@ -111,7 +115,7 @@ def main() -> int:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "report.json").write_text(report.to_json())
         (arguments.out / "report.md").write_text(report.to_markdown())
-    return 0 if report.passed else 1
+    return 0 if report.passed else 1 if report.failures else 2
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "loss_parallel": ("off", "on"),
     "cp_layout": ("zigzag", "contiguous", "stripe"),
     "cp_method": ("ring", "all_gather", "ulysses", "hybrid", "auto"),
-    "data_parallel": ("buckets", "rank_order", "float64", "zero1", "zero2"),
+    "data_parallel": ("buckets", "rank_order", "float64", "zero1", "zero2", "zero1_waiting"),
 }
 
 
@@ -42,7 +42,8 @@ class Case:
         cp_layout: which positions each cp rank has.
         cp_method: how cp ranks attend.
         data_parallel: gradients are summed in 'buckets', in 'rank_order', in 'float64', or each
-            on the rank that updates it ('zero1', 'zero2').
+            on the rank that updates it ('zero1', 'zero2', whose updates are fetched behind the
+            next forward, and 'zero1_waiting', whose updates are fetched within the step).
     """
 
     grid: Grid

@@ -8,20 +8,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
-from ..compose import token_loss_sum
 from ..models import Llama, LlamaConfig
 from . import dropout
+from .phases import MAX_NORM, phase_at
 from .precision import model_precision
 
 Batch = Mapping[str, Tensor]
 ModelFn = Callable[[], nn.Module]
 BatchFn = Callable[[int], Batch]
 
-SGD_STEPS = 2
-LEARNING_RATE = 0.1
-ADAM_EPS = 1e-2  # large: a small one turns rounding of tiny gradients into whole steps
-MAX_NORM = 1.0
 TORCH_DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
@@ -72,14 +69,25 @@ def sharpened(config: LlamaConfig) -> nn.Module:
 
 
 def default_batch(step: int, *, vocab_size: int = 64, rows: int = 16, length: int = 16) -> Batch:
-    """Return random tokens with ragged labels: some rows and columns have no valid one at all."""
+    """Return random tokens with ragged labels: half of the rows have no valid one at all.
+
+    Which rows these are moves on by a quarter with each step: the same ones would leave ranks
+    that have them without a gradient for ever, and nobody could tell them from idle ones.
+    """
     generator = torch.Generator().manual_seed(1000 + step)
     tokens = torch.randint(vocab_size, (rows, length + 1), generator=generator)
+    return labelled(tokens, step, generator)
+
+
+def labelled(tokens: Tensor, step: int, generator: torch.Generator) -> Batch:
+    """Return the batch of tokens [B, L + 1], as `default_batch` says."""
     labels = tokens[:, 1:].clone()
-    labels[torch.rand(labels.shape, generator=generator) < 0.25] = -100
-    labels[: rows // 4] = -100
-    labels[rows // 4 : rows // 2, length // 2 :] = -100
-    return {"input_ids": tokens[:, :-1], "labels": labels}
+    masked = torch.rand(labels.shape, generator=generator) < 0.25
+    rows, length = labels.shape
+    rows_in_turn = torch.arange(rows).roll(-step * max(rows // 4, 1))
+    masked[rows_in_turn[: rows // 2]] = True
+    masked[rows_in_turn[rows // 2 : rows * 3 // 4], length // 2 :] = True
+    return {"input_ids": tokens[:, :-1], "labels": labels.masked_fill(masked, -100)}
 
 
 def wide_batch(step: int) -> Batch:
@@ -87,11 +95,16 @@ def wide_batch(step: int) -> Batch:
     return default_batch(step, rows=32)
 
 
-def make_optimizer(model: nn.Module, step: int) -> torch.optim.Optimizer:
-    """Return unclipped SGD for the first steps, and AdamW (after clipping) for the last."""
-    if step < SGD_STEPS:
-        return torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    return torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE / 10, eps=ADAM_EPS)
+def mean_loss(logits: Any, labels: Tensor) -> Tensor:
+    """Return the mean of the token losses that count, and zero where none does.
+
+    Args:
+        logits: [B, L, vocabulary], or what has them as ``logits``, as outputs of transformers do.
+        labels: [B, L], aligned with them; -100 where there is none.
+    """
+    flat = getattr(logits, "logits", logits).flatten(0, 1)
+    loss = F.cross_entropy(flat, labels.flatten(), ignore_index=-100, reduction="sum")
+    return loss / (labels != -100).sum().clamp(min=1)
 
 
 def one_process(model: nn.Module, batches: Sequence[Batch]) -> list[Step]:
@@ -102,30 +115,22 @@ def one_process(model: nn.Module, batches: Sequence[Batch]) -> list[Step]:
         labels = batch["labels"]
         inputs = {name: entry for name, entry in batch.items() if name != "labels"}
         with model_precision(next(model.parameters()).dtype):
-            loss = token_loss_sum(model(**inputs), labels) / max(int((labels != -100).sum()), 1)
+            loss = mean_loss(model(**inputs), labels)
             loss.backward()
         named = list(model.named_parameters(remove_duplicate=False))
         gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
-        optimizer = make_optimizer(model, number)
+        phase, first = phase_at(number)
+        if first:
+            optimizer = phase.make(model.parameters())
         own = [p.grad for p in model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(own)
-        if number >= SGD_STEPS:
+        if phase.clips:
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), MAX_NORM, norm)
         optimizer.step()
         optimizer.zero_grad()
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         steps.append(Step(loss.detach(), norm, gradients, weights))
     return steps
-
-
-def chain_length(model: nn.Module, batch: Batch) -> int:
-    """Return how many additions stand, at most, between the inputs and any number compared.
-
-    Each weight matrix adds its two sizes (the sums of forward and of backward), attention and the
-    loss add the tokens of the batch.
-    """
-    matrices = sum(sum(p.shape) for p in model.parameters() if p.ndim > 1)
-    return matrices + 2 * batch["input_ids"].numel()
 
 
 def as_saved(steps: list[Step]) -> list[dict[str, Any]]:

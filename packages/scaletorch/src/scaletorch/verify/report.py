@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..compose._version import __version__
+from .bounds import ROOM
 from .cases import Case, layout_name
 from .compare import Difference
 from .runner import RankReport
@@ -23,19 +24,28 @@ class CaseResult:
     Attributes:
         case: what ran.
         seconds: how long it took.
-        ranks: what each rank found; empty where a rank failed.
+        ranks: what each rank found; empty where the case did not run to its end.
         error: the ranks' tracebacks, where one failed.
+        refused: what the library said, where it refuses such a layout or option on every rank.
+        unjudged: why no result could tell a fault from rounding; the case did not run then.
     """
 
     case: Case
     seconds: float
     ranks: list[RankReport]
     error: str = ""
+    refused: str = ""
+    unjudged: str = ""
 
     @property
     def passed(self) -> bool:
         """Whether all ranks finished and found nothing that rounding does not explain."""
-        return not self.error and not any(rank.failures for rank in self.ranks)
+        return bool(self.ranks) and not any(rank.failures for rank in self.ranks)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a fault showed, or could not have been seen."""
+        return not self.passed and not self.refused
 
     @property
     def bitwise(self) -> float:
@@ -52,9 +62,11 @@ class CaseResult:
     def row(self) -> tuple[str, ...]:
         """Return the cells of a table: case, verdict, error, bound, bitwise, worst tensor."""
         worst = self.worst
-        verdict = "pass" if self.passed else "FAIL"
         if worst is None:
-            return (str(self.case), verdict, "-", "-", "-", self.error.split("\n", 1)[0])
+            verdict = "refused" if self.refused else "not judged" if self.unjudged else "FAIL"
+            said = self.refused or self.unjudged or self.error.split("\n", 1)[0]
+            return (str(self.case), verdict, "-", "-", "-", said)
+        verdict = "pass" if self.passed else "FAIL"
         error, bound = f"{worst.error:.1e}", f"{worst.bound:.1e}"
         tensor = f"{worst.what} (step {worst.step})"
         bitwise = "all" if self.bitwise == 1 else f"{math.floor(100 * self.bitwise)} %"
@@ -62,6 +74,8 @@ class CaseResult:
 
     def explanation(self, command: str) -> str:
         """Say where a failed case differs, and how to repeat it alone."""
+        if self.unjudged:
+            return f"{self.case}: NOT JUDGED: {self.unjudged}"
         lines = [f"{self.case}: FAILED"]
         seen = set()
         for failure in (f for rank in self.ranks for f in rank.failures):
@@ -86,23 +100,32 @@ class Report:
 
     Attributes:
         results: one for each case.
-        chain: the longest chain of additions, on which bounds rest; see `problem.chain_length`.
+        chain: the longest chain of additions, on which bounds rest; see `bounds.chain_length`.
+        named: whether layouts were asked for by name: then none may be refused.
         command: what repeats a case when its own options are added.
     """
 
     results: list[CaseResult]
     chain: int
+    named: bool = False
     command: str = field(default=f"python -m {__package__}")
 
     @property
     def passed(self) -> bool:
-        """Whether every case passed, and there was one."""
-        return bool(self.results) and all(result.passed for result in self.results)
+        """Whether every case passed, but for refused layouts that nobody named, and one did."""
+        if self.failures or (self.named and self.refusals):
+            return False
+        return any(result.passed for result in self.results)
 
     @property
     def failures(self) -> list[CaseResult]:
-        """The cases that did not pass."""
-        return [result for result in self.results if not result.passed]
+        """The cases that showed a fault, or could not have shown one."""
+        return [result for result in self.results if result.failed]
+
+    @property
+    def refusals(self) -> list[CaseResult]:
+        """The cases that the library refuses in words."""
+        return [result for result in self.results if result.refused]
 
     def rows(self) -> list[tuple[str, ...]]:
         """Return the table's rows, without the header."""
@@ -120,12 +143,15 @@ class Report:
 
     def summary(self) -> str:
         """Return the closing line."""
-        passed = len(self.results) - len(self.failures)
+        passed = sum(result.passed for result in self.results)
+        asked = len(self.results) - len(self.refusals)
+        refused = f" ({len(self.refusals)} refused)" if self.refusals else ""
         tensors = sum(rank.compared for result in self.results for rank in result.ranks)
         seconds = sum(result.seconds for result in self.results)
         return (
-            f"{passed} of {len(self.results)} cases train like one process: {tensors} comparisons "
-            f"in {seconds:.0f} s; bound = machine epsilon x {self.chain} additions x step"
+            f"{passed} of {asked} cases train like one process{refused}: {tensors} comparisons in "
+            f"{seconds:.0f} s; bound = machine epsilon x {ROOM:g} x root of ({self.chain} "
+            "additions x step)"
         )
 
     def to_markdown(self) -> str:
@@ -148,6 +174,8 @@ class Report:
                 "worst": None if result.worst is None else plain(result.worst),
                 "failures": [plain(f) for rank in result.ranks for f in rank.failures],
                 "error": result.error,
+                "refused": result.refused,
+                "unjudged": result.unjudged,
             }
             for result in self.results
         ]

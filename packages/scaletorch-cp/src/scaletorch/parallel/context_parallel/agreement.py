@@ -30,6 +30,8 @@ from .methods.parts import Parts
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+_VALUES = 2**31  # more than any head dim: two of them travel as one integer
+
 _agreed: WeakKeyDictionary[ProcessGroup, set[Signature]] = WeakKeyDictionary()
 
 
@@ -40,7 +42,7 @@ class Signature(NamedTuple):
     heads: int
     kv_heads: int
     length: int
-    head_dim: int
+    head_dims: int  # of queries and keys, and of values
     dtype: int
     gradient: int
     scale: int
@@ -57,6 +59,8 @@ class Signature(NamedTuple):
         """Return it as a reader of an error message wants it."""
         if self == REFUSED:
             return "refused its call, see its own error"
+        head_dim, value_dim = divmod(self.head_dims, _VALUES)
+        values = f" of head dim {value_dim}" * (value_dim != head_dim)
         scale = struct.unpack("<d", struct.pack("<q", self.scale))[0]
         window = f", window {self.window}" if self.window else ""
         documents = f", documents of digest {self.documents:x}" if self.documents else ""
@@ -64,7 +68,7 @@ class Signature(NamedTuple):
         part += f" and ranks of digest {self.ranks:x}" if self.part > 1 else ""
         return (
             f"{sorted(METHODS)[self.method]}{part} on q [{self.batch}, {self.heads}, "
-            f"{self.length}, {self.head_dim}], {self.kv_heads} key/value heads, "
+            f"{self.length}, {head_dim}], {self.kv_heads} key/value heads{values}, "
             f"{DTYPES[self.dtype]}, causal {bool(self.causal)}{window}{documents}, "
             f"{sorted(LAYOUTS)[self.layout]} layout of {self.whole} positions, "
             f"scale {scale:.6g}, needs gradient {bool(self.gradient)}"
@@ -82,7 +86,8 @@ def signature(q: Tensor, k: Tensor, v: Tensor, call: Call, method: str) -> Signa
     mask = call.mask
     documents = zlib.crc32(repr(mask.documents).encode()) if mask.documents else 0
     return Signature(
-        batch, heads, k.shape[1], length, head_dim, DTYPES.index(q.dtype), int(gradient), bits,
+        batch, heads, k.shape[1], length, head_dim * _VALUES + v.shape[3],
+        DTYPES.index(q.dtype), int(gradient), bits,
         int(mask.causal), mask.window or 0, documents, sorted(LAYOUTS).index(call.layout.name),
         call.layout.length, sorted(METHODS).index(method), call.parts[0].size,
         zlib.crc32(repr(call.ring.ranks).encode()),

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...dist.errors import InvalidArgumentError, StateError
+from ...dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from .agreement import require_agreement, signature, tell_refusal
+from .alone import alone, attend_alone
 from .cp_comms import Ring
 from .inputs import autocast, check_inputs, with_one_head_dim
 from .layouts.documents import read_documents
@@ -101,14 +104,21 @@ def attention(
         NotInGroupError: This rank is outside `group`.
         StateError: Several ranks, and neither a group nor a process group manager.
     """
-    rings = rings_of(group)
+    rings, run = rings_of(group), alone()
+    mask = causal, window, cu_seqlens
+    if run is not None:
+        q, k, v = (autocast(x) for x in (q, k, v))
+        try:
+            _prepared(q, k, v, mask, scale, layout, method, rings)
+        except ScaletorchError as error:
+            run.refuse(error)
+        return attend_alone(q, k, v)
     try:
         q, k, v = (autocast(x) for x in (q, k, v))
-        mask = causal, window, cu_seqlens
         method, call = _prepared(q, k, v, mask, scale, layout, method, rings)
+        mine = signature(q, k, v, call, method)
         dim = v.shape[3]
         q, k, v = with_one_head_dim(q, k, v)
-        mine = signature(q, k, v, call, method)
     except Exception:  # whatever it is, the other ranks wait in their comparison
         tell_refusal(rings, getattr(q, "device", torch.device("cpu")))
         raise
@@ -132,6 +142,7 @@ def _prepared(
     ring, given = rings
     causal, window, cu_seqlens = mask
     require_method(method)
+    _require_typed(causal, scale)
     check_inputs(q, k, v)
     layout = layout or ("zigzag" if causal else "contiguous")
     place = layout_of_shards(layout, q.shape[2], None, ring)
@@ -141,6 +152,14 @@ def _prepared(
         method = choose_method(q, k, ring.size)[0] if given is None else "hybrid"
     parts = parts_for(method, q, k, ring, given)
     return method, Call(Mask(causal, window, documents), place, scale, k.shape[1], ring, parts)
+
+
+def _require_typed(causal: Any, scale: Any) -> None:
+    if not isinstance(causal, bool):
+        raise InvalidArgumentError(f"causal must be True or False; it is {causal!r}")
+    number = isinstance(scale, Real) and not isinstance(scale, bool)
+    if scale is not None and not (number and math.isfinite(scale)):
+        raise InvalidArgumentError(f"scale must be a finite number, or None; it is {scale!r}")
 
 
 def require_method(method: str) -> None:

@@ -12,6 +12,8 @@ HEAD = (
     f"{'calls':>8}"
 )
 
+DOUBTFUL = 0.3  # constants with larger relative errors say nothing
+
 
 def size_text(size: int) -> str:
     """Return bytes in the largest unit that divides them."""
@@ -34,7 +36,8 @@ def constants_text(constants: dict[str, dict[str, Any]]) -> Iterator[str]:
     for call, found in constants.items():
         beta = found["beta"]
         width = f"{1e-9 / beta:13.3f}" if beta else f"{'-':>13}"
-        yield f"{call:22}{found['alpha'] * 1e6:11.1f}{width}{found['error']:8.0%}"
+        doubt = "  do not use: noise" if found["error"] > DOUBTFUL else ""
+        yield f"{call:22}{found['alpha'] * 1e6:11.1f}{width}{found['error']:8.0%}{doubt}"
 
 
 def conditions_text(conditions: dict[str, Any]) -> str:

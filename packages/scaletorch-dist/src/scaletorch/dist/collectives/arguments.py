@@ -102,3 +102,13 @@ def check_member(rank: Any, name: str, group: ProcessGroup | None) -> bool:
         raise NotInGroupError(message)
     members = process_group(group)
     return rank == (0 if members is None else ranks[members.rank()])
+
+
+def check_tag(tag: Any) -> None:
+    """Make sure that messages can be told apart by `tag`.
+
+    Raises:
+        InvalidArgumentError: it is no number of at least 0.
+    """
+    if not isinstance(tag, int) or tag < 0:
+        raise InvalidArgumentError(f"tag must be a number of at least 0, got {tag!r}")

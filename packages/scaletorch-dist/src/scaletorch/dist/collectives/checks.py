@@ -19,7 +19,7 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import MismatchError
+from ..errors import InvalidArgumentError, MismatchError
 from ..info import group_ranks
 from . import hooks
 from .raw import all_gather_single, host_device
@@ -43,8 +43,14 @@ def check_collectives(on: bool | None = True) -> None:
 
     Args:
         on: True or False; None goes by `SCALETORCH_DIST_CHECK` again. The same on every rank.
+
+    Raises:
+        InvalidArgumentError: anything else.
     """
     global _switch
+    if on is not None and not isinstance(on, bool):
+        message = f"check_collectives takes True, False or None, got {on!r}"
+        raise InvalidArgumentError(message)
     _switch = on
 
 

@@ -17,7 +17,7 @@ from torch.distributed import P2POp, ProcessGroup
 from ..errors import InvalidArgumentError
 from ..info import get_rank
 from . import hooks
-from .arguments import check_member, check_target, check_tensor
+from .arguments import check_member, check_tag, check_target, check_tensor
 from .checks import comparing
 from .message_ends import Agreement, agree
 from .raw import movable, on_wire, process_group
@@ -193,6 +193,7 @@ def _outgoing(
     data: Tensor, dst: int, members: ProcessGroup, tag: int
 ) -> tuple[Tensor, Agreement | None]:
     """Return what to send for `data`, and what to wait for where the ends are compared."""
+    check_tag(tag)
     agreement = agree(members, data, dst, tag, sends=True) if comparing() else None
     if agreement is not None and agreement.scratch is not None:
         return agreement.scratch, agreement
@@ -203,6 +204,7 @@ def _incoming(
     data: Tensor, src: int, members: ProcessGroup, tag: int
 ) -> tuple[Tensor, Agreement | None, Callable[[], None]]:
     """Return what to receive into, what to wait for, and what then brings it home to `data`."""
+    check_tag(tag)
     agreement = agree(members, data, src, tag, sends=False) if comparing() else None
     if agreement is not None and agreement.scratch is not None:
         return agreement.scratch, agreement, nothing

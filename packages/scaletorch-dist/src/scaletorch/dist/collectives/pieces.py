@@ -122,7 +122,7 @@ def check_dim(x: Tensor, dim: int) -> int:
     Raises:
         InvalidArgumentError: `x` has no such dim.
     """
-    if not -x.dim() <= dim < x.dim():
+    if not isinstance(dim, int) or not -x.dim() <= dim < x.dim():
         message = f"dim {dim} does not exist in a tensor of shape {tuple(x.shape)}"
         raise InvalidArgumentError(message)
     return dim % x.dim()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..errors import InvalidArgumentError
 from .probe import default_entry, torch_module
 
 
@@ -23,7 +24,13 @@ def set_device(local_rank: int) -> torch.device:
     """Choose this process's accelerator by its local rank; the CPU needs no choice.
 
     Where a launcher shows each process a device of its own, the only one is taken.
+
+    Raises:
+        InvalidArgumentError: ``local_rank`` is no number of at least 0.
     """
+    if not isinstance(local_rank, int) or local_rank < 0:
+        message = f"local_rank must be a number of at least 0, got {local_rank!r}"
+        raise InvalidArgumentError(message)
     device = default_entry().device
     if device != "cpu":
         module = torch_module(device)

@@ -23,6 +23,9 @@ def resolve_backend(backend: str) -> list[tuple[str, str]]:
         >>> resolve_backend("cpu:gloo,cuda:nccl")
         [('cpu', 'gloo'), ('cuda', 'nccl')]
     """
+    if not isinstance(backend, str):
+        message = f"a backend is named by a text such as 'nccl', got {backend!r}"
+        raise InvalidArgumentError(message)
     parts = [part.strip().lower() for part in backend.split(",")]
     pairs = [(device, name) for device, _, name in (part.rpartition(":") for part in parts)]
     named = [device for device, _ in pairs]

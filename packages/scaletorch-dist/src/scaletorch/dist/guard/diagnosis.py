@@ -7,13 +7,19 @@ rank is slow proves nothing: it is shown after a while, and a fault only after m
 
 from __future__ import annotations
 
-from .facts import Fault, Need, Picture, Report, Slowness, Wait
-from .mismatch import as_others, find_disagreement, find_mismatch, most_common
+from .alike import find_swap
+from .facts import Fault, Need, Picture, Report, Sign, Slowness, Wait
+from .mismatch import NOBODY, as_others, find_disagreement, find_mismatch, most_common
 
 STALL = 0.2  # s of waiting after which calls are compared
 ASKING = 0.5  # s that a slow rank has to tell where it is
 FREEZE = 1.0  # s that a process must be seen stopped
 FOREIGN = 5.0  # s that a circle must last where other threads might still make a call
+WORK = 64  # new pages that a process touches if it works on data
+RAN = 0.5  # s of CPU after which a process that runs has had time to speak
+
+LOCKED = "C code or a regular expression holds its interpreter's lock"
+_TORCHS = "torch/distributed/distributed_c10d.py"
 
 Verdict = Fault | Need | Slowness | None
 
@@ -25,12 +31,13 @@ def diagnose(picture: Picture, now: float) -> Verdict:
         picture: what the ranks have told.
         now: the time, on the clock of the reports.
     """
-    for look in (_exception, find_mismatch, _death, _left, _stopped):
+    for look in (_exception, find_mismatch, _death, _left, _stopped, _frozen):
         verdict = look(picture, now)
         if verdict is not None:
             return verdict
     return (
-        find_disagreement(picture)
+        find_disagreement(picture, now)
+        or find_swap(picture, now)
         or _unequal_ends(picture)
         or _stalled(picture, now)
         or _circle(picture, now)
@@ -43,8 +50,7 @@ def _exception(picture: Picture, now: float) -> Verdict:
     if not raised:
         return None
     first = min(raised, key=lambda report: report.ended)
-    headline = f"{first.label} raised {first.what.strip().rpartition(chr(10))[2]}"
-    return Fault("exception", (first.rank,), headline)
+    return Fault("exception", (first.rank,), f"{first.label} raised {first.headline}")
 
 
 def _death(picture: Picture, now: float) -> Verdict:
@@ -79,10 +85,49 @@ def _left(picture: Picture, now: float) -> Verdict:
 
 def _stopped(picture: Picture, now: float) -> Verdict:
     for report in picture.reports.values():
-        if report.alive and report.stopped is not None and now - report.stopped >= FREEZE:
+        if report.alive and report.stopped is not None and report.still - report.stopped >= FREEZE:
             headline = f"{report.label} is stopped (SIGSTOP, or a debugger)"
             return Fault("stopped", (report.rank,), headline)
     return None
+
+
+def _frozen(picture: Picture, now: float) -> Verdict:
+    """Find ranks that others wait for, which neither speak nor work on data."""
+    late = {
+        other.rank
+        for report, wait, missing in _waits(picture)
+        if now - report.since[wait.number] >= picture.silence
+        for other in missing
+    }
+    frozen = [
+        report
+        for report in map(picture.reports.__getitem__, sorted(late))
+        if report.alive and now - report.heard >= picture.silence
+        if _lifeless(report.signs, picture.silence)
+    ]
+    if not frozen:
+        return None
+    who = ", ".join(report.label for report in frozen)
+    seconds = now - max(report.heard for report in frozen)
+    headline = (
+        f"{who} gives no sign of life for {seconds:.1f} s: {LOCKED}. Was that its work, give the "
+        "guard a longer silence="
+    )
+    return Fault("stopped", tuple(report.rank for report in frozen), headline)
+
+
+def _lifeless(signs: list[Sign], silence: float) -> bool:
+    """Tell whether a process looks as if its interpreter's lock were held for nothing.
+
+    One that loads or makes something touches new pages. One that is short of CPU does not run, and
+    one that waits for a disk may go on: neither says anything of the lock.
+    """
+    if not signs or signs[-1].time - signs[0].time < silence / 2:
+        return False
+    states = {sign.state for sign in signs}
+    ran = signs[-1].seconds - signs[0].seconds
+    idle = signs[-1].faults - signs[0].faults < WORK
+    return idle and (states == {"S"} or (states <= {"S", "R"} and ran >= RAN))
 
 
 def _unequal_ends(picture: Picture) -> Fault | None:
@@ -96,6 +141,7 @@ def _unequal_ends(picture: Picture) -> Fault | None:
         usual = most_common(list(counts.values()))
         guilty = tuple(rank for rank, count in counts.items() if count != usual)
         said = ", ".join(f"{picture.reports[r].label} has made {n}" for r, n in counts.items())
+        said += "" if usual is not None else NOBODY
         return Fault("mismatch", guilty, f"calls are missing in {channel.label}: {said}")
     return None
 
@@ -112,14 +158,14 @@ def _stalled(picture: Picture, now: float) -> Need | None:
             other = picture.reports[rank]
             tail = (other.tails or {}).get(wait.channel, {})
             due = min(other.counts.get(wait.channel, 0) - 1, wait.seq)
-            if other.alive and max(tail, default=-1) < due:
+            if other.able(now) and max(tail, default=-1) < due:
                 stale.add(rank)
     return Need(tuple(sorted(stale))) if stale else None
 
 
 def _circle(picture: Picture, now: float) -> Verdict:
     """Find ranks that wait for one another, all at one moment: nothing can free them."""
-    stuck = {rank for rank, report in picture.reports.items() if _blocked(report)}
+    stuck = {rank for rank, report in picture.reports.items() if _blocked(picture, report, now)}
     waits = _waits(picture)
     while True:
         free = {
@@ -175,24 +221,50 @@ def _slow(picture: Picture, now: float) -> Verdict:
         seconds = now - report.since[wait.number]
         if seconds >= min(picture.warn, picture.patience):
             for other in missing:
-                if other.alive and not _blocked(other):
+                if other.alive and not _blocked(picture, other, now):
                     longest[other.rank] = max(seconds, longest.get(other.rank, 0.0))
     if not longest:
         return None
     seconds = max(longest.values())
     ranks = tuple(sorted(longest))
-    silent = tuple(r for r in ranks if now - picture.reports[r].asked > seconds)
-    if silent and seconds < min(picture.warn, picture.patience) + ASKING:
-        return Need(silent)
-    who = ", ".join(picture.reports[rank].label for rank in ranks)
+    slow = [picture.reports[rank] for rank in ranks]
+    unasked = tuple(r.rank for r in slow if now - r.asked > seconds and r.able(now))
+    if unasked and seconds < min(picture.warn, picture.patience) + ASKING:
+        return Need(unasked)
+    who = ", ".join(report.label for report in slow)
+    why = "".join(
+        f"; {r.label} has not been heard of for {now - r.heard:.1f} s: {LOCKED}, or its machine is "
+        "out of reach"
+        for r in slow
+        if r.stopped is None and not r.able(now)
+    )
     if seconds >= picture.patience:
-        return Fault("slow", ranks, f"{who} has not come for {seconds:.1f} s")
-    return Slowness(ranks, seconds, f"others wait for {who} since {seconds:.1f} s")
+        return _too_slow(picture, ranks, f"{who} has not come for {seconds:.1f} s{why}")
+    return Slowness(ranks, seconds, f"others wait for {who} since {seconds:.1f} s{why}")
 
 
-def _blocked(report: Report) -> bool:
-    """Tell whether all threads of a rank that make calls wait in one."""
-    return report.alive and bool(report.waits) and not report.free
+def _too_slow(picture: Picture, ranks: tuple[int, ...], headline: str) -> Fault:
+    """Name the slow ranks; of one in a call that no ledger has, those that wait for it too.
+
+    They may have left that call out.
+    """
+    unseen = [r for r in ranks if _TORCHS in picture.reports[r].stack.replace("\\", "/")]
+    if not unseen:
+        return Fault("slow", ranks, headline)
+    waiting = {report.rank for report, _, missing in _waits(picture) if missing}
+    who = ", ".join(picture.reports[rank].label for rank in unseen)
+    others = ", ".join(picture.reports[rank].label for rank in sorted(waiting - {*ranks}))
+    headline += (
+        f"; {who} waits in a call of torch.distributed's own, which no ledger has, and which "
+        f"{others} may have left out"
+    )
+    return Fault("slow", tuple(sorted(waiting | {*ranks})), headline)
+
+
+def _blocked(picture: Picture, report: Report, now: float) -> bool:
+    """Tell whether all threads of a rank that make calls are known to wait in one."""
+    known = all(wait.channel in picture.channels for wait in report.waits)
+    return report.able(now) and bool(report.waits) and known and not report.free
 
 
 def _of(picture: Picture, rank: int) -> list[Wait]:

@@ -7,7 +7,15 @@ or the messages of one sender to one receiver with one tag in one group.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
+
+LEASE = 0.25  # s between two words of a rank, with up to 256 ranks
+HUSH = 8  # so many words that do not come make a rank silent
+
+
+def lease_period(size: int) -> float:
+    """Return the seconds between two words of a rank of so many."""
+    return LEASE * max(1.0, size / 256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +73,22 @@ class Wait:
     seconds: float
 
 
+class Sign(NamedTuple):
+    """What a process looks like from outside.
+
+    Attributes:
+        time: when.
+        state: as `process_state` has it.
+        faults: how often it has touched a new page: who works on data does.
+        seconds: of CPU that it has used.
+    """
+
+    time: float
+    state: str
+    faults: int
+    seconds: float
+
+
 @dataclass(slots=True)
 class Report:
     """What is known of one rank; times are the monitor's clock.
@@ -72,41 +96,51 @@ class Report:
     Attributes:
         label: the rank's name for people, with its coordinates.
         counts: channel → calls made.
-        marks: channel → calls made → rolling checksum of them.
+        marks: channel → calls made → rolling checksums of them, and of the lines that made them.
         steps: (step, channel) → (calls made, rolling checksum) at that step's end.
         waits: its threads that wait.
         since: number of a wait → when it was first told.
         free: how many threads that have made calls do not wait.
         foreign: whether other threads live that might make calls.
         heard: when it last told anything.
+        hush: seconds without a word after which it is silent.
+        signs: of its process, while it is silent.
         step: the last step that it has ended.
         end: ``""`` while it lives; ``finished``, ``exception`` or ``death``.
         ended: when.
         what: what it raised, or how it died.
+        headline: what it raised, on one line.
         stopped: since when its process is known to be stopped.
+        still: when it was last seen so.
         asked: when it was last asked something that it has answered.
         tails: channel → seq → entry, its last ones as of that answer; None before one.
         stack: where its main thread was at that answer.
+        silent: whether it had not been heard of at the verdict.
     """
 
     rank: int
     label: str = ""
     counts: dict[str, int] = field(default_factory=dict)
-    marks: dict[str, dict[int, int]] = field(default_factory=dict)
+    marks: dict[str, dict[int, tuple[int, int]]] = field(default_factory=dict)
     steps: dict[tuple[int, str], tuple[int, int]] = field(default_factory=dict)
     waits: list[Wait] = field(default_factory=list)
     since: dict[int, float] = field(default_factory=dict)
     free: int = 0
     foreign: bool = False
     heard: float = 0.0
+    hush: float = HUSH * LEASE
+    signs: list[Sign] = field(default_factory=list)
     step: int | None = None
     end: str = ""
     ended: float = 0.0
     what: str = ""
+    headline: str = ""
     stopped: float | None = None
+    still: float = 0.0
     asked: float = float("-inf")
     tails: dict[str, dict[int, Entry]] | None = None
     stack: str = ""
+    silent: bool = False
 
     def __post_init__(self) -> None:
         self.label = self.label or f"rank {self.rank}"
@@ -115,6 +149,10 @@ class Report:
     def alive(self) -> bool:
         """Whether it has neither ended nor died."""
         return not self.end
+
+    def able(self, now: float) -> bool:
+        """Tell whether it can answer: it lives, is not stopped, and has spoken lately."""
+        return self.alive and self.stopped is None and now - self.heard < self.hush
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,12 +195,17 @@ class Picture:
         channels: by key.
         warn: seconds of waiting after which the slow rank is shown.
         patience: seconds of waiting after which it is an error.
+        silence: seconds after which a rank that others wait for, and whose process shows no sign
+            of life, is one that is stopped.
+        own_lines: channels where ranks make the same calls from lines of their own.
     """
 
     reports: dict[int, Report]
     channels: dict[str, Channel]
     warn: float
     patience: float
+    silence: float = 10.0
+    own_lines: set[str] = field(default_factory=set)
 
 
 def entry_to_list(entry: Entry) -> list[Any]:

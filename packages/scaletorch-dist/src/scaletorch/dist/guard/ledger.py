@@ -14,10 +14,11 @@ import struct
 from typing import Any
 
 from .facts import Channel, Entry
+from .processes import host_number
 
 CAPACITY = 4096  # entries
-_HEADER = struct.Struct("<8sIIQ64s")  # magic, rank, capacity, pid, label
-_MAGIC = b"stledg1\n"
+_HEADER = struct.Struct("<8sIIQ64sI")  # magic, rank, capacity, pid, label, host
+_MAGIC = b"stledg2\n"
 _FACTS = struct.Struct("<QdQIIB")  # index + 1, time, seq, check, channel, state
 _START = 128
 _SIZE = 256
@@ -53,7 +54,8 @@ class Ledger:
             os.close(file)
         self._channels = os.open(_channels_path(self.path), flags, 0o600)
         name = label.encode()[:64]
-        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, rank, CAPACITY, os.getpid(), name)
+        owner = os.getpid(), name, host_number()
+        self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, rank, CAPACITY, *owner)
         self._count = 0
         self._names: list[tuple[str, Channel]] = []
 
@@ -123,7 +125,7 @@ def read_ledger(path: str) -> tuple[int, str, dict[str, Channel], list[Entry]]:
         data = file.read()
     if len(data) < _START or not data.startswith(_MAGIC):
         raise ValueError(f"{path} is no ledger")
-    _, rank, capacity, _, name = _HEADER.unpack_from(data)
+    _, rank, capacity, _, name, _ = _HEADER.unpack_from(data)
     channels: list[tuple[str, Channel]] = []
     with open(_channels_path(path), encoding="utf-8") as lines:
         for line in lines:
@@ -138,6 +140,20 @@ def read_ledger(path: str) -> tuple[int, str, dict[str, Channel], list[Entry]]:
             found.append((record[0], entry))
     found.sort(key=lambda item: item[0])
     return rank, name.rstrip(b"\0").decode(errors="replace"), dict(channels), [e for _, e in found]
+
+
+def read_owner(path: str) -> tuple[int, int]:
+    """Return the process that wrote a ledger, and its host.
+
+    Raises:
+        ValueError: the file is no ledger.
+    """
+    with open(path, "rb") as file:
+        data = file.read(_HEADER.size)
+    if len(data) < _HEADER.size or not data.startswith(_MAGIC):
+        raise ValueError(f"{path} is no ledger")
+    _, _, _, pid, _, host = _HEADER.unpack(data)
+    return pid, host
 
 
 def _entry(record: tuple[Any, ...], channels: list[tuple[str, Channel]]) -> Entry | None:

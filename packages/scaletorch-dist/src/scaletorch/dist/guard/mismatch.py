@@ -10,6 +10,7 @@ from .facts import Channel, Entry, Fault, Need, Picture, Report, Wait
 
 T = TypeVar("T")
 
+NOBODY = "; nobody has a majority, so that the others cannot tell who is right"
 SETTLE = 1.0  # s that a member gets to come to a call that others already make differently
 
 
@@ -68,7 +69,7 @@ def _fault(key: str, channel: Channel, entries: dict[int, Entry], picture: Pictu
     if usual is None:
         said = "; ".join(_says(picture.reports[rank], entries[rank]) for rank in guilty)
         return Fault(
-            "mismatch", guilty, f"call {number} in {channel.label} is not the same: {said}"
+            "mismatch", guilty, f"call {number} in {channel.label} is not the same: {said}{NOBODY}"
         )
     rank, other = guilty[0], next(r for r, entry in entries.items() if entry.check == usual)
     headline = (
@@ -137,25 +138,25 @@ def drop_agreed(picture: Picture) -> None:
         members = [picture.reports[rank] for rank in channel.members]
         marks = [report.marks.get(key, {}) for report in members]
         for count in set(marks[0]).intersection(*marks[1:]):
-            if len({mark[count] for mark in marks}) == 1:
+            said = {mark[count] for mark in marks}
+            if len(said if key not in picture.own_lines else {rolling for rolling, _ in said}) == 1:
                 for mark in marks:
                     del mark[count]
         steps = [report.steps for report in members]
         for step in [step for step in steps[0] if step[1] == key]:
-            said = {own.get(step) for own in steps}
-            if len(said) == 1:
+            if len({own.get(step) for own in steps}) == 1:
                 for own in steps:
                     del own[step]
 
 
-def find_disagreement(picture: Picture) -> Fault | Need | None:
+def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
     """Compare the checksums that ranks told; ask for the entries where they differ."""
     for key, channel in picture.channels.items():
         members = [picture.reports[rank] for rank in channel.members if rank in picture.reports]
         for what, said in _sums(key, members):
             if len(set(said.values())) < 2:
                 continue
-            stale = tuple(r.rank for r in members if r.alive and not _covers(r, key, said))
+            stale = tuple(r.rank for r in members if r.able(now) and not covers(r, key, said))
             if stale:
                 return Need(stale)
             return _disagreement(channel, what, said, picture)
@@ -167,7 +168,7 @@ def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[in
     at_count: dict[int, dict[int, tuple[int, int]]] = {}
     at_step: dict[int, dict[int, tuple[int, int]]] = {}
     for report in members:
-        for count, rolling in report.marks.get(key, {}).items():
+        for count, (rolling, _) in report.marks.get(key, {}).items():
             at_count.setdefault(count, {})[report.rank] = (count, rolling)
         for (step, channel), state in report.steps.items():
             if channel == key:
@@ -177,7 +178,7 @@ def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[in
     return sums
 
 
-def _covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
+def covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
     """Tell whether a rank's tail goes up to what it has said."""
     if report.rank not in said or not said[report.rank][0]:
         return True
@@ -196,4 +197,5 @@ def _disagreement(
     )
     if len({count for count, _ in said.values()}) == 1:
         counts = f"{', '.join(picture.reports[rank].label for rank in guilty)} made other calls"
-    return Fault("mismatch", guilty, f"calls differ in {channel.label} {what}: {counts}")
+    doubt = "" if usual is not None else NOBODY
+    return Fault("mismatch", guilty, f"calls differ in {channel.label} {what}: {counts}{doubt}")

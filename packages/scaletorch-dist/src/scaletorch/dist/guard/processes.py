@@ -23,14 +23,21 @@ def host_number() -> int:
 
 def process_state(pid: int) -> str:
     """Return a letter: ``T`` for a stopped process, ``X`` for one that is gone, ``?`` unknown."""
+    return process_signs(pid)[0]
+
+
+def process_signs(pid: int) -> tuple[str, int, float]:
+    """Return its state, as above, how often it touched a new page, and its seconds of CPU."""
     if not os.path.isdir("/proc/self"):
-        return "?"
+        return "?", 0, 0.0
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
-            state = file.read().rpartition(b")")[2].split()[0].decode()
+            fields = file.read().rpartition(b")")[2].split()
+        state, faults = fields[0].decode(), int(fields[7]) + int(fields[9])
+        seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     except (OSError, IndexError):
-        return "X"
-    return {"t": "T", "Z": "X", "x": "X"}.get(state, state)
+        return "X", 0, 0.0
+    return {"t": "T", "Z": "X", "x": "X"}.get(state, state), faults, seconds
 
 
 def thread_stack(ident: int | None, limit: int = 6) -> str:

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 from zlib import crc32
@@ -42,15 +42,16 @@ class Note(NamedTuple):
 class Track:
     """How far this rank is in one channel."""
 
-    __slots__ = ("channel", "count", "key", "marks", "number", "owner", "rolling")
+    __slots__ = ("channel", "count", "key", "marks", "number", "owner", "rolling", "sites")
 
     def __init__(self, key: str, channel: Channel, number: int) -> None:
         self.key = key
         self.channel = channel
         self.number = number
         self.count = 0
-        self.rolling = 0
-        self.marks: deque[tuple[int, int]] = deque(maxlen=KEPT)
+        self.rolling = 0  # checksum of the calls
+        self.sites = 0  # checksum of the lines that made them
+        self.marks: deque[tuple[int, int, int]] = deque(maxlen=KEPT)
         self.owner: int | None = None  # the one thread that calls; 0 for several
 
 
@@ -159,9 +160,9 @@ class Recorder:
             return call(*args, **options)
         thread = _ident()
         before = self.waits.get(thread)
-        self.waits[thread] = (next(self._waits), note, _clock())
-        self.ledger.set_state(note.place, WAITING)
         try:
+            self.waits[thread] = (next(self._waits), note, _clock())
+            self.ledger.set_state(note.place, WAITING)
             result = call(*args, **options)
         except RuntimeError as error:
             explained = self._explain(error)
@@ -170,7 +171,7 @@ class Recorder:
             raise explained from error
         finally:
             if before is None:
-                del self.waits[thread]
+                self.waits.pop(thread, None)
             else:
                 self.waits[thread] = before
         done = result is None or result is True
@@ -178,38 +179,48 @@ class Recorder:
         return result
 
     def end_step(self, number: int) -> None:
-        """Keep what this thread's collectives come to at the end of a step."""
-        thread = _ident()
-        state = [
-            (track.key, track.count, track.rolling)
-            for track in list(self.tracks.values())
-            if track.owner == thread and not track.channel.message
-        ]
-        self.steps.append((number, state))
+        """Keep what this thread's calls come to at the end of a step.
 
-    def free_threads(self) -> tuple[int, bool]:
-        """Return how many threads that call do not wait, and whether others might call."""
+        The two ends of a message need not be in one step: how many there are is not compared, only
+        those that both have made.
+        """
+        thread = _ident()
+        tracks = [track for track in list(self.tracks.values()) if track.owner == thread]
+        state = [(t.key, t.count, t.rolling) for t in tracks if not t.channel.message]
+        self.steps.append((number, state))
+        self.mark(tracks)
+
+    def mark(self, tracks: Iterable[Track]) -> None:
+        """Keep the checksums of calls up to here, to be compared."""
+        with self._lock:
+            for track in tracks:
+                if not track.marks or track.marks[-1][0] < track.count:
+                    track.marks.append((track.count, track.rolling, track.sites))
+
+    def free_threads(self, waits: Container[int]) -> tuple[int, bool]:
+        """Return how many threads that call are not among those that wait, and if others might."""
         living = set(sys._current_frames())
         callers = living & set(self._last)
-        waiting = set(self.waits)
         others = [
             thread
             for thread in threading.enumerate()
             if not thread.daemon and thread.ident not in self._last
         ]
         main = threading.main_thread().ident
-        return len(callers - waiting), any(thread.ident != main for thread in others)
+        free = sum(thread not in waits for thread in callers)
+        return free, any(thread.ident != main for thread in others)
 
     def _write(self, track: Track, check: int, text: bytes) -> Note:
         thread = _ident()
-        site = call_site()
+        site, line = call_site()
         with self._lock:
             seq = track.count
             track.count = seq + 1
             track.rolling = rolling = (track.rolling * 1000003 ^ check) & 0xFFFFFFFFFFFFF
+            track.sites = sites = (track.sites * 1000003 ^ line) & 0xFFFFFFFFFFFFF
             index = self.ledger.write(track.number, seq, check, text, site, _wall())
             if not (seq + 1) % MARK:
-                track.marks.append((seq + 1, rolling))
+                track.marks.append((seq + 1, rolling, sites))
             if track.owner != thread:
                 track.owner = thread if track.owner is None else 0
         note = self._last[thread] = _new(Note, (track, seq, index))

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import sys
 from types import CodeType, FrameType
+from zlib import crc32
 
 _PACKAGE = __name__.rpartition(".dist.")[0] + "."  # this library, also where it is vendored
 _SKIPPED = (_PACKAGE, "torch.", "contextlib", "functools")
 
 # By identity: to hash code takes a microsecond. The code is kept, so that no other gets its place.
 _inside: dict[int, tuple[bool, CodeType]] = {}
-_sites: dict[tuple[int, int], bytes] = {}
+_sites: dict[tuple[int, int], tuple[bytes, int]] = {}
 
 
-def call_site() -> bytes:
-    """Return ``file.py:33 in function`` of the first frame outside this library and torch."""
+def call_site() -> tuple[bytes, int]:
+    """Return the first frame outside this library and torch, and a checksum of it.
+
+    Returns:
+        ``file.py:33 in function``, cut where it is long.
+    """
     frame: FrameType = sys._getframe(3)  # beyond the recorder
     while True:
         code = frame.f_code
@@ -30,5 +35,6 @@ def call_site() -> bytes:
     site = _sites.get(key)
     if site is None:
         file = "/".join(code.co_filename.rsplit("/", 2)[-2:])[-40:]
-        site = _sites[key] = f"{file}:{frame.f_lineno} in {code.co_name}".encode()[:72]
+        text = f"{file}:{frame.f_lineno} in {code.co_name}".encode()[:72]
+        site = _sites[key] = text, crc32(text)
     return site

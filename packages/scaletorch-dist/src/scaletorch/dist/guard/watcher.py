@@ -1,34 +1,39 @@
 """The watcher: a thread of every rank that tells the monitor what this process does.
 
-It also looks at a neighbour's process, and concludes by itself that rank 0, and the monitor with
-it, has died or is stopped.
+It also looks at the processes beside it, and tells this rank of the verdict.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
+import logging
 import queue
-import select
+import selectors
 import signal
+import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
-from .facts import Fault, entry_to_list
+from .facts import Fault, entry_to_list, lease_period
 from .interrupt import break_gloo_groups
 from .merge import picture_of_folder
 from .mismatch import find_mismatch
-from .processes import process_state, thread_stack
+from .news import News
+from .processes import process_signs, process_state, thread_stack
 from .recorder import Recorder
 from .wire import Line
 from .wording import tell
 
-LEASE = 0.25  # s between two words to the monitor, with up to 256 ranks
 LOOK = 0.1  # s between two looks at what this process waits in
-FREEZE = 1.0  # s that rank 0 must be seen stopped
+LAST = 1.0  # s that rank 0's process gets to end too, where the monitor has
 TAIL = 256  # entries that are sent
+
+Conclusion = tuple[str, tuple[int, ...], str]
+
+logger = logging.getLogger(__package__)
 
 
 class Watcher(threading.Thread):
@@ -51,25 +56,28 @@ class Watcher(threading.Thread):
         rank: int,
         size: int,
         folder: str,
-        conclude: Callable[[tuple[str, tuple[int, ...], str] | None], None],
+        conclude: Callable[[Conclusion | None], None],
     ) -> None:
         super().__init__(name="scaletorch-guard-watcher", daemon=True)
         self._line, self._recorder, self._rank, self._folder = line, recorder, rank, folder
         self._conclude = conclude
         self._main = threading.main_thread().ident
-        self._period = LEASE * max(1.0, size / 256)
+        self._period = lease_period(size)
         self._words: queue.SimpleQueue[tuple[dict[str, Any], threading.Event]] = queue.SimpleQueue()
-        self._woken, self.wake = os.pipe()
-        for end in (self._woken, self.wake):
-            os.set_blocking(end, False)
+        self._woken, self._waker = socket.socketpair()
+        for end in (self._woken, self._waker):
+            end.setblocking(False)
         self.welcome = threading.Event()
+        self._news = News(recorder)
         self._neighbours: list[tuple[int, int]] = []
-        self._stopped: dict[int, float] = {}  # rank → since when its process is seen stopped
-        self._told: dict[str, int] = {}  # channel → calls that the monitor knows of
-        self._marked: dict[str, int] = {}  # channel → the last mark that it knows
-        self._step = -1
-        self._shown: list[int] = []  # numbers of the waits that it knows
+        self._first: int | None = None  # rank 0's process, where it is on this host
+        self._stopped: set[int] = set()  # ranks whose processes are seen stopped
         self._over = False
+
+    @property
+    def wake(self) -> int:
+        """The descriptor that signals wake this thread by."""
+        return self._waker.fileno()
 
     def say(self, message: dict[str, Any], timeout: float) -> None:
         """Have a word sent to the monitor, and wait until it is."""
@@ -87,82 +95,57 @@ class Watcher(threading.Thread):
 
     def disown(self) -> None:
         """Close this end in a fork of the process, so that it does not keep it open."""
-        self._line.close()
+        for end in (self._line, self._woken, self._waker):
+            end.close()
 
     def run(self) -> None:
-        """Serve until the end."""
+        """Serve until the end; a fault of the guard itself is told as such."""
+        try:
+            with selectors.DefaultSelector() as selector:
+                selector.register(self._line, selectors.EVENT_READ)
+                selector.register(self._woken, selectors.EVENT_READ)
+                self._serve(selector)
+        except Exception as error:
+            if not self._over:  # else the rank has just let go of what this thread used
+                why = "".join(traceback.format_exception(error))
+                self._line.send({"is": "off", "why": f"on rank {self._rank}: {why}"})
+                self._turn_off(why)
+        finally:
+            self.disown()
+
+    def _serve(self, selector: selectors.BaseSelector) -> None:
         due = 0.0
         while not self._over:
-            ready, _, _ = select.select([self._line.fileno(), self._woken], [], [], LOOK)
+            ready = {key.fileobj for key, _ in selector.select(LOOK)}
             if self._woken in ready:
-                self._signals(os.read(self._woken, 256))
-            if self._line.fileno() in ready:
+                self._signals(self._woken.recv(256))
+            if self._line in ready:
                 self._hear()
             now = time.monotonic()
-            waits = [number for number, _, _ in list(self._recorder.waits.values())]
-            if now >= due or waits != self._shown:
+            if now >= due or self._news.waits_changed():
                 due = now + self._period
-                self._line.send(self.lease())
-                self._shown = waits
-                self._look_around(now)
+                self._line.send(self._news.lease())
+                self._look_around()
             while not self._words.empty():
                 message, sent = self._words.get()
-                self._line.send({**self.lease(), **message})
+                self._line.send({**self._news.lease(), **message})
                 sent.set()
-        self._line.close()
-
-    def lease(self) -> dict[str, Any]:
-        """Return what is new."""
-        recorder = self._recorder
-        tracks = list(recorder.tracks.values())
-        changed = [track for track in tracks if track.count != self._told.get(track.key)]
-        fresh = [track for track in tracks if track.key not in self._told]
-        steps = [step for step in list(recorder.steps) if step[0] > self._step]
-        self._step = steps[-1][0] if steps else self._step
-        marks = {
-            track.key: [
-                mark for mark in list(track.marks) if mark[0] > self._marked.get(track.key, 0)
-            ]
-            for track in changed
-        }
-        free, foreign = recorder.free_threads()
-        now = time.monotonic()
-        waits = [
-            [number, note.track.key, note.seq, round(now - begun, 2)]
-            for number, note, begun in list(recorder.waits.values())
-        ]
-        counts = {track.key: track.count for track in changed}
-        for key, found in marks.items():
-            if found:
-                self._marked[key] = found[-1][0]
-        self._told |= counts
-        return {
-            "is": "lease",
-            "channels": {
-                t.key: [t.channel.label, t.channel.members, t.channel.message] for t in fresh
-            },
-            "counts": counts,
-            "marks": {key: found for key, found in marks.items() if found},
-            "steps": steps,
-            "waits": waits,
-            "free": free,
-            "foreign": foreign,
-        }
 
     def tail(self) -> list[list[Any]]:
         """Return the last entries of the ledger."""
         return [entry_to_list(entry) for entry in self._recorder.ledger.tail(TAIL)]
 
     def _wake(self) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is awake
-            os.write(self.wake, b"\0")
+        with contextlib.suppress(OSError):  # it is awake, or at its end
+            self._waker.send(b"\0")
 
     def _signals(self, numbers: bytes) -> None:
         """Free the main thread for a Ctrl-C that came while it was blocked in a wait."""
         ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if signal.SIGINT in numbers and ours and self._main in self._recorder.waits:
             what = "KeyboardInterrupt"
-            self._line.send({"is": "raised", "what": what, "tail": self.tail()})
+            word = {"is": "raised", "what": what, "headline": what, "tail": self.tail()}
+            self._line.send({**self._news.lease(), **word})
             break_gloo_groups()
 
     def _hear(self) -> None:
@@ -170,39 +153,60 @@ class Watcher(threading.Thread):
             kind = message["is"]
             if kind == "welcome":
                 self._neighbours = [(rank, pid) for rank, pid in message["watch"]]
+                self._first = message["first"]
                 self.welcome.set()
             elif kind == "ask":
-                self._line.send(self.lease())
                 answer = {"is": "answer", "number": message["number"], "tail": self.tail()}
-                self._line.send({**answer, "stack": thread_stack(self._main)})
+                stack = thread_stack(self._main)
+                self._line.send({**self._news.lease(), **answer, "stack": stack})
+            elif kind == "look":
+                signs = process_signs(message["pid"])
+                self._line.send({"is": "signs", "ranks": [message["rank"]], "signs": signs})
+            elif kind == "warn":
+                logger.warning("%s", message["text"])
             elif kind == "fault":
                 self._finish((message["kind"], tuple(message["ranks"]), message["text"]))
+            elif kind == "off":
+                self._turn_off(message["why"])
             elif kind == "end":
                 self._finish(None)
         if not self._line.open and not self._over:
-            self._monitor_gone("death", "died: its process ended without a word")
+            self._monitor_gone()
 
-    def _look_around(self, now: float) -> None:
+    def _look_around(self) -> None:
         """Look at the neighbours' processes."""
-        stopped = [rank for rank, pid in self._neighbours if process_state(pid) == "T"]
-        since = {rank: self._stopped.get(rank, now) for rank in stopped}
-        resumed = [rank for rank in self._stopped if rank not in since]
-        if stopped and set(since) != set(self._stopped):
-            self._line.send({"is": "stopped", "ranks": stopped})
-        if resumed:
-            self._line.send({"is": "running", "ranks": resumed})
-        self._stopped = since
-        if 0 in since and now - since[0] >= FREEZE:
-            self._monitor_gone("stopped", "is stopped (SIGSTOP, or a debugger)")
+        stopped = {rank for rank, pid in self._neighbours if process_state(pid) == "T"}
+        if stopped:  # as long as it lasts: this rank may be the next to fall silent
+            self._line.send({"is": "stopped", "ranks": sorted(stopped)})
+        if self._stopped - stopped:
+            self._line.send({"is": "running", "ranks": sorted(self._stopped - stopped)})
+        self._stopped = stopped
 
-    def _monitor_gone(self, kind: str, how: str) -> None:
+    def _monitor_gone(self) -> None:
+        """Conclude what happened to the monitor: it went with rank 0, or by itself."""
+        deadline = time.monotonic() + LAST
+        while self._first is not None and time.monotonic() < deadline:
+            if process_state(self._first) == "X":
+                self._first_gone()
+                return
+            time.sleep(0.02)
+        self._turn_off("its monitor, a process beside rank 0, has ended or is out of reach")
+
+    def _first_gone(self) -> None:
         """Conclude from the ledgers of this host what happened to rank 0."""
         picture = picture_of_folder(self._folder)
         label = picture.reports[0].label if 0 in picture.reports else "rank 0"
-        fault = find_mismatch(picture, time.monotonic()) or Fault(kind, (0,), f"{label} {how}")
+        died = Fault("death", (0,), f"{label} died: its process ended without a word")
+        fault = find_mismatch(picture, time.monotonic()) or died
         self._finish((fault.kind, fault.ranks, tell(fault, picture, self._folder)))
 
-    def _finish(self, verdict: tuple[str, tuple[int, ...], str] | None) -> None:
+    def _turn_off(self, why: str) -> None:
+        """Go on without a guard: its own fault is none of the job's."""
+        level = logging.INFO if self._rank else logging.WARNING
+        logger.log(level, "the guard is off: %s", why.rstrip())
+        self._finish(None)
+
+    def _finish(self, verdict: Conclusion | None) -> None:
         self._over = True
         self._conclude(verdict)
         if verdict is not None:

@@ -8,24 +8,33 @@ import socket
 from typing import Any
 
 LONGEST = 1 << 22  # bytes of a line
-_SEND_LIMIT = 2.0  # s for what is sent to be taken, before the other side counts as gone
+_CHUNK = 1 << 16
 
 
 class Line:
     """One connection.
 
-    Attributes:
+    Args:
         sock: the socket; read when it is ready.
+        longest: bytes of a line that are taken.
+        patience: seconds for what is sent to be taken, before the other side counts as gone.
+
+    Attributes:
         open: whether the other side may still say something.
+        broken: whether it has said what is no message.
         rank: who is there; None until it has said so.
     """
 
-    def __init__(self, sock: socket.socket) -> None:
-        sock.settimeout(_SEND_LIMIT)
+    def __init__(
+        self, sock: socket.socket, *, longest: int = LONGEST, patience: float = 2.0
+    ) -> None:
+        sock.settimeout(patience)
         with contextlib.suppress(OSError):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
+        self.longest = longest
         self.open = True
+        self.broken = False
         self.rank: int | None = None
         self._buffer = b""
 
@@ -44,20 +53,25 @@ class Line:
     def receive(self) -> list[dict[str, Any]]:
         """Return the messages that have come, after the socket has become ready to be read."""
         try:
-            data = self.sock.recv(1 << 16)
+            data = self.sock.recv(_CHUNK)
         except (TimeoutError, InterruptedError):
             return []
         except OSError:
             data = b""
-        if not data or len(self._buffer) > LONGEST:
+        if not data:
             self.open = False
             return []
         *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if max(map(len, (*lines, self._buffer))) > self.longest:
+            return self._refuse()
         try:
             return [message for message in map(json.loads, lines) if isinstance(message, dict)]
-        except ValueError:
-            self.open = False
-            return []
+        except (ValueError, RecursionError):
+            return self._refuse()
+
+    def _refuse(self) -> list[dict[str, Any]]:
+        self.open, self.broken = False, True
+        return []
 
     def close(self) -> None:
         """Close it."""

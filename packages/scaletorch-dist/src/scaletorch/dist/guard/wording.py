@@ -20,7 +20,7 @@ def tell(fault: Fault, picture: Picture, folder: str) -> str:
     for report in guilty:
         if report.end == "exception":
             lines.append(f"{report.label} raised:\n{report.what.rstrip()}")
-        elif fault.kind in ("slow", "stopped") and report.stack:
+        elif fault.kind == "slow" and report.stack and not report.silent:
             lines.append(f"{report.label} was at:\n{report.stack.rstrip()}")
     lines.append(f"all last calls: python -m {__package__} report {folder}")
     return "\n".join(lines)
@@ -33,6 +33,8 @@ def _doing(report: Report, picture: Picture) -> str:
         return f"{report.label} has finished{step}{_last(report)}"
     if report.end:
         return f"{report.label} is gone{step}{_last(report)}"
+    if report.silent:
+        return f"{report.label} says nothing{_last(report)}"
     parts = []
     for wait in report.waits:
         if wait.channel not in picture.channels:

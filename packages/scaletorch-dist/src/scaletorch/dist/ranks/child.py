@@ -93,7 +93,7 @@ def _join_group(request: dict[str, Any]) -> None:
         return
     backend = request["backend"]
     if backend != "gloo":
-        backend = choose_backend(backend)
+        backend = choose_backend(backend, warn=request["rank"] == 0)
         set_device(request["rank"])
     seconds = request["group_timeout"]
     dist.init_process_group(

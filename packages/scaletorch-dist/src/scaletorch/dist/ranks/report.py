@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass, field
 
 from ..errors import RankFailedError
+
+# As messages name the rank that they come from, on a grid.
+COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b")
 
 
 @dataclass(slots=True)
@@ -36,8 +40,8 @@ class RankReport:
         """The error that tells all of it, first failure first."""
         hung = tuple(rank for rank in self.stacks if rank not in self.failures)
         lines = [self._headline(hung, timeout, timed_out)]
-        for rank, text in self.failures.items():
-            lines.append(f"\n--- rank {rank} failed ---\n{text.rstrip()}")
+        for ranks, text in self._alike():
+            lines.append(f"\n--- {_ranks(sorted(ranks))} failed ---\n{text.rstrip()}")
         for rank in hung:
             lines.append(f"\n--- rank {rank} was still at ---\n{self.stacks[rank].rstrip()}")
         return RankFailedError(
@@ -47,6 +51,13 @@ class RankReport:
             finished=tuple(sorted(self.results)),
             hung=hung,
         )
+
+    def _alike(self) -> list[tuple[list[int], str]]:
+        """Ranks that failed alike but for their coordinates, and the text of the first of them."""
+        found: dict[str, tuple[list[int], str]] = {}
+        for rank, text in self.failures.items():
+            found.setdefault(COORDINATES.sub("", text), ([], text))[0].append(rank)
+        return list(found.values())
 
     def _headline(self, hung: tuple[int, ...], timeout: float | None, timed_out: bool) -> str:
         parts = []

@@ -20,11 +20,12 @@ from .store import open_store
 Creator = Callable[[Placement, Meeting | str, dict[str, Any]], None]
 
 
-def choose_backend(backend: str) -> str:
+def choose_backend(backend: str, *, warn: bool = True) -> str:
     """What to initialise for an asked backend, falling back to the machine's own with a warning.
 
     Args:
         backend: a name, or `device:backend` pairs with commas between.
+        warn: say that another is taken; one rank of a machine is enough.
 
     Returns:
         A configuration as `init_process_group` takes it, such as 'cpu:gloo,cuda:nccl'.
@@ -46,11 +47,12 @@ def choose_backend(backend: str) -> str:
         _refuse_shared_mpi(pairs)
         return devices.backend_config(",".join(f"{d}:{n}" if d else n for d, n in pairs))
     own = devices.default_backend()
-    warnings.warn(
-        f"backend {backend!r} cannot be used: {problem}. Using {own!r} instead",
-        RuntimeWarning,
-        stacklevel=3,
-    )
+    if warn:
+        warnings.warn(
+            f"backend {backend!r} cannot be used: {problem}. Using {own!r} instead",
+            RuntimeWarning,
+            stacklevel=3,
+        )
     return devices.backend_config(own)
 
 
@@ -96,10 +98,12 @@ def _create_with_colossalai(
     """ColossalAI insists on creating the group, from torchrun's variables."""
     colossalai = _import_library("colossalai")
     options = {name: value for name, value in options.items() if value is not None}
-    options.pop("timeout", None)
+    timeout = options.pop("timeout", None)  # which it does not take
     if "config" in inspect.signature(colossalai.launch_from_torch).parameters:
         options.setdefault("config", {})  # releases before 0.4
     colossalai.launch_from_torch(**options)
+    if timeout is not None:
+        c10d.distributed_c10d._set_pg_timeout(timeout, c10d.group.WORLD)
 
 
 def _import_library(name: str) -> ModuleType:

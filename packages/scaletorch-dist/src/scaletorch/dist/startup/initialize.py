@@ -78,7 +78,8 @@ def init_dist(
         return
     placement = read_placement(launcher)
     meeting = _find_meeting(placement, port, init_method)
-    options["backend"] = choose_backend(backend)
+    speaks = 0 in (placement.rank, placement.local_rank)  # for its machine
+    options["backend"] = choose_backend(backend, warn=speaks)
     _export(placement, meeting)
     try:
         if placement.local_rank is not None:

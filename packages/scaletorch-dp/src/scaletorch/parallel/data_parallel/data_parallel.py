@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -10,12 +10,11 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.nn.parameter import UninitializedParameter
 
 from ...dist.agreement import agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
 from ...dist.shared_memory.joining import node_memory
-from ..pg_manager import ModuleWrapper, axis_group, describe_rank
+from ..pg_manager import ModuleWrapper, axis_group
 from .buckets.bucket import Bucket
 from .buckets.fill import fill_buckets
 from .buckets.hooks import GradientSync, refuse_taken
@@ -23,6 +22,7 @@ from .buckets.initial import check_init_sync, sync_initial_values
 from .buckets.manager import BucketManager
 from .buckets.reduction import Reduction, check_floating
 from .buckets.slot import Slot
+from .parameters import Wrapped, describe, refuse_lazy
 from .sharding.gather import Gathers
 from .shards import Shard
 
@@ -49,16 +49,16 @@ class _DataParallel(ModuleWrapper):
             options["op"], group, options.get("reduce_dtype"), options.get("order", "any")
         )
         parameters = list(module.named_parameters())
-        _refuse_lazy(parameters)
+        refuse_lazy(parameters)
         trainable = [(name, each) for name, each in parameters if each.requires_grad]
         if reduction.size > 1:
             named = {"wrapper": type(self).__name__, **options}
             error = caught(refuse_taken, trainable)
-            agree("the model to wrap", _describe(parameters, named), group, error=error)
+            agree("the model to wrap", describe(parameters, named), group, error=error)
             sync_initial_values(module, options["init_sync"], group)
             reduction = replace(reduction, node=node_memory(group) if overlap else None)
         super().__init__(module)
-        self._frozen = [(name, each) for name, each in parameters if not each.requires_grad]
+        self.wrapped = Wrapped(parameters)
         slots = [Slot(name, at, each) for at, (name, each) in enumerate(trainable)]
         check_finite = bool(options.get("check_finite"))
         manager = BucketManager(
@@ -101,9 +101,10 @@ class _DataParallel(ModuleWrapper):
         """Call the wrapped module.
 
         Raises:
-            StateError: A parameter that was frozen when wrapped requires grad now.
+            StateError: A parameter requires grad now that was frozen, or not there, when wrapped.
         """
-        self._refuse_unfrozen()
+        if torch.is_grad_enabled():
+            self.wrapped.refuse_others(self.module)
         self._sync.begin_forward()
         output = self.module(*args, **kwargs)
         self._sync.watch(output)
@@ -150,16 +151,6 @@ class _DataParallel(ModuleWrapper):
             For each bucket its ``parameters`` (names), ``elements`` (int) and ``dtype`` (str).
         """
         return self._sync.manager.info()
-
-    def _refuse_unfrozen(self) -> None:
-        names = [name for name, each in self._frozen if each.requires_grad]
-        if names:
-            message = (
-                f"{describe_rank()}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''} "
-                "required no grad when the module was wrapped and does now, so its gradient would "
-                "not be synchronised: wrap the module after unfreezing it"
-            )
-            raise StateError(message)
 
     def __getstate__(self) -> NoReturn:
         message = (
@@ -279,6 +270,21 @@ class DataParallelBucket(_DataParallel):
         others = [each for each in self._gathers if not each.buckets & gathers.buckets]
         self._gathers = [*others, gathers]
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether ranks have shards of some parameter; the same on every rank of the group."""
+        return any(gathers.buckets for gathers in self._gathers)
+
+    def settle_gradients(self) -> None:
+        """Let shards follow what was done to the gradients of their parameters since backward.
+
+        Raises:
+            StateError: A gradient that lies in shards has not been synchronised.
+        """
+        for gathers in self._gathers:
+            for bucket in gathers.buckets:
+                bucket.settle()
+
     def wait_for_parameters(self) -> None:
         """Wait until all updated parameters are here."""
         for gathers in self._gathers:
@@ -289,21 +295,3 @@ def _one_each(slots: Iterable[Slot], reduction: Reduction) -> list[Bucket]:
     """Give every parameter a bucket of its own, in registration order."""
     ordered = sorted(slots, key=lambda slot: slot.index)
     return [Bucket([slot], slot.parameter.dtype, reduction.multiple) for slot in ordered]
-
-
-def _refuse_lazy(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
-    for name, parameter in parameters:
-        if isinstance(parameter, UninitializedParameter):
-            message = f"{name} has no shape yet: call the module once before it is wrapped"
-            raise InvalidArgumentError(message)
-
-
-def _describe(
-    parameters: Iterable[tuple[str, nn.Parameter]], options: Mapping[str, object]
-) -> list[str]:
-    """Write what ranks must agree on: a line for the options and one for each parameter."""
-    lines = [", ".join(f"{name}={value}" for name, value in options.items())]
-    for name, parameter in parameters:
-        frozen = "" if parameter.requires_grad else " frozen"
-        lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}{frozen}")
-    return lines

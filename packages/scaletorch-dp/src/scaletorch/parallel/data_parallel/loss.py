@@ -33,6 +33,9 @@ def global_token_count(
         InvalidArgumentError: Labels that are not integer tensors.
     """
     count = 0
+    if not isinstance(labels, Iterable):
+        message = f"labels must be integer tensors, got {type(labels).__name__}"
+        raise InvalidArgumentError(message)
     for each in [labels] if isinstance(labels, Tensor) else labels:
         if not isinstance(each, Tensor) or each.is_floating_point() or each.is_complex():
             given = each.dtype if isinstance(each, Tensor) else type(each).__name__

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ...dist.errors import InvalidArgumentError
+from .sharding.gradient import ShardedGradient
+
 
 @dataclass(frozen=True, slots=True)
 class Shard:
@@ -50,3 +53,43 @@ def parameter_shards(model: nn.Module) -> list[Shard]:
         for name, each in model.named_parameters()
         if each.requires_grad
     ]
+
+
+def settled_shards(model: nn.Module) -> list[Shard]:
+    """Return what has a part in the norm of gradients on this rank: what steps would look at.
+
+    Those are the `parameter_shards`, after what was done to gradients since backward has reached
+    them, and parameters that were frozen with a gradient, as for torch's function.
+
+    Raises:
+        InvalidArgumentError: ``model`` is no module.
+        StateError: A gradient that lies in shards has not been synchronised.
+    """
+    check_module(model)
+    settle = getattr(model, "settle_gradients", None)
+    if settle is not None:
+        settle()
+    shards = parameter_shards(model)
+    listed = {id(shard.parameter) for shard in shards}
+    return shards + [
+        Shard(name, each, 0, each.numel(), each, replicated=True)
+        for name, each in model.named_parameters()
+        if id(each) not in listed
+        and isinstance(each.grad, Tensor)
+        and not isinstance(each.grad, ShardedGradient)
+    ]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks have shards of some parameter; the same on every rank of the group."""
+    return bool(getattr(model, "is_sharded", False))
+
+
+def check_module(model: object) -> None:
+    """Refuse what is no module.
+
+    Raises:
+        InvalidArgumentError: It is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model must be a module, got {type(model).__name__}")

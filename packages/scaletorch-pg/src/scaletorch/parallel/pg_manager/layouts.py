@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 
+from ...dist.errors import InvalidArgumentError
 from .grid import Grid
 
 # What changing an axis means to the program: more data parallelism changes nothing but speed,
@@ -13,7 +14,16 @@ _COST = {"dp": 1, "pp": 2, "cp": 2, "tp": 3}
 
 
 def legal_layouts(world_size: int) -> Iterator[Grid]:
-    """Yield every layout of ``world_size`` ranks."""
+    """Return every layout of ``world_size`` ranks.
+
+    Raises:
+        InvalidArgumentError: Less than one rank.
+    """
+    _require_whole("world_size", world_size, 1)
+    return _layouts(world_size)
+
+
+def _layouts(world_size: int) -> Iterator[Grid]:
     for tp in _divisors(world_size):
         for cp in _divisors(world_size // tp):
             for pp in _divisors(world_size // tp // cp):
@@ -25,7 +35,13 @@ def nearest_layouts(asked: Grid, world_size: int, count: int = 3) -> list[Grid]:
 
     Fewest axes changed come first, then the smallest factors, with dp the cheapest to change
     and tp the dearest.
+
+    Raises:
+        InvalidArgumentError: ``asked`` is no layout, less than one rank, or a negative count.
     """
+    if not isinstance(asked, Grid):
+        raise InvalidArgumentError(f"asked must be a Grid, got {type(asked).__name__}")
+    _require_whole("count", count, 0)
     return sorted(legal_layouts(world_size), key=lambda grid: _distance(asked, grid))[:count]
 
 
@@ -54,6 +70,11 @@ def short_ranks(ranks: Sequence[int]) -> str:
     if len(parts) > 5:
         parts = [*parts[:3], "...", parts[-1]]
     return ", ".join(parts)
+
+
+def _require_whole(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InvalidArgumentError(f"{name} must be a whole number, at least {least}: {value!r}")
 
 
 def _distance(asked: Grid, grid: Grid) -> tuple[int, float, tuple[int, ...]]:

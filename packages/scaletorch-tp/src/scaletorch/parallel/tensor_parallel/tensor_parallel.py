@@ -14,9 +14,11 @@ from .cuts.cut import Cut
 from .layers.base import Memo, TensorParallelLayer
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
+from .optimizers import watch
 from .plans.plan import Match, Plan, find_mixins
 from .plans.shares import check_shares
 from .plans.validate import resolve
+from .plans.whole import find_whole
 from .regions.region import Region
 from .regions.sequence import share_sequences
 from .regions.sum_grad import SumGradients
@@ -81,13 +83,15 @@ def apply_tensor_parallel(
     for module, mixin in mixins.items():
         surround(module, mixin, group)
     if tp_size > 1:
+        watch(model)
         for module in find_regions(model):
             # A model is called with ids, not with a share of hidden states.
             if module is not model or not sequence_parallel:
                 surround(module, Region, group)
         if sequence_parallel:
-            whole = [match.module for match in matches if match.style == "replicate"]
-            share_sequences(model, group, whole)
+            replicated = [match.module for match in matches if match.style == "replicate"]
+            regions = [module for module in model.modules() if isinstance(module, Region)]
+            share_sequences(model, group, replicated, find_whole(model, regions))
     return model
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
 from ...dist import Work
 from .mutant import Catalogue
@@ -107,6 +109,15 @@ def first_rank_left_out(reduce_scatter_flat: Any) -> Any:
     return late
 
 
+@fault(
+    "buckets.reduction:reduce_scatter_flat",
+    layout="4x1x1x1", data_parallel="rank_order", model="built-in",
+)  # fmt: skip
+def first_of_four_ranks_left_out(reduce_scatter_flat: Any) -> Any:
+    """The ordered sum of four ranks begins with the second one."""
+    return first_rank_left_out(reduce_scatter_flat)
+
+
 @fault("buckets.reduction:all_gather_flat", layout="2x1x1x1", data_parallel="zero1")
 def updated_parameters_not_fetched(all_gather_flat: Any) -> Any:
     """Parameters that other ranks have updated stay as they were."""
@@ -123,3 +134,32 @@ def earlier_micro_batches_forgotten(start: Any) -> Any:
         return start(self, *args)
 
     return forgetful
+
+
+@fault("sharding.shard_optimizer:follow", layout="2x1x1x1", data_parallel="zero1")
+def moments_forgotten(follow: Any) -> Any:
+    """What a sharded optimizer keeps of a step is gone at the next one."""
+    return _before_each_step(follow, lambda optimizer: optimizer.state.clear())
+
+
+@fault("sharding.shard_optimizer:follow", layout="2x1x1x1", data_parallel="zero2")
+def moments_of_other_elements(follow: Any) -> Any:
+    """The moments of a shard lie one element off its parameters."""
+
+    def shift(optimizer: Optimizer) -> None:
+        for state in optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim:
+                    state[name] = value.roll(1)
+
+    return _before_each_step(follow, shift)
+
+
+def _before_each_step(follow: Any, change: Callable[[Optimizer], None]) -> Any:
+    """Let sharded optimizers change their state before each step."""
+
+    def followed(optimizer: Optimizer, *args: Any, **options: Any) -> None:
+        follow(optimizer, *args, **options)
+        optimizer.register_step_pre_hook(lambda this, *_: change(this))
+
+    return followed

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from ...dist.ranks.locate import locate
 from ...dist.testing import preload
+from ...parallel.tensor_parallel import Plan
 from ..cases import Case
 from ..compare import Difference
+from ..problem import BatchFn, ModelFn, default_batch, default_model
 from ..report import CaseResult
-from ..runner import RankReport, Subject, run_case
+from ..runner import RankReport, run_case
+from ..training import Subject
 from ..verify import Task, run_all, save_reference
 from .catalogue import MUTANTS
 from .mutant import Mutant
 from .specimen import PLAN, Sharded, Shared, Specimen, batch
 
-MODELS = {"specimen": (Specimen, PLAN), "shared": (Shared, PLAN), "sharded": (Sharded, {})}
+MODELS: Mapping[str, tuple[ModelFn, Plan | None, BatchFn]] = {
+    "specimen": (Specimen, PLAN, batch),
+    "shared": (Shared, PLAN, batch),
+    "sharded": (Sharded, {}, batch),
+    "built-in": (default_model, None, default_batch),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +113,10 @@ def _tasks(jobs: Iterable[Job], folder: Path) -> list[Task]:
     references: dict[tuple[str, str], str] = {}
     tasks = []
     for model, case, mutant in jobs:
-        model_fn, plan = MODELS[model]
+        model_fn, plan, batch_fn = MODELS[model]
         key = model, case.dtype
         if key not in references:
-            references[key] = save_reference(folder / "-".join(key), model_fn, batch, case.dtype)
+            references[key] = save_reference(folder / "-".join(key), model_fn, batch_fn, case.dtype)
         subject = Subject(locate(model_fn), plan, None)
         name = None if mutant is None else mutant.name
         tasks.append(Task(case, run_mutant, (subject, references[key], name)))

@@ -21,8 +21,8 @@ class Mutant:
         targets: what is replaced; see `patch.patched`.
         mutate: makes the replacement out of each target's original.
         case: where the fault must show.
-        model: 'specimen', 'shared' for one that can be sequence parallel, or 'sharded' for one
-            that is written with sharded layers.
+        model: 'specimen', 'shared' for one that can be sequence parallel, 'sharded' for one that
+            is written with sharded layers, or 'built-in' for what users run by default.
     """
 
     name: str

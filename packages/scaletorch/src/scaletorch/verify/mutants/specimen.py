@@ -13,7 +13,7 @@ from ...parallel.tensor_parallel import (
     Plan,
     RowParallelLinear,
 )
-from ..problem import Batch
+from ..problem import Batch, labelled
 
 VOCABULARY, HIDDEN, HEADS, KV_HEADS, LAYERS = 32, 16, 4, 2, 5
 ROWS, LENGTH = 16, 12
@@ -151,14 +151,10 @@ class Sharded(nn.Module):
 
 
 def batch(step: int) -> Batch:
-    """Return tokens with padding, one RARE one, and labels that leave whole ranks without any."""
+    """Return tokens with padding and one RARE one, and the labels of the batch that users run."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(RARE + 1, VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
     tokens[0, 0] = RARE
     tokens[2:4, -4:] = PADDING
     tokens[-2:, -4:] = PADDING
-    labels = tokens[:, 1:].clone()
-    labels[torch.rand(labels.shape, generator=generator) < 0.2] = -100
-    labels[ROWS // 2 : ROWS * 3 // 4] = -100
-    labels[ROWS * 3 // 4 :, LENGTH // 2 :] = -100
-    return {"input_ids": tokens[:, :-1], "labels": labels}
+    return labelled(tokens, step, generator)

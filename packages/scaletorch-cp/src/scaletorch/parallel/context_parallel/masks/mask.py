@@ -46,10 +46,11 @@ class Mask:
     documents: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        if self.window is not None and not (isinstance(self.window, int) and self.window > 0):
+        window = self.window
+        if window is not None and (not isinstance(window, int) or window is True or window < 1):
             message = (
                 "window must be at least 1, an integer, which sees its own position alone, or None "
-                f"for no window; it is {self.window}"
+                f"for no window; it is {window!r}"
             )
             raise InvalidArgumentError(message)
         if self.documents is not None:

@@ -24,10 +24,18 @@ def choose_method(q: Tensor, k: Tensor, size: int) -> tuple[str, str]:
         k: Its keys [B, K, L, D].
         size: Number of ranks.
 
+    Raises:
+        InvalidArgumentError: q or k of other dims, or less than one rank.
+
     Example:
         >>> choose_method(q, k, 4)
         ('ring', 'keys and values travel while blocks are computed')
     """
+    if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        raise InvalidArgumentError(f"size is a number of ranks, at least 1; it is {size!r}")
+    if q.ndim != 4 or k.ndim != 4:
+        came = " and ".join(str(list(x.shape)) for x in (q, k))
+        raise InvalidArgumentError(f"q and k must be [B, heads, L, D]; they are {came}")
     heads, kv_heads, length = q.shape[1], k.shape[1], q.shape[2]
     if size == 1:
         return "ring", "one rank sends nothing"

@@ -49,8 +49,12 @@ def volumes(
         dtype: Of q, k and v. Gradients travel in float32 at least.
 
     Raises:
-        InvalidArgumentError: `part` does not divide `ranks`.
+        InvalidArgumentError: A size below 1, or `part` does not divide `ranks`.
     """
+    sizes = {"heads": heads, "kv_heads": kv_heads, "length": length, "head_dim": head_dim}
+    for name, size in (sizes | {"ranks": ranks, "batch": batch}).items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InvalidArgumentError(f"{name} must be a whole number, at least 1; it is {size!r}")
     if part < 1 or ranks % part:
         raise InvalidArgumentError(f"parts of {part} ranks do not divide {ranks} ranks")
     parts = {"ring": 1, "all_gather": 1, "ulysses": ranks, "hybrid": part}

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
 from ..layouts.documents import Documents, read_documents
+from .backward import note_backward
 from .calls import require_documents_kept, require_no_labels
 from .settings import Settings, refusal, settings_of
 
@@ -161,6 +162,8 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
         if settings is None or not settings.active:
             if settings is not None and outermost:
                 require_documents_kept(self, kwargs)
+            elif settings is not None:
+                settings.require_told_alike()
             return inner(self, *args, **kwargs)
         running = running_override(settings)
         if running is not None:
@@ -168,10 +171,14 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
             return inner(self, *args, **kwargs)
         if outermost:
             require_no_labels(self, kwargs)
+        else:
+            settings.require_told_alike()
         with _turned_on(settings, kwargs) as override:
             result = inner(self, *args, **kwargs)
         if outermost and not override.calls:
             raise _unseen(self)
+        if outermost:
+            note_backward(result, settings)
         return result
 
     return forward

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError, StateError
@@ -20,6 +21,7 @@ from ..layouts.documents import Documents
 from ..layouts.layout import Layout
 from ..layouts.lookup import named_layout
 
+_OUTSIDE = -1  # the id of no backward
 _NAME = "_scaletorch_context_parallel"
 
 
@@ -46,6 +48,7 @@ class Settings:
         self.method = method
         self.ring = ring
         self.told: Told | None = None
+        self._of_backward: tuple[int, Told | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         """Return the settings of a copy of the model: process groups are not copied."""
@@ -55,6 +58,27 @@ class Settings:
     def active(self) -> bool:
         """Whether attention is ours: on one rank the model's own is the same but for a batch."""
         return self.ring.size > 1 or self.told is not None
+
+    def begin_backward(self, told: Told | None) -> None:
+        """Note by which batch the forward attended whose backward begins."""
+        self._of_backward = torch._C._current_graph_task_id(), told
+
+    def require_told_alike(self) -> None:
+        """Check that what is recomputed in backward attends by the batch of its forward.
+
+        Raises:
+            StateError: The backward runs outside of the `inside` that its forward ran in.
+        """
+        task = torch._C._current_graph_task_id()
+        if task == _OUTSIDE or self._of_backward is None:
+            return
+        noted, told = self._of_backward
+        if noted == task and told != self.told:
+            raise StateError(
+                f"ShardedSequences.inside on {describe_rank()}: backward computes a part of the "
+                "model again, and runs inside of other sequences than its forward, or of none; "
+                "run backward within the same inside() as forward"
+            )
 
     def attend(
         self,

@@ -12,6 +12,7 @@ from torch import Tensor
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
 from ..agreement import tell_refusal
+from ..alone import alone
 from ..layouts.lookup import layout_of_shards
 from .override import AttentionOverride, running_override
 from .settings import Settings, refusal
@@ -48,7 +49,8 @@ def context_mask(
         if attention_mask is not None:
             _require_no_padding(attention_mask, q_length, override.settings)
         _require_one_sequence(q_length, kv_length, int(q_offset), kv_offset)
-        _require_positions(override, q_length)
+        if alone() is None:
+            _require_positions(override, q_length)
         pattern = _pattern(mask_function)
     except InvalidArgumentError:  # one rank's shard alone may be refused; the others go on
         tell_refusal((override.settings.ring, None), _device(attention_mask, override.position_ids))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 from itertools import chain, islice, repeat
 from typing import Any
@@ -59,41 +59,61 @@ def _read_rows(data: Reader, width: int, count: int) -> Iterator[tuple[Any, ...]
     return zip(*[iter(flat)] * width, strict=True)
 
 
-def write_mutable(out: Writer, items: list[Any]) -> None:
-    """Write lists or sets."""
+def write_lists(out: Writer, items: list[Any]) -> None:
+    """Write lists."""
     write_distinct(out, items, write_contents, mutable=True)
 
 
-def write_immutable(out: Writer, items: list[Any]) -> None:
-    """Write tuples or frozen sets."""
+def write_tuples(out: Writer, items: list[Any]) -> None:
+    """Write tuples."""
     write_distinct(out, items, write_contents)
 
 
+def write_sets(out: Writer, items: list[Any]) -> None:
+    """Write sets."""
+    write_distinct(out, items, _write_sets, mutable=True)
+
+
+def write_frozensets(out: Writer, items: list[Any]) -> None:
+    """Write frozen sets."""
+    write_distinct(out, items, _write_sets)
+
+
+def _write_sets(out: Writer, items: list[Any]) -> None:
+    for each in items:
+        out.hashing.spend(each)
+    write_contents(out, items)
+
+
 def read_lists(data: Reader, count: int) -> list[list[Any]]:
-    """Read lists that `write_mutable` wrote."""
+    """Read lists that `write_lists` wrote."""
     return read_distinct(data, count, partial(read_contents, make=list))
 
 
 def read_tuples(data: Reader, count: int) -> list[tuple[Any, ...]]:
-    """Read tuples that `write_immutable` wrote."""
+    """Read tuples that `write_tuples` wrote."""
     return read_distinct(data, count, partial(read_contents, make=tuple))
 
 
 def read_sets(data: Reader, count: int) -> list[set[Any]]:
-    """Read sets that `write_mutable` wrote."""
-    return read_distinct(data, count, partial(read_contents, make=partial(_as_set, set)))
+    """Read sets that `write_sets` wrote."""
+    return read_distinct(data, count, partial(_read_sets, set))
 
 
 def read_frozensets(data: Reader, count: int) -> list[frozenset[Any]]:
-    """Read frozen sets that `write_immutable` wrote."""
-    return read_distinct(data, count, partial(read_contents, make=partial(_as_set, frozenset)))
+    """Read frozen sets that `write_frozensets` wrote."""
+    return read_distinct(data, count, partial(_read_sets, frozenset))
 
 
-def _as_set(kind: Any, content: Any) -> Any:
-    made = kind(content)
-    if len(made) != len(content):
-        raise MalformedError("a set with an entry twice")
-    return made
+def _read_sets(kind: Any, data: Reader, count: int) -> list[Any]:
+    def make(content: Any) -> Any:
+        data.hashing.spend(content)
+        made = kind(content)
+        if len(made) != len(content):
+            raise MalformedError("a set with an entry twice")
+        return made
+
+    return read_contents(data, count, make)
 
 
 def write_dicts(out: Writer, items: list[dict[Any, Any]]) -> None:
@@ -108,6 +128,7 @@ def read_dicts(data: Reader, count: int) -> list[dict[Any, Any]]:
 
 def _write_dicts(out: Writer, items: list[dict[Any, Any]]) -> None:
     keys = list(chain.from_iterable(items))
+    _count_keys(out, keys, items)
     values = list(chain.from_iterable(map(dict.values, items)))
     alike = len(items) > 1 and _alike(items, keys)
     out.data.append(alike)
@@ -120,6 +141,13 @@ def _write_dicts(out: Writer, items: list[dict[Any, Any]]) -> None:
         out.numbers(map(len, items))
         out.items(keys)
         out.items(values)
+
+
+def _count_keys(stream: Reader | Writer, keys: list[Any], of: Iterable[Collection[Any]]) -> None:
+    """Count what hashing the keys of dicts costs, which is looked at for strings at once."""
+    if set(map(type, keys)) != {str}:
+        for each in of:
+            stream.hashing.spend(each)
 
 
 def _alike(items: list[dict[Any, Any]], keys: list[Any]) -> bool:
@@ -142,12 +170,14 @@ def _read_dicts(data: Reader, count: int) -> list[dict[Any, Any]]:
     if alike:
         size = data.length()
         keys = data.items(size)
+        data.hashing.spend(keys)
         if len(set(keys)) != size:
             raise MalformedError("a dict with a key twice")
         return list(map(dict, map(zip, repeat(keys), _read_rows(data, size, count))))
     lengths = data.lengths(count)
     total = sum(lengths)
     all_keys, all_values = data.items(total), data.items(total)
+    _count_keys(data, all_keys, pieces(all_keys, lengths))
     pairs = zip(all_keys, all_values, strict=True)
     made = [dict(islice(pairs, length)) for length in lengths]
     if sum(map(len, made)) != total:

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from .hashing import Hashing
+
 DEPTH = 100  # containers in containers; each level takes a few frames of Python's stack
 MIXED = 0  # in place of a kind's code: one code for each item follows
 _FORMS: dict[int, Any] = {4: "i", 8: "q"}  # bytes of a number → as struct calls it
@@ -32,10 +34,12 @@ class Writer:
 
     Attributes:
         data: what has been written.
+        hashing: what reading it will cost.
     """
 
     def __init__(self, codes: Mapping[type, int], writes: Mapping[int, Write]) -> None:
         self.data = bytearray()
+        self.hashing = Hashing(NotPlainError)
         self._codes = codes
         self._writes = writes
         self._seen: list[set[int]] = []
@@ -106,11 +110,13 @@ class Reader:
     Attributes:
         data: all bytes, writable.
         position: of the next one.
+        hashing: what it has cost.
     """
 
     def __init__(self, data: bytearray | memoryview, reads: Mapping[int, Read]) -> None:
         self.data = memoryview(data)
         self.position = 0
+        self.hashing = Hashing(MalformedError)
         self._reads = reads
         self._depth = 0
 

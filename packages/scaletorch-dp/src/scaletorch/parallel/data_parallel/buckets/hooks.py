@@ -17,6 +17,7 @@ from torch.utils.hooks import RemovableHandle
 from ....dist.errors import StateError
 from ....dist.one_per_process import one_per_process
 from ...pg_manager import describe_rank
+from ..parameters import shortened
 from .manager import BucketManager
 from .products import ProductSink, direct_products
 
@@ -226,9 +227,8 @@ def refuse_taken(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
     names = [name for name, each in parameters if id(each) in taken]
     if names:
         message = (
-            f"{describe_rank()}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''} "
-            "would be synchronised twice: a data-parallel wrapper that is alive has it; "
-            "use that one, or drop it first"
+            f"{describe_rank()}: {shortened(names)} would be synchronised twice: a "
+            "data-parallel wrapper that is alive has it; use that one, or drop it first"
         )
         raise StateError(message)
     names = [name for name, each in parameters if hasattr(each, "main_grad")]

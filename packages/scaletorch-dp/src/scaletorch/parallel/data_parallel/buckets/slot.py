@@ -69,8 +69,11 @@ class Slot:
     def _follow(self, grad: Tensor) -> None:
         """Take over what somebody did to the visible gradient."""
         zeroed = not grad.any()
-        if zeroed:
-            self._held = None
+        if zeroed and self._held is not None:
+            self._held.zero_()  # as on ranks that have not used the parameter since
+            self.local = False
+            self.give(None)
+            return
         replaced = zeroed or grad is not self._shown
         if replaced and self._view is not None and grad is not self._view:
             self._view.copy_(grad)

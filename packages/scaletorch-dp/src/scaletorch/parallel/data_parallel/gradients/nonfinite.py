@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 from ....dist import all_gather_object, get_rank
 from ....dist.errors import NonFiniteError
 from ...pg_manager import get_process_group_manager
-from ..shards import parameter_shards
+from ..shards import settled_shards
 
 Found = list[tuple[str, str]]  # a parameter's name, and a rank's place
 SHOWN = 3  # parameters, and ranks of each, that an error names
@@ -19,7 +19,7 @@ SHOWN = 3  # parameters, and ranks of each, that an error names
 
 def nonfinite_names(model: nn.Module) -> list[str]:
     """Return this rank's parameters whose gradients, or shards of them, are not all finite."""
-    held = [s for s in parameter_shards(model) if s.tensor.grad is not None and s.stop > s.start]
+    held = [s for s in settled_shards(model) if s.tensor.grad is not None and s.stop > s.start]
     if not held:
         return []
     gradients = [shard.tensor.grad for shard in held]

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from ....dist import all_reduce, get_comm_device, get_rank, group_ranks
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import axis_group
-from ..shards import Shard, parameter_shards
+from ..shards import Shard, is_sharded, settled_shards
 from .nonfinite import found_on_ranks, refuse_nonfinite
 
 
@@ -21,7 +21,7 @@ def global_grad_norm(
 ) -> Tensor:
     """Return the norm of the whole gradient, each element counted once over the group.
 
-    Gradients are those of `parameter_shards`, already summed over the group. What every rank
+    Gradients are those that a step would take now, already summed over the group. What every rank
     holds is not communicated; shards cost one all-reduce of one number.
 
     Args:
@@ -35,10 +35,10 @@ def global_grad_norm(
 
     Raises:
         InvalidArgumentError: ``norm_type`` is not a number above 0.
-        StateError: No group to be found.
+        StateError: No group to be found, or a gradient in shards has not been synchronised.
     """
     order, group = checked_order(norm_type), axis_group("cp_dp", group)
-    shards, reduced = parameter_shards(model), is_sharded(model)
+    shards, reduced = settled_shards(model), is_sharded(model)
     first = group_ranks(group)[0] == get_rank()
     counted = [s for s in shards if first or not (s.replicated and reduced)]
     total = power_sum(gradients_of(counted), order, device_of(model, group))
@@ -75,23 +75,8 @@ def clip_grad_norm_(
     if error_if_nonfinite and not norm.isfinite():
         group = axis_group("cp_dp", group)
         refuse_nonfinite(norm, found_on_ranks(model, group, alone=not is_sharded(model)))
-    scale_gradients(parameter_shards(model), max_norm, norm)
+    scale_gradients(settled_shards(model), max_norm, norm)
     return norm
-
-
-def is_sharded(model: nn.Module) -> bool:
-    """Whether ranks have shards of some parameter; the same on every rank of the group.
-
-    A rank may have no shard at all, but what is replicated every rank has.
-    """
-    if getattr(model, "optimizer_shards", None) is None:
-        return False
-    whole: dict[nn.Parameter, int] = {}
-    for shard in parameter_shards(model):
-        if shard.replicated:
-            held = shard.stop - shard.start
-            whole[shard.parameter] = whole.get(shard.parameter, 0) + held
-    return any(p.requires_grad and whole.get(p, 0) < p.numel() for p in model.parameters())
 
 
 def gradients_of(shards: Iterable[Shard]) -> list[Tensor]:

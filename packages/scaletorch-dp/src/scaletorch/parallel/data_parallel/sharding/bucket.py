@@ -49,12 +49,11 @@ class ShardedBucket(Bucket):
             self.adopt(slot)
 
     def open(self) -> None:
-        """Follow a zero_grad of the model as well, which does not know the shards."""
-        held = {slot.index for slot in self.slots if slot.held is not None}
+        """Follow what was done to the parameters' gradients as well, which shards do not see."""
         super().open()
         for slot in self.slots:
-            if slot.parameter.grad is None or (slot.index in held and slot.held is None):
-                self._forget(slot)
+            if not (slot.local or isinstance(slot.parameter.grad, ShardedGradient)):
+                self.adopt(slot)
 
     def clear(self) -> None:
         """Forget all gradients, those in shards too."""
@@ -84,17 +83,26 @@ class ShardedBucket(Bucket):
                 self._refuse(f"{slot.name} has been moved or replaced since its optimizer was "
                              "sharded (by module.to, load_state_dict(assign=True) or .data), and "
                              "would not be updated; copy values into it instead")  # fmt: skip
-            if slot.local:
-                self._refuse(f"the gradient of {slot.name} has not been synchronised; step only "
-                             "after a backward outside no_sync()")  # fmt: skip
-            if not isinstance(slot.parameter.grad, ShardedGradient):
-                self.adopt(slot)
+        self.settle()
         versions = self._current_versions()
         if versions != self._versions:
             for shard in self.shards:
                 if shard.is_master:
                     _follow(shard)
         self._versions = versions
+
+    def settle(self) -> None:
+        """Take over what somebody has done to gradients since the last backward.
+
+        Raises:
+            StateError: A gradient has not been summed.
+        """
+        self.open()
+        for slot in self.slots:
+            if slot.local:
+                self._refuse(f"the gradient of {slot.name} has not been synchronised; step only "
+                             "after a backward outside no_sync(), or drop it by "
+                             "zero_grad()")  # fmt: skip
 
     @torch.no_grad()
     def adopt(self, slot: Slot) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
 import torch
@@ -18,10 +16,10 @@ from ..buckets.bucket import Bucket
 from ..buckets.manager import BucketManager
 from ..buckets.slot import Slot
 from ..data_parallel import DataParallelBucket
-from ..shards import Shard
+from ..shards import Shard, check_module
 from .bucket import ShardedBucket
+from .following import follow
 from .gather import Gathers
-from .gradient import zero
 
 # They treat every element alike, so a parameter may be cut anywhere. Others get whole ones.
 ELEMENTWISE = frozenset(
@@ -63,7 +61,8 @@ def shard_optimizer(
         The optimizer.
 
     Raises:
-        InvalidArgumentError: Another stage, or an optimizer that cannot be sharded.
+        InvalidArgumentError: Another stage, or an optimizer that cannot be sharded or has none of
+            the model's parameters.
         StateError: Gradients are under way, parameters share memory, or they were cut for another
             optimizer and this one needs them whole.
         MismatchError: The ranks' optimizers differ.
@@ -86,7 +85,7 @@ def shard_optimizer(
     model.use_shards(shards, gathers)
     known = {id(slot.parameter) for slot in manager.slots}
     _replace_parameters(optimizer, shards, known)
-    _follow(optimizer, model, gathers, overlap=overlap)
+    follow(optimizer, model, gathers, overlap=overlap)
     return optimizer
 
 
@@ -130,6 +129,12 @@ def _parameters_of(optimizer: Optimizer) -> set[int]:
     return {id(each) for group in optimizer.param_groups for each in group["params"]}
 
 
+def _parameters_known(model: DataParallelBucket) -> set[int]:
+    """Return the model's parameters, and what stands for them in an optimizer by now."""
+    known = {id(slot.parameter) for slot in model.bucket_manager.slots}
+    return known | {id(shard.tensor) for shard in model.optimizer_shards or ()}
+
+
 def _needs_whole(optimizer: Optimizer) -> bool:
     return type(optimizer) not in ELEMENTWISE
 
@@ -139,6 +144,9 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
 
     All ranks of the data-parallel group call it. Parameters without a gradient are left out.
     """
+    check_module(model)
+    if isinstance(model, DataParallelBucket):
+        model.settle_gradients()
     found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     for bucket in _buckets(model):
         if isinstance(bucket, ShardedBucket):
@@ -167,6 +175,11 @@ def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
             "or at sparse gradients; take another optimizer"
         )
     manager = model.bucket_manager
+    if not _parameters_of(optimizer) & _parameters_known(model):
+        raise InvalidArgumentError(
+            "the optimizer has none of the model's parameters that require grad: make it of "
+            "model.parameters()"
+        )
     shards = {id(shard.tensor) for shard in model.optimizer_shards or () if not shard.replicated}
     if shards & _parameters_of(optimizer):
         raise StateError("this optimizer is sharded already")
@@ -257,61 +270,3 @@ def _cut(value: Any, shard: Shard) -> Any:
     if not isinstance(value, Tensor) or value.shape != shard.parameter.shape:
         return value.clone() if isinstance(value, Tensor) else value
     return value.reshape(-1)[shard.start : shard.stop].view(shard.tensor.shape).clone()
-
-
-def _follow(
-    optimizer: Optimizer, model: DataParallelBucket, gathers: Gathers, *, overlap: bool
-) -> None:
-    """Let the optimizer's steps read and fetch parameters, and its zero_grad reach the model's."""
-    wrapper = weakref.ref(model)
-
-    def before(*_: Any) -> None:
-        this = wrapper()
-        if this is not None:
-            this.wait_for_parameters()
-        for bucket in gathers.buckets:
-            bucket.before_step()
-
-    def after(*_: Any) -> None:
-        gathers.start()
-        if not overlap:
-            gathers.wait()
-
-    optimizer.register_step_pre_hook(before)
-    optimizer.register_step_post_hook(after)
-    optimizer.register_state_dict_post_hook(partial(_name_shards, gathers))
-    optimizer.register_load_state_dict_pre_hook(partial(_refuse_others, gathers))
-    zero_grad = partial(_zero_grad, weakref.ref(optimizer), gathers)
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
-
-
-def _zero_grad(
-    optimizer: weakref.ref[Optimizer], gathers: Gathers, set_to_none: bool = True
-) -> None:
-    """Forget the gradients of an optimizer's parameters, in shards and on their way there."""
-    this = optimizer()
-    if this is not None:
-        type(this).zero_grad(this, set_to_none)
-    for bucket in gathers.buckets:
-        for parameter in (slot.parameter for slot in bucket.slots):
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                zero(parameter.grad)
-
-
-def _shard_names(gathers: Gathers) -> list[str]:
-    names = [f"{s.name}[{s.start}:{s.stop}]" for bucket in gathers.buckets for s in bucket.shards]
-    return sorted(names)
-
-
-def _name_shards(gathers: Gathers, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-    return {**state, "shards": _shard_names(gathers)}
-
-
-def _refuse_others(gathers: Gathers, _: Optimizer, state: dict[str, Any]) -> None:
-    if state.get("shards") != _shard_names(gathers):
-        raise StateError(
-            f"{describe_rank()}: this state is not of this rank's shards: state_dict() of a "
-            "sharded optimizer is one rank's part on one layout; use scaletorch.checkpoint instead"
-        )

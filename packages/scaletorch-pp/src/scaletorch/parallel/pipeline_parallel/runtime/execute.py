@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import NamedTuple
 
+from ....dist import guard
+from ....dist.errors import RankFaultError
 from ..schedules.messages import Operation, Receive
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action
 from .faults import StageError, Watch
@@ -75,10 +77,12 @@ def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Task], None], watc
     """Start each step's messages, wait for what its task needs, and run it.
 
     If anything raises on any rank, all ranks raise. What is left of the messages still passes,
-    without contents, so that no rank waits in vain and none is left over for the next step.
+    without contents, so that no rank waits in vain and none is left over for the next step. Where
+    a guard is on it tells all ranks instead, also those outside the pipeline that wait for these.
 
     Raises:
         StageError: Another rank has failed.
+        RankFaultError: A guard has found a fault of another rank.
     """
     task: Task | None = None
     try:
@@ -91,7 +95,11 @@ def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Task], None], watc
                 watch.look()
                 run(task)
         mail.finish()
+    except RankFaultError:  # all ranks know it, and no message of theirs comes any more
+        raise
     except Exception as error:
+        if not isinstance(error, StageError) and guard.tell(error):
+            raise
         text = None
         with suppress(Exception):  # what has happened first is raised, whatever else fails now
             text = _let_pass(steps, mail, watch, error, task)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 import time
-import traceback
+from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from ....dist.errors import ScaletorchError
 from ...pg_manager import describe_rank
 
 PERIOD = 0.2  # seconds between looks at what the others say
+ANSWER = 5.0  # seconds that the store gets: the process that holds it may have stopped
 
 
 class StageError(ScaletorchError, RuntimeError):
@@ -53,10 +56,9 @@ class Watch:
         if isinstance(error, StageError):
             return
         self._own = _text(error, where)
-        if self._store is not None:
-            first = self._store.compare_set(self._key, "", self._own).decode()
-            if first != self._own:  # it may have come of that, by what was missing then
-                error.add_note(f"Before that, {first}")
+        first = self._ask(lambda store: store.compare_set(self._key, "", self._own).decode())
+        if first not in (None, self._own):  # it may have come of that, by what was missing then
+            error.add_note(f"Before that, {first}")
 
     def settle(self, error: Exception | None) -> str | None:
         """End the step, on all ranks; return what the first that failed has said, if one did."""
@@ -70,15 +72,32 @@ class Watch:
 
     def _first(self) -> str | None:
         """Return what the first that failed has said."""
-        if self._store is None or not self._store.check([self._key]):
-            return None
-        text: str = self._store.get(self._key).decode()
-        return text
+        return self._ask(lambda s: s.get(self._key).decode() if s.check([self._key]) else None)
+
+    def _ask(self, question: Callable[[Any], str | None]) -> str | None:
+        """Ask the store; None if it does not answer, now and for the rest of the step."""
+        answers: list[str | None] = []
+
+        def ask(store: Any) -> None:
+            with suppress(Exception):
+                answers.append(question(store))
+
+        if self._store is not None:
+            thread = threading.Thread(target=ask, args=(self._store,), daemon=True)
+            thread.start()
+            thread.join(ANSWER)
+            if not answers:
+                self._store = None
+        return answers[0] if answers else None
 
 
 def _text(error: Exception, where: str) -> str:
-    text = "".join(traceback.format_exception_only(error)).strip()
-    text = f"{describe_rank()} failed in {where}: {text}"
+    """Say who failed where, with the type and the message of the error from the first line on."""
+    kind = type(error)
+    own = kind.__module__ in ("builtins", "__main__")
+    name = kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    text = f"{describe_rank()} failed in {where}: {name}: {error}{notes}"
     return text.encode(errors="backslashreplace").decode()  # a store takes UTF-8 alone
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -75,6 +75,13 @@ def is_hidden(value: Any) -> bool:
     entries = value.values() if isinstance(value, dict) else value
     names = value if isinstance(value, dict) else ()
     return all(isinstance(e, Tensor) for e in entries) and all(isinstance(n, str) for n in names)
+
+
+def signature(value: Any) -> Hashable:
+    """Return what a forward may decide by: a tensor's shape and dtype, a plain value itself."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    return value if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 def form_of(hidden: Hidden) -> Form:

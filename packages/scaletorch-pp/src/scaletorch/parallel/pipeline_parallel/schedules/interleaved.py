@@ -25,7 +25,7 @@ def interleaved_1f1b(num_ranks: int, num_micro_batches: int, num_chunks: int = 2
     Raises:
         InvalidArgumentError: Less than one of any.
     """
-    require_sizes(num_ranks, num_micro_batches)
+    require_sizes(num_ranks, num_micro_batches, num_chunks)
     stages = looped_stages(num_ranks, num_chunks)
     rounds = _rounds(num_ranks, num_micro_batches)
     forwards = _in_rounds(FORWARD, rounds, range(num_chunks))

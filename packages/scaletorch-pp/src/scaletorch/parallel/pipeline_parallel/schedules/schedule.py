@@ -17,6 +17,7 @@ BACKWARD = "B"  # of inputs and of weights
 BACKWARD_INPUT = "I"
 BACKWARD_WEIGHT = "W"
 KINDS = (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
+MOST_FORWARDS = 5_000_000  # of all ranks together; about a gigabyte of actions
 
 
 class Action(NamedTuple):
@@ -89,14 +90,25 @@ def of_kind(kind: str, micro_batches: Iterable[int], chunk: int = 0) -> list[Act
     return [Action(kind, micro_batch, chunk) for micro_batch in micro_batches]
 
 
-def require_sizes(num_ranks: int, num_micro_batches: int) -> None:
+def require_sizes(num_ranks: int, num_micro_batches: int, num_chunks: int = 1) -> None:
     """Check the sizes that every schedule needs.
 
     Raises:
-        InvalidArgumentError: Less than one rank or one micro-batch.
+        InvalidArgumentError: No whole numbers, less than one of any, or more than `MOST_FORWARDS`.
     """
+    sizes = {"ranks": num_ranks, "micro-batches": num_micro_batches, "stages a rank": num_chunks}
+    for name, size in sizes.items():
+        if not isinstance(size, int):
+            raise InvalidArgumentError(f"a schedule needs a whole number of {name}, got {size!r}")
     if num_ranks < 1 or num_micro_batches < 1:
         raise InvalidArgumentError(
             "a schedule needs at least 1 rank and 1 micro-batch, got "
             f"{num_ranks} ranks and {num_micro_batches} micro-batches"
+        )
+    forwards = num_ranks * num_micro_batches * num_chunks
+    if forwards > MOST_FORWARDS:
+        raise InvalidArgumentError(
+            f"a schedule of {num_ranks} ranks, {num_micro_batches} micro-batches and {num_chunks} "
+            f"stages a rank has {forwards} forwards, and its actions are held one by one: at most "
+            f"{MOST_FORWARDS}; take fewer micro-batches a step"
         )

@@ -73,7 +73,7 @@ def looped_breadth_first(num_ranks: int, num_micro_batches: int, num_chunks: int
     Raises:
         InvalidArgumentError: Less than one of any.
     """
-    require_sizes(num_ranks, num_micro_batches)
+    require_sizes(num_ranks, num_micro_batches, num_chunks)
     stages = looped_stages(num_ranks, num_chunks)
     micro_batches = range(num_micro_batches)
     actions = [a for chunk in range(num_chunks) for a in of_kind(FORWARD, micro_batches, chunk)]

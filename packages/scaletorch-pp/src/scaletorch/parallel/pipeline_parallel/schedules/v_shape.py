@@ -57,7 +57,7 @@ def _v_shape(
     Micro-batches do not need each other's results, so what is left of an order that finishes
     finishes too, no later and with no more kept alive.
     """
-    require_sizes(num_ranks, num_micro_batches)
+    require_sizes(num_ranks, num_micro_batches, num_chunks=2)
     enough = max(num_micro_batches, at_least)
     ranks = (_numbered(order(rank, num_ranks, enough)) for rank in range(num_ranks))
     left = tuple(tuple(a for a in rank if a.micro_batch < num_micro_batches) for rank in ranks)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ....dist.devices import synchronize
 from ....dist.errors import InvalidArgumentError
-from ..stages.hidden import tensor_of
+from ..stages.compare import tensor_of
 from ..steps.loss import Batch, LossFunction, token_loss_sum
 from .split import Split, layers_of
 

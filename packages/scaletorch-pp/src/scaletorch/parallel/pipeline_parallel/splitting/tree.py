@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ....dist.errors import InvalidArgumentError
 
@@ -33,6 +34,12 @@ def is_placed(module: nn.Module) -> bool:
     """
     own_layer = type(module).__module__.startswith("torch.nn.") and not module._modules
     return has_parameters(module) or (own_layer and not isinstance(module, CONTAINERS))
+
+
+def changes_nothing(module: nn.Module) -> bool:
+    """Tell whether a module returns what it is given, such as a dropout that drops nothing."""
+    drops = isinstance(module, _DropoutNd) and module.training and module.p
+    return isinstance(module, nn.Identity | _DropoutNd) and not drops
 
 
 def called_modules(name: str, module: nn.Module) -> Iterator[str]:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..splitting.split import Placement
 from ..splitting.tree import has_parameters
+
+if TYPE_CHECKING:
+    from .examination import Examination
 
 
 class Passage:
@@ -19,11 +23,15 @@ class Passage:
     Attributes:
         active: Whether one is; a recomputed one is not.
         furthest: The last stage of which it has met a module, in place or not.
+        received: What the stage before has passed on.
+        examined: What examines it, the first time.
     """
 
     def __init__(self) -> None:
         self.active = False
         self.furthest = 0
+        self.received: Any = None
+        self.examined: Examination | None = None
 
     def reach(self, stage: int, where: str) -> None:
         """Note that the forward has come to a module with parameters.
@@ -43,9 +51,10 @@ class Passage:
 class PassThrough(nn.Module):
     """Stands for a module of another stage: returns its first argument.
 
-    An embedding that is given ids, not hidden states, returns zero: what a model adds to hidden
-    states, such as embedded positions, was added on the first stage. Plain attributes of the
-    module (numbers, strings) are kept, since forwards read them.
+    Where that is None, as ids are beside embeddings that are given, it returns the hidden states
+    that are among the others. An embedding that is given ids, not hidden states, returns zero: what
+    a model adds to hidden states, such as embedded positions, was added on the first stage. Plain
+    attributes of the module (numbers, strings) are kept, since forwards read them.
 
     Args:
         replaced: the module that it stands for; not kept.
@@ -59,13 +68,16 @@ class PassThrough(nn.Module):
     ) -> None:
         super().__init__()
         self._stage = stage
-        self._passage = passage if has_parameters(replaced) else None
+        self._passage = passage or Passage()
+        self._counts = has_parameters(replaced)
         self.train(replaced.training)
         for name, value in vars(replaced).items():
             if not name.startswith("_") and isinstance(value, bool | int | float | str):
                 setattr(self, name, value)
         self._where = where
         self._embeds = hasattr(replaced, "num_embeddings")
+        self._drops = isinstance(replaced, _DropoutNd)
+        self._changes = not isinstance(replaced, nn.Identity)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the first positional argument, or else the first keyword argument.
@@ -73,14 +85,22 @@ class PassThrough(nn.Module):
         There are as many of these as other stages have layers, so they do without the hooks of an
         `nn.Module`.
         """
-        if self._passage is not None:
-            self._passage.reach(self._stage, self._where)
+        passage = self._passage
+        if self._counts:
+            passage.reach(self._stage, self._where)
         value = args[0] if args else next(iter(kwargs.values()))
+        if value is None and any(entry is passage.received for entry in kwargs.values()):
+            value = passage.received
         if self._embeds and isinstance(value, Tensor) and not value.is_floating_point():
-            return torch.zeros((), device=value.device)
-        return value
+            value = torch.zeros((), device=value.device)
+        if passage.examined is None or not self._changes or (self._drops and self._drops_nothing()):
+            return value
+        return passage.examined.stand_in(value)
 
     forward = __call__
+
+    def _drops_nothing(self) -> bool:
+        return not self.training or not self.p
 
     def __getattr__(self, name: str) -> Any:
         """Say where the module is when something of it is missing here."""

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from itertools import count
 from typing import Any
 
@@ -16,11 +17,13 @@ from ....dist import get_rank, group_ranks
 from ....dist.agreement import agree
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import ModuleWrapper, axis_group, describe_rank
-from ..runtime.forms import Form, tensors_in
+from ..runtime.forms import Form, is_hidden, signature, tensors_in
 from ..runtime.recorder import Recorder
 from ..schedules.choose import AnySchedule, stages_of
 from ..splitting.split import Placement, Split, place
+from ..splitting.tree import changes_nothing
 from .cut import Passage, cut
+from .examination import Examination
 from .hidden import HiddenFlow
 from .ties import Tie, TiedGradients, find_ties
 from .weights import Deferral, WeightGradients, defer_weight_gradients
@@ -85,6 +88,7 @@ class PipelineParallel(ModuleWrapper):
         self._flows = [
             HiddenFlow(stage, *_ends(model, placement, stage), passage) for stage in self.stages
         ]
+        self._examined: set[Hashable] = set()  # kinds of forwards that were, the first time
         self._chunks = cut(model, placement, self.stages, passage)
         self._takes_embeds = _takes(model, "inputs_embeds")
         if splits:
@@ -144,18 +148,38 @@ class PipelineParallel(ModuleWrapper):
             the model returns on the last stage.
 
         Raises:
-            InvalidArgumentError: the model changes hidden states outside the modules of its split.
+            InvalidArgumentError: the model changes hidden states outside the modules of its split,
+                or gives one of these modules, or returns, what is another tensor in one process.
         """
         stage, flow = self.stages[self._chunks.selected], self._flows[self._chunks.selected]
-        flow.start(input_or_hidden)
+        received = input_or_hidden if stage else None
+        kind = (stage, self.training, torch.is_grad_enabled(), *_kind(input_or_hidden, kwargs))
+        examination = None if kind in self._examined else self._examination(stage, received)
+        flow.start(received, examination)
         try:
-            if stage > 0 and self._takes_embeds:
-                output = self.module(inputs_embeds=input_or_hidden, **kwargs)
-            else:
-                output = self.module(input_or_hidden, **kwargs)
-            return output if stage == self.num_stages - 1 else flow.passed_on(output)
+            with nullcontext() if examination is None else examination.watching():
+                if stage > 0 and self._takes_embeds:
+                    output = self.module(inputs_embeds=received, **kwargs)
+                else:
+                    output = self.module(input_or_hidden, **kwargs)
+            if stage < self.num_stages - 1:
+                output = flow.passed_on(output)
+            elif examination is not None:
+                examination.check_output(output)
         finally:
             flow.reset()
+        self._examined.add(kind)
+        return output
+
+    def _examination(self, stage: int, received: Any) -> Examination | None:
+        """Return what examines the first forward of a kind; None where nothing has been cut."""
+        if self.num_stages == 1:
+            return None
+        if len(self._examined) > MANY_FORMS:
+            self._examined.clear()
+        own = {name: self.module.get_submodule(name) for name in self.placement.stages[stage]}
+        modules = {name: module for name, module in own.items() if not changes_nothing(module)}
+        return Examination(modules, received, last=stage == self.num_stages - 1)
 
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:
         """Backpropagate through a stage.
@@ -200,6 +224,7 @@ class PipelineParallel(ModuleWrapper):
         """
         if trained != self._trained or len(self.forms) > MANY_FORMS:
             self.forms.clear()
+            self._examined.clear()
             self._trained = trained
 
     def check_ties(self) -> None:
@@ -261,6 +286,14 @@ def _ends(
     last = stage == len(placement.stages) - 1
     entry = None if stage == 0 else model.get_submodule(names[0])
     return entry, None if last else model.get_submodule(names[-1])
+
+
+def _kind(given: Any, kwargs: Mapping[str, Any]) -> Iterator[Hashable]:
+    """Yield what the way of a forward may depend on."""
+    for tensor in tensors_in(given) if is_hidden(given) else [given]:
+        yield signature(tensor)
+    for name, value in kwargs.items():
+        yield name, signature(value)
 
 
 def _takes(model: nn.Module, argument: str) -> bool:

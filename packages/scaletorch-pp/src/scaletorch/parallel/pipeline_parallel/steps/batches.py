@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.forms import Hidden
+from ..runtime.forms import Hidden, signature
 from .autocast import autocasts
 from .loss import Batch
 
@@ -49,7 +49,7 @@ class MicroBatches:
         cast = autocasts(self.device) and torch.get_autocast_dtype(self.device.type)
         mode = torch.is_grad_enabled(), cast, cast and self.dtype
         return [
-            (*((n, _form(batch[n])) for n in sorted(batch) if n != "labels"), *mode)
+            (*((n, signature(batch[n])) for n in sorted(batch) if n != "labels"), *mode)
             for batch in self.batches
         ]
 
@@ -60,9 +60,9 @@ class MicroBatches:
             f"hidden states {self.shape} of {self.dtype}",
         ]
         first = 0
-        for signature, run in groupby(self.signatures):
+        for kind, run in groupby(self.signatures):
             count = len(list(run))
-            lines.append(f"micro-batches {first} to {first + count - 1}: {signature}")
+            lines.append(f"micro-batches {first} to {first + count - 1}: {kind}")
             first += count
         return lines
 
@@ -151,9 +151,3 @@ def checked_dtype(dtype: torch.dtype) -> torch.dtype:
         message = f"dtype is that of the hidden states, such as torch.bfloat16, got {dtype!r}"
         raise InvalidArgumentError(message)
     return dtype
-
-
-def _form(value: Any) -> Hashable:
-    if isinstance(value, Tensor):
-        return tuple(value.shape), value.dtype
-    return value if isinstance(value, bool | int | float | str) else type(value).__name__

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from ....dist import all_gather_object, broadcast
 from ..runtime.execute import Task
 from ..schedules import Builder, forward_only
-from ..stages.hidden import tensor_of
+from ..stages.compare import tensor_of
 from .loss import Batch
 from .step import StepArguments, agreed_step, execute_plan, stages_of_step, unwrap
 from .work import Stages

@@ -12,7 +12,7 @@ from torch import Tensor
 from ....dist.dist import all_reduce
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank, get_process_group_manager
-from ..stages.hidden import tensor_of
+from ..stages.compare import tensor_of
 
 IGNORED = -100
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ....dist import get_comm_device, group_ranks
+from ....dist import get_comm_device, group_ranks, guard
 from ....dist.agreement import agree
-from ....dist.errors import InvalidArgumentError, StateError
+from ....dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
 from ..runtime.execute import Step, Task, execute, in_steps
 from ..runtime.faults import Watch
@@ -123,6 +123,8 @@ def agreed_step(
         lines += [*inputs.describe(), plan.text + recorded]
     except Exception as found:  # a data loader may raise anything; the others must learn of it
         error = found
+        if not isinstance(found, ScaletorchError) and guard.tell(found):
+            raise
     pipeline.forget_forms(agree(subject, lines, group, error=error, note=pipeline.trained()))
     return plan, inputs
 

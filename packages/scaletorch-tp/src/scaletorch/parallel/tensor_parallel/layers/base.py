@@ -11,14 +11,18 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, get_world_size
-from ....dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import axis_group, describe_rank
+from ..copies import not_pickled
 from ..cuts.cut import Cut, require_shares, share_cut
+from ..optimizers import watch
 from ..regions.sequence_shares import SequenceShares
 from ..regions.uncompiled import gather, reduce
 
 # A whole parameter -> the dim it was cut along, how, and this rank's shard: tied ones stay tied.
 Memo = MutableMapping[Tensor, tuple[int, Cut, nn.Parameter]]
+
+_OWN = frozenset({"weight", "bias"})
 
 
 class TensorParallelLayer(nn.Module):
@@ -136,7 +140,8 @@ class TensorParallelLayer(nn.Module):
                 f"{cls.__name__} has no option {', '.join(unknown)}; it has {list(cls.options)}"
             )
         tp_size = get_world_size(group)
-        require_shares(f"{cls.__name__}: {cls.sharded_size}", size, tp_size)
+        if cut is None:  # else a rank may have a part that others have too
+            require_shares(f"{cls.__name__}: {cls.sharded_size}", size, tp_size)
         if cut is not None and (cut.whole, len(cut.ranks)) != (size, tp_size):
             raise InvalidArgumentError(
                 f"{cls.__name__}: expected a cut of {cls.sharded_size} = {size} over tp = "
@@ -163,6 +168,8 @@ class TensorParallelLayer(nn.Module):
     ) -> None:
         vars(self).update({**self.options, **options})
         self.group, self.tp_size, self.tp_rank = group, get_world_size(group), get_rank(group)
+        if self.tp_size > 1:
+            watch(self)
         self.cut = cut or share_cut(getattr(self, self.sharded_size), self.tp_size)
         for name, dim in self.shard_dims.items():
             whole = self._parameters.get(name)
@@ -209,9 +216,32 @@ class TensorParallelLayer(nn.Module):
         twin = object.__new__(type(self))
         memo[id(self)] = twin
         vars(twin).update(copy.deepcopy(vars(self), memo))
+        if self.tp_size > 1:
+            watch(twin)
         return twin
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, which `torch.save(model)` does."""
+        raise not_pickled(self)
+
+    def _check_parameters(self) -> None:
+        """Refuse a shard of which a parameter was replaced by what is computed from others.
+
+        `weight_norm`, `spectral_norm` and pruning would take the norm of this rank's part.
+        """
+        known = "weight" in self._parameters and self._parameters.keys() <= _OWN
+        if (not known or "parametrizations" in self._modules) and self.tp_size > 1:
+            own = ", ".join(name for name, _ in self.named_parameters())
+            raise StateError(
+                f"{describe_rank()}: a parameter of this {type(self).__name__} is computed from "
+                f"others ({own}), as weight_norm, spectral_norm, pruning and other "
+                "parametrizations do: on a shard they would see this rank's part alone; remove "
+                "them, or give the layer the style 'replicate' and put them on before "
+                "apply_tensor_parallel"
+            )
+
     def _check_input(self, x: Tensor, length: int, way_out: str) -> None:
+        self._check_parameters()
         if x.dim() == 0 or x.shape[-1] != length:
             raise InvalidArgumentError(
                 f"{describe_rank()}: {type(self).__name__} expected an input of last dim {length}, "

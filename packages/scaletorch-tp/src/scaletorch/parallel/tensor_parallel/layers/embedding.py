@@ -79,6 +79,7 @@ class VocabParallelEmbedding(TensorParallelLayer):
 
     def forward(self, ids: Tensor) -> Tensor:
         """Look up whole rows: ids of any shape to [..., embedding_dim]."""
+        self._check_parameters()
         if self.tp_size == 1:
             norm = self.max_norm, self.norm_type
             return functional.embedding(ids, self.weight, self.padding_idx, *norm)

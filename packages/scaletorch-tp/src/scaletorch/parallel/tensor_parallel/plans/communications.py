@@ -17,6 +17,7 @@ from .explanation import Communication
 from .heads import is_column, is_row
 from .plan import Match
 from .validate import Resolved
+from .whole import find_whole
 
 
 def communications(
@@ -25,9 +26,16 @@ def communications(
     """Yield the collectives of a step over more than one rank, in the model's order."""
     matches = {match.module: match for match in resolved.matches}
     shares = _on_shares(model, matches) if sequence_parallel else set()
+    regions = [module for module in model.modules() if _is_region(module, matches)]
+    whole = {module for module in find_whole(model, regions) if module in shares}
+    shares -= {inner for module in whole for inner in module.modules()}
     entered: set[nn.Module] = set()
     for name, module in model.named_modules():
         match, on_shares = matches.get(module), module in shares
+        if module in whole:
+            width = _hidden_of(module, resolved)
+            yield Communication(name, "forward", "all_gather", "input", width)
+            yield Communication(name, "backward", "all_gather", "output's gradient", width)
         region = _is_region(module, matches) and not (sequence_parallel and module is model)
         for shared in _inputs(module, matches, on_shares) if region else ():
             entered.update(match.module for match in shared)
@@ -56,6 +64,16 @@ def _hidden(resolved: Resolved) -> int:
     ends = (match for match in reversed(resolved.matches) if match.layer is not None)
     rows = (_width(match, "out") for match in ends if not _becomes(match, ColumnParallelLinear))
     return next(rows, 0)
+
+
+def _hidden_of(module: nn.Module, resolved: Resolved) -> int:
+    """Return the width of what a module that sees whole sequences takes in and returns."""
+    own = (
+        getattr(inner, "in_features", None) or getattr(inner, "nx", 0) for inner in module.modules()
+    )
+    return _hidden(resolved) or next(
+        (width for width in own if isinstance(width, int) and width), 0
+    )
 
 
 def _is_region(parent: nn.Module, matches: Mapping[nn.Module, Match]) -> bool:

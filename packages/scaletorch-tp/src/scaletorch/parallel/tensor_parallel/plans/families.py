@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -23,6 +23,7 @@ class Family:
         may_lack: Patterns that need not match.
         complete: Patterns of modules in which every parameter must be the plan's: one that is
             not (a router) would get a part of its gradient only.
+        foreign: Attributes by which a module of ``heads`` says that it is laid out otherwise.
         heads: Pattern of a module -> its projections, whose outputs are cut at head borders.
             What sums gradients in it must be of the size of one head.
     """
@@ -31,6 +32,7 @@ class Family:
     plan: Plan
     may_lack: frozenset[str] = frozenset()
     complete: tuple[str, ...] = ()
+    foreign: frozenset[str] = frozenset()
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
 
 
@@ -81,6 +83,7 @@ GPT2 = Family(
     },
     may_lack=frozenset({"**.wte", "**.tokens_embed", "**.ln_f", "**.lm_head"}),
     complete=("**.h.*.attn", "**.h.*.mlp"),
+    foreign=frozenset({"multi_query"}),  # GPT-BigCode: one key and value head, or head by head
     heads={"**.h.*.attn": ("c_attn",)},
 )
 
@@ -107,6 +110,15 @@ GPT_NEOX = Family(
 FAMILIES: tuple[Family, ...] = (LLAMA, GPT2, GPT_NEOX)
 
 
+def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | None:
+    """Say which module lays its heads out in another way than the family; None where none."""
+    for name in (n for pattern in family.heads for n in matching(pattern, names)):
+        found = family.foreign & vars(model.get_submodule(name)).keys()
+        if found:
+            return f"'{name}' has {', '.join(sorted(found))}: its heads are laid out otherwise"
+    return None
+
+
 def find_family(model: nn.Module) -> Recognised:
     """Find the known family whose names the model has, and match its plan.
 
@@ -117,6 +129,10 @@ def find_family(model: nn.Module) -> Recognised:
     missing: list[str] = []
     for family in FAMILIES:
         absent = [p for p in family.plan if p not in family.may_lack and not matching(p, names)]
+        foreign = _foreign(model, family, names) if not absent else None
+        if foreign is not None:
+            missing.append(f"{family.name} ({foreign})")
+            continue
         if not absent:
             matches = match_plan(model, family.plan, family.may_lack)
             complete = tuple(n for pattern in family.complete for n in matching(pattern, names))

@@ -7,7 +7,7 @@ modules and their config, as for any plan.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 
@@ -66,6 +66,7 @@ def find_own_plan(model: nn.Module) -> Recognised | None:
     heads = dict(_attentions(modules, matches))
     for match in [*_norms(modules, heads), *_tied(modules, matches)]:
         matches.setdefault(match.module, match)
+    _check_rows(modules, matches, heads)
     for name in heads:  # dropout there is of this rank's heads
         matches.setdefault(modules[name], Match(name, modules[name], name, "sharded"))
     _check_regions(modules, matches)
@@ -122,6 +123,21 @@ def _attentions(
         named = "attn" in called or "attention" in called
         if columns and rows and (has_heads(module) or named):
             yield name, columns
+
+
+def _check_rows(
+    modules: Mapping[str, nn.Module], matches: Mapping[nn.Module, Match], heads: Iterable[str]
+) -> None:
+    """Refuse attention with two row layers: behind the first some of it is whole, some is not."""
+    for name in heads:
+        children = modules[name].named_children()
+        rows = [n for n, child in children if child in matches and is_row(matches[child])]
+        if len(rows) > 1:
+            raise InvalidArgumentError(
+                f"the model's own plan (_tp_plan) makes several layers of '{name}' row-parallel, "
+                f"{', '.join(rows)}: what the first returns is of all heads, and the rest works "
+                "on this rank's; pass a plan of your own that leaves that module whole"
+            )
 
 
 def _norms(

@@ -7,6 +7,7 @@ gradient is summed over the ranks once, after the layers' shares have been added
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,8 +19,10 @@ from torch.distributed import ProcessGroup
 
 from ....dist.functional import copy
 from .overlap import Entrance
+from .region_inputs import Inputs
 from .sequence_shares import SequenceShares
-from .surround import Surrounded
+from .shape_errors import IN_REGION, shapes_explained
+from .surround import Surrounded, own_class
 from .uncompiled import around_compiled, uncompiled
 
 T = TypeVar("T")
@@ -94,11 +97,17 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
     return None if entrance is None else entrance.linear(layer)
 
 
+def region_runs() -> bool:
+    """Tell whether the forward of a `Region` is running."""
+    return _running.get() is not None
+
+
 class Region(Surrounded):
     """A module that holds column-parallel layers: what they take enters once.
 
-    With sequence parallelism its first tensor is this rank's share of the hidden states, and is
-    gathered before the module sees it: modules take sizes from their input.
+    With sequence parallelism the hidden states are this rank's share, and are gathered before the
+    module sees them: modules take sizes from their input. They are the first floating tensor that
+    its column-parallel layers can take in.
     """
 
     _sequence: SequenceShares | None = None
@@ -109,13 +118,22 @@ class Region(Surrounded):
         children = self._modules.values()
         running = _Running([each for each in children if getattr(each, "async_all_reduce", False)])
         if self._sequence is not None:
+            columns = [each for each in children if hasattr(each, "gather_output")]
+            widths = {int(getattr(each, "in_features", 0)) for each in columns}
             gather = partial(_gather, running, self._sequence)
-            args, kwargs = _with_first_tensor(gather, args, kwargs)
+            inputs = Inputs(own_class(self).__name__, widths, self._sequence)
+            args, kwargs = inputs.changed(gather, args, kwargs)
         token = _running.set(running)
         try:
-            return super().forward(*args, **kwargs)
+            with self._explained():
+                return super().forward(*args, **kwargs)
         finally:
             _running.reset(token)
+
+    def _explained(self) -> AbstractContextManager[None]:
+        if self._sequence is None:
+            return nullcontext()
+        return shapes_explained(own_class(self).__name__, IN_REGION, self._sequence)
 
 
 @uncompiled
@@ -136,16 +154,3 @@ def _entrance(x: Tensor, layers: Sequence[Any]) -> Entrance:
 
 def _needs_grad(x: Tensor) -> bool:
     return torch.is_grad_enabled() and x.requires_grad
-
-
-def _with_first_tensor(
-    change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with the first tensor among them changed."""
-    for index, value in enumerate(args):
-        if isinstance(value, Tensor):
-            return (*args[:index], change(value), *args[index + 1 :]), kwargs
-    for name, value in kwargs.items():
-        if isinstance(value, Tensor):
-            return args, {**kwargs, name: change(value)}
-    return args, kwargs

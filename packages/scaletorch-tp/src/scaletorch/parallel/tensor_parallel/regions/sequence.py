@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import torch
@@ -20,12 +20,16 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ..cuts.cut import shard_sizes
 from ..layers.base import TensorParallelLayer
+from .mixing import RefuseMixing
 from .random import sharded_random
-from .region import Region
+from .region import Region, region_runs
 from .sequence_shares import SequenceShares
+from .shape_errors import IN_MODEL, shapes_explained
 from .sum_grad import SumGradients
-from .surround import SharedGroup, Surrounded, surround
-from .uncompiled import around_compiled
+from .surround import SharedGroup, Surrounded, own_class, surround
+from .uncompiled import around_compiled, compiles
+from .whole_masks import mask_configs, whole_masks
+from .whole_sequence import WholeSequence
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -34,6 +38,8 @@ class SequenceRoot(Surrounded):
     """The model: it learns how long sequences are, and draws as on shards."""
 
     _sequence: SequenceShares | None = None  # a slice of an nn.Sequential has none
+    _configs: Sequence[Any] = ()  # of models of transformers
+    _mixing_checked: bool = False
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -45,8 +51,19 @@ class SequenceRoot(Surrounded):
         if ids is not None and _lacks_positions(self, args, kwargs):
             # Left to count its tokens, it would count those of its share.
             kwargs["position_ids"] = torch.arange(ids.shape[-1], device=ids.device)[None]
-        with sharded_random(self._tp_group.group) if self.training else nullcontext():
-            return super().forward(*args, **kwargs)
+        with ExitStack() as stack:
+            stack.enter_context(
+                shapes_explained(own_class(self).__name__, IN_MODEL, self._sequence)
+            )
+            stack.enter_context(whole_masks(self._configs, self._sequence))
+            if self.training:
+                stack.enter_context(sharded_random(self._tp_group.group))
+            own = self._sequence.own or 1
+            if own > 1 and not self._mixing_checked and not compiles():
+                stack.enter_context(RefuseMixing(own, region_runs))
+            result = super().forward(*args, **kwargs)
+        vars(self)["_mixing_checked"] = self._mixing_checked or own > 1
+        return result
 
 
 class SplitSequence(Surrounded):
@@ -73,19 +90,28 @@ class JoinSequence(Surrounded):
 
 
 def share_sequences(
-    model: M, group: ProcessGroup | None, replicated: Sequence[nn.Module] = ()
+    model: M,
+    group: ProcessGroup | None,
+    replicated: Sequence[nn.Module] = (),
+    whole: Sequence[nn.Module] = (),
 ) -> M:
     """Make a model with tensor-parallel layers sequence parallel, in place.
 
     Its sharded layers gather and scatter. Embeddings that every rank holds keep their share, and
-    all other parameters' gradients are summed, except those of ``replicated`` modules. What is
-    registered after a `JoinSequence` stays as it is, since it works on whole sequences.
+    all other parameters' gradients are summed, except those of ``replicated`` modules. Modules
+    that are ``whole`` become `WholeSequence`. What is inside of these, and what is registered
+    after a `JoinSequence`, stays as it is, since it works on whole sequences.
     """
     shares = SequenceShares(SharedGroup(group))
     summed = [module for module in model.modules() if isinstance(module, SumGradients)]
     joins = [module for module in model.modules() if isinstance(module, JoinSequence)]
+    on_whole = {inner for module in whole for inner in module.modules()}
     for module in until_joined(model, joins):
-        if isinstance(module, TensorParallelLayer):
+        if module in whole:
+            vars(surround(module, WholeSequence, group))["_sequence"] = shares
+        elif module in on_whole:
+            continue
+        elif isinstance(module, TensorParallelLayer):
             vars(module)["sequence"] = shares
         elif isinstance(module, Region):
             vars(module)["_sequence"] = shares
@@ -95,7 +121,9 @@ def share_sequences(
             surround(module, SumGradients, group)
         if isinstance(module, JoinSequence):
             vars(module)["_sequence"] = shares
-    vars(surround(model, SequenceRoot, group))["_sequence"] = shares
+    vars(surround(model, SequenceRoot, group)).update(
+        _sequence=shares, _configs=mask_configs(model)
+    )
     return model
 
 
@@ -138,8 +166,7 @@ def _find_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
 
 def _lacks_positions(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Tell whether a model takes `position_ids` and is called without."""
-    kind: Any = next(each for each in type(model).__mro__ if not issubclass(each, Surrounded))
-    signature = inspect.signature(kind.forward)
+    signature = inspect.signature(own_class(model).forward)
     if "position_ids" not in signature.parameters or kwargs.get("position_ids") is not None:
         return False
     return "position_ids" not in signature.bind_partial(model, *args).arguments

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ....dist import get_rank, get_world_size
@@ -29,6 +30,16 @@ class SequenceShares:
     holder: SharedGroup
     length: int | None = None
 
+    @property
+    def own(self) -> int | None:
+        """Tokens of this rank in the last forward, where the length is known."""
+        return None if self.length is None else self.sizes_of(self.length)[self.rank]
+
+    @property
+    def rank(self) -> int:
+        """This rank's place on the axis."""
+        return get_rank(self.holder.group)
+
     @uncompiled
     def enter(self, x: Tensor) -> Tensor:
         """Return the whole sequence of a share; in backward the ranks' gradients are summed."""
@@ -46,8 +57,14 @@ class SequenceShares:
         Raises:
             InvalidArgumentError: It is not this rank's share.
         """
-        sizes = self._sizes(self.length or x.shape[DIM] * get_world_size(self.holder.group))
-        own = sizes[get_rank(self.holder.group)]
+        sizes = self.sizes_of(self.length or x.shape[DIM] * get_world_size(self.holder.group))
+        own = sizes[self.rank]
+        if x.shape[DIM] == sum(sizes) and _in_backward():
+            raise InvalidArgumentError(
+                f"{describe_rank()}: a part of a module that sees whole sequences is run again "
+                f"in backward by itself, on a tensor of shape {tuple(x.shape)}; with sequence "
+                "parallelism checkpoint the whole module (attention, MLP) or the layer around it"
+            )
         if x.shape[DIM] != own:
             raise InvalidArgumentError(
                 f"{describe_rank()}: expected this rank's {own} of {sum(sizes)} tokens, got a "
@@ -59,14 +76,19 @@ class SequenceShares:
     @uncompiled
     def leave(self, x: Tensor) -> Tensor:
         """Return this rank's share of the sum of the ranks' partial results."""
-        return reduce_scatter(x, DIM, self.holder.group, sizes=self._sizes(x.shape[DIM]))
+        return reduce_scatter(x, DIM, self.holder.group, sizes=self.sizes_of(x.shape[DIM]))
 
     @uncompiled
     def split(self, x: Tensor) -> Tensor:
         """Return this rank's share of what every rank has whole."""
-        return split(x, DIM, self.holder.group, sizes=self._sizes(x.shape[DIM]))
+        return split(x, DIM, self.holder.group, sizes=self.sizes_of(x.shape[DIM]))
 
-    def _sizes(self, length: int) -> tuple[int, ...]:
+    def sizes_of(self, length: int) -> tuple[int, ...]:
+        """Return how many of so many tokens each rank has.
+
+        Raises:
+            InvalidArgumentError: Some rank has none.
+        """
         size = get_world_size(self.holder.group)
         if length < size:
             raise InvalidArgumentError(
@@ -74,3 +96,8 @@ class SequenceShares:
                 f"without one; sequence parallelism needs at least {size}"
             )
         return shard_sizes(length, size)
+
+
+def _in_backward() -> bool:
+    """Tell whether autograd runs this: a recomputation."""
+    return torch._C._current_graph_task_id() != -1

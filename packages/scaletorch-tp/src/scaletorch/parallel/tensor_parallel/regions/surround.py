@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import copy
 import types
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Self, TypeVar
 
 from torch import nn
 from torch.distributed import ProcessGroup
+
+from ..copies import not_pickled
+from .uncompiled import uncompiled
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -29,12 +35,42 @@ class Surrounded(nn.Module):
 
     _tp_group: SharedGroup
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        own = getattr(super(), "__deepcopy__", None)  # of the module's own class
+        if own is not None:
+            theirs: Self = own(memo)
+            return theirs
+        return self._twin(partial(copy.deepcopy, memo=memo), memo)
+
+    def __copy__(self) -> Self:
+        return self._twin(dict, {})
+
+    def _twin(self, copied: Callable[[Any], Any], memo: dict[int, Any]) -> Self:
+        own: Any = self
+        twin: Any = object.__new__(type(self))
+        memo[id(self)] = twin
+        twin.__setstate__(copied(own.__getstate__()))
+        found: Self = twin
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse to be pickled, which `torch.save(model)` does."""
+        raise not_pickled(self)
+
 
 def surround(module: M, mixin: type[Surrounded], group: ProcessGroup | None) -> M:
     """Put `mixin` before the class of `module`, in place; it stays an instance of that class."""
     vars(module)["_tp_group"] = SharedGroup(group)
     module.__class__ = _subclass(mixin, type(module))
     return module
+
+
+@uncompiled
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before anything surrounded its forward."""
+    kind: Any = next(each for each in type(module).__mro__ if not issubclass(each, Surrounded))
+    own: type[nn.Module] = kind
+    return own
 
 
 def cannot_surround(module: nn.Module, mixin: type[Surrounded]) -> str | None:

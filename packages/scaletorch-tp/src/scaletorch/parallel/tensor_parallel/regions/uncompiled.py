@@ -18,6 +18,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _hides: list[Callable[[], None]] = []  # tell the compiler to leave what is decorated here alone
+_hidden: list[bool] = []  # whether it was told
 
 
 def uncompiled(call: Callable[P, R]) -> Callable[P, R]:
@@ -49,7 +50,13 @@ def _outside(call: Callable[P, R], recursive: bool) -> Callable[P, R]:
     return outside
 
 
+def compiles() -> bool:
+    """Tell whether this process has compiled around anything that is decorated here."""
+    return bool(_hidden)
+
+
 def _hide_all() -> None:
+    _hidden.append(True)
     for hide in _hides:
         hide()
 

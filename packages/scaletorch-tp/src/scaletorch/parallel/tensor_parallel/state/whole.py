@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -41,16 +42,19 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
 
     Args:
         model: A model with tensor-parallel layers.
-        name: A parameter's, or any other: what is not sharded comes back as it is.
+        name: A parameter's or buffer's; what is not sharded, or lies on another pipeline stage,
+            comes back as it is.
         whole: The plain model's tensor of that name, or its gradient or an optimizer's state.
 
     Raises:
-        InvalidArgumentError: `whole` is not of the plain parameter's length.
+        InvalidArgumentError: `whole` is not of the plain parameter's length, or a module of the
+            model has other names than this.
     """
     owner, _, parameter = name.rpartition(".")
+    _refuse_misspelt(model, name)
     try:
         layer = model.get_submodule(owner)
-    except AttributeError:
+    except AttributeError:  # of another pipeline stage
         return whole
     if not isinstance(layer, TensorParallelLayer) or layer.tp_size == 1:
         return whole
@@ -63,6 +67,24 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
             f"{layer.cut.whole} along dim {dim}"
         )
     return layer.take(whole, dim)
+
+
+def _refuse_misspelt(model: nn.Module, name: str) -> None:
+    """Refuse a name of which a module here, that has names, has the beginning but not the rest."""
+    parts, module, depth = name.split("."), model, 0
+    while depth < len(parts) - 1:
+        try:
+            module = model.get_submodule(".".join(parts[: depth + 1]))
+        except AttributeError:
+            break
+        depth += 1
+    part, known = parts[depth], {**module._modules, **module._parameters, **module._buffers}
+    if known and not hasattr(module, part) and part != "_extra_state":
+        names = (n for n, _ in model.named_parameters(remove_duplicate=False))
+        close = ", ".join(difflib.get_close_matches(name, names)) or ", ".join(sorted(known))
+        raise InvalidArgumentError(
+            f"{describe_rank()}: the model has no '{name}'; its nearest names are {close}"
+        )
 
 
 def gather_tensors(

@@ -1,0 +1,250 @@
+"""Turning the guard on and off in this process, and telling it of steps and exceptions."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import logging
+import os
+import sys
+from collections.abc import Callable, Iterator
+from types import TracebackType
+
+from ..collectives import hooks
+from ..errors import InvalidArgumentError, RankFaultError, StateError
+from ..info import get_default_group, get_rank, get_timeout, get_world_size
+from .meeting import meet
+from .session import Session
+
+EXIT = 5.0  # s that a process gets to end after a fault
+SILENCE = 10.0  # s
+
+logger = logging.getLogger(__package__)
+
+_session: Session | None = None
+_hooked = False
+_told = False  # whether an exception of this rank has been told to the others
+
+
+def start(
+    folder: str | None = None,
+    *,
+    label: str | Callable[[], str] | None = None,
+    warn: float = 30.0,
+    patience: float | None = None,
+    silence: float = SILENCE,
+) -> None:
+    """Guard this process's calls from now on; every rank of the default group calls it.
+
+    From then on a rank that fails, dies, stops, leaves, or makes another call than the rest is an
+    error on every other rank, in the call that it waits in or in its next one. An exception that
+    ends the program is told to the others; `watch` also tells of one that is caught outside.
+    One process alone is not guarded. A fault of the guard itself stops nothing: a warning says
+    that it is off.
+
+    Args:
+        folder: where to keep the ledgers, in a folder of this job; by default a temporary one that
+            goes when all ends well.
+        label: this rank for people, such as ``rank 5 (dp0 pp1 cp0 tp1)``, or what returns it.
+        warn: seconds of waiting after which a warning on rank 0 shows where the slow rank is.
+        patience: seconds of waiting after which slowness is an error; the group's timeout by
+            default.
+        silence: seconds after which a rank that others wait for, and that neither speaks nor works
+            on data, counts as stopped: C code, or a regular expression, that keeps Python's lock.
+
+    Raises:
+        StateError: it is on already, there is no group, or ranks do not come.
+        InvalidArgumentError: a time that is not positive.
+    """
+    global _session
+    if _session is not None:
+        raise StateError("the guard is on already: stop() it first")
+    patience = get_timeout().total_seconds() if patience is None else patience
+    limits = {"warn": warn, "patience": patience, "silence": silence}
+    if not all(seconds > 0 for seconds in limits.values()):
+        said = ", ".join(f"{name}={seconds}" for name, seconds in limits.items())
+        raise InvalidArgumentError(f"{said} must be positive seconds")
+    if get_world_size() == 1:
+        return
+    group = get_default_group()
+    if group is None:
+        raise StateError("there is no process group to guard: call init_dist() first")
+    name = label() if callable(label) else label
+    name = name or f"rank {get_rank()}"
+    agreed = meet(group, folder, limits)
+    if "failed" in agreed:
+        level = logging.INFO if group.rank() else logging.WARNING
+        logger.log(level, "the guard is off: its monitor did not start: %s", agreed["failed"])
+        return
+    _hook_once()
+    _session = Session(group, agreed, name, keep=folder is not None, patience=patience)
+    hooks.guard = _session.recorder
+
+
+def tell(error: BaseException) -> bool:
+    """Tell all ranks at once of an exception that ends this rank's work, before it is raised on.
+
+    For code that has more to do before the exception leaves it, such as to end a step with the
+    others, who would see ranks that wait for one another instead. They raise `RankFaultError`, and
+    so does this rank in its next call. Costs nothing where nothing is raised.
+
+    Args:
+        error: the exception; one that comes from another rank's fault is not told again.
+
+    Returns:
+        Whether a guard is on, so that all ranks hear of a fault; else they must be told otherwise.
+    """
+    session = _session
+    if session is None:
+        return False
+    from_another = isinstance(error, RankFaultError) or (
+        isinstance(error, RuntimeError) and session.explain(error) is not error
+    )
+    if not from_another:
+        session.tell(error)
+    return session.fault is not None or not session.over.is_set()
+
+
+def stop() -> None:
+    """End the guard: wait a moment for the other ranks to end it too, and compare the last calls.
+
+    Safe to call where it is off.
+
+    Raises:
+        RankFaultError: there was a fault.
+    """
+    session = _session
+    if session is None:
+        return
+    try:
+        session.leave()
+    finally:
+        _forget()
+    session.check()
+
+
+def step(number: int | None = None) -> None:
+    """Mark the end of a training step: calls up to here are compared, in the background.
+
+    Args:
+        number: the step's number, the same on all ranks; counted by itself by default.
+
+    Raises:
+        RankFaultError: there is a fault.
+    """
+    session = _session
+    if session is not None:
+        session.check()
+        steps = session.recorder.steps
+        session.recorder.end_step((steps[-1][0] + 1 if steps else 1) if number is None else number)
+
+
+@contextlib.contextmanager
+def watch(
+    folder: str | None = None,
+    *,
+    label: str | Callable[[], str] | None = None,
+    warn: float = 30.0,
+    patience: float | None = None,
+    silence: float = SILENCE,
+) -> Iterator[None]:
+    """Guard a block: `start`, and `stop` at its end; an exception in it is told to all ranks.
+
+    Args and errors as in `start`.
+
+    Raises:
+        RankFaultError: another rank is at fault, or this one was found to be.
+
+    Example:
+        >>> with guard.watch():
+        ...     train()
+    """
+    start(folder, label=label, warn=warn, patience=patience, silence=silence)
+    try:
+        yield
+    except BaseException as error:
+        raise_instead = _ended_by(error)
+        if raise_instead is not None:
+            raise raise_instead from error
+        raise
+    else:
+        stop()
+
+
+def _ended_by(error: BaseException) -> RankFaultError | None:
+    """Tell the others what ends the block; return the fault that it comes from, if it does."""
+    global _told
+    session = _session
+    if session is None:
+        return None
+    fault = None
+    try:
+        if isinstance(error, RankFaultError):
+            pass
+        elif isinstance(error, SystemExit) and not error.code:
+            session.leave()
+        elif isinstance(error, RuntimeError) and session.explain(error) is not error:
+            fault = session.error()
+        else:
+            _told = True
+            session.tell(error)
+    finally:
+        _forget()
+    return fault
+
+
+def _forget() -> None:
+    global _session
+    session, _session = _session, None
+    hooks.guard = None
+    if session is not None:
+        session.close()
+
+
+def _hook_once() -> None:
+    """Have the end of the program, exceptions that end it, and forks end the guard too."""
+    global _hooked
+    if _hooked:
+        return
+    _hooked = True
+    before = sys.excepthook
+
+    def tell_and_show(
+        kind: type[BaseException], error: BaseException, trace: TracebackType | None
+    ) -> None:
+        fault = _ended_by(error)
+        before(kind, error, trace)
+        if fault is not None:
+            before(type(fault), fault, None)
+        if fault is not None or isinstance(error, RankFaultError) or _told:
+            _limit_exit()
+
+    sys.excepthook = tell_and_show
+    atexit.register(_at_exit)
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=_off_in_child)
+
+
+def _limit_exit() -> None:
+    """End the process soon, also where groups that are broken now keep it from ending by itself.
+
+    One with a live DistributedDataParallel does; faulthandler's timer needs no interpreter.
+    """
+    sys.stdout.flush()
+    nowhere = open(os.devnull, "w")  # noqa: SIM115 - open as long as the process lives
+    faulthandler.dump_traceback_later(EXIT, exit=True, file=nowhere)
+
+
+def _at_exit() -> None:
+    with contextlib.suppress(RankFaultError):
+        stop()
+
+
+def _off_in_child() -> None:
+    """Turn the guard off in a fork of this process, which is no rank."""
+    global _session
+    session, _session = _session, None
+    hooks.guard = None
+    if session is not None:
+        session.disown()

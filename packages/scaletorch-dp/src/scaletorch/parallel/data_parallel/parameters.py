@@ -1,0 +1,90 @@
+"""Which of a module's parameters its wrapper synchronises: those that it had when wrapped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import nn
+from torch.nn.parameter import UninitializedParameter
+
+from ...dist.errors import InvalidArgumentError, StateError
+from ..pg_manager import describe_rank
+
+Named = Sequence[tuple[str, nn.Parameter]]
+SHOWN = 3  # names that an error has
+
+
+class Wrapped:
+    """The parameters that a module had when it was wrapped.
+
+    Args:
+        parameters: All of them with their names.
+    """
+
+    def __init__(self, parameters: Named) -> None:
+        self._there = {id(each): each for _, each in parameters}  # no other gets their ids
+        self._synchronised = frozenset(id(each) for _, each in parameters if each.requires_grad)
+
+    def refuse_others(self, module: nn.Module) -> None:
+        """Refuse parameters of the module whose gradients would be summed over no ranks.
+
+        Raises:
+            StateError: A parameter requires grad now that was frozen, or not there, when wrapped.
+        """
+        known = self._synchronised
+        if all(id(each) in known for each in module.parameters() if each.requires_grad):
+            return
+        others = [
+            (name, id(each) in self._there)
+            for name, each in module.named_parameters()
+            if each.requires_grad and id(each) not in known
+        ]
+        _refuse_unfrozen([name for name, there in others if there])
+        _refuse_added([name for name, there in others if not there])
+
+
+def _refuse_unfrozen(names: Sequence[str]) -> None:
+    if names:
+        raise StateError(
+            f"{describe_rank()}: {shortened(names)} required no grad when the module was wrapped "
+            "and does now, so its gradient would not be synchronised: wrap the module after "
+            "unfreezing it"
+        )
+
+
+def _refuse_added(names: Sequence[str]) -> None:
+    if names:
+        raise StateError(
+            f"{describe_rank()}: {shortened(names)} came after the module was wrapped (as "
+            "adapters, a new head or load_state_dict(assign=True) do), so its gradient would not "
+            "be synchronised, nor would an optimizer made before update it: change the module "
+            "first, then wrap or parallelize it, or copy values into the parameters it has"
+        )
+
+
+def shortened(names: Sequence[str]) -> str:
+    """Return the first names as text."""
+    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+
+
+def refuse_lazy(parameters: Named) -> None:
+    """Refuse parameters that have no shape yet.
+
+    Raises:
+        InvalidArgumentError: There is one.
+    """
+    for name, parameter in parameters:
+        if isinstance(parameter, UninitializedParameter):
+            message = f"{name} has no shape yet: call the module once before it is wrapped"
+            raise InvalidArgumentError(message)
+
+
+def describe(
+    parameters: Iterable[tuple[str, nn.Parameter]], options: Mapping[str, object]
+) -> list[str]:
+    """Write what ranks must agree on: a line for the options and one for each parameter."""
+    lines = [", ".join(f"{name}={value}" for name, value in options.items())]
+    for name, parameter in parameters:
+        frozen = "" if parameter.requires_grad else " frozen"
+        lines.append(f"{name} {tuple(parameter.shape)} {parameter.dtype}{frozen}")
+    return lines

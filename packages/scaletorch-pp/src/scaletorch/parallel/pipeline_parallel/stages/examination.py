@@ -1,0 +1,159 @@
+"""The first forward of a kind, examined: whether each module gets what it gets in one process."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import DistError
+from torch.utils._python_dispatch import _get_current_dispatch_mode
+
+from ....dist.errors import InvalidArgumentError, ScaletorchError
+from ...pg_manager import describe_rank
+from ..runtime.forms import is_hidden
+from .stand_ins import StandIns, tensors_within
+
+_BESIDE = (
+    "a tensor that the model's forward makes from hidden states, or with a module of another "
+    "stage: a skip connection, the embedding's output, a condition that is embedded once for all "
+    "layers. It is another tensor here than in one process; let layers pass it on, with the hidden "
+    "states in one tuple, or compute it in every layer"
+)
+
+
+class Examination:
+    """Watches one forward of a stage.
+
+    Args:
+        modules: The stage's modules by name, in order; between them the model's own code runs.
+        received: What the stage before has passed on; None on the first stage.
+        last: Whether it is the model's last stage.
+    """
+
+    def __init__(self, modules: Mapping[str, nn.Module], received: Any, *, last: bool) -> None:
+        self.left = received  # what the module that was called last has returned
+        self.stand_ins = StandIns()
+        self.stand_ins.add(received)
+        self._modules, self._received = modules, received
+        self._exit = None if last else list(modules.values())[-1]
+        self._entered = received is None
+        self._inside = 0
+        self._on = False  # whether stand-ins are followed
+
+    def leaves(self) -> list[Tensor]:
+        """Return what is trained by way of this stage's modules alone, and what was received."""
+        parameters = [p for module in self._modules.values() for p in module.parameters()]
+        return [*parameters, *tensors_within(self._received)]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Examine the forward that runs in this context.
+
+        Raises:
+            InvalidArgumentError: A module gets what it would not get in one process, or the model's
+                own code fails, which it may do because of what is not on this stage.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(_uncompiled())
+            stack.callback(self._end)
+            for name, module in self._modules.items():
+                before = module.register_forward_pre_hook(
+                    self._before(name), prepend=True, with_kwargs=True
+                )
+                stack.callback(before.remove)
+                stack.callback(module.register_forward_hook(self._after).remove)
+            self._go_on()
+            try:
+                yield
+            except (ScaletorchError, DistError):
+                raise
+            except Exception as error:
+                if self._inside:  # a layer's own failure
+                    raise
+                raise InvalidArgumentError(_failed(error)) from error
+
+    def stand_in(self, value: Any) -> Any:
+        """Return what a module of another stage returns for its argument."""
+        return value if self.stand_ins.over else self.stand_ins.of(value)
+
+    def check_output(self, output: Any) -> None:
+        """Check what the model returns on the last stage.
+
+        Raises:
+            InvalidArgumentError: It holds a stand-in.
+        """
+        if self.stand_ins.hold(output):
+            raise InvalidArgumentError(f"{describe_rank()}: the model returns {_BESIDE}")
+
+    def _before(self, name: str) -> Callable[..., None]:
+        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._inside += 1
+            if self._inside > 1:
+                return
+            self._pause()
+            entries = {**{str(place): arg for place, arg in enumerate(args)}, **kwargs}
+            if not self._entered:  # the hidden states, which `HiddenFlow` compares
+                self._entered = True
+                entries.pop(main_argument(args, kwargs, self.left), None)
+            for argument, value in entries.items():
+                if self.stand_ins.hold(value):
+                    raise InvalidArgumentError(
+                        f"{describe_rank()}: {name} is given, as argument {argument}, {_BESIDE}"
+                    )
+
+        return check
+
+    def _after(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._inside -= 1
+        if not self._inside:
+            self.left = output
+            self.stand_ins.over = module is self._exit
+            self._go_on()
+
+    def _go_on(self) -> None:
+        if not self._on:
+            self.stand_ins.__enter__()  # type: ignore[no-untyped-call]
+            self._on = True
+
+    def _pause(self) -> None:
+        """Leave what runs inside a module alone: it may be compiled, and it may communicate."""
+        if self._on and _get_current_dispatch_mode() is self.stand_ins:  # and no other on top
+            self.stand_ins.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+            self._on = False
+
+    def _end(self) -> None:
+        self._go_on()  # a compiled layer that has failed may have left half of it on
+        self._pause()
+
+
+def main_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Any) -> str:
+    """Return the place or name of the argument that is the hidden states: else the first tensor."""
+    if args and args[0] is received:
+        return "0"
+    entries = {**{str(place): arg for place, arg in enumerate(args)}, **kwargs}
+    same = (name for name, value in entries.items() if value is received)
+    alike = (n for n, value in entries.items() if isinstance(value, Tensor) or is_hidden(value))
+    return next(same, None) or next(alike, None) or next(iter(entries), "0")
+
+
+def _uncompiled() -> AbstractContextManager[object]:
+    """Run compiled code as it is written; the compiler would never again look at what it skips."""
+    if "torch._dynamo" not in sys.modules:  # so nothing is compiled, and the import takes seconds
+        return ExitStack()
+    eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
+    return eager
+
+
+def _failed(error: Exception) -> str:
+    text = str(error).strip() or "no message"
+    return (
+        f"{describe_rank()}: the model's forward raised {type(error).__name__} outside its layers: "
+        f"{text}\nIf it runs in one process, it uses what this stage does not have: on every stage "
+        "but the first, hidden states come in place of input_ids, and on all, modules of other "
+        "stages return their first argument. Compute such things inside the layers, or make them "
+        "entries of the micro-batch"
+    )

@@ -1,0 +1,463 @@
+"""What stands for another stage's tensors gets nowhere: a step is as in one process, or refused."""
+
+import copy
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scaletorch.dist import InvalidArgumentError
+from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.parallel.pipeline_parallel import (
+    PipelineParallel,
+    Split,
+    StageError,
+    pipeline_forward,
+    train_step_pipeline,
+)
+
+WIDTH, VOCAB, LENGTH = 8, 13, 5
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, beside=None):
+        y = self.one(x).tanh()
+        return y if beside is None else y * (1 + self.two(beside))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.make()
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def make(self):
+        pass
+
+    def forward(self, input_ids, entry=None, classes=None):
+        x = self.begin(self.embed(input_ids))
+        beside = self.beside(x, entry, classes)
+        for layer in self.layers:
+            x = layer(x, beside)
+        return self.head(self.end(x))
+
+    def begin(self, x):
+        return x
+
+    def beside(self, x, entry, classes):
+        return None
+
+    def end(self, x):
+        return x
+
+
+class Condition(Net):
+    def make(self):
+        self.condition = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH))
+
+    def beside(self, x, entry, classes):
+        return self.condition(entry)
+
+
+class Normed(Condition):
+    def make(self):
+        self.condition = nn.LayerNorm(WIDTH)
+
+
+class Activated(Condition):
+    def make(self):
+        self.condition = nn.Tanh()
+
+
+class Classes(Condition):
+    def make(self):
+        self.condition = nn.Embedding(3, WIDTH)
+
+    def beside(self, x, entry, classes):
+        return self.condition(classes)
+
+
+class Same(Net):
+    def beside(self, x, entry, classes):
+        return x
+
+
+class Clone(Net):
+    def beside(self, x, entry, classes):
+        return x.clone()
+
+
+class Scaled(Net):
+    def beside(self, x, entry, classes):
+        return x * 0.5
+
+
+class Mean(Net):
+    def beside(self, x, entry, classes):
+        return x.detach().mean(1, keepdim=True)
+
+
+class Written(Net):
+    def beside(self, x, entry, classes):
+        beside = torch.zeros_like(x)
+        beside[:, 0] = x.detach()[:, 0]
+        return beside
+
+
+class Mask(Net):
+    """Where hidden states, in one process embeddings, are positive."""
+
+    def beside(self, x, entry, classes):
+        return (x > 0).to(x.dtype)
+
+
+class Skip(Net):
+    def forward(self, input_ids, entry=None, classes=None):
+        one, two, three, four = self.layers
+        first = one(self.embed(input_ids))
+        return self.head(four(three(two(first)), first))
+
+
+class SkipByName(Net):
+    def forward(self, input_ids, entry=None, classes=None):
+        one, two, three, four = self.layers
+        first = one(self.embed(input_ids))
+        return self.head(four(x=three(two(first)), beside=first))
+
+
+class SkipByAddition(Net):
+    def forward(self, input_ids, entry=None, classes=None):
+        one, two, three, four = self.layers
+        first = one(self.embed(input_ids))
+        return self.head(four(three(two(first)) + first))
+
+
+class SkipToHead(Net):
+    def forward(self, input_ids, entry=None, classes=None):
+        embedded = x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x + embedded)
+
+
+class Returned(Net):
+    """Beside the logits, something of the embeddings, as for a loss of one's own."""
+
+    def forward(self, input_ids, entry=None, classes=None):
+        embedded = x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x), embedded.detach()
+
+
+class Reads(Net):
+    def begin(self, x):
+        self.largest = x.abs().max().item()
+        return x
+
+
+class Indexes(Net):
+    """Works in one process, where a layer returns what it returns there."""
+
+    def forward(self, input_ids, entry=None, classes=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            (x,) = (layer(x),) if type(layer) is Layer else layer(x)
+        return self.head(x)
+
+
+class Detached(Net):
+    def begin(self, x):
+        return x.detach()
+
+
+class Shrunk(Net):
+    def begin(self, x):
+        return x * 0.5 + x.detach() * 0.5
+
+
+class Hooked(Net):
+    def begin(self, x):
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.5)
+        return x
+
+
+class HookedAtEnd(Net):
+    def end(self, x):
+        x.register_hook(lambda gradient: gradient * 0.5)
+        return x
+
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return -gradient
+
+
+class Reversed(Net):
+    def begin(self, x):
+        return Own.apply(x)
+
+
+class Zeros(Net):
+    def make(self):
+        self.offset = nn.Parameter(torch.zeros(WIDTH))
+
+    def begin(self, x):
+        return x + self.offset
+
+
+class Aside(Net):
+    """An auxiliary loss that is zero as yet, added to the output."""
+
+    def forward(self, input_ids, entry=None, classes=None):
+        x, aside = self.embed(input_ids), 0.0
+        for layer in self.layers:
+            x = layer(x)
+            aside = aside + 0.0 * x.mean()
+        return self.head(x) + aside
+
+
+def make_batches(count=3):
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for extra in range(count):
+        tokens = torch.randint(VOCAB, (2, LENGTH + 1 + extra % 2), generator=generator)
+        labels = tokens[:, 1:]
+        entry = torch.randn(2, 1, WIDTH, generator=generator, dtype=torch.float64)
+        classes = torch.randint(3, (2, 1), generator=generator)
+        batch = {"input_ids": tokens[:, :-1], "labels": labels, "entry": entry, "classes": classes}
+        batches.append(batch)
+    return batches
+
+
+def build(kind):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def refused(kinds, text, schedule):
+    world = torch.distributed.group.WORLD
+    for kind in kinds:
+        stage = PipelineParallel(build(kind), group=world, schedule=schedule)
+        with pytest.raises((InvalidArgumentError, StageError), match=text) as raised:
+            train_step_pipeline(stage, make_batches())
+        assert "rank" in str(raised.value).partition("\n")[0], kind
+
+
+BESIDE = [Condition, Normed, Activated, Classes, Same, Clone, Scaled, Mean, Written, Mask]
+SKIPS = [Skip, SkipByName, SkipByAddition, SkipToHead]
+GRADIENTS = [Detached, Shrunk, Hooked, Reversed, Zeros]
+REFUSED = [
+    (BESIDE, r"layers\.\d is given, as argument 1, a tensor that the model's forward makes from"),
+    (SKIPS[:2], r"layers\.\d is given, as argument (1|beside), a tensor that the model's forward"),
+    (
+        SKIPS[2:],
+        "(is given, as argument 0, a tensor|changes the hidden states after the last)",
+    ),
+    ([Returned], r"the model returns a tensor that the model's forward makes from hidden states"),
+    ([Reads], "the model's forward reads a number out of hidden states"),
+    ([Indexes], r"raised ValueError outside its layers: too many values to unpack .*\nIf it runs"),
+    (GRADIENTS, "changes the gradient of hidden states before the first layer of this stage"),
+    ([HookedAtEnd], "changes the gradient of hidden states after the last layer of this stage"),
+    ([Aside], r"returns a tensor with a gradient of shape .* beside the hidden states"),
+]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v"])
+@pytest.mark.parametrize(("kinds", "text"), REFUSED)
+def test_what_is_another_tensor_here_is_refused(kinds, text, schedule):
+    run_ranks(refused, 2, kinds, f"(?s){text}", schedule)
+
+
+@distributed_test(world_size=2)
+def test_forwards_without_gradients_are_examined_too():
+    for kind in (Condition, Skip, Scaled):
+        stage = PipelineParallel(build(kind), group=torch.distributed.group.WORLD)
+        with pytest.raises((InvalidArgumentError, StageError), match="is given, as argument"):
+            pipeline_forward(stage, make_batches())
+
+
+class OfEntries(Net):
+    """What is made of entries, and of shapes, is on every stage what it is in one process."""
+
+    def beside(self, x, entry, classes):
+        at = torch.arange(x.shape[1], device=x.device)[:, None] / x.shape[1]
+        mask = torch.zeros_like(x).masked_fill(classes[..., None] > 0, 1.0)
+        if classes.max() > 5 or bool((mask > 7).any()):
+            raise ValueError("no such class")
+        return x.new_ones(1) + at.type_as(x) + entry.expand_as(x) + mask + x.new_tensor(2.0)
+
+
+class Positions(Net):
+    """Embedded positions are added on the first stage, and nothing on the others."""
+
+    def make(self):
+        self.positions = nn.Embedding(3, WIDTH)
+        self.late = nn.Dropout(0.0)
+
+    def begin(self, x):
+        return x
+
+    def forward(self, input_ids, entry=None, classes=None):
+        x = self.embed(input_ids) + self.positions(classes)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class LateDropout(Net):
+    """Registered after the layers, as in Phi, and it drops nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.late = nn.Dropout(0.0)
+
+    def begin(self, x):
+        return self.late(x)
+
+
+class Embeddings(nn.Embedding):
+    def forward(self, ids=None, classes=None, embedded=None):
+        return super().forward(ids) if embedded is None else embedded
+
+
+class GivenByName(Net):
+    """As models of transformers call their embeddings, whether they are given ids or not."""
+
+    def make(self):
+        self.embed = Embeddings(VOCAB, WIDTH)
+
+    def forward(self, input_ids=None, inputs_embeds=None, entry=None, classes=None):
+        x = self.embed(ids=input_ids, classes=classes, embedded=inputs_embeds)
+        for layer in self.layers:
+            x = layer(x=x, beside=entry)
+        return self.head(x)
+
+
+class WritesInput(Net):
+    def make(self):
+        self.layers = nn.ModuleList()
+
+    def __init__(self):
+        super().__init__()
+        one, two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.Sequential(one, nn.LeakyReLU(0.5, inplace=True), two, nn.Tanh())
+
+    def forward(self, input_ids, entry=None, classes=None):
+        return self.head(self.layers(self.embed(input_ids)))
+
+
+class Gain(Net):
+    def make(self):
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+
+    def end(self, x):
+        return x * self.gain
+
+
+class Recomputed(Net):
+    reentrant = False
+
+    def forward(self, input_ids, entry=None, classes=None):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = checkpoint(layer, x, entry, use_reentrant=self.reentrant)
+        return self.head(x)
+
+
+class RecomputedReentrant(Recomputed):
+    reentrant = True
+
+
+class Frozen(Net):
+    """The first layer and what is before it run without gradients, not under its own flag."""
+
+    def forward(self, input_ids, entry=None, classes=None):
+        with torch.no_grad():
+            x = self.layers[0](self.embed(input_ids))
+        for layer in self.layers[1:]:
+            x = layer(x)
+        return self.head(x)
+
+
+class Skipped(Net):
+    """The last layer of a stage is left out, as in a model of fewer layers than it holds."""
+
+    def forward(self, input_ids, entry=None, classes=None):
+        x = self.embed(input_ids)
+        for place in (0, 2, 3):
+            x = self.layers[place](x)
+        return self.head(x)
+
+
+RIGHT = [OfEntries, Positions, LateDropout, GivenByName, Gain, Recomputed, RecomputedReentrant]
+RIGHT += [Frozen, Skipped]
+
+
+def serial(plain, batches):
+    count = sum(batch["labels"].numel() for batch in batches)
+    for batch in batches:
+        logits = plain(**{n: v for n, v in batch.items() if n != "labels"}).flatten(0, 1)
+        (F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / count).backward()
+    return dict(plain.named_parameters())
+
+
+def same_bits(kinds, schedule, split=None):
+    """Two steps: the first one's forwards are examined, the second one's are not."""
+    world = torch.distributed.group.WORLD
+    for kind in kinds:
+        plain = build(kind)
+        stage = PipelineParallel(copy.deepcopy(plain), split, group=world, schedule=schedule)
+        for _ in range(2):
+            references = serial(plain, make_batches())
+            train_step_pipeline(stage, make_batches())
+            for name, parameter in stage.named_parameters():
+                expected = references[name].grad
+                assert (parameter.grad is None) == (expected is None), (kind, name)
+                if name in stage.tied_parameters:  # summed over ranks
+                    torch.testing.assert_close(parameter.grad, expected, rtol=1e-12, atol=1e-15)
+                else:
+                    assert expected is None or torch.equal(parameter.grad, expected), (kind, name)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
+def test_what_is_the_same_here_stays_bit_equal(schedule):
+    run_ranks(same_bits, 2, RIGHT, schedule)
+
+
+def test_a_first_layer_may_write_to_what_it_is_given():
+    run_ranks(same_bits, 2, [WritesInput], "1f1b", Split(points=("layers.1",)))
+
+
+@distributed_test(world_size=2)
+def test_compiled_layers_are_compiled_later():
+    """What is examined runs as it is written; the compiler takes over from the next one on."""
+    compiled = []
+
+    def backend(graph, example):
+        compiled.append(graph)
+        return graph.forward
+
+    stage = PipelineParallel(build(Net), group=torch.distributed.group.WORLD)
+    for layer in stage.module.layers:
+        if isinstance(layer, Layer):
+            layer.compile(backend=backend)
+    batches = [{n: v for n, v in batch.items() if n != "entry"} for batch in make_batches(1)]
+    train_step_pipeline(stage, batches)
+    assert not compiled
+    train_step_pipeline(stage, batches)
+    assert compiled

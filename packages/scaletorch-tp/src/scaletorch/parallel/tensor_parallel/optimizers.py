@@ -1,0 +1,100 @@
+"""Optimizers that look at more than an element at a time: on a shard they would update otherwise.
+
+They are told by their classes' names, since most are of other libraries.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import describe_rank
+
+# Names of classes, in lower case and without underscores: whole ones, and parts of ones.
+_WHOLE_NAMES = frozenset(
+    {"soap", "came", "lamb", "nvlamb", "fusedlamb", "lars", "larc", "novograd", "fusednovograd"}
+    | {"adamini", "adammini", "dion", "scion", "kron", "psgd", "kfac", "sm3", "apollo", "lbfgs"}
+)
+_PARTS = ("muon", "shampoo", "adafactor", "galore", "8bit", "4bit", "fp8")
+
+_models: WeakSet[nn.Module] = WeakSet()  # with sharded layers, or these layers themselves
+_checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and how many parameters it had
+_hooks: list[Any] = []
+
+
+def watch(module: nn.Module) -> None:
+    """Check optimizers of this module's parameters before their first step."""
+    _models.add(module)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def _before_step(optimizer: Optimizer, *_: Any) -> None:
+    """Check an optimizer that is new, or has got further parameters."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    if _checked.get(optimizer) != count:
+        _check(optimizer)
+        _checked[optimizer] = count
+
+
+def _check(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that looks at whole parameters, where it has shards of some.
+
+    Raises:
+        InvalidArgumentError: It does.
+    """
+    kind = _matrix_wise(type(optimizer))
+    if kind is None:
+        return
+    longest = sorted(_parameters(), key=lambda each: len(each[0]))  # models have layers' names too
+    known = {id(p): (name, shard) for name, p, shard in longest}
+    for tensor in (each for group in optimizer.param_groups for each in group["params"]):
+        name, shard = known.get(id(tensor)) or (_stood_for(tensor), True)
+        if name is not None and shard:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {kind} looks at whole parameters, but {name} "
+                f"{tuple(tensor.shape)} is this rank's part of one that is divided over the "
+                "tensor-parallel ranks: its update would be another than of the whole. For "
+                "sharded parameters take an optimizer that treats every element alike, such as "
+                "AdamW, or do without tensor parallelism"
+            )
+
+
+def _matrix_wise(kind: type[Optimizer]) -> str | None:
+    """Return the name by which a class, or one that it comes from, is known to look at more."""
+    for each in kind.__mro__:
+        name = re.sub("[^a-z0-9]", "", each.__name__.lower())
+        if name in _WHOLE_NAMES or any(part in name for part in _PARTS):
+            return each.__name__
+    return None
+
+
+def _parameters() -> Iterator[tuple[str, nn.Parameter, bool]]:
+    """Yield the names and parameters of all that is watched, and whether each is a shard."""
+    for model in _models:
+        for name, module in model.named_modules():
+            dims = getattr(module, "shard_dims", {})
+            for own, parameter in module._parameters.items():
+                if parameter is not None:
+                    yield f"{name}.{own}".lstrip("."), parameter, own in dims
+
+
+@torch.no_grad()
+def _stood_for(tensor: Tensor) -> str | None:
+    """Return the parameter for which an optimizer has this other tensor; None where for none.
+
+    A data-parallel wrapper may have given it whole parameters of this rank anew, maybe in another
+    dtype. Which of these are shards is another question on each rank, so none is taken.
+    """
+    for name, parameter, _ in _parameters():
+        alike = parameter.shape == tensor.shape and parameter.device == tensor.device
+        if alike and not tensor.is_meta and torch.equal(tensor.to(parameter.dtype), parameter):
+            return name
+    return None

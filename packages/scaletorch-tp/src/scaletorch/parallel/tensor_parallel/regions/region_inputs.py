@@ -1,0 +1,109 @@
+"""What a module is called with, where hidden states are shares of sequences: which tensor they are.
+
+The module is to see them whole. What else it is called with is either no sequence or cannot be
+told from one: a second sequence may be whole, or a share, of this length or another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from .sequence_shares import SequenceShares
+from .uncompiled import uncompiled
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+_WAY_OUT = "do without sequence parallelism"
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """What a module is called with, and what it takes in.
+
+    Attributes:
+        name: What messages call the module.
+        widths: Last dims that hidden states may have; none takes any.
+        shares: How sequences are shared out.
+    """
+
+    name: str
+    widths: Collection[int]
+    shares: SequenceShares
+
+    @uncompiled
+    def changed(
+        self, change: Callable[[Tensor], Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Arguments:
+        """Return the arguments with the hidden states among them changed.
+
+        Raises:
+            InvalidArgumentError: There are none, or a second sequence or a mask of shares.
+        """
+        hidden = next((x for x in (*args, *kwargs.values()) if self._is_sequence(x)), None)
+        if hidden is None:
+            raise InvalidArgumentError(self._without(args, kwargs))
+        length = sum(self.shares.sizes(hidden))
+        for other in _tensors((args, kwargs)):
+            if other is not hidden:
+                self._check(other, hidden, length)
+        whole = change(hidden)
+
+        def replaced(value: Any) -> Any:
+            return whole if value is hidden else value
+
+        return tuple(map(replaced, args)), {name: replaced(x) for name, x in kwargs.items()}
+
+    def _is_sequence(self, x: Any) -> bool:
+        return (
+            isinstance(x, Tensor)
+            and x.is_floating_point()
+            and x.ndim > 1
+            and (not self.widths or x.shape[-1] in self.widths)
+        )
+
+    def _without(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
+        shapes = ", ".join(str(tuple(x.shape)) for x in _tensors((args, kwargs))) or "none"
+        width = " or ".join(map(str, sorted({*self.widths}))) or "H"
+        return (
+            f"{describe_rank()}: with sequence parallelism {self.name} must be called with its "
+            f"hidden states, a floating tensor [..., tokens, {width}], and got tensors of shapes "
+            f"{shapes}; {_WAY_OUT}"
+        )
+
+    def _check(self, other: Tensor, hidden: Tensor, whole: int) -> None:
+        """Refuse what a projection might take for a second sequence, and masks of shares."""
+        own = hidden.shape[-2]
+        widths = self.widths or {hidden.shape[-1]}
+        alike = other.is_floating_point() and other.ndim == hidden.ndim
+        # A table (of positions) that no gradient reaches and that is whole harms nobody.
+        harmless = alike and other.shape[-2] == whole and not other.requires_grad
+        if alike and other.shape[-1] in widths and not harmless:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {self.name} was called with two sequences, of shapes "
+                f"{tuple(hidden.shape)} and {tuple(other.shape)}; with sequence parallelism it "
+                "cannot be known whether the second is this rank's share of its tokens or the "
+                f"whole, nor whose sum its gradient is; {_WAY_OUT}"
+            )
+        if other.ndim == 4 and other.shape[-2:] == (own, own) and whole not in other.shape:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {self.name} was called with a mask of shape "
+                f"{tuple(other.shape)}, made for this rank's {own} of {whole} tokens; make it from "
+                f"the ids, which are whole, or {_WAY_OUT}"
+            )
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors in arguments, also in containers."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, tuple | list):
+        for each in value:
+            yield from _tensors(each)
+    elif isinstance(value, dict):
+        yield from _tensors([*value.values()])

@@ -1,0 +1,56 @@
+"""Errors of torch about shapes, told in words of sequence parallelism where that may be the cause.
+
+A model's own code fails so where it mixes a share of the hidden states with something whole.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from .sequence_shares import SequenceShares
+from .uncompiled import around_compiled
+
+IN_MODEL = (
+    "outside of its attention and MLP modules hidden states are this rank's share of the tokens: "
+    "what the model's own code makes there of the whole length (masks, positions, a reshape, "
+    "another sequence) does not fit them. Make it inside of these modules, style the last module "
+    "before such code 'sequence_join', or do without sequence parallelism"
+)
+IN_REGION = (
+    "this module sees the whole sequence, but what its row-parallel layer returns is this rank's "
+    "share of the tokens: add a residual, or go on with the whole, outside of it, or do without "
+    "sequence parallelism"
+)
+
+_OF_SHAPES = re.compile(
+    r"[Ss]izes? of tensor|shape '|view size|must match|split_sizes|shapes cannot be multiplied"
+)
+
+
+@contextmanager
+@around_compiled
+def shapes_explained(where: str, why: str, shares: SequenceShares) -> Iterator[None]:
+    """Add to an error of torch about shapes what sequence parallelism has to do with it.
+
+    Args:
+        where: What the body runs.
+        why: `IN_MODEL` or `IN_REGION`.
+        shares: How sequences are shared out.
+
+    Raises:
+        InvalidArgumentError: In place of torch's error.
+    """
+    try:
+        yield
+    except RuntimeError as error:
+        if type(error) is not RuntimeError or not _OF_SHAPES.search(str(error)):
+            raise
+        tokens = "" if shares.own is None else f" ({shares.own} of {shares.length})"
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {where}.forward failed with {str(error).splitlines()[0]!r}; with "
+            f"sequence parallelism{tokens} {why}"
+        ) from error

@@ -1,0 +1,207 @@
+"""What a shard cannot do is refused in words, and a refusal leaves everything as it was."""
+
+import copy
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, prune, spectral_norm
+
+from scaletorch.dist.errors import InvalidArgumentError, StateError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.tensor_parallel import (
+    apply_tensor_parallel,
+    gather_state_dict,
+    gather_tensors,
+    take_own,
+)
+
+PLAN = {"0": "vocab", "2": "column", "4": "row", "6": "column_gather"}
+
+
+def plain():
+    torch.manual_seed(0)
+    layers = nn.Embedding(20, 8), nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)
+    return nn.Sequential(*layers, nn.Linear(8, 8), nn.Linear(8, 20))
+
+
+def made(**options):
+    return apply_tensor_parallel(plain(), PLAN, dist.group.WORLD, **options)
+
+
+def backward(model):
+    model(torch.arange(8).view(2, 4)).square().mean().backward()
+
+
+class FewKeys(nn.Module):
+    """6 query heads and one key/value head of which a rank has less than an element each."""
+
+    def __init__(self):
+        super().__init__()
+        self.head_dim = 2
+        self.q, self.k, self.v = nn.Linear(8, 12), nn.Linear(8, 2), nn.Linear(8, 2)
+        self.o = nn.Linear(12, 8)
+
+    def forward(self, x):
+        q, k, v = (f(x).unflatten(-1, (-1, 2)).transpose(1, 2) for f in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+def few_keys():
+    torch.manual_seed(0)
+    one = nn.Sequential(nn.Linear(8, 12), nn.Linear(12, 8), FewKeys()).double()
+    plan = {"0": "column", "1": "row", "2.q": "column", "2.k": "column", "2.v": "column"}
+    many = apply_tensor_parallel(copy.deepcopy(one), {**plan, "2.o": "row"}, dist.group.WORLD)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    for model in (one, many):
+        model(x).square().sum().backward()
+    torch.testing.assert_close(many(x), one(x), rtol=0, atol=1e-12)
+    gradients = gather_tensors(many, {n: p.grad for n, p in many.named_parameters()})
+    for name, parameter in one.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad, rtol=0, atol=1e-11, msg=name)
+
+
+def test_a_key_head_shorter_than_the_ranks_is_replicated():
+    run_ranks(few_keys, 3)
+
+
+def pickled():
+    for options in ({}, {"sequence_parallel": True}):
+        model = made(**options)
+        for write in (pickle.dumps, lambda m: torch.save(m, io.BytesIO())):
+            with pytest.raises(StateError, match=r"cannot be pickled.*gather_state_dict\(model\)"):
+                write(model)
+        torch.save(gather_state_dict(model), io.BytesIO())
+        ids = torch.arange(8).view(2, 4)
+        for twin in (copy.deepcopy(model), copy.copy(model)):
+            torch.testing.assert_close(twin(ids), model(ids))
+        assert copy.deepcopy(model)[5].weight is not model[5].weight
+
+
+def test_a_pickle_is_refused_and_a_copy_works():
+    run_ranks(pickled, 2)
+
+
+def parametrized():
+    for change in (
+        parametrizations.weight_norm,
+        parametrizations.spectral_norm,
+        spectral_norm,
+        lambda layer: prune.l1_unstructured(layer, "weight", 0.5),
+    ):
+        for index in (0, 2, 4):
+            model = made()
+            change(model[index])
+            with pytest.raises(StateError, match=r"a parameter of this .* as weight_norm, spectra"):
+                backward(model)
+        model = made()
+        change(model[5])  # every rank has it whole
+        backward(model)
+    model = made()
+    prune.random_unstructured(model[2], "bias", 0.5)
+    with pytest.raises(StateError, match="is computed from others"):
+        backward(model)
+    alone = apply_tensor_parallel(
+        plain(), PLAN, dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    )
+    parametrizations.weight_norm(alone[2])
+    backward(alone)
+
+
+def test_parametrizations_of_a_shard_are_refused():
+    run_ranks(parametrized, 2)
+
+
+class Lamb(torch.optim.SGD):
+    pass
+
+
+class MyLamb(Lamb):
+    pass
+
+
+class AdamW8bit(torch.optim.AdamW):
+    pass
+
+
+def optimizers():
+    kinds = {
+        "Muon": torch.optim.Muon,
+        "Adafactor": torch.optim.Adafactor,
+        "LBFGS": torch.optim.LBFGS,
+        "Lamb": MyLamb,
+        "AdamW8bit": AdamW8bit,
+    }
+    for name, kind in kinds.items():
+        model = made()
+        matrices = [p for p in model.parameters() if p.ndim == 2]
+        optimizer = kind(matrices)
+        backward(model)
+        before = copy.deepcopy(model.state_dict())
+        message = rf"{name} looks at whole parameters, but 0.weight \(10, 8\) is this rank's part"
+        with pytest.raises(InvalidArgumentError, match=message):
+            optimizer.step(lambda: 0.0) if name == "LBFGS" else optimizer.step()
+        torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+        whole = kind([model[5].weight])  # every rank has it
+        whole.step(lambda: 0.0) if name == "LBFGS" else whole.step()
+        whole.add_param_group({"params": [model[2].weight]}) if name != "LBFGS" else None
+        if name != "LBFGS":
+            with pytest.raises(InvalidArgumentError, match=r"but 2\.weight"):
+                whole.step()
+    twin = copy.deepcopy(made())
+    backward(twin)
+    with pytest.raises(InvalidArgumentError, match="Muon looks at whole parameters"):
+        torch.optim.Muon([twin[2].weight]).step()
+    stand_in = nn.Parameter(twin[2].weight.detach().double())  # as a master of a wrapper
+    stand_in.grad = torch.ones_like(stand_in)
+    with pytest.raises(InvalidArgumentError, match="Muon looks at whole parameters"):
+        torch.optim.Muon([stand_in]).step()
+    other = plain()  # a model that is not divided
+    backward(other)
+    torch.optim.Muon([other[2].weight]).step()
+    for kind in (torch.optim.AdamW, torch.optim.SGD, torch.optim.RMSprop):
+        model = made()
+        backward(model)
+        kind(model.parameters(), lr=0.1, foreach=True).step()
+
+
+def test_optimizers_of_whole_matrices_are_refused_before_the_first_update():
+    run_ranks(optimizers, 2)
+
+
+def released():
+    model = made()
+    gone = weakref.ref(model[2].weight)
+    del model
+    assert gone() is None
+
+
+def test_a_watched_model_can_be_freed():
+    run_ranks(released, 2)
+
+
+def misspelt():
+    model = made()
+    whole = torch.zeros(16, 8)
+    assert take_own(model, "2.weight", whole).shape == (8, 8)
+    for name, near in (
+        ("2.wieght", "2.weight"),
+        ("1.wight", "1.weight"),
+        ("2x.weight", "2.weight"),
+    ):
+        with pytest.raises(
+            InvalidArgumentError, match=rf"no '{name}'; its nearest names are.*{near}"
+        ):
+            take_own(model, name, whole)
+    model[2] = nn.Identity()  # as of another pipeline stage: which names it has is not known here
+    assert take_own(model, "2.weight", whole) is whole
+
+
+def test_a_misspelt_name_is_noticed():
+    run_ranks(misspelt, 2)

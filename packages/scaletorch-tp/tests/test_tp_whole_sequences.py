@@ -1,0 +1,281 @@
+"""What mixes tokens sees whole sequences under sequence parallelism, or is refused in words."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, gather_tensors
+
+ATTENTION = {**{f"attention.{name}": "column" for name in "qkv"}, "attention.o": "row"}
+PLAN = {"tokens": "vocab", "head": "column_gather", "mlp.up": "column", "mlp.down": "row"}
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(12, 24), nn.Linear(24, 12)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x)))
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head_dim = 2
+        self.q, self.k, self.v, self.o = (nn.Linear(12, 12) for _ in range(4))
+        self.dropout = nn.Dropout(0.0)
+
+    def heads(self, x):
+        return x.unflatten(-1, (-1, 2)).transpose(1, 2)
+
+    def attend(self, x, memory, causal=True):
+        q, k, v = self.heads(self.q(x)), self.heads(self.k(memory)), self.heads(self.v(memory))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+    def forward(self, x):
+        return self.attend(x, x)
+
+
+class Model(nn.Module):
+    def __init__(self, attention=Attention):
+        super().__init__()
+        self.tokens = nn.Embedding(20, 12)
+        self.first, self.attention = nn.LayerNorm(12), attention()
+        self.second, self.mlp = nn.LayerNorm(12), Mlp()
+        self.head = nn.Linear(12, 20)
+
+    def mixed(self, x):
+        return self.attention(self.first(x))
+
+    def forward(self, input_ids):
+        x = self.tokens(input_ids)
+        x = x + self.mixed(x)
+        return self.head(x + self.mlp(self.second(x)))
+
+
+def made(kind, *args):
+    torch.manual_seed(0)
+    return kind(*args).double()
+
+
+def ids(length=8, rows=2):
+    return torch.randint(20, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+def compare(one, plan, length=8, rows=2):
+    """Loss, logits and every gradient are the plain model's."""
+    many = copy.deepcopy(one)
+    apply_tensor_parallel(many, plan, dist.group.WORLD, sequence_parallel=True)
+    for model in (one, many):
+        model(ids(length, rows)).square().mean().backward()
+    torch.testing.assert_close(many(ids(length, rows)), one(ids(length, rows)), rtol=0, atol=1e-12)
+    gradients = gather_tensors(many, {n: p.grad for n, p in many.named_parameters()})
+    for name, parameter in one.named_parameters():
+        difference = (gradients[name] - parameter.grad).abs().max()
+        assert difference < 1e-12, (name, difference)
+    return many
+
+
+def refused(model, plan, message, length=8):
+    many = apply_tensor_parallel(model, plan, dist.group.WORLD, sequence_parallel=True)
+    with pytest.raises(InvalidArgumentError, match=message):
+        many(ids(length)).square().mean().backward()
+
+
+class Normed(Attention):
+    """With a norm over all heads, as OLMo-2 has it: its layers are no region."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(12)
+
+    def attend(self, x, memory, causal=True):
+        batch, length, _ = x.shape
+        q = self.norm(self.q(x)).view(batch, length, 6, 2).transpose(1, 2)
+        k, v = self.heads(self.k(memory)), self.heads(self.v(memory))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+        return self.o(y.transpose(1, 2).reshape(batch, length, -1))
+
+
+class Tupled(Attention):
+    def forward(self, x):
+        return super().forward(x), None
+
+
+class TupledModel(Model):
+    def mixed(self, x):
+        return super().mixed(x)[0]
+
+
+def left_whole():
+    gathered = {**{f"attention.{n}": "column_gather" for n in "qkv"}, "attention.o": "row_split"}
+    for one, plan in (
+        (made(Model), PLAN),
+        (made(TupledModel, Tupled), PLAN),
+        (made(Model, Normed), {**PLAN, **gathered}),
+    ):
+        for length in (8, 7):
+            compare(copy.deepcopy(one), plan, length)
+    many = apply_tensor_parallel(made(Model), PLAN, dist.group.WORLD, sequence_parallel=True)
+    many.attention.dropout.p = 0.5  # draws of what is whole agree, and the others go on apart
+    seen = []
+    many.attention.register_forward_hook(lambda _m, _i, _o: seen.append(torch.rand(1).item()))
+    torch.manual_seed(3)
+    many(ids())
+    return seen[0], torch.rand(1).item()
+
+
+def test_attention_that_the_plan_leaves_whole():
+    (one, after), (other, again) = run_ranks(left_whole, 2)
+    assert one != other
+    assert after == again
+
+
+class TwoSequences(Attention):
+    def forward(self, x, memory):
+        return self.attend(x, memory, causal=False)
+
+
+class CrossModel(Model):
+    def __init__(self, kind):
+        super().__init__(TwoSequences)
+        self.kind = kind
+        self.memory, self.features = nn.Embedding(20, 12), nn.Linear(12, 12)
+
+    def mixed(self, x):
+        ones = torch.ones(2, 6, 12, dtype=x.dtype)
+        memory = self.memory(ids()) if self.kind == "ids" else self.features(ones)
+        return self.attention(self.first(x), memory)
+
+
+def cross_attention():
+    message = r"TwoSequences was called with two sequences, of shapes \(2, 4, 12\) and \(2, "
+    for kind, styles in (
+        ("ids", {}),
+        ("ids", {"memory": "vocab"}),
+        ("ids", {"memory": "replicate"}),
+        ("features", {}),
+        ("features", {"features": "replicate"}),
+    ):
+        refused(made(CrossModel, kind), {**PLAN, **ATTENTION, **styles}, message)
+    refused(made(CrossModel, "ids"), PLAN, message)  # attention left whole, too
+
+
+def test_a_second_sequence_is_refused():
+    run_ranks(cross_attention, 2)
+
+
+class Ordered(Attention):
+    """Takes positions before the hidden states."""
+
+    def forward(self, positions, x, mask=None):
+        assert positions.shape[-1] == x.shape[-2]
+        return super().forward(x)
+
+
+class OrderedModel(Model):
+    def forward(self, input_ids):
+        self.positions = torch.arange(input_ids.shape[1]).expand_as(input_ids)
+        return super().forward(input_ids)
+
+    def mixed(self, x):
+        return self.attention(self.positions, self.first(x))
+
+
+class ByName(OrderedModel):
+    def mixed(self, x):
+        return self.attention(positions=self.positions, x=self.first(x))
+
+
+class NoSequence(OrderedModel):
+    def mixed(self, x):
+        return self.attention(self.positions, self.positions)
+
+
+class OwnMask(OrderedModel):
+    def mixed(self, x):
+        n = x.shape[1]
+        return self.attention(self.positions, self.first(x), torch.ones(2, 1, n, n).tril())
+
+
+def first_tensors():
+    for kind in (OrderedModel, ByName):
+        for rows, length in ((2, 4), (4, 8), (3, 7)):
+            compare(made(kind, Ordered), {**PLAN, **ATTENTION}, length, rows)
+    plan = {**PLAN, **ATTENTION}
+    refused(made(NoSequence, Ordered), plan, r"a floating tensor \[..., tokens, 12\], and got")
+    refused(made(OwnMask, Ordered), plan, r"a mask of shape \(2, 1, 4, 4\), made for this rank's 4")
+
+
+def test_a_region_finds_its_hidden_states():
+    run_ranks(first_tensors, 2)
+
+
+class Mixing(Model):
+    """Mixes tokens in the model's own code, or in a module that says nothing of it."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.conv = how, nn.Conv1d(12, 12, 3, padding=2)
+
+    def mixed(self, x):
+        attended = super().mixed(x)
+        if self.how == "attention":
+            return attended + F.scaled_dot_product_attention(x, x, x)
+        if self.how == "scores":
+            heads = x.unflatten(-1, (6, 2)).transpose(1, 2)
+            return attended + ((heads @ heads.mT).softmax(-1) @ heads).transpose(1, 2).flatten(2)
+        if self.how == "convolution":
+            return attended + self.conv(x.mT)[..., : x.shape[1]].mT
+        if self.how == "running sum":
+            return attended + x.cumsum(1)
+        if self.how == "mean":
+            return attended + x.mean(dim=1, keepdim=True)
+        return attended
+
+
+def mixing():
+    plan = {**PLAN, **ATTENTION}
+    for how in ("attention", "scores", "convolution", "running sum", "mean"):
+        refused(made(Mixing, how), plan, "would mix this rank's 4 tokens alone")
+    compare(made(Model), plan)
+
+
+def test_what_mixes_the_tokens_of_a_share_is_refused():
+    run_ranks(mixing, 2)
+
+
+class Residual(Attention):
+    def forward(self, x):
+        return x + super().forward(x)
+
+
+class Partly(Attention):
+    def forward(self, x):
+        return checkpoint(self.attend, x, x, use_reentrant=False)
+
+
+class Reshaping(Model):
+    def mixed(self, x):
+        return super().mixed(x).view(2, 8, 12)
+
+
+def in_words():
+    plan = {**PLAN, **ATTENTION}
+    inside = r"Residual.forward failed with .*\(4 of 8\) this module sees the whole sequence"
+    refused(made(Model, Residual), plan, inside)
+    refused(made(Reshaping), plan, r"Reshaping.forward failed with .* 'sequence_join', or do witho")
+    refused(made(Model, Partly), plan, "checkpoint the whole module")
+
+
+def test_errors_about_shapes_say_what_they_come_from():
+    run_ranks(in_words, 2)

@@ -1,0 +1,141 @@
+"""Digests of what this rank holds: one number for each piece that other ranks have too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..parallel.data_parallel.sharding.gradient import ShardedGradient
+from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.tensor_parallel import split_by_owner
+
+WIDTH = 1021  # sums that a tensor is folded into; a prime, so that no shape falls in step with it
+ABSENT = 1  # what stands for a gradient that is None
+
+
+class Key(NamedTuple):
+    """What a digest is of; ranks that have the same key hold the same bits.
+
+    Attributes:
+        kind: "parameter", "gradient", "optimizer" or "value".
+        name: the tensor's in the plain model, or the value's.
+        place: which piece of it: its number and its first tp rank; or the pipeline's stage.
+    """
+
+    kind: str
+    name: str
+    place: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        """Return kind and name."""
+        return self.kind if self.kind == self.name else f"{self.kind} {self.name}"
+
+
+@torch.no_grad()
+def digest(tensor: Tensor) -> Tensor:
+    """Return a number that tells bits apart: always where they differ in one element.
+
+    Reads the tensor once, on its device. Many differences cancel by chance alone, or where words
+    of 8 bytes have only changed places, a multiple of 1021 apart.
+
+    Args:
+        tensor: any shape and dtype.
+
+    Returns:
+        0-d int64.
+    """
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    if flat.data_ptr() % 8:
+        flat = flat.clone()
+    whole = flat.numel() // 8
+    words, rest = flat[: whole * 8].view(torch.int64), flat[whole * 8 :]
+    rows = whole // WIDTH
+    sums = words[: rows * WIDTH].view(rows, WIDTH).sum(0)
+    sums[: whole - rows * WIDTH] += words[rows * WIDTH :]
+    sums[WIDTH - len(rest) :] += rest
+    return (sums * _weights(tensor.device)).sum() + tensor.numel()
+
+
+def written(tensor: Tensor) -> str:
+    """Return a tensor's digest as text; one on the meta device has no values yet."""
+    if tensor.is_meta:
+        return "none"
+    dense = tensor if tensor.layout is torch.strided else tensor.to_dense()
+    return f"{int(digest(dense)) & 0xFFFFFFFFFFFFFFFF:016x}"
+
+
+@cache
+def _weights(device: torch.device) -> Tensor:
+    """Return odd numbers: a product with one is never 0 modulo 2^64, but for 0."""
+    generator = torch.Generator().manual_seed(WIDTH)
+    drawn = torch.randint(-(2**62), 2**62, (WIDTH,), generator=generator)
+    return (drawn * 2 + 1).to(device)
+
+
+def tensor_digests(
+    model: nn.Module, manager: ProcessGroupManager
+) -> Iterator[tuple[Key, Tensor | int]]:
+    """Yield digests of the parameters and gradients of a parallelized model on this rank.
+
+    A gradient that lies in shards is nobody else's, and counts as one that is None.
+    """
+    names = {name: tie.names[0] for tie in getattr(model, "ties", ()) for name in tie.names}
+    values = {name: each.detach() for name, each in model.named_parameters()}
+    gradients = {
+        name: each.grad
+        for name, each in model.named_parameters()
+        if isinstance(each.grad, Tensor) and not isinstance(each.grad, ShardedGradient)
+    }
+    there = split_by_owner(model, gradients)
+    for name, pieces in split_by_owner(model, values).items():
+        for number, (owner, piece) in enumerate(pieces):
+            place = number, owner
+            yield Key("parameter", names.get(name, name), place), digest(piece)
+            gradient = digest(there[name][number][1]) if name in there else ABSENT
+            yield Key("gradient", names.get(name, name), place), gradient
+
+
+def nonfinite_parameters(model: nn.Module) -> list[str]:
+    """Return the names of this rank's parameters that are not all finite."""
+    held = [(n, p.detach()) for n, p in model.named_parameters() if p.numel()]
+    if not held:
+        return []
+    # A sum costs one pass; it may overflow of itself, so a suspect is looked at again.
+    sums = torch.stack([p.sum().isfinite().cpu() for _, p in held]).tolist()
+    return [n for (n, p), fine in zip(held, sums, strict=True) if not fine and not _finite(p)]
+
+
+def _finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+def optimizer_lines(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the numbers that an optimizer steps by, a line for each group."""
+    return [
+        ", ".join(f"{key}={shown}" for key, value in group.items() if (shown := _shown(value)))
+        for group in optimizer.param_groups
+    ]
+
+
+def _shown(value: Any) -> str:
+    """Return a number, or several, as text; "" for anything else, such as the parameters."""
+    if isinstance(value, Tensor):
+        return repr(value.tolist()) if value.numel() == 1 else ""
+    if isinstance(value, tuple | list):
+        shown = [_shown(each) for each in value]
+        return f"({', '.join(shown)})" if all(shown) else ""
+    return repr(value) if isinstance(value, int | float | str | None) else ""
+
+
+def value_lines(values: Mapping[str, Any]) -> dict[str, str]:
+    """Return what else must be alike, as text: a tensor by its shape and digest."""
+    return {
+        name: f"{tuple(each.shape)} {each.dtype} {int(digest(each))}"
+        if isinstance(each, Tensor)
+        else repr(each)
+        for name, each in values.items()
+    }

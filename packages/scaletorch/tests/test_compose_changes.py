@@ -1,0 +1,148 @@
+"""What a program changes after ``parallelize``: gradients are followed, new parameters refused."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from scaletorch.compose import (
+    clip_grad_norm_,
+    full_gradients,
+    full_state_dict,
+    global_grad_norm,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.dist.errors import StateError
+from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.data_parallel import shard_optimizer
+from scaletorch.parallel.pg_manager import setup_process_group_manager
+from scaletorch.parallel.pipeline_parallel import StageError
+
+SIZES = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=2
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dynamo():
+    preload("torch._dynamo")  # which the first optimizer of a process imports
+
+
+def llama():
+    torch.manual_seed(0)
+    return Llama(SIZES).double()
+
+
+def batch():
+    tokens = torch.randint(32, (2, 9), generator=torch.Generator().manual_seed(0))
+    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+
+class Adapter(nn.Module):
+    """A layer, and a trainable correction of low rank beside it."""
+
+    def __init__(self, base, inputs, outputs):
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(inputs, 2, bias=False).double()
+        self.up = nn.Linear(2, outputs, bias=False).double()
+
+    def forward(self, x):
+        return self.base(x) + self.up(self.down(x))
+
+
+def adapt(model):
+    for module in list(model.modules()):
+        if hasattr(module, "q_proj"):
+            outputs = module.q_proj.weight.shape[0]
+            module.q_proj = Adapter(module.q_proj, SIZES.hidden_size, outputs)
+
+
+def check_adapters(layout):
+    manager = setup_process_group_manager(**layout)
+    model = parallelize(llama(), manager)
+    adapt(model)
+    with pytest.raises(
+        (StateError, StageError), match=r"q_proj\.up\.weight.* came after the module"
+    ):
+        train_step(model, shard_global_batch(batch(), 1, manager), manager)
+
+
+@pytest.mark.parametrize("axis", [None, "dp_size", "cp_size", "tp_size", "pp_size"])
+def test_adapters_that_come_after_parallelize_are_refused(axis):
+    layout = {} if axis is None else {axis: 2}
+    run_ranks(check_adapters, math.prod(layout.values()), layout)
+
+
+def check_adapters_before(layout):
+    manager = setup_process_group_manager(**layout)
+    plain, model = llama(), llama()
+    for each in (plain, model):
+        torch.manual_seed(1)
+        adapt(each)
+    model = parallelize(model, manager)
+    loss = train_step(model, shard_global_batch(batch(), 1, manager), manager)
+    theirs = nn.functional.cross_entropy(
+        plain(batch()["input_ids"]).flatten(0, 1), batch()["labels"].flatten()
+    )
+    theirs.backward()
+    torch.testing.assert_close(loss, theirs.detach(), rtol=1e-10, atol=0)
+    found = full_gradients(model, manager)
+    for name, each in plain.named_parameters():
+        if each.grad is not None:
+            torch.testing.assert_close(found[name], each.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+@pytest.mark.parametrize("axis", ["dp_size", "cp_size", "pp_size"])
+def test_adapters_that_were_there_train(axis):
+    run_ranks(check_adapters_before, 2, {axis: 2})
+
+
+def check_clipping(layout, stage, change):
+    manager = setup_process_group_manager(**layout)
+    plain, model = llama(), parallelize(llama(), manager)
+    ours = torch.optim.SGD(model.parameters(), lr=1.0)
+    theirs = torch.optim.SGD(plain.parameters(), lr=1.0)
+    if stage:
+        shard_optimizer(ours, model, stage=stage)
+    train_step(model, shard_global_batch(batch(), 1, manager), manager)
+    logits = plain(batch()["input_ids"]).flatten(0, 1)
+    nn.functional.cross_entropy(logits, batch()["labels"].flatten()).backward()
+    for each in (model, plain):
+        for name, parameter in each.named_parameters():
+            if name.endswith("layernorm.weight"):
+                change(parameter)
+    norm = clip_grad_norm_(model, 0.1, manager)
+    expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
+    torch.testing.assert_close(norm, expected, rtol=1e-9, atol=0)
+    torch.testing.assert_close(global_grad_norm(model, manager).item(), 0.1, rtol=1e-4, atol=0)
+    ours.step()
+    theirs.step()
+    whole = full_state_dict(model, manager)
+    for name, each in plain.named_parameters():
+        torch.testing.assert_close(whole[name], each.detach(), rtol=1e-9, atol=1e-12, msg=name)
+
+
+def drop(parameter):
+    parameter.grad = None
+
+
+def put(parameter):
+    parameter.grad = torch.full_like(parameter, 5.0)
+
+
+def freeze(parameter):
+    parameter.requires_grad_(False)
+
+
+@pytest.mark.parametrize("change", [drop, put, freeze])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("layout", [{"dp_size": 2}, {"dp_size": 2, "tp_size": 2}])
+def test_norms_and_clipping_follow(layout, stage, change):
+    run_ranks(check_clipping, math.prod(layout.values()), layout, stage, change)

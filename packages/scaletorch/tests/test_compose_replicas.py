@@ -1,0 +1,219 @@
+"""Ranks that part in silence are found: which step, which tensors, which ranks."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+import torch.distributed as c10d
+
+from scaletorch.compose import (
+    check_replicas,
+    clip_grad_norm_,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.compose.digests import digest
+from scaletorch.dist import RankFailedError
+from scaletorch.dist.errors import InvalidArgumentError, MismatchError, NonFiniteError
+from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.data_parallel import shard_optimizer
+from scaletorch.parallel.pg_manager import setup_process_group_manager
+
+SIZES = LlamaConfig(
+    vocab_size=64, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2
+)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dynamo():
+    preload("torch._dynamo")  # which the first optimizer of a process imports
+
+
+class Job:
+    """A small training on a layout."""
+
+    def __init__(self, layout, zero=0, seed=0, lr=0.1, tied=False, **options):
+        self.manager = setup_process_group_manager(**layout)
+        torch.manual_seed(seed)
+        model = Llama(SIZES)
+        if tied:
+            model.lm_head.weight = model.embed_tokens.weight
+        self.model = parallelize(model, self.manager, **options)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=lr)
+        if zero:
+            shard_optimizer(self.optimizer, self.model, stage=zero, overlap=True)
+
+    def backward(self, step, seed=0):
+        generator = torch.Generator().manual_seed(1000 * seed + step)
+        self.tokens = torch.randint(SIZES.vocab_size, (4, 17), generator=generator)
+        batch = {"input_ids": self.tokens[:, :-1], "labels": self.tokens[:, 1:]}
+        train_step(self.model, shard_global_batch(batch, 1, self.manager), self.manager)
+        clip_grad_norm_(self.model, 1.0, self.manager)
+
+    def check(self, step, **options):
+        check_replicas(self.model, self.manager, self.optimizer, step=step, **options)
+
+    def update(self):
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def parameter(self, name):
+        return dict(self.model.named_parameters())[name]
+
+
+def healthy(layout, zero, options):
+    job = Job(layout, zero, **options)
+    for step in range(3):
+        job.backward(step)
+        job.check(step, values={"batch": job.tokens, "text": "same", "none": None})
+        job.update()
+
+
+LAYOUTS = [
+    ({"dp_size": 2}, 0, {}),
+    ({"dp_size": 2}, 2, {}),
+    ({"tp_size": 4}, 0, {"sequence_parallel": True}),
+    ({"tp_size": 2, "dp_size": 2}, 1, {}),
+    ({"pp_size": 2, "cp_size": 2}, 0, {"tied": True}),
+    ({}, 0, {}),
+]
+
+
+@pytest.mark.parametrize(("layout", "zero", "options"), LAYOUTS)
+def test_a_healthy_training_is_left_alone(layout, zero, options):
+    run_ranks(healthy, math.prod(layout.values()), layout, zero, options)
+
+
+def flip(tensor):
+    """Change the last bit of one element."""
+    bits = tensor.detach().view(-1).view(torch.int32)
+    bits[bits.numel() // 2] ^= 1
+
+
+def run_fault(fault, layout, guilty, zero, text, error):
+    """Let one rank go astray at step 2; checks come at steps 0, 2 and 4."""
+    with pytest.raises(error, match=f"(?s){text}"):
+        train_with(fault, Job(layout, zero, tied=layout.get("pp_size", 1) > 1), guilty)
+
+
+def train_with(fault, job, guilty):
+    rank = c10d.get_rank()
+    for step in range(5):
+        job.backward(step, seed=int(fault == "batch" and step == 2 and rank == guilty))
+        if step == 2 and rank == guilty:
+            astray(fault, job)
+        job.check(step, every=2, values={"tokens": len(job.tokens), "batch": job.tokens})
+        job.update()
+
+
+def astray(fault, job):
+    if fault == "weight":
+        flip(job.parameter("layers.1.input_layernorm.weight"))
+    elif fault == "tied":
+        flip(job.parameter("lm_head.weight"))
+    elif fault == "gradient":
+        flip(job.parameter("norm.weight").grad)
+    elif fault == "no gradient":
+        job.parameter("norm.weight").grad = None
+    elif fault == "rate":
+        job.optimizer.param_groups[0]["lr"] = 0.2
+    elif fault == "nan":
+        job.parameter("norm.weight").data[0] = math.nan
+    elif fault == "tokens":
+        job.tokens = job.tokens[:2]
+
+
+DP, TP, PP = {"dp_size": 4}, {"tp_size": 4}, {"pp_size": 2}
+LOOK = r"{}.*Look at rank {} \(dp{} pp0 cp0 tp{}\) first"
+NORM = "layers.1.input_layernorm.weight"
+FAULTS = [
+    ("weight", DP, 2, 0, rf"step 2: .*at step 0 they were the same.*parameter {NORM}: on rank 2 "
+     r"\(dp2 pp0 cp0 tp0\) not as on the other 3 of 4"),
+    ("weight", DP, 3, 1, LOOK.format(f"parameter {NORM}", 3, 3, 0)),
+    ("weight", TP, 1, 0, LOOK.format(f"parameter {NORM}", 1, 0, 1)),
+    ("tied", PP, 1, 0, r"on rank 0 \(dp0 pp0 cp0 tp0\) not as on rank 1 \(dp0 pp1 .*; no majority"),
+    ("gradient", DP, 0, 0, LOOK.format("gradient norm.weight", 0, 0, 0)),
+    ("gradient", {"dp_size": 2}, 1, 0, "gradient norm.weight: on rank 0 .* not as on rank 1 .* no"),
+    ("no gradient", TP, 3, 0, LOOK.format("gradient norm.weight", 3, 0, 3)),
+    ("rate", DP, 1, 2, r"optimizer: on rank 1 .*lr=0.2,.* not as on the other 3 of 4 \(lr=0.1,"),
+    ("tokens", TP, 1, 0, r"value tokens: on rank 1 .* \(2\) not as on the other 3 of 4 \(4\)"),
+    ("batch", TP, 1, 0, r"step 2: .*value batch: on rank 1 .* not as on the other 3 of 4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("fault", "layout", "guilty", "zero", "text"), FAULTS)
+def test_a_rank_that_goes_astray_is_named(fault, layout, guilty, zero, text):
+    ranks = math.prod(layout.values())
+    run_ranks(run_fault, ranks, fault, layout, guilty, zero, text, MismatchError)
+
+
+def test_what_is_not_finite_is_named():
+    text = r"step 2: parameters are not finite: norm.weight on rank 1 \(dp1 pp0 cp0 tp0\); go back"
+    run_ranks(run_fault, 2, "nan", {"dp_size": 2}, 1, 0, text, NonFiniteError)
+
+
+def run_other_weights():
+    job = Job({"dp_size": 2}, seed=c10d.get_rank(), data_parallel={"init_sync": "none"})
+    job.backward(0)
+    with pytest.raises(MismatchError, match=r"^rank \d \(.*\): ranks that should .*not\.\n  param"):
+        check_replicas(job.model, job.manager)
+
+
+def test_weights_that_differ_from_the_start():
+    run_ranks(run_other_weights, 2)
+
+
+def run_changed_model():
+    job = Job({"dp_size": 2})
+    job.backward(0)
+    job.check(0)
+    if c10d.get_rank():
+        job.model.module.extra = torch.nn.Linear(2, 2)
+    job.check(1)  # what one rank alone has is compared with nothing
+    flip(job.parameter("norm.weight")) if c10d.get_rank() else None
+    with pytest.raises(MismatchError, match=r"parameter norm.weight"):
+        job.check(2)
+
+
+def test_a_model_that_has_changed_on_one_rank():
+    run_ranks(run_changed_model, 2)
+
+
+def test_digests_tell_bits_apart():
+    torch.manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.bool):
+        for shape in ((), (0,), (3,), (5, 7), (1021, 17), (2049, 33)):
+            tensor = (torch.randn(shape) * 50).to(dtype)
+            known = int(digest(tensor))
+            assert int(digest(tensor.clone())) == known
+            if not tensor.numel():
+                continue
+            for at in torch.randint(tensor.numel(), (20,)).tolist():
+                other = tensor.clone().view(-1)
+                other[at] = ~other[at] if dtype is torch.bool else other[at] + 1
+                if torch.equal(other, tensor.view(-1)):
+                    continue
+                assert int(digest(other)) != known
+    assert int(digest(torch.zeros(8))) != int(digest(torch.zeros(16)))
+    assert int(digest(torch.zeros(4))) != int(digest(-torch.zeros(4)))
+    part = torch.arange(100.0)[3:50]
+    assert int(digest(part)) == int(digest(part.clone()))
+
+
+def test_every_is_a_number_of_steps():
+    with pytest.raises(InvalidArgumentError, match="every must be a number of steps, at least 1"):
+        check_replicas(torch.nn.Linear(1, 1), None, every=0)
+
+
+def test_errors_reach_launchers():
+    with pytest.raises(RankFailedError, match="ranks that should hold the same do not"):
+        run_ranks(unprotected, 2)
+
+
+def unprotected():
+    job = Job({"dp_size": 2}, seed=c10d.get_rank(), data_parallel={"init_sync": "none"})
+    job.check(None)

@@ -1,0 +1,87 @@
+"""A curve that is not one process's, or that nobody can compare, never passes for one that is."""
+
+import math
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from scaletorch.dist.errors import StateError
+from scaletorch.models import LlamaConfig
+from scaletorch.pretrain import PretrainConfig, pretrain
+from scaletorch.pretrain.__main__ import as_one_process, main, summary
+from scaletorch.pretrain.run import Result, one_process_losses
+
+NAN = float("nan")
+SOUND = [5.5, 5.4, 5.3, 5.2]
+MODEL = LlamaConfig(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2, num_kv_heads=2)
+
+
+@pytest.mark.parametrize("bad", [NAN, math.inf])
+@pytest.mark.parametrize("places", [(0,), (1, 2, 3), (3,), (0, 1, 2, 3)])
+@pytest.mark.parametrize("whose", ["losses", "reference", "both"])
+def test_losses_that_are_not_finite_are_not_as_one_process(places, whose, bad):
+    diverged = [bad if i in places else loss for i, loss in enumerate(SOUND)]
+    result = Result(
+        SOUND if whose == "reference" else diverged,
+        Path(),
+        SOUND if whose == "losses" else diverged,
+    )
+    assert result.worst_difference() == math.inf
+    assert not as_one_process(PretrainConfig(), result)
+    assert "NOT AS ONE PROCESS" in summary(PretrainConfig(), result, 1.0)
+
+
+def test_rounding_is_as_one_process():
+    result = Result([loss * (1 + 1e-6) for loss in SOUND], Path(), SOUND)
+    assert result.worst_difference() == pytest.approx(1e-6, rel=1e-3)
+    assert as_one_process(PretrainConfig(), result)
+    assert "\nas one process" in summary(PretrainConfig(), result, 1.0)
+
+
+def test_a_run_without_a_reference_is_not_compared_with_itself():
+    with pytest.raises(StateError, match="train with compare=True"):
+        Result(SOUND, Path()).worst_difference()
+    with pytest.raises(ValueError, match="argument 2 is shorter"):
+        Result(SOUND, Path(), SOUND[:3]).worst_difference()
+    assert not as_one_process(PretrainConfig(), Result(SOUND, Path(), [0.0] * 4))
+
+
+@pytest.fixture
+def arguments(tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 50)
+    given = [
+        "pretrain", "--steps", "3", "--seq-len", "16", "--batch-size", "2", "--micro-batches", "1",
+        "--data", str(tmp_path / "text.txt"), "--out", str(tmp_path / "run"), "--compare",
+        "--model.num-layers", "1", "--model.hidden-size", "16",
+    ]  # fmt: skip
+    monkeypatch.setattr(sys, "argv", given)
+    return given
+
+
+def test_the_command_fails_where_training_diverges(arguments, capsys):
+    """Weights leave float32 in the first step; the next one is the last."""
+    arguments += ["--lr", "1e30", "--warmup-steps", "1"]
+    assert main() == 2
+    said = capsys.readouterr()
+    assert "NonFiniteError: step 2: the loss is nan" in said.err
+    assert "as one process" not in said.out
+
+
+def test_the_command_has_nothing_to_compare_after_a_finished_run(arguments, capsys):
+    arguments += ["--save-every", "1"]
+    assert main() == 0
+    arguments += ["--resume", "auto"]
+    assert main() == 0
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_a_resumed_run_is_compared_with_the_last_steps_of_one_process(tmp_path):
+    config = PretrainConfig(
+        model=MODEL, steps=3, seq_len=16, batch_size=2, micro_batches=1, out=tmp_path / "run"
+    )
+    losses = pretrain(config).losses
+    assert one_process_losses(config, 3) == losses
+    assert one_process_losses(replace(config, compare=True), 1) == losses[2:]
+    assert one_process_losses(config, 0) == []

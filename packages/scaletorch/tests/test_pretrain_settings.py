@@ -1,0 +1,324 @@
+"""What the command refuses before a rank starts, what it says, and what it never writes over."""
+
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from scaletorch import pretrain as package
+from scaletorch.dist import RankFailedError
+from scaletorch.dist.errors import InvalidArgumentError, NonFiniteError, StateError
+from scaletorch.models import LlamaConfig
+from scaletorch.pretrain import PretrainConfig, pretrain, train
+from scaletorch.pretrain.__main__ import main, one_line
+from scaletorch.pretrain.interrupt import StopFile, stop_on_ctrl_c
+from scaletorch.pretrain.report import logged_losses, progress_bar, save_curve, set_aside
+from scaletorch.pretrain.train import learning_rate, short_name
+
+MODEL = LlamaConfig(hidden_size=32, intermediate_size=64, num_layers=2, num_heads=4)
+steps = sys.modules["scaletorch.pretrain.train"]
+
+
+@pytest.fixture
+def config(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog\n" * 20)
+    return PretrainConfig(
+        model=MODEL, steps=4, batch_size=4, micro_batches=2, seq_len=16, warmup_steps=2,
+        data=(text,), out=tmp_path / "run",
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"dtype": "fp16"}, "dtype must be one of float32, float64, bfloat16; got 'fp16'"),
+        ({"resume": "yes"}, "resume must be one of no, auto; got 'yes'"),
+        ({"schedule": "1f1bb"}, "schedule must be one of 1f1b, afab"),
+        ({"zero": 5}, "zero must be one of 0, 1, 2; got 5"),
+        ({"warmup_steps": -3}, "must be at least 0: warmup_steps=-3"),
+        ({"steps": 1.5}, "must be whole numbers: steps=1.5"),
+        ({"tp": 0}, "must be at least 1: tp=0"),
+        ({"lr": math.nan}, "lr must be a number, above 0, got nan"),
+        ({"lr": -1.0}, "lr must be a number, above 0, got -1.0"),
+        ({"clip": 0}, "clip must be a number, above 0, got 0"),
+        ({"weight_decay": math.inf}, "weight_decay must be a number, at least 0, got inf"),
+        ({"backend": "gllo"}, "gllo"),
+        ({"keep": 3}, "keep=3 has no checkpoints to keep: pass --save-every"),
+        ({"pp": 3}, "makes 3 stages, and the model has 2 layers"),
+        ({"pp": 2, "schedule": "zb_v"}, "makes 4 stages, and the model has 2 layers"),
+        ({"tp": 9}, "tp sizes up to 4 are legal"),
+        ({"data": (Path("/nowhere"),)}, "data path /nowhere is neither a file nor a folder"),
+        ({"data": ("/nowhere",)}, "data path /nowhere is neither a file nor a folder"),
+        ({"tokenizer": Path("/nowhere")}, "tokenizer /nowhere is not a file"),
+        ({"out": Path("/proc/x")}, "out /proc/x cannot be made"),
+        ({"out": Path("/dev/null")}, "out /dev/null is a file; pass a folder"),
+    ],
+    ids=lambda each: "-".join(each) if isinstance(each, dict) else "",
+)
+def test_wrong_settings_are_known_before_ranks_start(config, monkeypatch, change, message):
+    def never(*_):
+        raise AssertionError("a rank was started")
+
+    monkeypatch.setattr("scaletorch.pretrain.run.train_locally", never)
+    with pytest.raises(InvalidArgumentError, match=message):
+        pretrain(replace(config, **change))
+
+
+def test_a_tokenizer_that_is_none_is_named(config):
+    with pytest.raises(InvalidArgumentError, match=r"tokenizer .*text.txt cannot be read as"):
+        replace(config, tokenizer=config.data[0]).check()
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": "128"}, "hidden_size must be a whole number, at least 1: '128'"),
+        ({"num_layers": 0}, "num_layers must be a whole number, at least 1: 0"),
+        ({"vocab_size": 2.5}, "vocab_size must be a whole number"),
+        ({"num_heads": 3}, "hidden_size 128 must be a multiple of num_heads 3"),
+        ({"hidden_size": 8}, "even number of features"),
+        ({"rope_theta": math.nan}, "rope_theta must be a number above 0, got nan"),
+    ],
+)
+def test_sizes_that_make_no_model(sizes, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        LlamaConfig(**sizes)
+
+
+def test_a_wrong_setting_is_one_line_and_status_2(config, capsys):
+    assert main(["--data", "/nowhere", "--tp", "2"]) == 2
+    text = capsys.readouterr().err
+    assert text == "InvalidArgumentError: data path /nowhere is neither a file nor a folder\n"
+
+
+def test_ranks_that_fail_alike_with_an_error_of_ours_are_one_line():
+    cause = StateError("all say this")
+    alike = RankFailedError("long", failures={0: "", 1: ""}, exceptions={0: cause, 1: cause})
+    assert one_line(alike) == "StateError: all say this"
+    unlike = RankFailedError("long", failures={0: "", 1: ""}, exceptions={0: cause})
+    assert one_line(unlike) == "RankFailedError: long"
+
+
+def spoil(monkeypatch, at, value):
+    """Let the loss be something else from a step on."""
+    original = steps.train_step
+    calls = []
+
+    def spoiled(model, *rest):
+        loss = original(model, *rest)
+        calls.append(loss)
+        if len(calls) == at:
+            dict(model.named_parameters())["norm.weight"].grad[3] = value
+        return loss
+
+    monkeypatch.setattr(steps, "train_step", spoiled)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_norm_that_is_not_finite_stops_before_anything_is_saved(config, monkeypatch, value):
+    spoil(monkeypatch, 3, value)
+    config = replace(config, save_every=1, keep=1)
+    with pytest.raises(
+        NonFiniteError, match=r"step 3: the loss is \d.*finite: norm.weight on dp0 pp0 cp0 tp0;"
+    ):
+        train(config)
+    kept = [path.name for path in (config.out / "checkpoints").iterdir()]
+    assert kept == ["step-00000002"]
+    assert list(logged_losses(config.out)) == [1, 2]
+
+
+def test_weights_that_are_not_finite_are_not_saved(config, monkeypatch):
+    original = steps.optimizer_step
+
+    def spoiled(*arguments):
+        values = original(*arguments)
+        if arguments[-1] == 2:
+            with torch.no_grad():
+                next(iter(arguments[2].parameters())).view(-1)[0] = math.nan
+        return values
+
+    monkeypatch.setattr(steps, "optimizer_step", spoiled)
+    config = replace(config, save_every=1, keep=1)
+    with pytest.raises(NonFiniteError, match=r"after step 3 the weight \S+ is not finite"):
+        train(config)
+    kept = [path.name for path in (config.out / "checkpoints").iterdir()]
+    assert kept == ["step-00000002"]
+
+
+def test_no_run_writes_over_another(config):
+    train(config)
+    log = config.out / "log.jsonl"
+    before = log.read_bytes()
+    with pytest.raises(StateError, match=r"already holds log.jsonl of an earlier run: go on"):
+        train(config)
+    assert log.read_bytes() == before
+    assert len(train(replace(config, resume="auto"))) == 4  # nothing to resume: it starts anew
+    assert (config.out / "log.1.jsonl").read_bytes() == before
+
+
+def test_logs_are_set_aside_under_free_names(tmp_path):
+    log = tmp_path / "log.jsonl"
+    for text in ("a", "b"):
+        log.write_text(text)
+        set_aside(log, 0)
+    log.write_text("c")
+    set_aside(log, 7)  # a run that goes on
+    found = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert found == {"log.1.jsonl": "a", "log.2.jsonl": "b", "log.jsonl": "c"}
+
+
+def drawn(monkeypatch):
+    curves = []
+    monkeypatch.setattr(
+        "scaletorch.pretrain.run.save_curve", lambda path, found: curves.append(found)
+    )
+    return curves
+
+
+def test_the_picture_after_a_resume_has_all_steps(config, monkeypatch):
+    curves = drawn(monkeypatch)
+    config = replace(config, save_every=2)
+    pretrain(replace(config, steps=2))
+    result = pretrain(replace(config, resume="auto", compare=True, decay_steps=2))
+    assert len(result.losses) == 2
+    layout, one = curves[-1].values()
+    assert list(layout) == [1, 2, 3, 4]
+    assert list(one) == [3, 4]
+    assert result.worst_difference() < 1e-6
+    curves.clear()
+    assert pretrain(replace(config, resume="auto", compare=True)).losses == []
+    assert curves == []  # nothing was done, and nothing is drawn
+
+
+def test_a_picture_is_of_steps(tmp_path):
+    save_curve(tmp_path / "a.png", {"a": {61: 3.0, 62: 2.0}, "b": {62: 2.5}})
+    assert (tmp_path / "a.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_finished_run_goes_on_at_its_lowest_rate(config):
+    config = replace(config, save_every=2, steps=4)
+    pretrain(config)
+    more = pretrain(replace(config, steps=6, resume="auto"))
+    assert len(more.losses) == 2
+    rates = [json.loads(line)["lr"] for line in (config.out / "log.jsonl").read_text().splitlines()]
+    lowest = config.lr / 10
+    assert rates[4:] == pytest.approx([lowest, lowest])
+    assert rates[:4] == [learning_rate(config, step) for step in range(4)]
+    again = pretrain(replace(config, steps=8, decay_steps=8, resume="auto"))  # planned anew
+    assert len(again.losses) == 2
+    rate = json.loads((config.out / "log.jsonl").read_text().splitlines()[-2])["lr"]
+    assert rate == learning_rate(replace(config, steps=8), 6) > lowest
+
+
+def test_the_last_step_is_saved_too(config):
+    train(replace(config, save_every=3))
+    kept = sorted(path.name for path in (config.out / "checkpoints").iterdir())
+    assert kept == ["step-00000003", "step-00000004"]
+
+
+def test_a_request_to_stop_ends_all_ranks_after_one_step(tmp_path):
+    path = tmp_path / "stop"
+    leader, other = StopFile(path, leader=True), StopFile(path, leader=False)
+    assert not leader.before(0)
+    assert not other.before(0)
+    path.touch()
+    assert not other.before(1)  # who may be ahead by what rank 0 does not take part in
+    assert not leader.before(1)
+    assert leader.before(2)
+    assert other.before(2)
+    assert not StopFile(None, leader=True).before(0)
+
+
+def test_ctrl_c_writes_a_checkpoint_and_says_how_to_go_on(config, monkeypatch, capsys):
+    import signal
+
+    original = steps.optimizer_step
+
+    def interrupted(*arguments):
+        if arguments[-1] == 1:
+            signal.raise_signal(signal.SIGINT)
+        return original(*arguments)
+
+    monkeypatch.setattr(steps, "optimizer_step", interrupted)
+    monkeypatch.setattr("scaletorch.pretrain.__main__.parse", lambda _: replace(config, steps=50,
+                                                                    save_every=50))  # fmt: skip
+    assert main([]) == 130
+    text = capsys.readouterr().err.strip().splitlines()
+    assert text[-1] == (
+        f"interrupted after step 3 of 50, log and curve in {config.out}; go on with --resume auto"
+    )
+    assert list(logged_losses(config.out)) == [1, 2, 3]
+    assert (config.out / "loss.png").is_file()
+    assert (config.out / "checkpoints" / "step-00000003").is_dir()
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_ctrl_c_stops_at_once():
+    import signal
+
+    with stop_on_ctrl_c() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.exists()
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+    assert not stop.exists()
+
+
+def test_what_there_is_to_say_before_the_first_step(config):
+    device = torch.device("cpu")
+    said = list(steps.notes(replace(config, zero=2), device, 2e11))
+    assert said[0].startswith("MFU, in percent, is against 200 GFLOP/s: a measured float32 matmul")
+    assert said[1] == "--zero 2 has nothing to share out: dp x cp is 1"
+    assert len(list(steps.notes(replace(config, zero=2, dp=2), device, 2e11))) == 1
+
+
+def test_the_bar_fits_in_eighty_columns(config):
+    import io
+
+    from rich.console import Console
+
+    bar = progress_bar()
+    title = short_name(replace(config, tp=2, cp=2, pp=2, dp=2).grid)
+    assert title == "tp2 cp2 pp2 dp2"
+    assert short_name(config.grid) == "one process"
+    text = io.StringIO()
+    bar.add_task(title, total=400, completed=400, numbers="loss 3.1043  123,456 tokens/s  12.3%")
+    Console(width=80, file=text, force_terminal=True, color_system=None).print(bar)
+    assert "400/400" in text.getvalue()
+    assert "tp2 cp2 pp2 dp2" in text.getvalue()
+    assert "12.3%" in text.getvalue()
+
+
+def test_help_says_what_the_program_does():
+    done = subprocess.run(
+        [sys.executable, "-m", package.__name__, "--help"],
+        capture_output=True, text=True, timeout=110, check=True,
+    )  # fmt: skip
+    assert "Train a small Llama on text, on any layout of ranks." in done.stdout
+    assert "``" not in done.stdout
+    assert "hatch run train" in done.stdout
+    assert "sample | eval | export" in done.stdout.replace("\n", " ")
+
+
+def test_tensorboard_beside_the_log(config):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(replace(config, tensorboard=True))
+    events = EventAccumulator(str(config.out / "tensorboard"))
+    events.Reload()
+    found = {event.step: event.value for event in events.Scalars("loss")}
+    assert found == pytest.approx(logged_losses(config.out))
+    assert set(events.Tags()["scalars"]) == {"loss", "grad_norm", "lr", "tokens_per_s", "mfu"}
+
+
+def test_tensorboard_that_is_not_there_is_told(config, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(InvalidArgumentError, match=r"pip install 'scaletorch\[tensorboard\]'"):
+        replace(config, tensorboard=True).check()

@@ -1,0 +1,108 @@
+"""Models of transformers that make masks of their own are right with sequence parallelism."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from scaletorch.dist import RankPool
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, gather_tensors
+
+pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.timeout(400)  # each rank imports transformers
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.3,
+}
+# Windows of 5 and 12 of 16 tokens: a share of 8 fits into the second, and is no sequence.
+WINDOWS = [("mistral", {"sliding_window": window}) for window in (5, 12, None)]
+FAMILIES = [
+    *WINDOWS,
+    ("mistral", {"sliding_window": 12, "attn_implementation": "eager"}),
+    ("gemma3_text", {"sliding_window": 5, "head_dim": 8}),
+    ("qwen2", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}),
+    ("olmo2", {}),  # norms over all heads: its attention is no region
+]
+UNSHARDED = {"**.mlp.c_fc": "column", "**.mlp.c_proj": "row", "transformer.ln_f": "sequence_join"}
+
+
+def build(kind, options):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(kind, **{**SIZES, **options})
+    how = {name: options[name] for name in ("attn_implementation",) if name in options}
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, **how).double().eval()
+
+
+def tokens():
+    return torch.randint(64, (2, 16), generator=torch.Generator().manual_seed(1))
+
+
+def loss(model, mask=None):
+    logits = model(input_ids=tokens(), attention_mask=mask, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens()[:, 1:].flatten())
+
+
+def compare(kind, options, plan=None, mask=None):
+    one, many = build(kind, options), build(kind, options)
+    apply_tensor_parallel(many, plan, dist.group.WORLD, sequence_parallel=True)
+    losses = [loss(model, mask) for model in (one, many)]
+    torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
+    for each in losses:
+        each.backward()
+    gradients = gather_tensors(many, {n: p.grad for n, p in many.named_parameters()})
+    for name, parameter in one.named_parameters():
+        difference = (gradients[name] - parameter.grad).norm()
+        assert difference <= 1e-5 * parameter.grad.norm() + 1e-12, (name, difference)
+    return losses[0].item()
+
+
+def families():
+    found = [compare(kind, options) for kind, options in FAMILIES]
+    assert len({*found[:3]}) == 3  # both windows matter
+    small = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "num_attention_heads": 4}
+    compare("gpt2", {**small, "hidden_size": 32}, UNSHARDED)  # attention that the plan leaves whole
+    padding = torch.ones(2, 16, dtype=torch.long)
+    padding[1, 12:] = 0
+    compare("mistral", {"sliding_window": 12}, mask=padding)
+    import transformers.masking_utils as masks
+
+    assert not masks.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping  # nothing stays behind
+
+
+def refused():
+    for kind, options, message in (
+        ("gpt_bigcode", {"n_head": 4, "n_embd": 32, "n_layer": 1}, "'transformer.h.0.attn' has m"),
+        ("doge", {}, "several layers of 'model.layers.0.self_attn' row-parallel, dt_proj, o_proj"),
+    ):
+        for sequence_parallel in (False, True):
+            with pytest.raises(InvalidArgumentError, match=message):
+                apply_tensor_parallel(
+                    build(kind, options),
+                    None,
+                    dist.group.WORLD,
+                    sequence_parallel=sequence_parallel,
+                )
+    model = build("openai-gpt", {"n_embd": 32, "n_layer": 1, "n_head": 4})
+    apply_tensor_parallel(model, None, dist.group.WORLD, sequence_parallel=True)
+    with pytest.raises(InvalidArgumentError, match=r"OpenAIGPTLMHeadModel.forward failed with"):
+        loss(model)
+
+
+def test_masks_and_whole_attention():
+    with RankPool(2, timeout=300) as pool:
+        pool.run(families)
+
+
+def test_what_is_laid_out_otherwise_is_refused():
+    with RankPool(2, timeout=300) as pool:
+        pool.run(refused)

@@ -1,0 +1,216 @@
+"""What the proof must not let pass, on the batches and models that users have."""
+
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+import torch
+
+from scaletorch.dist import get_rank
+from scaletorch.dist.ranks.locate import locate
+from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.pg_manager import Grid
+from scaletorch.verify import default_batch, parse_layout, verify
+from scaletorch.verify.bounds import LARGEST, ROOM, blind, bound
+from scaletorch.verify.cases import Case
+from scaletorch.verify.mutants import specimen
+from scaletorch.verify.mutants.hunt import run_mutant
+from scaletorch.verify.mutants.patch import patched
+from scaletorch.verify.phases import PHASES, STEPS, phase_at
+from scaletorch.verify.problem import mean_loss, wide_batch
+from scaletorch.verify.runner import run_case
+from scaletorch.verify.training import Subject
+from scaletorch.verify.verify import Task, run_all, save_reference
+
+SMALL = LlamaConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
+)
+
+
+def small_model():
+    return Llama(SMALL)
+
+
+@pytest.mark.parametrize("dp", [2, 4, 8, 16])
+@pytest.mark.parametrize("batch", [default_batch, wide_batch, specimen.batch])
+def test_every_rank_counts_in_some_step_and_some_in_none(batch, dp):
+    counts = torch.stack(
+        [(batch(step)["labels"] != -100).view(dp, -1).sum(1) for step in range(STEPS)]
+    )
+    assert (counts > 0).any(0).all()
+    assert (counts == 0).any()
+    assert (counts > 0).any(1).all()
+
+
+def idle(case, subject, reference, rank):
+    """A data-parallel rank whose gradients are thrown away."""
+
+    def thrown_away(reduce_scatter_flat):
+        def faulty(data, *args, **options):
+            data = data * 0 if get_rank() == rank else data
+            return reduce_scatter_flat(data, *args, **options)
+
+        return faulty
+
+    with patched("parallel.data_parallel.buckets.reduction:reduce_scatter_flat", thrown_away):
+        return run_case(case, subject, reference)
+
+
+@pytest.mark.parametrize("dp", [2, 4])
+def test_an_idle_rank_fails(dp, tmp_path):
+    case = Case(Grid(dp=dp), "float64", data_parallel="rank_order")
+    reference = save_reference(tmp_path / "reference", small_model, default_batch, case.dtype)
+    given = Subject(locate(small_model), None, None), reference
+    tasks = [Task(case, run_case, given), *(Task(case, idle, (*given, r)) for r in range(dp))]
+    sound, *found = run_all(tasks, 60)
+    assert sound.passed, sound.explanation("")
+    assert all(result.ranks and result.failed for result in found)
+
+
+def real_vocabulary():
+    return Llama(LlamaConfig(
+        vocab_size=50257, hidden_size=16, intermediate_size=24, num_layers=1, num_heads=2,
+        num_kv_heads=2,
+    ))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [("2x1x1x1", "gradients-travel-in-bfloat16"), ("1x1x2x1", "statistics-in-bfloat16")],
+)
+def test_bfloat16_is_seen_in_float32_models_of_a_real_vocabulary(layout, name, tmp_path):
+    batch = partial(default_batch, rows=4, length=8)
+    case = Case(parse_layout(layout), "float32")
+    reference = save_reference(tmp_path / "reference", real_vocabulary, batch, case.dtype)
+    given = Subject(locate(real_vocabulary), None, None), reference
+    sound, faulty = run_all([Task(case, run_mutant, (*given, each)) for each in (None, name)], 100)
+    assert sound.passed, sound.explanation("")
+    assert sound.worst.error < sound.worst.bound / 5
+    assert faulty.ranks
+    assert not faulty.passed
+    assert faulty.worst.error > 3 * faulty.worst.bound
+
+
+def test_bounds_go_by_the_root_of_additions():
+    eps = torch.finfo(torch.float64).eps
+    assert bound(torch.float64, 10_000, 0) == ROOM * 100 * eps
+    assert bound(torch.float64, 10_000, 3) == 2 * ROOM * 100 * eps
+    assert bound(torch.float32, 10_000, 0) == ROOM * 100 * torch.finfo(torch.float32).eps
+
+
+class Tall(Llama):
+    """Its parameter of two million rows, which nobody uses, counts as additions."""
+
+    def __init__(self):
+        super().__init__(SMALL)
+        self.spare = torch.nn.Parameter(torch.zeros(2_000_000, 1))
+
+
+def test_a_dtype_that_would_hide_faults_is_not_judged():
+    of_8_billion = 2_886_656  # additions in a Llama of so many parameters
+    assert bound(torch.float32, of_8_billion, STEPS - 1) > LARGEST
+    assert "verify float64" in blind(torch.float32, of_8_billion, STEPS)
+    assert not blind(torch.float64, of_8_billion, STEPS)
+    assert not blind(torch.float32, 965_632, STEPS)  # 1.5 billion
+    report = verify(Tall, layouts=[Grid()])
+    assert not report.passed
+    double, single = report.results
+    assert double.passed
+    assert not single.ranks
+    assert "1x1x1x1 float32: NOT JUDGED: rounding of 200" in str(report)
+    assert "1 of 2 cases train like one process" in report.summary()
+
+
+def test_each_optimizer_trains_several_steps_and_keeps_its_state():
+    assert [phase_at(step)[1] for step in range(STEPS)] == [True, False, True, False]
+    for phase in PHASES:
+        model = torch.nn.Linear(2, 2)
+        first, second = phase.make(model.parameters()), phase.make(model.parameters())
+        results = []
+        for optimizers in ((first, first), (first, second)):
+            torch.manual_seed(0)
+            for optimizer in optimizers:
+                model.weight.grad, model.bias.grad = torch.randn(2, 2), torch.randn(2)
+                optimizer.step()
+            results.append(model.weight.detach().clone())
+        assert not torch.equal(*results)
+
+
+def test_the_oracles_loss_is_plain():
+    logits, labels = torch.randn(2, 3, 5), torch.tensor([[1, -100, 4], [0, 2, -100]])
+    losses = -logits.log_softmax(-1)
+    expected = (losses[0, 0, 1] + losses[0, 2, 4] + losses[1, 0, 0] + losses[1, 1, 2]) / 4
+    torch.testing.assert_close(mean_loss(logits, labels), expected)
+    assert mean_loss(logits, torch.full((2, 3), -100)) == 0
+
+
+REFUSED = "2 layers cannot be spread over 4 stages"
+
+
+def test_a_layout_that_is_refused_is_no_fault_and_no_pass():
+    report = verify(small_model, world_size=4, dtype="float64")
+    refused = {str(result.case): result for result in report.refusals}
+    assert set(refused) == {"1x4x1x1 float64"}
+    assert REFUSED in refused["1x4x1x1 float64"].row()[-1]
+    assert "\n" not in refused["1x4x1x1 float64"].refused
+    assert "Traceback" not in str(report)
+    assert report.passed
+    assert "9 of 9 cases train like one process (1 refused)" in report.summary()
+    named = verify(small_model, layouts=[Grid(pp=4), Grid()], dtype="float64")
+    assert not named.failures
+    assert not named.passed
+
+
+def test_the_command_tells_a_refused_layout_in_one_line(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "from scaletorch.models import Llama, LlamaConfig\n"
+        "def model():\n    return Llama(LlamaConfig(num_layers=2, vocab_size=64))\n"
+    )
+    command = [
+        sys.executable, "-m", "scaletorch.verify", "--model", "mine:model", "--dtype", "float64",
+        "--layout", "1x4x1x1",
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 2
+    (line,) = [each for each in done.stdout.splitlines() if each.startswith("1x4x1x1")]
+    assert "refused" in line
+    assert REFUSED in line
+    assert "Traceback" not in done.stdout + done.stderr
+
+
+class Convolved(Llama):
+    def forward(self, input_ids, position_ids=None):
+        logits = super().forward(input_ids, position_ids)
+        return logits + torch.nn.functional.pad(logits, (0, 0, 1, 0))[:, :-1]
+
+
+def convolved():
+    return Convolved(SMALL)
+
+
+def test_what_the_first_step_refuses_is_refused_too():
+    report = verify(convolved, layouts=[Grid(cp=2)], dtype="float64")
+    (result,) = report.results
+    assert "cp_size=2 divides every sequence over ranks" in result.refused, str(report)
+
+
+class FailsAlike(Llama):
+    def forward(self, input_ids, position_ids=None):
+        raise ValueError("no such file")
+
+
+def fails_alike():
+    return FailsAlike(SMALL) if get_rank_or_none() else Llama(SMALL)
+
+
+def get_rank_or_none():
+    return torch.distributed.is_initialized()
+
+
+def test_ranks_that_fail_alike_show_one_traceback():
+    report = verify(fails_alike, layouts=[Grid(dp=4)], dtype="float64")
+    text = str(report)
+    assert not report.passed
+    assert text.count("ValueError: no such file") == 1
+    assert "--- ranks 0, 1, 2, 3 failed ---" in text
