@@ -1,8 +1,8 @@
 """Change one place of the sources at a time, at random, and ask which test notices.
 
-python tools/mutate.py hunt FOLDER --seed 1 --count 400     goes on where it was ended
-python tools/mutate.py show FOLDER                          the figure, and what survives
-python tools/mutate.py again FOLDER 17 23 --tests FILE...   tests of today against a survivor
+python tools/mutate.py hunt FOLDER --seed 1 --count 400    goes on where it was ended
+python tools/mutate.py show FOLDER                         the figure, and what survives
+python tools/mutate.py again FOLDER 17 --tests FILE::TEST  tests of today against survivors
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=400)
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--nice", type=int, default=5)
-    parser.add_argument("--tests", nargs="+", default=[], help="files of tests (again)")
+    parser.add_argument("--tests", nargs="+", default=[], help="FILE or FILE::TEST (again)")
     given = parser.parse_args()
     commit = resolve(ROOT, given.commit)
     out = given.folder.resolve()

@@ -19,7 +19,7 @@ LIMIT = 600.0  # s for all the tests without a mutant
 
 
 def again(hunt: Hunt, numbers: list[int], tests: list[str], say: Callable[[str], None]) -> None:
-    """Judge mutants of a hunt by whole files of tests, and add the results to its own.
+    """Judge mutants of a hunt by files of tests, or tests in them, and add to its results.
 
     Raises:
         ValueError: the tests do not pass without a mutant.
@@ -27,21 +27,22 @@ def again(hunt: Hunt, numbers: list[int], tests: list[str], say: Callable[[str],
     known = json.loads((hunt.out / "hunt.json").read_text())
     hunt = replace(hunt, **known)
     folder = tree.make(hunt.root, hunt.commit, hunt.out / "tree-again")
-    for name in tests:
+    files = list(dict.fromkeys(test.partition("::")[0] for test in tests))
+    for name in files:
         shutil.copy(hunt.root / name, folder / name)
     mutants = draw(all_places(folder, tree.sources(folder)), hunt.seed, max(numbers))
     worker = Worker(folder, hunt.niceness)
     try:
-        measured = _control(worker, tests)
+        measured = _control(worker, files, tests)
         for number in numbers:
             say(_one(hunt, worker, mutants[number - 1], measured))
     finally:
         worker.close()
 
 
-def _control(worker: Worker, tests: list[str]) -> measure.Measured:
+def _control(worker: Worker, files: list[str], tests: list[str]) -> measure.Measured:
     """Run the tests without a mutant."""
-    events, ended = worker.ask(tests, LIMIT)
+    events, ended = worker.ask(files, LIMIT, only=tests)
     failed = [event for event in events if "failed" in event]
     if failed or not ended:
         raise ValueError(f"the tests fail without a mutant: {failed}")

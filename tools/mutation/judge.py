@@ -17,6 +17,7 @@ class Reporter:
 
     def __init__(self, request: dict[str, Any]) -> None:
         self.limits: dict[str, float] | None = request.get("tests")  # test → seconds; None: all
+        self.only: list[str] = request.get("only", [""])  # how names begin, where all may run
         self.record = Path(request["record"]) if "record" in request else None
         self.file = open(request["report"], "a", buffering=1)  # noqa: SIM115 - till the end
         self.numbers: dict[str, int] = {}
@@ -29,13 +30,18 @@ class Reporter:
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
         """Keep the tests that were asked for, in their order."""
         if self.limits is None:
-            items[:] = [item for item in items if not _left_out(item)]
+            items[:] = [item for item in items if self.wanted(item)]
             self.numbers = {item.nodeid: n for n, item in enumerate(items, 1)}
             return
         there = {item.nodeid: item for item in items}
         items[:] = [there[name] for name in self.limits if name in there]
         for item in items:
             item.add_marker(pytest.mark.timeout(self.limits[item.nodeid]), append=False)
+
+    def wanted(self, item: pytest.Item) -> bool:
+        """Tell whether a test runs, where none was named."""
+        marked = any(item.get_closest_marker(name) for name in ("gpu", "slow"))
+        return not marked and item.nodeid.startswith(tuple(self.only))
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         """A test begins."""
@@ -59,10 +65,6 @@ class Reporter:
             self.write(
                 failed=report.nodeid or "collection", late=False, text=str(report.longrepr)[-600:]
             )
-
-
-def _left_out(item: pytest.Item) -> bool:
-    return any(item.get_closest_marker(name) for name in ("gpu", "slow"))
 
 
 def run(request: dict[str, Any]) -> int:

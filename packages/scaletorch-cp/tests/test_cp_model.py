@@ -24,6 +24,7 @@ from scaletorch.parallel.context_parallel import (
     shard_batch,
 )
 from scaletorch.parallel.context_parallel.methods import METHODS
+from scaletorch.parallel.context_parallel.models import transformers_mask
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -416,3 +417,10 @@ def test_names_that_do_not_exist_are_refused_before_anything_changes(names, matc
     with pytest.raises(InvalidArgumentError, match=match):
         apply_context_parallel(model, **names)
     apply_context_parallel(model)
+
+
+@pytest.mark.parametrize("where", [(6, 12, 0, 0), (12, 12, 3, 0), (12, 12, 0, 3)])
+def test_queries_and_keys_are_one_sequence_from_its_beginning(where):
+    transformers_mask._require_one_sequence(12, 12, 0, 0)
+    with pytest.raises(InvalidArgumentError, match="neither decoding with a cache nor cross"):
+        transformers_mask._require_one_sequence(*where)

@@ -240,3 +240,14 @@ def test_memory_is_read_in_parts_and_not_beyond():
         reading.read_into(target[:20], os.getpid(), source.data_ptr())
     assert target[:20].tolist() == source[:20].tolist()
     assert not target[20:].any()
+
+
+def ways():
+    data, group = torch.ones(4), c10d.group.WORLD
+    with near():
+        waits = neighbours.neighbours_of(data, group) is not None
+        return waits, neighbours.neighbours_of(data, group, True) is not None
+
+
+def test_calls_that_wait_go_through_memory_and_others_do_not():
+    assert run_ranks(ways, 2) == [(True, False)] * 2

@@ -105,8 +105,9 @@ def test_parameters_of_any_kind_are_reduced_in_place(coalesce, bucket):
 def test_buckets_hold_as_many_mebibytes_as_allowed():
     with mock.patch.object(params, "all_reduce", wraps=params.all_reduce) as sent:
         dist.all_reduce_params([torch.ones(100 << 10) for _ in range(5)], True, 1)
+        dist.all_reduce_params([torch.ones(1 << 18), torch.ones(1), torch.ones(1)])
     sizes = [call.args[0].nbytes for call in sent.call_args_list]
-    assert sizes == [800 << 10, 800 << 10, 400 << 10]
+    assert sizes == [800 << 10, 800 << 10, 400 << 10, 1 << 20, 8]
 
 
 @distributed_test(world_size=2)

@@ -16,6 +16,7 @@ from scaletorch.parallel.data_parallel import (
     global_grad_norm,
     parameter_shards,
 )
+from scaletorch.parallel.data_parallel.gradients import nonfinite as culprits
 
 ORDERS = (2.0, 1.0, math.inf, 3.0)
 CLIP = 0.1
@@ -206,3 +207,10 @@ def no_group():
 
 def test_several_ranks_need_a_group():
     run_ranks(no_group, 2)
+
+
+def test_culprits_are_counted():
+    ranks = [f"rank {rank}" for rank in range(culprits.SHOWN + 1)]
+    assert culprits.name_culprits([("w", rank) for rank in ranks]).endswith(" and 1 more")
+    assert "more" not in culprits.name_culprits([("w", rank) for rank in ranks[:-1]])
+    assert culprits.name_culprits([(rank, "w") for rank in ranks]).endswith("; and 1 more")

@@ -133,6 +133,7 @@ def check_initial_values():
     model = wrap(build(), init_sync="broadcast")
     everyone = all_gather_object([t.tolist() for t in model.state_dict().values()])
     assert everyone == [everyone[0]] * len(everyone)
+    assert model.module[1].running_mean.tolist() == [0, 0, 0]  # the first rank's
     torch.manual_seed(0)
     loose = wrap(build(), init_sync="none")
     assert len({float(w) for w in all_gather_object(loose.module[0].weight[0, 0].item())}) == 3

@@ -91,6 +91,15 @@ class OfInPlace(Net):
     layer = InPlace
 
 
+class OfHooks(Net):
+    """A user's hooks see what their layer is given in one process."""
+
+    def __init__(self):
+        super().__init__()
+        for layer in self.layers:
+            layer.register_forward_pre_hook(lambda module, args: (args[0] * 1.5,))
+
+
 class Adapted(nn.Module):
     def __init__(self, base):
         super().__init__()
@@ -179,6 +188,11 @@ def trains(kinds, schedules):
             serial_step(plain, make_batches())
             train_step_pipeline(stage, make_batches())
             check(stage, plain)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_hooks_on_layers_run_after_what_a_stage_received_is_there(world_size):
+    run_ranks(trains, world_size, [OfHooks], ["1f1b", "zb_v"])
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

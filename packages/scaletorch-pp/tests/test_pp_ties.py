@@ -8,6 +8,7 @@ from torch import nn
 
 from scaletorch.dist.dist import all_gather
 from scaletorch.dist.testing import distributed_test
+from scaletorch.parallel.pg_manager import ModuleWrapper
 from scaletorch.parallel.pipeline_parallel import PipelineParallel, train_step_pipeline_1f1b
 
 SHAPE = (2, 3, 4)
@@ -184,3 +185,21 @@ def test_a_parameter_of_the_model_itself_is_on_every_stage():
     step(stage, make_batches())
     serial_gradient(plain, make_batches())
     torch.testing.assert_close(local(stage).grad, plain.scale.grad, rtol=1e-12, atol=0)
+
+
+class Switch(ModuleWrapper):
+    def __init__(self, module):
+        super().__init__(module)
+        self.require_backward_grad_sync = True
+
+
+@distributed_test(world_size=2)
+def test_steps_that_are_summed_later_keep_what_was_summed_before():
+    plain = make()
+    stage = PipelineParallel(copy.deepcopy(plain), group=torch.distributed.group.WORLD)
+    switch = Switch(stage)
+    for summed in (True, False, False, True):
+        switch.require_backward_grad_sync = summed
+        step(switch, make_batches())
+        expected = serial_gradient(plain, make_batches())
+    torch.testing.assert_close(local(stage).grad, expected, rtol=1e-12, atol=1e-14)

@@ -6,8 +6,9 @@ import torch.distributed
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import group
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -152,3 +153,28 @@ def test_merge_joins_the_first_two_dims_of_both():
     assert second.shape == (6,)
     with pytest.raises(ValueError, match="at least two dims"):
         merge_first_two_dims(torch.zeros(3), torch.zeros(3, 3))
+
+
+class Sent(TorchDispatchMode):
+    """Names of the backend's operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "c10d":
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("linear", [linear_with_all_reduce, linear_with_async_all_reduce])
+@distributed_test(world_size=1)
+def test_one_rank_sends_nothing(linear):
+    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    with Sent() as sent:
+        out = linear(x, weight, None, group.WORLD)
+        out.sum().backward()
+    assert torch.equal(out, x @ weight.t())
+    torch.testing.assert_close(x.grad, weight.sum(0).expand(2, 3))
+    assert sent.names == []

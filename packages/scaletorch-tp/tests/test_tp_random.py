@@ -18,6 +18,7 @@ from scaletorch.parallel.tensor_parallel import (
     sharded_random,
 )
 from scaletorch.parallel.tensor_parallel.plans.validate import resolve_plan
+from scaletorch.parallel.tensor_parallel.regions import random
 
 HIDDEN, HEADS = 16, 4
 MASKS = {"whole": ("embedding", "attended", "whole"), "sharded": ("attention", "mlp")}
@@ -289,3 +290,31 @@ def test_a_replaced_forward_is_refused(name):
     module.forward = module.forward
     with pytest.raises(ValueError, match=rf"'{name}'.*forward was replaced"):
         resolve_plan(model, PLAN, 2)
+
+
+class Accelerator:
+    """What torch's module of an accelerator has of its generator."""
+
+    def __init__(self):
+        self.state = torch.zeros(2)
+
+    def get_rng_state(self):
+        return self.state.clone()
+
+    def set_rng_state(self, state):
+        self.state = state
+
+    def manual_seed(self, seed):
+        self.state = torch.full((2,), float(seed))
+
+
+def test_an_accelerators_generator_is_kept_as_the_cpus_is(monkeypatch):
+    used = Accelerator()
+    monkeypatch.setattr(random, "_accelerator", lambda: used)
+    before = random._states()
+    random._seed(7)
+    assert used.state.tolist() == [7, 7]
+    assert torch.initial_seed() == 7
+    random._set_states(before)
+    assert used.state.tolist() == [0, 0]
+    assert torch.equal(torch.get_rng_state(), before[0])

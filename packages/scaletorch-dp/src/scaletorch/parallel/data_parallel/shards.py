@@ -74,7 +74,8 @@ def settled_shards(model: nn.Module) -> list[Shard]:
     return shards + [
         Shard(name, each, 0, each.numel(), each, replicated=True)
         for name, each in model.named_parameters()
-        if id(each) not in listed
+        if not each.requires_grad
+        and id(each) not in listed
         and isinstance(each.grad, Tensor)
         and not isinstance(each.grad, ShardedGradient)
     ]
