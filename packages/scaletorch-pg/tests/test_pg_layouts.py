@@ -82,10 +82,10 @@ def test_ranks_in_short_form(ranks, text):
 
 @pytest.mark.parametrize("bad", [0, -4, 2.5, True, None])
 def test_worlds_and_counts_are_numbers(bad):
-    with pytest.raises(InvalidArgumentError, match="world_size must be a number of ranks, got"):
+    with pytest.raises(InvalidArgumentError, match="world_size must be a whole number, at least 1"):
         list(legal_layouts(bad))
     if bad != 0:
-        with pytest.raises(InvalidArgumentError, match="count must be a number of layouts, got"):
+        with pytest.raises(InvalidArgumentError, match="count must be a whole number, at least 0"):
             nearest_layouts(Grid(dp=2), 4, bad)
 
 

@@ -65,7 +65,7 @@ def test_the_command_fails_where_training_diverges(arguments, capsys):
     arguments += ["--lr", "1e30", "--warmup-steps", "1"]
     assert main() == 2
     said = capsys.readouterr()
-    assert "NonFiniteError: step 2: the loss is nan" in said.err
+    assert "NonFiniteError: step 2: the loss is " in said.err
     assert "as one process" not in said.out
 
 

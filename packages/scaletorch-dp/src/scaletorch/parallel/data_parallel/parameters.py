@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
@@ -32,7 +32,7 @@ class Wrapped:
             StateError: A parameter requires grad now that was frozen, or not there, when wrapped.
         """
         known = self._synchronised
-        if all(id(each) in known for each in module.parameters() if each.requires_grad):
+        if all(id(each) in known for each in _trainable(module)):
             return
         others = [
             (name, id(each) in self._there)
@@ -41,6 +41,16 @@ class Wrapped:
         ]
         _refuse_unfrozen([name for name, there in others if there])
         _refuse_added([name for name, there in others if not there])
+
+
+def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield what requires grad, a shared parameter again and again; quicker than `parameters`."""
+    modules = [module]
+    for each in modules:
+        for parameter in each._parameters.values():
+            if parameter is not None and parameter.requires_grad:
+                yield parameter
+        modules += [child for child in each._modules.values() if child is not None]
 
 
 def _refuse_unfrozen(names: Sequence[str]) -> None:

@@ -16,13 +16,13 @@ def note_backward(output: Any, settings: Settings) -> None:
     """Let the backward of a model's output know by which batch its forward attended."""
     if not torch.is_grad_enabled():
         return
-    hook = partial(_begun, settings, settings.told)
+    begun = partial(_begun, settings, settings.told)
     for tensor in _tensors(output):
         if tensor.grad_fn is not None:
-            tensor.register_hook(hook)
+            tensor.grad_fn.register_prehook(begun)  # a hook of the tensor could change gradients
 
 
-def _begun(settings: Settings, told: Told | None, _: Tensor) -> None:
+def _begun(settings: Settings, told: Told | None, _: object) -> None:
     settings.begin_backward(told)
 
 
