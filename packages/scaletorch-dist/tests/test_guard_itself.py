@@ -302,3 +302,19 @@ def test_lines_of_their_own_are_no_swap(orders):
     picture = from_other_lines(orders)
     assert find_swap(picture, 10.0) is None
     assert not isinstance(diagnose(picture, 10.0), (Fault, Need))
+
+
+def sends_less_and_goes_on():
+    found = False
+    with contextlib.suppress(RankFaultError), guard.watch():
+        if dist.get_rank() == 0:
+            dist.send(torch.ones(3), 1)
+        else:
+            dist.recv(torch.empty(4), 0)
+        guard.step()
+        found = control._session.over.wait(20)  # before anybody waits, or leaves
+    return found
+
+
+def test_a_message_of_another_size_is_found_where_nobody_waits(tmp_path):
+    assert dist.launch(sends_less_and_goes_on, 2, env={"TMPDIR": str(tmp_path)}) == [True, True]
