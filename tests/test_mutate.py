@@ -15,7 +15,8 @@ from mutation import scope, tree
 from mutation.draw import all_places, draw
 from mutation.hunt import Hunt, go, read
 from mutation.places import AT_IMPORT, changed, places
-from mutation.show import equivalents, latest, show
+from mutation.reasons import equivalents
+from mutation.show import latest, show
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -164,7 +165,7 @@ def test_a_hunt_goes_on_where_it_was_ended(toy, monkeypatch):
 def test_an_equivalent_counts_neither_way(monkeypatch, tmp_path):
     reasons = [{"commit": "abc", "seed": 3, "equivalent": [{"mutant": 2, "why": "no difference"}]}]
     (tmp_path / "reasons.json").write_text(json.dumps(reasons))
-    monkeypatch.setattr("mutation.show.REASONS", tmp_path / "reasons.json")
+    monkeypatch.setattr("mutation.reasons.REASONS", tmp_path / "reasons.json")
     assert equivalents("abcdef", 3) == {2: "no difference"}
     assert equivalents("abcdef", 4) == {}
     common = {"file": "a.py", "line": 1, "kind": "call", "before": "f()", "after": "pass"}

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 from . import measure, tree
 from .choose import candidates, within
 from .draw import Mutant, all_places, draw
+from .reasons import equivalents
 from .verdict import Verdict, judge
 from .worker import Worker
 
@@ -99,6 +100,8 @@ def go(hunt: Hunt, say: Callable[[str], None]) -> None:
 
         for turn in range(len(ROUNDS)):
             waiting = _waiting(read(hunt), mutants, turn)
+            known = equivalents(hunt.commit, hunt.seed) if turn else {}
+            waiting = [mutant for mutant in waiting if mutant.number not in known]
             _share(workers, waiting, lambda worker, mutant, turn=turn: one(worker, mutant, turn))  # type: ignore[misc]
     finally:
         for worker in workers:

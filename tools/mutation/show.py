@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 from .hunt import sentence
-
-REASONS = Path(__file__).with_name("equivalents.json")
+from .reasons import equivalents
 
 
 def show(results: list[dict[str, Any]], commit: str, seed: int) -> str:
@@ -32,15 +29,6 @@ def latest(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
         if fates.get(each["mutant"], {}).get("verdict") != "caught":
             fates[each["mutant"]] = each
     return [fates[number] for number in sorted(fates)]
-
-
-def equivalents(commit: str, seed: int) -> dict[int, str]:
-    """Return mutant → why nobody could notice it, of one hunt."""
-    known = json.loads(REASONS.read_text())
-    for hunt in known:
-        if commit.startswith(hunt["commit"]) and hunt["seed"] == seed:
-            return {each["mutant"]: each["why"] for each in hunt["equivalent"]}
-    return {}
 
 
 def _fate(result: dict[str, Any], reasons: dict[int, str]) -> str:

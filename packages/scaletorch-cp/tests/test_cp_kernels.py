@@ -523,6 +523,16 @@ def test_flash_attn_is_called_by_its_convention(band):
     _assert_close(found, _dense(*inputs, 0.3, band), 1e-12)
 
 
+@pytest.mark.parametrize("band", [FULL, CAUSAL])
+def test_pytorch_is_asked_of_kernels_without_dropout(band):
+    q, k, v, _ = _inputs(6, 2, 8, 8, 8)
+    asked = table._asked(q, k, v, band)
+    assert asked.dropout == 0
+    assert asked.is_causal is (band is CAUSAL)
+    assert asked.key.shape == asked.query.shape == asked.value.shape
+    assert asked.attn_mask is None
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [kernel.name for kernel in table.CUDA])
 @pytest.mark.parametrize("band", [FULL, CAUSAL])

@@ -1,5 +1,7 @@
 """Comparing calls across ranks."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as c10d
@@ -12,6 +14,7 @@ from scaletorch.dist import (
     check_collectives,
 )
 from scaletorch.dist import functional as F
+from scaletorch.dist.collectives import checks, hooks
 from scaletorch.dist.collectives.checks import checking
 from scaletorch.dist.testing import run_ranks
 
@@ -317,3 +320,18 @@ def test_one_process_compares_nothing():
         assert data.tolist() == [1, 1]
     finally:
         check_collectives(None)
+
+
+@pytest.mark.parametrize("compares", [False, True])
+def test_a_guard_records_calls_whether_or_not_they_are_compared(monkeypatch, compares):
+    recorded, compared = [], []
+    guard = SimpleNamespace(record=lambda group, call, facts: recorded.append(call))
+    monkeypatch.setattr(hooks, "guard", guard)
+    monkeypatch.setattr(checks, "exchange_texts", lambda text, group: compared.append(text))
+    check_collectives(compares)
+    try:
+        checks.compare(SimpleNamespace(size=lambda: 2), "all_reduce", x(1))
+    finally:
+        check_collectives(None)
+    assert recorded == ["all_reduce"]
+    assert bool(compared) is compares

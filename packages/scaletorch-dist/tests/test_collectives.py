@@ -400,6 +400,7 @@ BAD_CALLS = {
     "needs a tensor for data, got list": lambda: dist.all_reduce([1.0]),
     "needs a tensor for data, got float": lambda: dist.broadcast(1.0),
     "got a torch.sparse_coo one": lambda: dist.all_reduce(torch.ones(2).to_sparse()),
+    "for data, got a torch.sparse_coo one": lambda: dist.all_to_all(torch.eye(2).to_sparse()),
     "got a meta one": lambda: dist.gather(torch.ones(2, device="meta")),
     "entries share memory": lambda: dist.all_reduce(torch.ones(1).expand(3)),
     "float8_e5m2 with op 'sum'": lambda: dist.reduce(torch.ones(1).to(torch.float8_e5m2)),

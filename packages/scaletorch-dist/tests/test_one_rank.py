@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import scaletorch.dist as dist
 from scaletorch.dist import functional as F
 from scaletorch.dist.collectives import flat, raw
-from scaletorch.dist.testing import distributed_test
+from scaletorch.dist.testing import distributed_test, run_ranks
 
 
 class Sent(TorchDispatchMode):
@@ -81,3 +81,12 @@ def test_the_counter_counts():
 def test_gloo_gets_copies_of_what_is_on_an_accelerator():
     assert raw._find_route("cpu", c10d.group.WORLD).native
     assert not raw._find_route("cuda", c10d.group.WORLD).native
+
+
+def forgotten():
+    with pytest.warns(RuntimeWarning, match="was launched as one of 2, but"):
+        dist.all_reduce(torch.ones(1))
+
+
+def test_one_of_several_that_never_met_is_told():
+    run_ranks(forgotten, 2, init=False)

@@ -139,6 +139,8 @@ def refuse():
         dist.exchange(recvs=[x])
     with pytest.raises(InvalidArgumentError, match="entries share memory"):
         dist.recv(torch.ones(1).expand(2), (rank + 1) % size)
+    with pytest.raises(InvalidArgumentError, match="entries share memory"):
+        dist.exchange([(x, rank)], [(torch.ones(1).expand(2), rank)])
     with pytest.raises(InvalidArgumentError, match="sends to itself"):
         dist.exchange([(x, rank)], [(torch.ones(3), rank)])
     with pytest.raises(InvalidArgumentError, match="sends to itself"):

@@ -287,3 +287,23 @@ def check_refusal():
 
 def test_a_rank_that_cannot_wrap_tells_the_others():
     run_ranks(check_refusal, 2)
+
+
+def check_taken_gradients():
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    plain[0].weight.register_post_accumulate_grad_hook(take)
+    model = wrap(plain)
+    model(torch.full((1, 2), c10d.get_rank() + 1.0)).sum().backward()
+    assert plain[0].weight.grad is None
+    assert plain[1].bias.grad.tolist() == [2, 2]
+    everyone = all_gather_object(plain[1].weight.grad.tolist())
+    assert everyone[0] == everyone[1]
+
+
+def take(parameter):
+    parameter.grad = None
+
+
+def test_a_gradient_that_a_hook_of_the_users_takes_away_is_none():
+    run_ranks(check_taken_gradients, 2)
