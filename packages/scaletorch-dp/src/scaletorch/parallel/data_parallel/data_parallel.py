@@ -270,11 +270,6 @@ class DataParallelBucket(_DataParallel):
         others = [each for each in self._gathers if not each.buckets & gathers.buckets]
         self._gathers = [*others, gathers]
 
-    @property
-    def is_sharded(self) -> bool:
-        """Whether ranks have shards of some parameter; the same on every rank of the group."""
-        return any(gathers.buckets for gathers in self._gathers)
-
     def settle_gradients(self) -> None:
         """Let shards follow what was done to the gradients of their parameters since backward.
 

@@ -83,7 +83,7 @@ def settled_shards(model: nn.Module) -> list[Shard]:
 
 def is_sharded(model: nn.Module) -> bool:
     """Whether ranks have shards of some parameter; the same on every rank of the group."""
-    return bool(getattr(model, "is_sharded", False))
+    return getattr(model, "optimizer_shards", None) is not None
 
 
 def check_module(model: object) -> None:
