@@ -117,7 +117,8 @@ def check_left_alone():
     with model.no_sync():
         model(ids(0)).sum().backward(inputs=[model.second.weight])
     assert model.first.weight.grad is None
-    assert torch.equal(model.second.weight.grad, expected[3])
+    # Used twice, its second product is added by the multiplication itself: other bits on some CPUs.
+    torch.testing.assert_close(model.second.weight.grad, expected[3], rtol=1e-15, atol=1e-15)
     model.zero_grad()
     seen = []
     model.first.weight.register_hook(lambda grad: seen.append(grad.clone()))
