@@ -116,13 +116,17 @@ def _finite(tensor: Tensor) -> bool:
 def optimizer_lines(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the numbers that an optimizer steps by, a line for each group."""
     return [
-        ", ".join(f"{key}={shown}" for key, value in group.items() if (shown := _shown(value)))
+        ", ".join(
+            f"{key}={shown}"
+            for key, value in group.items()
+            if key != "params" and (shown := _shown(value))  # a rank may have none of a group
+        )
         for group in optimizer.param_groups
     ]
 
 
 def _shown(value: Any) -> str:
-    """Return a number, or several, as text; "" for anything else, such as the parameters."""
+    """Return a number, or several, as text; "" for anything else."""
     if isinstance(value, Tensor):
         return repr(value.tolist()) if value.numel() == 1 else ""
     if isinstance(value, tuple | list):

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ...dist.errors import InvalidArgumentError
@@ -56,14 +55,17 @@ def _check(optimizer: Optimizer) -> None:
     longest = sorted(_parameters(), key=lambda each: len(each[0]))  # models have layers' names too
     known = {id(p): (name, shard) for name, p, shard in longest}
     for tensor in (each for group in optimizer.param_groups for each in group["params"]):
-        name, shard = known.get(id(tensor)) or (_stood_for(tensor), True)
-        if name is not None and shard:
+        # What a sharded optimizer has in a parameter's place. Which of these are parts of shards is
+        # another question on each rank, so none is taken where any parameter is divided.
+        origin = getattr(tensor, "stands_for", tensor)
+        name, shard = known.get(id(origin), ("", False))
+        if shard or (name and origin is not tensor):
             raise InvalidArgumentError(
                 f"{describe_rank()}: {kind} looks at whole parameters, but {name} "
-                f"{tuple(tensor.shape)} is this rank's part of one that is divided over the "
-                "tensor-parallel ranks: its update would be another than of the whole. For "
-                "sharded parameters take an optimizer that treats every element alike, such as "
-                "AdamW, or do without tensor parallelism"
+                f"{tuple(tensor.shape)} is of a model whose parameters are divided over the "
+                "tensor-parallel ranks: the update of a part would be another than that of the "
+                "whole. Take an optimizer that treats every element alike, such as AdamW, or do "
+                "without tensor parallelism"
             )
 
 
@@ -84,17 +86,3 @@ def _parameters() -> Iterator[tuple[str, nn.Parameter, bool]]:
             for own, parameter in module._parameters.items():
                 if parameter is not None:
                     yield f"{name}.{own}".lstrip("."), parameter, own in dims
-
-
-@torch.no_grad()
-def _stood_for(tensor: Tensor) -> str | None:
-    """Return the parameter for which an optimizer has this other tensor; None where for none.
-
-    A data-parallel wrapper may have given it whole parameters of this rank anew, maybe in another
-    dtype. Which of these are shards is another question on each rank, so none is taken.
-    """
-    for name, parameter, _ in _parameters():
-        alike = parameter.shape == tensor.shape and parameter.device == tensor.device
-        if alike and not tensor.is_meta and torch.equal(tensor.to(parameter.dtype), parameter):
-            return name
-    return None

@@ -258,12 +258,19 @@ def _replace_parameters(optimizer: Optimizer, shards: Iterable[Shard], known: se
             if id(each) not in of:  # not of this model
                 replaced.append(each)
                 continue
-            replaced += [shard.tensor for shard in of[id(each)]]
+            replaced += [_stand_in(shard) for shard in of[id(each)]]
             state = optimizer.state.pop(each, None)
             for shard in of[id(each)] if state else []:
                 optimizer.state[shard.tensor] = {k: _cut(v, shard) for k, v in state.items()}
         group["params"] = replaced
         group.pop("param_names", None)
+
+
+def _stand_in(shard: Shard) -> Tensor:
+    """Return what the optimizer has for a parameter, which says so, for others' checks."""
+    if shard.tensor is not shard.parameter:
+        shard.tensor.stands_for = shard.parameter  # type: ignore[attr-defined]
+    return shard.tensor
 
 
 def _cut(value: Any, shard: Shard) -> Any:
