@@ -135,15 +135,15 @@ def shared_files():
 
 def check_memory():
     reduction.LEAST = 1
+    before = shared_files()  # of pools of ranks that other tests keep
     wrapped = train(fresh_model(torch.float32), {}, 1, synchronised=False)
     buckets = len(wrapped.bucket_manager.buckets)
-    gc.collect()  # those before backward's order was known may wait for it
-    assert shared_files() == 2 * buckets  # gradients and parameters
+    assert shared_files() - before == 2 * buckets  # gradients and parameters
     wrapped.zero_grad()
     del wrapped
     gc.collect()
-    assert shared_files() == 0
-    assert "memfd:scaletorch" not in Path("/proc/self/maps").read_text()
+    assert shared_files() == before
+    assert before or "memfd:scaletorch" not in Path("/proc/self/maps").read_text()
 
 
 def test_memory_is_given_back_with_the_wrapper():
