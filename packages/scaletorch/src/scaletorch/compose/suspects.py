@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ..parallel.context_parallel.models.backward import tensors_in
 from .look import apart
 
 
@@ -52,8 +52,8 @@ class Calls:
 
     def _hook(self, name: str) -> Any:
         def write(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-            given = (*_tensors(args), *_tensors(kwargs))
-            self.made.append(Call(name, tuple(given), tuple(_tensors(output))))
+            given = (*tensors_in(args), *tensors_in(kwargs))
+            self.made.append(Call(name, tuple(given), tuple(tensors_in(output))))
 
         return write
 
@@ -99,14 +99,3 @@ def _moved(a: Tensor, b: Tensor, length: int, shift: int) -> bool:
         return True
     kept = length - shift
     return any(not apart(a.narrow(dim, shift, kept), b.narrow(dim, 0, kept)) for dim in dims)
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from _tensors(entry)
-    elif isinstance(value, tuple | list):
-        for entry in value:
-            yield from _tensors(entry)

@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
-from typing import Any
+from typing import IO, Any, cast
 
 # Without this package's own `__init__`, which has torch: in a tenth of a second.
 _BOOT = (
@@ -43,7 +43,8 @@ def start_monitor(listener: socket.socket, agreed: dict[str, Any]) -> None:
             cwd="/",
             start_new_session=True,
         )
-        assert process.stdin is not None
-        with process.stdin:  # not in the arguments, which other users can read
-            process.stdin.write(json.dumps({**agreed, "listener": listener.fileno()}).encode())
+        with cast(
+            IO[bytes], process.stdin
+        ) as words:  # not in the arguments, which other users can read
+            words.write(json.dumps({**agreed, "listener": listener.fileno()}).encode())
     threading.Thread(target=process.wait, name="scaletorch-guard-reaper", daemon=True).start()

@@ -17,7 +17,7 @@ def note_backward(output: Any, settings: Settings) -> None:
     if not torch.is_grad_enabled():
         return
     begun = partial(_begun, settings, settings.told)
-    for tensor in _tensors(output):
+    for tensor in tensors_in(output):
         if tensor.grad_fn is not None:
             tensor.grad_fn.register_prehook(begun)  # a hook of the tensor could change gradients
 
@@ -26,13 +26,13 @@ def _begun(settings: Settings, told: Told | None, _: object) -> None:
     settings.begin_backward(told)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of an output: itself, or those in containers."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, Mapping):
         for entry in value.values():
-            yield from _tensors(entry)
+            yield from tensors_in(entry)
     elif isinstance(value, tuple | list):
         for entry in value:
-            yield from _tensors(entry)
+            yield from tensors_in(entry)
