@@ -4,7 +4,7 @@ The world is torch's "fake" backend, so that one process can be any rank of it: 
 is the work in the process, without the network. A mesh has four groups a rank, the manager seven;
 the third line gives the mesh the joined axes as well.
 
-    python benchmarks/process_groups.py --ranks 1024 16384 --repeats 15
+    python -m benchmarks.process_groups --ranks 1024 16384 --repeats 15
 """
 
 from __future__ import annotations
@@ -24,7 +24,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scaletorch.parallel.pg_manager import Grid, ProcessGroupManager
 
+from .harness.tables import ratio, table
+from .harness.turns import in_turns
+
 AXES = ("dp", "pp", "cp", "tp")
+COLUMNS = ["way", "ms", "least", "most", "ratio (quartiles)", "new_group calls"]
 
 
 def manager(grid: Grid) -> None:
@@ -90,18 +94,19 @@ def compare(grid: Grid, repeats: int) -> None:
     calls: dict[str, int] = {}
     for way in WAYS.values():
         measure(way, layout(512), 0)  # the first use of each imports and compiles
-    for repeat in range(repeats):
-        rank = grid.world_size * repeat // repeats
-        for name, way in WAYS.items():
-            elapsed, calls[name] = measure(way, grid, rank)
-            times[name].append(elapsed)
-    print(f"\n{grid.world_size} ranks, {grid}, median of {repeats}")
-    print(f"{'':36}{'ms':>9}{'least':>9}{'most':>9}{'ratio':>8}{'new_group calls':>17}")
-    ours = statistics.median(times["ProcessGroupManager"])
-    for name, values in times.items():
-        median = statistics.median(values)
-        row = f"{median:9.2f}{min(values):9.2f}{max(values):9.2f}{median / ours:8.1f}"
-        print(f"{name:36}{row}{calls[name]:17}")
+    for name in in_turns(WAYS, repeats):
+        rank = grid.world_size * len(times[name]) // repeats
+        elapsed, calls[name] = measure(WAYS[name], grid, rank)
+        times[name].append(elapsed)
+    ours = times["ProcessGroupManager"]
+    rows = [
+        [
+            name, f"{statistics.median(values):.2f}", f"{min(values):.2f}", f"{max(values):.2f}",
+            ratio(values, ours, 1), calls[name],
+        ]
+        for name, values in times.items()
+    ]  # fmt: skip
+    print(f"\n{grid.world_size} ranks, {grid}, {repeats} repeats\n\n{table(COLUMNS, rows)}")
 
 
 def main() -> None:

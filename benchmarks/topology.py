@@ -1,7 +1,7 @@
 """Collectives of a group that spans nodes: torch's, which know of no nodes, and ours in levels.
 
-    python benchmarks/topology.py            # as root, about 2 min: see slow_links.py
-    python benchmarks/topology.py --quick
+    python -m benchmarks.topology            # as root, about 2 min: see harness/links.py
+    python -m benchmarks.topology --quick
 
 Two nodes of two ranks each; what goes from node to node takes its time, what stays is loopback.
 Each cell is the median over repeats of the slowest rank's time, ways in turn.
@@ -16,19 +16,25 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
 import torch.distributed as c10d
-from slow_links import DEVICE, join, slow_links
 from torch import Tensor
 
 import scaletorch.dist as dist
 from scaletorch.dist import RankPool
-from scaletorch.dist.collectives.raw import all_gather_single, reduce_scatter_single
+from scaletorch.dist.wire.backend import all_gather_single, reduce_scatter_single
 
-Ways = dict[str, list[Callable[[], object]]]  # of each call, torch's and ours
+from .harness.links import DEVICE, join, slow_links
+from .harness.ranks import start
+from .harness.tables import ratio, table
+from .harness.turns import Run, of_slowest_rank, repeated, seconds
+
+TORCH, OURS = "torch", "ours"
+Ways = dict[str, dict[str, Run]]  # by call
+Found = dict[tuple[str, str], dict[str, list[float]]]
 
 NODES, PLACES = 2, 2
 LINKS = {"10 ms": (0.01, None), "1 ms": (0.001, None), "100 Mbit/s": (0.0001, 12.5e6)}
@@ -60,46 +66,45 @@ def calls(size: int, flat: c10d.ProcessGroup, deep: c10d.ProcessGroup) -> Ways:
     parts: list[Tensor] = [part.clone() for _ in range(ranks)]
     rows = torch.empty(ranks * len(part))
     return {
-        "all_reduce": [
-            lambda: c10d.all_reduce(data, group=flat), lambda: dist.all_reduce(data, group=deep)
-        ],
-        "all_gather": [
-            lambda: all_gather_single(rows, part, group=flat),
-            lambda: dist.all_gather(part, group=deep),
-        ],
-        "reduce_scatter": [
-            lambda: reduce_scatter_single(part, rows, group=flat),
-            lambda: dist.reduce_scatter(part, parts, group=deep),
-        ],
-    }  # fmt: skip
+        "all_reduce": {
+            TORCH: lambda: c10d.all_reduce(data, group=flat),
+            OURS: lambda: dist.all_reduce(data, group=deep),
+        },
+        "all_gather": {
+            TORCH: lambda: all_gather_single(rows, part, group=flat),
+            OURS: lambda: dist.all_gather(part, group=deep),
+        },
+        "reduce_scatter": {
+            TORCH: lambda: reduce_scatter_single(part, rows, group=flat),
+            OURS: lambda: dist.reduce_scatter(part, parts, group=deep),
+        },
+    }
 
 
-def measure(address: str, folder: str, repeats: int) -> dict[tuple[str, str], list[float]]:
-    """Return the medians of torch's and our times, in ms."""
+def measure(address: str, folder: str, repeats: int) -> Found:
+    """Return each way's seconds in every repeat, of the slowest rank, by call and size."""
     enter(address, folder)
-    rank, ranks = int(os.environ["RANK"]), NODES * PLACES
     os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
-    os.environ["GROUP_RANK"] = str(rank // PLACES)  # as a torchrun on each node sets it
-    store = c10d.FileStore(os.path.join(folder, "store"), ranks)  # type: ignore[attr-defined]
-    c10d.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    node = int(os.environ["RANK"]) // PLACES
+    os.environ["GROUP_RANK"] = str(node)  # as a torchrun on each node sets it
+    start(folder)
     flat, deep = c10d.new_group(), c10d.new_group()
     if not dist.use_hierarchy(deep):
         raise SystemExit("the nodes were not found")
-    found = {}
+    found: Found = {}
     for size_name, size in SIZES.items():
         for call, ways in calls(size, flat, deep).items():
-            times: list[list[float]] = [[], []]
-            for repeat in range(repeats + 1):
-                for way, run in enumerate(ways):
-                    c10d.barrier()
-                    start = time.perf_counter()
-                    run()
-                    spent = torch.tensor(time.perf_counter() - start)
-                    c10d.all_reduce(spent, c10d.ReduceOp.MAX)
-                    if repeat:
-                        times[way].append(1e3 * spent.item())
-            found[call, size_name] = [statistics.median(each) for each in times]
+            repeated(seconds, ways, 1)  # warms up
+            times = repeated(seconds, ways, repeats)
+            found[call, size_name] = {name: of_slowest_rank(each) for name, each in times.items()}
     return found
+
+
+def cells(found: Found) -> Iterator[Sequence[str]]:
+    """Write the row of a call and size."""
+    for (call, size), times in found.items():
+        medians = (f"{1e3 * statistics.median(times[way]):.1f}" for way in (TORCH, OURS))
+        yield [call, size, *medians, ratio(times[OURS], times[TORCH], 2)]
 
 
 def main() -> None:
@@ -109,16 +114,13 @@ def main() -> None:
     repeats = 2 if parser.parse_args().quick else 7
     for name, (latency, bandwidth) in LINKS.items():
         print(f"\n### {NODES} nodes x {PLACES} ranks, {name} between nodes\n")
-        print("| call | bytes | torch, ms | ours in levels, ms | ratio |")
-        print("| --- | --- | --- | --- | --- |")
         with (
             tempfile.TemporaryDirectory() as folder,
             slow_links(NODES, latency, bandwidth) as address,
             RankPool(NODES * PLACES, init=False) as pool,
         ):
-            rows = pool.run(measure, address, folder, repeats)[0]
-        for (call, size), (torchs, ours) in rows.items():
-            print(f"| {call} | {size} | {torchs:.1f} | {ours:.1f} | {ours / torchs:.2f} |")
+            found = pool.run(measure, address, folder, repeats)[0]
+        print(table(["call", "bytes", "torch, ms", "ours in levels, ms", "ratio"], cells(found)))
 
 
 if __name__ == "__main__":

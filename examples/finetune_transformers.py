@@ -89,8 +89,8 @@ def tune(
     losses = []
     for step in range(steps):
         micro_batches = shard_global_batch(global_batch(step), 2, manager)
-        loss = train_step(model, micro_batches, manager)
-        clip_grad_norm_(model, 1.0, manager)
+        loss = train_step(model, micro_batches)
+        clip_grad_norm_(model, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         scheduler.step()

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-import api
-from packages import PACKAGES
+from tools.packages import PACKAGES
+from tools.release import api
 
 MODULE = '''
 """A module."""

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from changed import SUITES, concerned
-from packages import PACKAGES, ROOT, closure, dependents
+from tools.packages import PACKAGES, ROOT, closure, dependents
+from tools.testing.changed import SUITES, concerned
 
 
 def test_the_graph_comes_from_the_pyprojects():
@@ -43,7 +43,8 @@ def test_what_is_touched_comes_first_then_its_dependents(files, suites):
 
 
 @pytest.mark.parametrize(
-    "file", ["pyproject.toml", ".ci/run", "tools/changed.py", "new", "packages/gone/src/x.py"]
+    "file",
+    ["pyproject.toml", ".ci/run", "tools/testing/changed.py", "new", "packages/gone/src/x.py"],
 )
 def test_what_belongs_to_nobody_touches_everything(file):
     assert {*concerned([file])} == {*SUITES}
@@ -75,7 +76,7 @@ def commit(folder):
 
 def changed(folder, *arguments):
     """What the program prints there."""
-    command = [sys.executable, "tools/changed.py", "--json", *arguments]
+    command = [sys.executable, "-m", "tools.testing.changed", "--json", *arguments]
     done = subprocess.run(command, cwd=folder, check=True, capture_output=True, text=True)
     return json.loads(done.stdout)
 

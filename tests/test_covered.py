@@ -6,10 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-import covered
-from covered import Covered
+from tools.testing import covered
+from tools.testing.covered import Covered
 
 MODULE = """
 import os

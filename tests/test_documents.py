@@ -9,7 +9,7 @@ import pytest
 
 sys.path += [
     str(Path(__file__).resolve().parent),
-    str(Path(__file__).resolve().parents[1] / "tools"),
+    str(Path(__file__).resolve().parents[1]),
 ]
 
 from document_blocks import (
@@ -22,8 +22,7 @@ from document_blocks import (
     prose,
 )
 from document_programs import run
-
-from test_alone import PACKAGES, closure
+from tools.testing.suites import PACKAGES, closure
 
 NAMESPACES = ("scaletorch", "scaletorch.parallel")
 BLOCKS = {page: blocks(page) for page in pages()}

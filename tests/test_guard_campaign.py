@@ -5,10 +5,11 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from guard_faults import run
-from guard_programs import KINDS, make_program
+from benchmarks.guard.faults import run, run_body
+from benchmarks.guard.programs import KINDS, make_program
+from benchmarks.guard.training import body, judge, make_training
 
 SEEDS = {"kill": (0, 1), "shape": (0, 1), "skip": (0, 1)}
 
@@ -28,3 +29,9 @@ def test_a_fault_is_named_on_every_surviving_rank(kind, seed):
 def test_programs_without_a_fault_go_through(seed):
     result = run(make_program(seed, None, steps=40))
     assert result["right"], result
+
+
+@pytest.mark.parametrize("kind", ["loss", "dtype", "swallows", "bit"])
+def test_a_fault_in_training_is_named(kind):
+    result = run_body(body, make_training(0, kind), judge, init=False)
+    assert (result["hang"], result["silent"], result["named"]) == (False, False, True), result

@@ -5,15 +5,15 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from pictures import FOLDER, PICTURES
+from tools.pages.pictures import FOLDER, PICTURES
 
 
 @pytest.mark.parametrize("name", PICTURES)
 def test_the_picture_is_as_it_is_drawn(name):
     assert (FOLDER / f"{name}.svg").read_text(encoding="utf-8") == PICTURES[name](), (
-        "write them anew: python tools/pictures.py"
+        "write them anew: python -m tools.pages.pictures"
     )
 
 

@@ -5,12 +5,15 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 DIST, TP, UMBRELLA = (f"packages/{n}" for n in ("scaletorch-dist", "scaletorch-tp", "scaletorch"))
+REPOSITORY = "https://code.invalid/some-one/scaletorch"
 ENVIRONMENT = os.environ | {
     f"GIT_{who}_{what}": "a@example.org"
     for who in ("AUTHOR", "COMMITTER")
@@ -28,9 +31,19 @@ def workspace(tmp_path_factory):
         shutil.copytree(ROOT / name, folder / name, ignore=unwanted)
     for name in ("pyproject.toml", ".gitignore"):
         shutil.copy(ROOT / name, folder)
+    settle(folder, f'repository = "{REPOSITORY}"')
     run(folder, "git", "init", "-q")
     commit(folder)
     return folder
+
+
+def settle(folder, *lines):
+    """Write the settings of the workspace."""
+    file = folder / "pyproject.toml"
+    others = re.sub(r"^(repository|documentation) = .*\n", "", file.read_text(), flags=re.M)
+    file.write_text(
+        others.replace("[tool.scaletorch]\n", "\n".join(["[tool.scaletorch]", *lines, ""]))
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +70,7 @@ def commit(folder):
 
 def release(folder, *words, code=0):
     """Run the tool there."""
-    return run(folder, sys.executable, "tools/release.py", *words, code=code)
+    return run(folder, sys.executable, "-m", "tools.release", *words, code=code)
 
 
 def fragment(folder, package, name, text):
@@ -102,7 +115,7 @@ def test_a_patch_leaves_pins_and_a_dry_run_everything(workspace):
     before = contents(workspace)
     said = release(workspace, "bump", "patch", "scaletorch-dist", "--dry-run")
     assert '+__version__ = "0.1.1"' in said
-    assert "scaletorch-tp" not in said
+    assert "scaletorch-tp 0.1.0 ->" not in said
     assert said.count("PASSED") == 2
     assert contents(workspace) == before
 
@@ -151,3 +164,90 @@ def test_nothing_is_built_before_it_is_released(workspace):
 def test_uncommitted_changes_are_refused(workspace):
     (workspace / "new").write_text("new")
     assert "uncommitted changes" in release(workspace, "bump", "minor", "scaletorch-tp", code=1)
+
+
+def urls(folder):
+    """Return package → the addresses in its pyproject."""
+    files = sorted((folder / "packages").glob("*/pyproject.toml"))
+    found = {file.parent.name: tomllib.loads(file.read_text())["project"] for file in files}
+    return {name: project.get("urls", {}) for name, project in found.items()}
+
+
+def test_all_packages_say_alike_where_they_come_from(workspace):
+    said = urls(ROOT)
+    assert len(said) == 7
+    assert all(each.keys() == said["scaletorch"].keys() for each in said.values())
+    release(workspace, "bump", "patch", "scaletorch-tp", "--date", "2030-01-02")
+    expected = {
+        "Homepage": REPOSITORY,
+        "Documentation": f"{REPOSITORY}/tree/main/docs",
+        "Repository": REPOSITORY,
+        "Changelog": f"{REPOSITORY}/blob/main/packages/NAME/CHANGELOG.md",
+        "Issues": f"{REPOSITORY}/issues",
+    }
+    assert urls(workspace) == {
+        name: expected | {"Changelog": expected["Changelog"].replace("NAME", name)} for name in said
+    }
+    (wheel,) = (workspace / "dist" / "scaletorch-tp-v0.1.1").glob("*.whl")
+    with ZipFile(wheel) as archive:
+        (name,) = (each for each in archive.namelist() if each.endswith("METADATA"))
+        lines = archive.read(name).decode().splitlines()
+    for label, address in urls(workspace)["scaletorch-tp"].items():
+        assert f"Project-URL: {label}, {address}" in lines
+
+
+def test_addresses_follow_the_settings(workspace):
+    release(workspace, "bump", "patch", "scaletorch-pg")
+    settle(
+        workspace, 'repository = "https://other.invalid/x"', 'documentation = "https://d.invalid"'
+    )
+    commit(workspace)
+    said = release(workspace, "build", "scaletorch-pg", code=1)
+    assert "no release: scaletorch-pg has other [project.urls] than pyproject.toml says" in said
+    release(workspace, "bump", "patch", "scaletorch-pg")
+    found = urls(workspace)["scaletorch-dp"]
+    assert found["Documentation"] == "https://d.invalid"
+    assert found["Issues"] == "https://other.invalid/x/issues"
+    text = (workspace / TP / "pyproject.toml").read_text()
+    assert text.count("[project.urls]") == 1
+    assert "[project.optional-dependencies]" in text
+    run(workspace, "git", "reset", "-q", "--hard", "HEAD~1")
+
+
+@pytest.mark.parametrize("words", [["bump", "patch", "scaletorch-pg"], ["build", "scaletorch-pg"]])
+def test_without_an_address_nothing_is_built_for_an_index(workspace, words):
+    settle(workspace)
+    commit(workspace)
+    said = release(workspace, *words, code=1)
+    assert "no release: the wheels would not say where they come from: give the address" in said
+    assert not (workspace / "dist").exists()
+    settle(workspace, 'repository = "http://somewhere/"')
+    commit(workspace)
+    assert "repository is 'http://somewhere/'; expected https://" in release(
+        workspace, *words, code=1
+    )
+    run(workspace, "git", "reset", "-q", "--hard", "HEAD~2")
+
+
+def test_a_patch_release_takes_no_name_away(workspace):
+    file = workspace / DIST / "api.txt"
+    version = re.search(
+        r'"(.+)"', (workspace / DIST / "src/scaletorch/dist/_version.py").read_text()
+    )
+    try:
+        run(workspace, "git", "tag", f"scaletorch-dist-v{version[1]}")
+        kept = file.read_text()
+        file.write_text(kept + "\nscaletorch.dist.newer\n    added() -> None\n")
+        commit(workspace)
+        release(workspace, "bump", "patch", "scaletorch-dist", "--dry-run")
+        line = next(each for each in kept.splitlines() if each.startswith("    all_gather_flat("))
+        file.write_text(kept.replace(line + "\n", ""))
+        commit(workspace)
+        said = release(workspace, "bump", "patch", "scaletorch-dist", "--dry-run", code=1)
+        assert "would lack what" in said
+        assert f"scaletorch.dist.building: {line.strip()}" in said
+        release(workspace, "bump", "minor", "scaletorch-dist", "--dry-run")
+    finally:
+        run(workspace, "git", "tag", "-d", f"scaletorch-dist-v{version[1]}")
+        file.write_text(kept)
+        commit(workspace)

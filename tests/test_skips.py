@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-import skips
+from tools.testing import skips
 
 SKIPPING = """
 import pytest

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-import translations
+from tools.pages import translations
 
 ROOT = translations.ROOT
 ENGLISH = """# Rings
@@ -46,7 +46,7 @@ print(1)
 def test_every_page_is_there_in_chinese_and_as_it_is_in_english():
     left = translations.differences()
     assert not left, "\n".join(
-        [*left, "when Chinese is right: python tools/translations.py --record"]
+        [*left, "when Chinese is right: python -m tools.pages.translations --record"]
     )
 
 

@@ -14,9 +14,9 @@ from torch import nn
 from scaletorch.dist.testing import run_ranks
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT))
 
-import vendor  # noqa: E402 - of the repository's tools
+from tools.vendoring import vendor  # noqa: E402 - of the repository's tools
 
 ACME, ZENITH = COPIES = ("acme._vendor.scaletorch", "zenith._vendor.scaletorch")
 
@@ -40,7 +40,7 @@ def reduce_in_shared_memory():
     """Rank 0 does its part of the second call first, and rank 1 that of the first."""
     rank, works = c10d.get_rank(), []
     for number, name in enumerate(COPIES):
-        memory = of(name, "dist.shared_memory.joining").node_memory(c10d.group.WORLD)
+        memory = of(name, "dist.transport.joining").node_memory(c10d.group.WORLD)
         data = torch.full((2,), 10.0**number * (rank + 1))
         works.append(memory.all_reduce(data, [1, 1], start=None))
     for _ in range(20 if rank == 0 else 0):

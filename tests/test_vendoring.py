@@ -1,4 +1,4 @@
-"""tools/vendor.py: what it copies, what it refuses, what it leaves alone, and whether it works."""
+"""tools/vendoring: what it copies, what it refuses, what it leaves alone, and whether it works."""
 
 import json
 import re
@@ -11,12 +11,12 @@ import pytest
 from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT / "tools"))
+sys.path.insert(0, str(ROOT))
 
-import check_vendored  # noqa: E402 - of the repository's tools
-import vendor  # noqa: E402
-from packages import PACKAGES  # noqa: E402
-from vendor_manifest import LICENCE, NAME, VendorError, contents  # noqa: E402
+from tools.packages import PACKAGES  # noqa: E402
+from tools.vendoring import check as check_vendored  # noqa: E402 - of the repository's tools
+from tools.vendoring import vendor  # noqa: E402
+from tools.vendoring.manifest import LICENCE, NAME, VendorError, contents  # noqa: E402
 
 GUIDE = (ROOT / "docs" / "vendoring.md").read_text()
 PLACE = "../acme/acme/_vendor"
@@ -93,7 +93,7 @@ def test_a_copy_that_fails_changes_nothing(into, monkeypatch, attempt, fails):
     updates = attempt is vendor.update
     if updates:
         vendor.vendor(["dist"], into)
-        (into / "scaletorch" / "dist" / "info.py").write_text("edited\n")
+        (into / "scaletorch" / "dist" / "errors.py").write_text("edited\n")
         attempt = lambda into: vendor.update(into, force=True)  # noqa: E731
     before = contents(into)
     owner = shutil if fails == "copyfile" else Path
@@ -112,7 +112,7 @@ def test_a_copy_that_fails_changes_nothing(into, monkeypatch, attempt, fails):
     assert [path.name for path in into.parent.rglob(".scaletorch*")] == []
     assert into.exists() == updates
     if updates:
-        assert (into / "scaletorch" / "dist" / "info.py").read_text() == "edited\n"
+        assert (into / "scaletorch" / "dist" / "errors.py").read_text() == "edited\n"
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,10 @@ def test_places_that_will_not_do_are_refused(tmp_path, place, packages, message)
     [
         (lambda text: "", "cannot be read"),
         (lambda text: text.replace('"format_version": 1', '"format_version": 2'), "another format"),
-        (lambda text: text.replace("dist/info.py", "../../own.py"), "own.py' is not in the folder"),
+        (
+            lambda text: text.replace("dist/errors.py", "../../own.py"),
+            "own.py' is not in the folder",
+        ),
         (lambda text: text.replace('"licence"', '"license"'), "cannot be read: .*licen"),
     ],
 )
@@ -184,9 +187,9 @@ def test_the_manifest_says_where_a_copy_comes_from(into):
 def test_the_guides_project_runs_and_mypy_checks_it(into):
     host = into.parent.parent
     commands = [line.split() for line in guides("bash").splitlines()]
-    assert [command[:2] for command in commands] == [["python", "tools/vendor.py"]] * 3
+    assert [command[:3] for command in commands] == [["python", "-m", "tools.vendoring"]] * 3
     for command in commands:
-        words = [str(into) if word == PLACE else word for word in command[2:]]
+        words = [str(into) if word == PLACE else word for word in command[3:]]
         assert vendor.main(words) == 0, command
     (host / "acme" / "__init__.py").touch()
     (host / "acme" / "train.py").write_text(guides("py"))

@@ -1,5 +1,6 @@
 """The checks of built wheels pass a good one and refuse one with each fault."""
 
+import re
 import shutil
 import sys
 import zipfile
@@ -7,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from alone import Alone
-from building import build, of_version
-from environments import create, run, torch_alone
-from packages import folder, version
-from rows import CheckError, row, table
-from sdists import sdist
-from wheel_files import own_files, shared_paths, wrong_files
-from wheel_metadata import next_series, own_words, wrong_requirements, wrong_words
+from tools.building import build, of_version
+from tools.environments import create, run, torch_alone
+from tools.packages import folder, version
+from tools.rows import CheckError, row, table
+from tools.wheels.alone import Alone
+from tools.wheels.files import own_files, shared_paths, wrong_files
+from tools.wheels.metadata import next_series, own_words, wrong_requirements, wrong_words
+from tools.wheels.sdists import sdist
 
 DIST = "scaletorch-dist"
 PACKAGE = "scaletorch-pg"
@@ -117,8 +118,8 @@ def test_a_wrong_requirement_is_named(wheels, tmp_path, old, new, fault):
 
 
 def test_a_path_of_two_wheels_is_named(wheels, tmp_path):
-    wheel = changed(wheels[PACKAGE], tmp_path, "scaletorch/dist/info.py", None, "")
-    assert shared_paths([wheel, wheels[DIST]]) == ["scaletorch/dist/info.py"]
+    wheel = changed(wheels[PACKAGE], tmp_path, "scaletorch/dist/errors.py", None, "")
+    assert shared_paths([wheel, wheels[DIST]]) == ["scaletorch/dist/errors.py"]
 
 
 def test_an_sdist_makes_the_same_wheel_and_another_is_refused(wheels, tmp_path):
@@ -163,3 +164,25 @@ def test_rows_and_their_table():
     assert "second:\ntwo lines\nof it" in table(rows)
     assert "third:\nZeroDivisionError: division by zero" in table(rows)
     assert lines[-1] == "1 passed, 2 failed"
+
+
+def test_wheels_of_two_patch_releases_fit_together(wheels, torch_folder, tmp_path):
+    """A patch release may move everything that is not recorded."""
+    major, minor, patch = version(DIST).split(".")
+    newer = of_version(DIST, f"{major}.{minor}.{int(patch) + 1}", tmp_path)
+    inside = newer / "src/scaletorch/dist"
+    (inside / "collectives").rename(inside / "moved_inside")
+    for file in inside.rglob("*.py"):
+        text = file.read_text()
+        file.write_text(
+            re.sub(r"^(\s*from [.]+)collectives\b", r"\1moved_inside", text, flags=re.M)
+        )
+    folder_of_both = tmp_path / "both"
+    folder_of_both.mkdir()
+    build(newer, folder_of_both)
+    shutil.copy(wheels[PACKAGE], folder_of_both)
+    python = create(tmp_path / "environment", torch_folder)
+    alone = Alone(PACKAGE, wheels[PACKAGE], folder_of_both, python)
+    alone.install()
+    alone.imports()
+    assert "snippets run" in alone.readme()

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
+sys.path.append(str(Path(__file__).resolve().parent.parent))
 
-from changed import SUITES
-from packages import PACKAGES, ROOT, pyproject
+from tools.packages import PACKAGES, ROOT, pyproject
+from tools.testing.changed import SUITES
 
 FOLDER = ROOT / ".github" / "workflows"
 WORKFLOWS = {file.stem: yaml.safe_load(file.read_text()) for file in FOLDER.glob("*.yml")}

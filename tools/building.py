@@ -8,7 +8,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from packages import folder, version, version_file
+from .packages import folder, version, version_file
 
 BUILD = "import sys, hatchling.build as it; print(getattr(it, sys.argv[1])(sys.argv[2]))"
 

@@ -1,6 +1,6 @@
 """Show what the project promises to who installs it and to who copies it, as one table.
 
-``check_wheels.py`` checks each wheel alone, ``check_vendored.py`` copies in other projects. Words
+``wheels`` checks each wheel alone, ``vendoring`` copies in other projects. Words
 are for the first: names of packages, and ``--tests``. 1 if anything is wrong.
 """
 
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import sys
 
-import check_vendored
-import check_wheels
-from rows import table
+from .rows import table
+from .vendoring import check as check_vendored
+from .wheels import check as check_wheels
 
 
 def main() -> int:

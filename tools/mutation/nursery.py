@@ -21,7 +21,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-from mutation import judge, recorder, warm_ranks
+from . import judge, recorder, warm_ranks
 
 PRELOAD = (
     "torch",

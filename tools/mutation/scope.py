@@ -10,8 +10,8 @@ SOURCES = (
     f"{_DIST}/collectives",
     f"{_DIST}/params.py",
     f"{_DIST}/functional.py",
-    f"{_DIST}/shared_memory",
-    f"{_DIST}/neighbours",
+    f"{_DIST}/transport",
+    f"{_DIST}/wire",
     "packages/scaletorch-tp/src",
     "packages/scaletorch-cp/src",
     "packages/scaletorch-pp/src",
@@ -27,7 +27,7 @@ FILES_LEFT_OUT = {
     "*/_version.py": "a version",
     "*/drawing/*": "pictures",
     "*/drawing.py": "pictures",
-    "*/splitting/measure.py": "times by the clock, and no test asserts a time",
+    "*/preparation/measure.py": "times by the clock, and no test asserts a time",
 }
 
 # Functions that are not mutated: they write for people.

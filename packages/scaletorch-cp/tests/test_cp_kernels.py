@@ -16,15 +16,14 @@ from scaletorch.parallel.context_parallel import kernels
 from scaletorch.parallel.context_parallel.kernels import (
     Operands,
     cpu_flash,
-    flash_attn,
-    fused,
     merge_into,
     table,
     tile,
+    unrun,
     update_out_and_lse,
 )
 from scaletorch.parallel.context_parallel.kernels.strips import strips
-from scaletorch.parallel.context_parallel.masks.bands import CAUSAL, FULL
+from scaletorch.parallel.context_parallel.masks.blocks import CAUSAL, FULL
 
 KERNELS = [cpu_flash, tile, kernels]
 BOUNDS = st.none() | st.integers(-40, 40)
@@ -371,10 +370,10 @@ def test_merge_is_float32_for_half_precision():
 
 
 FUSED = {
-    "flash": fused.FLASH,
-    "efficient": fused.EFFICIENT,
-    "cudnn": fused.CUDNN,
-    "overrideable": fused.OVERRIDEABLE,
+    "flash": unrun.FLASH,
+    "efficient": unrun.EFFICIENT,
+    "cudnn": unrun.CUDNN,
+    "overrideable": unrun.VENDORS,
 }
 
 
@@ -384,8 +383,8 @@ def test_fused_operators_take_and_give_what_their_schemas_say(operator, band):
     """Shapes and dtypes alone: nothing is computed on meta tensors."""
     q, grad = torch.empty(2, 2, 4, 40, 64, device="meta", dtype=torch.bfloat16).unbind()
     k, v = torch.empty(2, 2, 2, 40, 64, device="meta", dtype=torch.bfloat16).unbind()
-    out, lse = fused.forward(operator, q, k, v, 0.1, band)
-    grads = fused.backward(operator, Operands(grad, q, k, v, out, lse), 0.1, band)
+    out, lse = unrun.forward(operator, q, k, v, 0.1, band)
+    grads = unrun.backward(operator, Operands(grad, q, k, v, out, lse), 0.1, band)
     assert (out.shape, lse.shape) == (q.shape, q.shape[:3])
     assert [x.shape for x in grads] == [q.shape, k.shape, v.shape]
     assert {x.dtype for x in (out, lse, *grads)} == {torch.float32}
@@ -413,8 +412,8 @@ def test_fused_operators_are_asked_for_no_dropout_and_for_this_mask(operator, ba
     q, grad = torch.empty(2, 2, 4, 40, 64, device="meta", dtype=torch.bfloat16).unbind()
     k, v = torch.empty(2, 2, 4, 24, 64, device="meta", dtype=torch.bfloat16).unbind()
     with Asked() as asked:
-        out, lse = fused.forward(operator, q, k, v, 0.1, band)
-        fused.backward(operator, Operands(grad, q, k, v, out, lse), 0.1, band)
+        out, lse = unrun.forward(operator, q, k, v, 0.1, band)
+        unrun.backward(operator, Operands(grad, q, k, v, out, lse), 0.1, band)
     assert len(asked.calls) == 2
     for call in asked.calls:
         assert call["dropout_p"] == 0
@@ -438,7 +437,7 @@ def _reference_operator(lse_layout):
         out, lse = cpu_flash.forward(q, k, v, scale, CAUSAL if causal else FULL)
         return out, lse_layout(lse)
 
-    return fused.Operator(forward, backward)
+    return unrun.Operator(forward, backward)
 
 
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
@@ -449,7 +448,7 @@ def _reference_operator(lse_layout):
 )
 def test_frame_of_fused_operators(lse_layout, band):
     operator = _reference_operator(lse_layout)
-    kernel = table._fused("stand-in", operator, fused.plain)
+    kernel = unrun._fused("stand-in", operator, unrun.plain)
     inputs = _inputs(6, 2, 29, 29, 8)
     assert kernel.fits(*inputs[:3], band)
     _assert_close(_run(kernel, *inputs, 0.3, band), _dense(*inputs, 0.3, band), 1e-12)
@@ -462,17 +461,17 @@ def test_table_falls_back_to_the_tile():
     half = [x.to("meta", torch.bfloat16) for x in (q, k, v)]
     assert kernels.kernel_for(*half, FULL) is table.TILE
     # PyTorch says of its kernels for CUDA that they could not run here.
-    assert not any(kernel.fits(*half, FULL) for kernel in (*table.CUDA, *table.VENDOR))
-    assert not fused.plain(q, k, v, (-2, 0))
-    assert not fused.plain(q, k[:, :, 1:], v[:, :, 1:], CAUSAL)
-    assert not fused.plain(q, k, v[..., :4], FULL)
-    assert not fused.plain(q.float(), k, v, FULL)
+    assert not any(kernel.fits(*half, FULL) for kernel in (*unrun.CUDA, *unrun.VENDOR))
+    assert not unrun.plain(q, k, v, (-2, 0))
+    assert not unrun.plain(q, k[:, :, 1:], v[:, :, 1:], CAUSAL)
+    assert not unrun.plain(q, k, v[..., :4], FULL)
+    assert not unrun.plain(q.float(), k, v, FULL)
 
 
 def test_flash_attn_is_asked_for_only_where_it_is_installed():
     q, k, v, _ = _inputs(2, 2, 8, 8, 8)
-    assert flash_attn.is_installed.__wrapped__() is False
-    assert not table._fits_flash_attn(q, k, v, FULL)
+    assert unrun.flash_attn_is_installed.__wrapped__() is False
+    assert not unrun._fits_flash_attn(q, k, v, FULL)
 
 
 PLAIN = {"dropout_p": 0.0, "softcap": 0.0, "alibi_slopes": None}
@@ -516,9 +515,9 @@ class FlashAttn:
 
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_flash_attn_is_called_by_its_convention(band):
-    kernel = table._fused("flash-attn", flash_attn.FLASH_ATTN, fused.plain)
+    kernel = unrun._fused("flash-attn", unrun.FLASH_ATTN, unrun.plain)
     inputs = _inputs(6, 2, 29, 29, 8)
-    with mock.patch.object(flash_attn, "_interface", FlashAttn):
+    with mock.patch.object(unrun, "_flash_attn", FlashAttn):
         found = _run(kernel, *inputs, 0.3, band)
     _assert_close(found, _dense(*inputs, 0.3, band), 1e-12)
 
@@ -526,7 +525,7 @@ def test_flash_attn_is_called_by_its_convention(band):
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_pytorch_is_asked_of_kernels_without_dropout(band):
     q, k, v, _ = _inputs(6, 2, 8, 8, 8)
-    asked = table._asked(q, k, v, band)
+    asked = unrun._asked(q, k, v, band)
     assert asked.dropout == 0
     assert asked.is_causal is (band is CAUSAL)
     assert asked.key.shape == asked.query.shape == asked.value.shape
@@ -534,12 +533,12 @@ def test_pytorch_is_asked_of_kernels_without_dropout(band):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("name", [kernel.name for kernel in table.CUDA])
+@pytest.mark.parametrize("name", [kernel.name for kernel in unrun.CUDA])
 @pytest.mark.parametrize("band", [FULL, CAUSAL])
 def test_kernels_of_cuda(name, band):
     if not torch.cuda.is_available():
         pytest.skip("no CUDA device")
-    kernel = next(kernel for kernel in table.CUDA if kernel.name == name)
+    kernel = next(kernel for kernel in unrun.CUDA if kernel.name == name)
     tensors = [x.to("cuda") for x in _inputs(4, 2, 200, 200, 64, dtype=torch.float16)]
     if not kernel.fits(*tensors[:3], band):
         pytest.skip(f"{name} does not fit this device")

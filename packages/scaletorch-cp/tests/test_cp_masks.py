@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.context_parallel.layouts.layout import LAYOUTS, contiguous, stripe, zigzag
-from scaletorch.parallel.context_parallel.masks import cutting
+from scaletorch.parallel.context_parallel.masks import blocks as cutting
 from scaletorch.parallel.context_parallel.masks import mask as mask_module
 from scaletorch.parallel.context_parallel.masks.drawing import draw
 from scaletorch.parallel.context_parallel.masks.mask import CAUSAL, FULL, Mask, blocks, seen, work

@@ -7,7 +7,7 @@ from torch.profiler import ProfilerActivity, profile
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.context_parallel import attention
 from scaletorch.parallel.context_parallel.kernels import Operands, tile
-from scaletorch.parallel.context_parallel.masks.bands import CAUSAL
+from scaletorch.parallel.context_parallel.masks.blocks import CAUSAL
 
 LENGTH, DIM, RANKS = 32_768, 16, 2
 HEADS = {"ring": 1, "all_gather": 1, "ulysses": RANKS}  # "hybrid" on two ranks is one of these
@@ -44,8 +44,10 @@ def peak_of_attention(method, length, options):
     *tensors, inputs = random(HEADS[method], length // RANKS)
     q, k, v = (x.requires_grad_() for x in tensors[:3])
 
+    how = {"causal": True, "layout": "zigzag", "method": method, "group": dist.group.WORLD}
+
     def run():
-        out = attention(q, k, v, causal=True, method=method, group=dist.group.WORLD, **options)
+        out = attention(q, k, v, **options, **how)
         out.backward(tensors[3])
 
     return peak(run), inputs

@@ -297,10 +297,10 @@ def test_names_stay_and_a_second_time_is_an_error():
 
 
 def _others_untouched():
-    model, other = apply_context_parallel(_model(), c10d.group.WORLD), _model()
-    batch = shard_batch(
-        {"input_ids": torch.arange(6)[None], "labels": torch.arange(6)[None]}, c10d.group.WORLD
-    )
+    group = c10d.new_group()
+    model, other = apply_context_parallel(_model(), group), _model()
+    ids = torch.arange(6)[None]
+    batch = shard_batch({"input_ids": ids, "labels": ids}, group, layout="contiguous")
     q = torch.ones(1, 2, 3, 4)
     before = other(batch["input_ids"], batch["position_ids"])
     inside = model(batch["input_ids"], batch["position_ids"])
@@ -319,8 +319,9 @@ def test_other_models_are_not_touched():
 
 
 def _deep_copy():
-    model = apply_context_parallel(_model(), c10d.group.WORLD)
-    batch = shard_batch({"input_ids": torch.arange(8)[None]}, c10d.group.WORLD)
+    group = c10d.new_group()
+    model = apply_context_parallel(_model(), group)
+    batch = shard_batch({"input_ids": torch.arange(8)[None]}, group)
     args = (batch["input_ids"], batch["position_ids"])
     twin = copy.deepcopy(model)
     same = torch.equal(model(*args), twin(*args))
@@ -371,7 +372,7 @@ REFUSED = {
 
 
 def _refuse(name):
-    model = apply_context_parallel(Calls(REFUSED[name][0]), c10d.group.WORLD)
+    model = apply_context_parallel(Calls(REFUSED[name][0]), c10d.new_group())
     with pytest.raises((InvalidArgumentError, StateError)) as error:
         model(torch.ones(1, 2, 3, 4))
     return str(error.value)
@@ -389,7 +390,7 @@ def _own_forward():
     plain = Calls(lambda _, q: _sdpa(q, is_causal=True))
     inner = plain.forward
     plain.forward = lambda q: inner(q) + 1
-    model = apply_context_parallel(plain, c10d.group.WORLD)
+    model = apply_context_parallel(plain, c10d.new_group())
     q = torch.full((1, 1, 2, 4), float(c10d.get_rank()))
     return model(q).unique().tolist()
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from scaletorch.dist.collectives.work import Work
 from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.wire.work import Work
 from scaletorch.parallel.context_parallel import LAYOUTS, attention, cp_comms
 from scaletorch.parallel.context_parallel.masks.mask import work
 from scaletorch.parallel.context_parallel.methods import gathered
@@ -22,13 +22,14 @@ LENGTH, HEADS, KV_HEADS, DIM = 24, 4, 2, 8
 def run(method, kind="zigzag", dtype=torch.float32, between=lambda: None):
     """Return this rank's output and gradients; call `between` forward and backward."""
     generator = torch.Generator().manual_seed(3)
-    held = LAYOUTS[kind](LENGTH, dist.get_world_size()).positions(dist.get_rank())
+    layout = LAYOUTS[kind](LENGTH, dist.get_world_size())
+    held = layout.positions(dist.get_rank())
     shapes = [(1, heads, LENGTH, DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
     own = [torch.randn(s, generator=generator).to(dtype)[:, :, held].contiguous() for s in shapes]
     before = [x.clone() for x in own]
     q, k, v = (x.requires_grad_() for x in own[:3])
     causal, world = kind != "contiguous", dist.group.WORLD
-    out = attention(q, k, v, causal=causal, layout=kind, method=method, group=world)
+    out = attention(q, k, v, causal=causal, layout=layout, method=method, group=world)
     between()
     out.backward(own[3])
     assert all(map(torch.equal, own, before)), "an input was changed"

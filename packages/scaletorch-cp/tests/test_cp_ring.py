@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as c10d
@@ -13,6 +15,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from scaletorch.dist.errors import InvalidArgumentError, MismatchError
 from scaletorch.dist.testing import relative_error, run_ranks, worst
 from scaletorch.parallel.context_parallel import cp_comms, ring_attention, shard_sequence
+
+contiguous_shard = partial(shard_sequence, layout="contiguous")
 
 NAMES = ("out", "dq", "dk", "dv")
 
@@ -39,10 +43,10 @@ def _one_process(tensors, causal, scale=None, backend=SDPBackend.MATH):
 def _ring(tensors, causal, scale=None, group=None):
     """Return this rank's out, dq, dk, dv."""
     group = group or c10d.group.WORLD
-    q, k, v, grad = (shard_sequence(x, 2, group).clone() for x in tensors)
+    q, k, v, grad = (contiguous_shard(x, 2, group).clone() for x in tensors)
     before = [x.clone() for x in (q, k, v, grad)]
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    out = ring_attention(*leaves, scale, causal, group)
+    out = ring_attention(*leaves, scale, causal, group, layout="contiguous")
     out.backward(grad)
     for mine, old in zip((q, k, v, grad), before, strict=True):
         assert torch.equal(mine, old), "an input was changed"
@@ -51,7 +55,7 @@ def _ring(tensors, causal, scale=None, group=None):
 
 def _errors(mine, reference, group=None):
     """Return the largest error of each tensor, relative to the reference's largest value."""
-    shards = [shard_sequence(x, 2, group or c10d.group.WORLD) for x in reference]
+    shards = [contiguous_shard(x, 2, group or c10d.group.WORLD) for x in reference]
     return [
         relative_error(a, b, scale=whole)
         for a, b, whole in zip(mine, shards, reference, strict=True)
@@ -111,7 +115,7 @@ def _rounding(causal, kv_heads, seed):
     reference = _one_process([x.double() for x in tensors], causal)
     plain = _one_process(tensors, causal, backend=SDPBackend.FLASH_ATTENTION)
     mine = _ring(tensors, causal)
-    shards = [shard_sequence(x, 2, c10d.group.WORLD) for x in reference]
+    shards = [contiguous_shard(x, 2, c10d.group.WORLD) for x in reference]
     return [
         (
             (a.double() - part).square().sum().item(),
@@ -147,9 +151,11 @@ def _strided():
     world = c10d.group.WORLD
     tensors = _inputs((2, 4, 12, 8), 2, 7)
     reference = _one_process([*tensors[:3], torch.ones_like(tensors[3])], True)
-    q, k, v = (shard_sequence(x.transpose(1, 2), 1, world) for x in tensors[:3])
+    q, k, v = (contiguous_shard(x.transpose(1, 2), 1, world) for x in tensors[:3])
     leaves = [x.contiguous().requires_grad_() for x in (q, k, v)]
-    out = ring_attention(*(x.transpose(1, 2) for x in leaves), is_causal=True, group=world)
+    out = ring_attention(
+        *(x.transpose(1, 2) for x in leaves), is_causal=True, group=world, layout="contiguous"
+    )
     out.sum().backward()
     return _errors([out.detach(), *(x.grad.transpose(1, 2) for x in leaves)], reference)
 
@@ -167,10 +173,12 @@ def _bytes_sent(dtype, causal):
         return exchange(sends=sends, **options)
 
     world = c10d.group.WORLD
-    q, k, v, grad = (shard_sequence(x, 2, world) for x in _inputs((2, 4, 24, 8), 2, 7, dtype))
+    q, k, v, grad = (contiguous_shard(x, 2, world) for x in _inputs((2, 4, 24, 8), 2, 7, dtype))
     cp_comms.exchange = counted
     try:
-        out = ring_attention(q.requires_grad_(), k, v, is_causal=causal, group=world)
+        out = ring_attention(
+            q.requires_grad_(), k, v, is_causal=causal, group=world, layout="contiguous"
+        )
         forward = sum(sent)
         out.backward(grad)
     finally:
@@ -204,7 +212,7 @@ def test_rings_beside_each_other():
 
 def _autocast():
     world = c10d.group.WORLD
-    q, k, v, _ = (shard_sequence(x, 2, world) for x in _inputs((1, 2, 8, 4), 2, 1, torch.float32))
+    q, k, v, _ = (contiguous_shard(x, 2, world) for x in _inputs((1, 2, 8, 4), 2, 1, torch.float32))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         mixed = ring_attention(q.requires_grad_(), k, v.bfloat16(), group=world)
         mixed.float().sum().backward()
@@ -218,7 +226,7 @@ def test_autocast_casts_as_attention_does():
 
 def _without_gradient():
     tensors = _inputs((1, 2, 8, 4), 2, 1)
-    q, k, v = (shard_sequence(x, 2, c10d.group.WORLD) for x in tensors[:3])
+    q, k, v = (contiguous_shard(x, 2, c10d.group.WORLD) for x in tensors[:3])
     with torch.no_grad():
         out = ring_attention(q.requires_grad_(), k, v, group=c10d.group.WORLD)
     keys_only = ring_attention(q.detach(), k.requires_grad_(), v, group=c10d.group.WORLD)

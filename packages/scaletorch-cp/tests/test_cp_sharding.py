@@ -20,11 +20,11 @@ from scaletorch.parallel.context_parallel import (
 )
 
 
-def _round_trip():
-    world = c10d.group.WORLD
+def _round_trip(layout):
+    world = c10d.new_group()  # whose order nobody has said
     x = torch.arange(2 * 12 * 3).reshape(2, 12, 3)
-    shard = shard_sequence(x, group=world)
-    last = shard_sequence(x.mT, -1, world)
+    shard = shard_sequence(x, group=world, **layout)
+    last = shard_sequence(x.mT, -1, world, **layout)
     assert torch.equal(last, shard.mT)
     assert torch.equal(unshard_sequence(shard, group=world), x)
     assert torch.equal(unshard_sequence(last, -1, world), x.mT)
@@ -32,16 +32,21 @@ def _round_trip():
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_shards_are_contiguous_in_rank_order(size):
+def test_contiguous_shards_are_in_rank_order(size):
     whole = torch.arange(2 * 12 * 3).reshape(2, 12, 3)
-    results = run_ranks(_round_trip, size)
+    results = run_ranks(_round_trip, size, {"layout": "contiguous"})
     assert torch.equal(torch.cat([shard for shard, _ in results], 1), whole)
     assert torch.equal(torch.cat([ids for _, ids in results]), torch.arange(12))
 
 
+def test_shards_are_zigzag_by_default():
+    for rank, (_, ids) in enumerate(run_ranks(_round_trip, 2, {})):
+        assert torch.equal(ids, zigzag(12, 2).positions(rank))
+
+
 def _any_layout(kind, as_object):
     """Share out 12 positions and join them; return this rank's shard and positions."""
-    world, x = c10d.group.WORLD, torch.arange(2 * 12 * 3).reshape(2, 12, 3)
+    world, x = c10d.new_group(), torch.arange(2 * 12 * 3).reshape(2, 12, 3)
     layout = LAYOUTS[kind](12, world.size()) if as_object else kind
     shard = shard_sequence(x, group=world, layout=layout)
     last = shard_sequence(x.mT, -1, world, layout=layout)
@@ -66,7 +71,7 @@ def test_shards_of_a_layout(kind, as_object, size):
 
 
 def _padded(kind):
-    world = c10d.group.WORLD
+    world = c10d.new_group()
     layout = LAYOUTS[kind](13, world.size())
     x = torch.arange(layout.padded_length)
     shard = shard_sequence(x, 0, world, layout=layout)
@@ -85,7 +90,7 @@ def test_padding_is_shared_out_and_not_joined(kind):
 
 
 def _gradients(layout):
-    world = c10d.group.WORLD
+    world = c10d.new_group()
     x = torch.arange(8.0, requires_grad=True)
     (shard_sequence(x, 0, world, layout=layout) ** 2).sum().backward()
     shard = torch.ones(4, requires_grad=True)
@@ -102,7 +107,7 @@ def test_gradients_of_whole_and_shard(layout):
 
 def _batch(batch, layout="contiguous"):
     kept = {name: value.clone() for name, value in batch.items() if torch.is_tensor(value)}
-    shard = shard_batch(batch, c10d.group.WORLD, layout=layout)
+    shard = shard_batch(batch, c10d.new_group(), layout=layout)
     assert all(torch.equal(batch[name], value) for name, value in kept.items())
     assert all(value.is_contiguous() for value in shard.values() if torch.is_tensor(value))
     return shard
@@ -158,12 +163,13 @@ def test_one_process_gets_the_whole_with_positions():
 
 
 def _uneven():
-    world, messages = c10d.group.WORLD, []
+    world, messages = c10d.new_group(), []
+    ids, table, whole = torch.ones(1, 2, dtype=torch.int64), torch.ones(13, 2), "contiguous"
     calls = [
-        lambda: shard_sequence(torch.ones(1, 10), group=world),
-        lambda: shard_batch({"input_ids": torch.ones(1, 2, dtype=torch.int64)}, world),
-        lambda: positions(11, world),
-        lambda: update_rope_for_context_parallel(torch.ones(13, 2), torch.ones(13, 2), world),
+        lambda: shard_sequence(torch.ones(1, 10), group=world, layout=whole),
+        lambda: shard_batch({"input_ids": ids}, world, layout=whole),
+        lambda: positions(11, world, layout=whole),
+        lambda: update_rope_for_context_parallel(table, table, world, layout=whole),
         lambda: shard_sequence(torch.ones(1, 9), group=world, layout="zigzag"),
         lambda: positions(3, world, layout="zigzag"),
     ]
@@ -228,7 +234,8 @@ def test_no_such_dim_is_refused():
 
 def _tables(shape, length):
     cos = torch.arange(24.0).reshape(shape)
-    return update_rope_for_context_parallel(cos, -cos, c10d.group.WORLD, length=length)
+    group = c10d.new_group()  # whose order nobody has said
+    return update_rope_for_context_parallel(cos, -cos, group, length=length, layout="contiguous")
 
 
 @pytest.mark.parametrize(("shape", "length"), [((12, 2), None), ((2, 6, 2), None), ((12, 2), 8)])

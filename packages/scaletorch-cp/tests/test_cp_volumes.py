@@ -8,8 +8,7 @@ from torch.utils._pytree import tree_leaves
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.context_parallel import attention
-from scaletorch.parallel.context_parallel.methods.volumes import volumes
+from scaletorch.parallel.context_parallel import attention, volumes, zigzag
 
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -41,11 +40,13 @@ def sent(method, heads, kv_heads, dtype):
     """Return the bytes that leave this rank in forward and backward."""
     shapes = [(2, h, LENGTH, DIM) for h in (heads, kv_heads, kv_heads)]
     leaves = [torch.ones(shape, dtype=dtype, requires_grad=True) for shape in shapes]
+    size = dist.get_world_size()
+    options = {"causal": True, "layout": zigzag(LENGTH * size, size)}
     with Counting() as forward:
-        out = attention(*leaves, causal=True, method=method, group=dist.group.WORLD)
+        out = attention(*leaves, **options, method=method, group=dist.group.WORLD)
     with Counting() as backward:
         out.backward(torch.ones_like(out))
-    return forward.sent - COMPARISON * (dist.get_world_size() - 1), backward.sent
+    return forward.sent - COMPARISON * (size - 1), backward.sent
 
 
 def measured(cases):

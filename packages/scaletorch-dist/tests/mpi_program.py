@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import every_backend
 
 import scaletorch.dist as dist
-from scaletorch.dist.collectives.raw import all_gather_single, reduce_scatter_single
+from scaletorch.dist.wire.backend import all_gather_single, reduce_scatter_single
 
 ROUNDS = 3
 

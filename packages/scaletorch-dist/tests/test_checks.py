@@ -7,16 +7,12 @@ import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist import (
-    InvalidArgumentError,
-    MismatchError,
-    NotInGroupError,
-    check_collectives,
-)
+from scaletorch.dist import InvalidArgumentError, MismatchError, NotInGroupError, check_collectives
 from scaletorch.dist import functional as F
-from scaletorch.dist.collectives import checks, hooks
-from scaletorch.dist.collectives.checks import checking
 from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.wire import checks
+from scaletorch.dist.wire import port as hooks
+from scaletorch.dist.wire.checks import checking
 
 ON = {"SCALETORCH_DIST_CHECK": "1"}
 
@@ -52,6 +48,11 @@ DIFFERENT = {
         lambda: dist.broadcast(x(2, 3)),
         lambda: dist.broadcast(x(3, 2)),
         r"float32\[2, 3\].*float32\[3, 2\]",
+    ),
+    "other dims": (
+        lambda: dist.broadcast(x(4)),
+        lambda: dist.broadcast(x(2, 2)),
+        r"float32\[4\].*float32\[2, 2\]",
     ),
     "dtype": (
         lambda: dist.all_gather(x(2)),
@@ -118,6 +119,11 @@ DIFFERENT = {
         lambda: dist.all_reduce_params([x(1), x(2)]),
         lambda: dist.all_reduce_params([x(1)]),
         r"\[float32\[1\], float32\[2\]\].*\[float32\[1\]\]",
+    ),
+    "elements of parameters": (
+        lambda: dist.all_reduce_params([x(4), x(2)]),
+        lambda: dist.all_reduce_params([x(4), x(3)]),
+        r"\[float32\[4\], float32\[2\]\].*\[float32\[4\], float32\[3\]\]",
     ),
     "order of parameters": (
         lambda: dist.all_reduce_params([x(2), x(3)]),
@@ -291,7 +297,7 @@ def test_right_calls_pass():
 def count_messages():
     """Every difference is found by one small message, and none is sent with the checks off."""
     calls = []
-    from scaletorch.dist.collectives import checks
+    from scaletorch.dist.wire import checks
 
     real = checks.all_gather_single
     checks.all_gather_single = lambda *args, **options: (calls.append(1), real(*args, **options))[1]

@@ -403,6 +403,9 @@ BAD_CALLS = {
     "for data, got a torch.sparse_coo one": lambda: dist.all_to_all(torch.eye(2).to_sparse()),
     "got a meta one": lambda: dist.gather(torch.ones(2, device="meta")),
     "entries share memory": lambda: dist.all_reduce(torch.ones(1).expand(3)),
+    "fills output in place, but its entries share memory": lambda: dist.reduce_scatter(
+        torch.ones(1).expand(3), [torch.ones(3)] * dist.get_world_size()
+    ),
     "float8_e5m2 with op 'sum'": lambda: dist.reduce(torch.ones(1).to(torch.float8_e5m2)),
     "floats have no bitwise": lambda: dist.all_reduce(torch.ones(1), "BAND"),
     "for input_list, one a rank": lambda: dist.reduce_scatter(torch.ones(1), []),
@@ -470,12 +473,13 @@ def test_a_bad_scatter_list_is_an_error_on_every_rank():
 
 def without_gather():
     """The gather of a backend that lacks it, and reductions of one that lacks those."""
-    from scaletorch.dist.collectives import (
-        raw,  # a rank of its own: changed here, seen nowhere else
-    )
+    from scaletorch.dist.wire.backend import Route
+    from scaletorch.dist.world.group import info_of
 
     world = c10d.group.WORLD
-    raw._routes[world] = {"cpu": raw.Route("gloo", frozenset(("gather", "band", "max")), True)}
+    info = info_of(world)
+    info.ways.clear()
+    info.routes["cpu"] = Route("gloo", frozenset(("gather", "band", "max")), True)
     rank = dist.get_rank()
     try:
         parts = dist.gather(torch.tensor([rank]), 1)
@@ -491,7 +495,8 @@ def without_gather():
         assert data.item() == 1
         assert dist.gather_object(rank, 0) == ([0, 1] if rank == 0 else None)
     finally:
-        del raw._routes[world]
+        info.routes.clear()
+        info.ways.clear()
 
 
 def test_what_a_backend_lacks_is_done_another_way():
@@ -501,10 +506,13 @@ def test_what_a_backend_lacks_is_done_another_way():
 def native_reduce_scatter():
     """The way that backends other than gloo go, here on gloo's own call."""
     from scaletorch.dist import functional
-    from scaletorch.dist.collectives import raw
+    from scaletorch.dist.wire.backend import Route
+    from scaletorch.dist.world.group import info_of
 
     world = c10d.group.WORLD
-    raw._routes[world] = {"cpu": raw.Route("other", frozenset(), True)}
+    info = info_of(world)
+    info.ways.clear()
+    info.routes["cpu"] = Route("other", frozenset(), True)
     rank = dist.get_rank()
     try:
         for op, expected in (("sum", 3), ("mean", 1), ("max", 2)):
@@ -516,7 +524,8 @@ def native_reduce_scatter():
         piece = functional.reduce_scatter(x, 1)
         assert torch.equal(piece, (2 * torch.arange(8.0).view(2, 4) + 1).chunk(2, 1)[rank])
     finally:
-        del raw._routes[world]
+        info.routes.clear()
+        info.ways.clear()
 
 
 def test_reduce_scatter_by_the_backends_own_call():

@@ -9,7 +9,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, StateError, devices
-from scaletorch.dist.devices import DEVICES, DeviceEntry, entry_of_backend
+from scaletorch.dist.devices import DEVICES, DeviceEntry, device_entries, entry_of_backend
 from scaletorch.dist.startup import creators
 from scaletorch.dist.testing import distributed_test
 
@@ -18,7 +18,7 @@ PLUGINS = [entry for entry in DEVICES if entry.plugin and entry.device != "cpu"]
 
 
 def test_the_table_names_every_backend_once():
-    backends = [entry.backend for entry in DEVICES]
+    backends = [entry.backend for entry in device_entries()]
     assert len(set(backends)) == len(backends)
     assert set(backends) == {"gloo", "nccl", "hccl", "cncl", "mccl", "mpi", "mpi4py"}
     pairs = {(entry.device, entry.backend, entry.plugin) for entry in PLUGINS}

@@ -59,7 +59,7 @@ def python(program, **options):
 
 
 def test_importing_brings_little_beyond_torch():
-    """benchmarks/importing.py has the time that it takes."""
+    """benchmarks/importing has the time that it takes."""
     own = "scaletorch.dist."
     brought = python(LIST).split()
     others = [name for name in brought if name.partition(".")[0] != "scaletorch"]

@@ -21,9 +21,9 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, RankFailedError, StateError, devices
+from scaletorch.dist.launchers.environment import read_placement
 from scaletorch.dist.startup import rendezvous, rollcall
 from scaletorch.dist.startup.creators import CREATORS
-from scaletorch.dist.startup.launchers import read_placement
 from scaletorch.dist.startup.rendezvous import find_meeting
 from scaletorch.dist.startup.store import open_store
 from scaletorch.dist.testing import distributed_test, run_ranks

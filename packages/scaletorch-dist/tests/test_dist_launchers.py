@@ -6,15 +6,16 @@ import stat
 import pytest
 
 from scaletorch.dist import StateError, infer_launcher, init_dist, is_distributed
-from scaletorch.dist.startup import interfaces, rendezvous, slurm
-from scaletorch.dist.startup.interfaces import gloo_interface, is_loopback
-from scaletorch.dist.startup.launchers import (
+from scaletorch.dist.launchers import interfaces, slurm
+from scaletorch.dist.launchers.environment import (
     ENVIRONMENTS,
     Placement,
     job_name,
     launched_world_size,
     read_placement,
 )
+from scaletorch.dist.launchers.interfaces import gloo_interface, is_loopback
+from scaletorch.dist.startup import rendezvous
 from scaletorch.dist.startup.rendezvous import Meeting, derived_port, find_meeting
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}

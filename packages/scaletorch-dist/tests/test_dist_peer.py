@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from scaletorch.dist import InvalidArgumentError, NotInGroupError, get_rank
-from scaletorch.dist.collectives.checks import VARIABLE
 from scaletorch.dist.collectives.peer import Peer
 from scaletorch.dist.testing import distributed_test
+from scaletorch.dist.wire.checks import VARIABLE
 
 DATA = [
     torch.arange(6.0).view(2, 3),

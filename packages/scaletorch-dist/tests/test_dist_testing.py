@@ -2,6 +2,7 @@
 
 import os
 import sys
+import warnings
 
 import pytest
 import torch
@@ -35,6 +36,19 @@ def compare(left):
 
 def variable():
     return os.environ.get("MASTER_PORT"), os.environ.get("COLOUR")
+
+
+class OddWarning(UserWarning):
+    pass
+
+
+def warn(text, category=UserWarning):
+    warnings.warn(text, category, stacklevel=1)
+    return text
+
+
+def actions():
+    return [action for action, *_ in warnings.filters]
 
 
 @pytest.fixture
@@ -169,3 +183,43 @@ def change_declared_state():
 def test_modules_may_declare_state_of_their_own():
     first = run_ranks(change_declared_state, 2)
     assert not set(run_ranks(pid, 2)) & set(first)
+
+
+def test_ranks_meet_the_warning_filters_of_the_moment():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert run_ranks(warn, 2, "a word") == ["a word"] * 2
+        warnings.filterwarnings("error", message="another")
+        assert run_ranks(warn, 2, "a word") == ["a word"] * 2
+        with pytest.raises(RankFailedError, match="UserWarning: Another word"):
+            run_ranks(warn, 2, "Another word")
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.filterwarnings("ignore", category=OddWarning)  # of a file of tests: found there
+        warnings.filterwarnings("error", module="elsewhere", append=True)
+        assert run_ranks(warn, 2, "a word", OddWarning) == ["a word"] * 2
+        assert run_ranks(actions, 2) == [["ignore", "error"]] * 2
+
+
+@pytest.mark.filterwarnings("default::UserWarning")
+def test_a_marker_of_pytest_holds_on_ranks():
+    assert run_ranks(warn, 2, "let through") == ["let through"] * 2
+
+
+def test_warnings_are_errors_on_ranks_as_in_this_process():
+    with pytest.raises(UserWarning, match="a word"):
+        warn("a word")
+    with pytest.raises(RankFailedError, match="UserWarning: a word"):
+        run_ranks(warn, 2, "a word")
+
+
+def test_filters_of_unknown_categories_and_of_python_itself_are_taken_as_they_can_be():
+    class Local(UserWarning):
+        pass
+
+    with warnings.catch_warnings():
+        warnings.resetwarnings()
+        warnings.filterwarnings("error", category=Local)  # does not pickle: no rank can have it
+        warnings.filters.append(("error", None, UserWarning, "__main__", 0))  # as Python's own are
+        assert run_ranks(actions, 2) == [["error"]] * 2
+        assert run_ranks(warn, 2, "elsewhere") == ["elsewhere"] * 2

@@ -5,6 +5,8 @@ For the adjoint calls the loss is the sum of the ranks' losses; for the others e
 the same loss, and the gradient is that of one of them.
 """
 
+from unittest import mock
+
 import pytest
 import torch
 import torch.distributed as c10d
@@ -16,6 +18,8 @@ import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, NotInGroupError
 from scaletorch.dist import functional as F
 from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist.wire.backend import Route
+from scaletorch.dist.world.group import info_of
 
 
 def ranks_inputs(size, shape, seed=0):
@@ -352,3 +356,29 @@ def test_a_rank_outside_the_group():
         for call in CALLS.values():
             with pytest.raises(NotInGroupError):
                 call(torch.ones(4, 6), group)
+
+
+def without_sum(lacks):
+    """Differentiable calls where the backend has no sum of its own."""
+    world, size, rank = c10d.group.WORLD, dist.get_world_size(), dist.get_rank()
+    info = info_of(world)
+    info.ways.clear()
+    info.routes["cpu"] = Route("other", frozenset(lacks), True)
+    everyones = [torch.arange(4.0 * size).view(2, 2 * size) * (one + 1) for one in range(size)]
+    x = everyones[rank].clone().requires_grad_()
+    summed = sum(everyones)
+    with mock.patch.object(c10d, "all_reduce", side_effect=AssertionError("it has no sum")):
+        assert torch.equal(F.reduce(x), summed)
+        F.all_reduce(x).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, size))
+        assert torch.equal(F.reduce_scatter(x, 1), summed.chunk(size, 1)[rank])
+        x.grad = None
+        F.copy(x).sum().backward()
+        assert torch.equal(x.grad, torch.full_like(x, size))
+    info.routes.clear()
+    info.ways.clear()
+
+
+@pytest.mark.parametrize("lacks", [("sum",), ("sum", "reduce_scatter")])
+def test_a_backend_may_lack_sums(lacks):
+    run_ranks(without_sum, 2, lacks)

@@ -13,14 +13,14 @@ import torch.distributed as c10d
 
 from scaletorch import dist
 from scaletorch.dist import RankFailedError, RankFaultError, guard
-from scaletorch.dist.collectives import hooks
 from scaletorch.dist.collectives.flat import all_gather_flat, reduce_scatter_flat
 from scaletorch.dist.guard.__main__ import main
 from scaletorch.dist.guard.facts import Channel
 from scaletorch.dist.guard.ledger import CAPACITY, Ledger, read_ledger, tails
+from scaletorch.dist.guard.messages import Connection, Hello, Welcome
 from scaletorch.dist.guard.monitor import Monitor
-from scaletorch.dist.guard.wire import Line
 from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist.wire import port as hooks
 
 
 def label():
@@ -247,17 +247,16 @@ def test_strangers_are_not_heard():
     monitor = Monitor(listener, "token", 1, "/nowhere", warn=1.0, patience=1.0, silence=1.0)
     thread = threading.Thread(target=monitor.run)
     thread.start()
-    hello = {"is": "hello", "rank": 0, "pid": 1, "host": 1, "label": "rank 0"}
     address = listener.getsockname()
     for token in ("", "other"):
-        stranger = Line(socket.create_connection(address))
-        stranger.send({**hello, "token": token})
+        stranger = Connection(socket.create_connection(address))
+        stranger.send(Hello(token, 0, 1, 1, "rank 0"))
         assert stranger.receive() == []
         assert not stranger.open
         stranger.close()
-    rank = Line(socket.create_connection(address))
-    rank.send({**hello, "token": "token"})
-    assert rank.receive() == [{"is": "welcome", "watch": [], "first": 1}]
+    rank = Connection(socket.create_connection(address))
+    rank.send(Hello("token", 0, 1, 1, "rank 0"))
+    assert rank.receive() == [Welcome(1)]
     rank.close()
     thread.join(5)
 

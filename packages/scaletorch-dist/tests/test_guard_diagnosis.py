@@ -14,10 +14,11 @@ from zlib import crc32
 
 import pytest
 
-from scaletorch.dist.guard.book import Book
 from scaletorch.dist.guard.diagnosis import diagnose
 from scaletorch.dist.guard.facts import Fault, Need, Slowness
-from scaletorch.dist.guard.wording import tell
+from scaletorch.dist.guard.messages import Answer, Bye, Message, News, Raised, Signs
+from scaletorch.dist.guard.updates import lose, new_picture, new_question, update
+from scaletorch.dist.guard.wording import with_details
 
 Step = tuple[str, str]  # name of a group, what is called there
 
@@ -55,22 +56,19 @@ class SimRank:
         self.waits += 1
         self.wait = (self.waits, key, seq, now)
 
-    def lease(self, now: float) -> dict[str, Any]:
-        wait = [] if self.wait is None else [[*self.wait[:3], now - self.wait[3]]]
-        return {
-            "is": "lease",
-            "channels": {self.key(n): [n, ranks, False] for n, ranks in self.groups.items()},
-            "counts": dict(self.counts),
-            "marks": {key: list(marks) for key, marks in self.marks.items()},
-            "steps": [],
-            "waits": wait,
-            "free": int(self.wait is None),
-            "foreign": False,
-        }
+    def news(self, now: float) -> News:
+        return News(
+            channels={self.key(n): [n, ranks, False] for n, ranks in self.groups.items()},
+            counts=dict(self.counts),
+            marks={key: list(marks) for key, marks in self.marks.items()},
+            steps=[],
+            waits=[] if self.wait is None else [[*self.wait[:3], now - self.wait[3]]],
+            free=int(self.wait is None),
+            foreign=False,
+        )
 
-    def answer(self, number: int, now: float) -> dict[str, Any]:
-        told = {"is": "answer", "number": number, "tail": list(self.entries), "stack": "here"}
-        return {**self.lease(now), **told}
+    def answer(self, number: int) -> Answer:
+        return Answer(number, [list(values) for values in self.entries], "here")
 
 
 class SimJob:
@@ -97,8 +95,8 @@ class SimJob:
             groups["dp"] = tuple(i * shape[1] + column for i in range(shape[0]))
             mine = self.changed(program) if rank == self.guilty and fault else program
             self.ranks.append(SimRank(rank, mine, groups))
-        self.book = Book(self.size, warn=5.0, patience=15.0)
-        self.mail: list[tuple[float, int, dict[str, Any]]] = []  # to the monitor, by arrival
+        self.picture = new_picture(self.size, warn=5.0, patience=15.0)
+        self.mail: list[tuple[float, int, Message | None]] = []  # to the monitor, by arrival
         self.asked: list[tuple[float, int, int]] = []
         self.latest: dict[int, float] = {}
         self.slow: set[int] = set()
@@ -120,8 +118,8 @@ class SimJob:
                 return before
         return program
 
-    def send(self, rank: int, message: dict[str, Any], now: float) -> None:
-        """Post a message; those of one rank arrive in order."""
+    def send(self, rank: int, message: Message | None, now: float) -> None:
+        """Post a message, None for the end of the connection; those of one rank arrive in order."""
         arrival = max(now + self.draw.random() * 0.4, self.latest.get(rank, 0.0) + 1e-6)
         self.latest[rank] = arrival
         self.mail.append((arrival, rank, message))
@@ -134,7 +132,7 @@ class SimJob:
                 self.advance(rank, now)
             verdict = self.monitor(now)
             if verdict is not None:
-                assert tell(verdict, self.book.picture, "folder")
+                assert with_details(verdict, self.picture, "folder")
                 return verdict
             if all(rank.end for rank in self.ranks) and not self.mail:
                 return None
@@ -142,8 +140,7 @@ class SimJob:
 
     def advance(self, rank: SimRank, now: float) -> None:
         if rank.stopped:
-            seen = {"is": "stopped", "ranks": [rank.rank]}
-            self.send((rank.rank + 1) % self.size, seen, now)
+            self.send((rank.rank + 1) % self.size, Signs(rank.rank, "T", 0, 0.0), now)
         if rank.end or rank.stopped:
             return
         if rank.wait is not None:
@@ -159,22 +156,22 @@ class SimJob:
                 return
             if not rank.program:
                 rank.end = "finished"
-                self.send(rank.rank, {**rank.lease(now), "is": "bye"}, now)
+                self.send(rank.rank, rank.news(now), now)
+                self.send(rank.rank, Bye(list(rank.entries)), now)
                 return
             rank.call(now)
             rank.asleep = now + self.draw.choice((0, 0, 0.1, self.draw.random()))
         if self.draw.random() < 0.5:
-            self.send(rank.rank, rank.lease(now), now)
+            self.send(rank.rank, rank.news(now), now)
 
     def happen(self, rank: SimRank, now: float) -> None:
         if self.fault == "die":
             rank.end = "death"
-            self.send(rank.rank, {"is": "gone"}, now)
+            self.send(rank.rank, None, now)
         elif self.fault == "raise":
             rank.end = "exception"
-            message = {"is": "raised", "what": "ValueError: no"}
-            message |= {"headline": "ValueError: no", "tail": list(rank.entries)}
-            self.send(rank.rank, message, now)
+            what = "ValueError: no"
+            self.send(rank.rank, Raised(what, what, list(rank.entries)), now)
         elif self.fault == "stop":
             rank.stopped = True
         elif self.fault == "sleep":
@@ -185,18 +182,19 @@ class SimJob:
             self.asked.remove((at, rank, number))
             other = self.ranks[rank]
             if not other.end and not other.stopped:
-                self.send(rank, other.answer(number, now), now)
+                self.send(rank, other.news(now), now)
+                self.send(rank, other.answer(number), now)
         for mail in sorted((m for m in self.mail if m[0] <= now), key=lambda m: m[0]):
             self.mail.remove(mail)
             _, rank, message = mail
-            if message["is"] == "gone":
-                self.book.lose(rank, "killed", None, now)
+            if message is None:
+                lose(self.picture.reports[rank], "killed", None, now)
             else:
-                self.book.take(rank, message, now)
-        verdict = diagnose(self.book.picture, now)
+                update(self.picture, rank, message, now)
+        verdict = diagnose(self.picture, now)
         if isinstance(verdict, Need):
             for rank in verdict.ranks:
-                number = self.book.question(rank, now)
+                number = new_question(self.picture.reports[rank], now)
                 if number is not None:
                     self.asked.append((now + self.draw.random() * 0.4, rank, number))
         if isinstance(verdict, Slowness):

@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import socket
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,15 +20,16 @@ import torch.distributed as c10d
 from scaletorch import dist
 from scaletorch.dist import RankFailedError, RankFaultError, guard
 from scaletorch.dist.guard import control
-from scaletorch.dist.guard.alike import find_swap
-from scaletorch.dist.guard.book import Book
+from scaletorch.dist.guard.board import Board, channel_number
 from scaletorch.dist.guard.diagnosis import diagnose
 from scaletorch.dist.guard.facts import Channel, Entry, Fault, Need, Picture, Report, Sign, Wait
+from scaletorch.dist.guard.folders import KEPT, PREFIX, remove_old
 from scaletorch.dist.guard.ledger import Ledger
-from scaletorch.dist.guard.leftovers import KEPT, PREFIX, remove_old
+from scaletorch.dist.guard.messages import Answer, Connection, Hello, News, Signs, Welcome
 from scaletorch.dist.guard.monitor import Monitor
 from scaletorch.dist.guard.session import one_line
-from scaletorch.dist.guard.wire import Line
+from scaletorch.dist.guard.swaps import find_swap
+from scaletorch.dist.guard.updates import new_picture, update
 from scaletorch.dist.testing import run_ranks
 
 
@@ -74,6 +76,13 @@ class Heard(logging.Handler):
         self.texts.append(record.getMessage())
 
 
+def kill_the_monitor():
+    """On rank 0, whose only child it is."""
+    for path in Path("/proc/self/task").glob("*/children"):
+        for pid in map(int, path.read_text().split()):
+            os.kill(pid, signal.SIGKILL)
+
+
 def with_a_fault_of_the_guard(how):
     heard = Heard()
     begun = time.monotonic()
@@ -81,14 +90,12 @@ def with_a_fault_of_the_guard(how):
         dist.all_reduce(torch.ones(1))
         session = control._session
         if how == "watcher" and dist.get_rank() == 1:
-            session.watcher._news.lease = None
+            session.watcher._news = None
         if how == "word" and dist.get_rank() == 1:
-            session.watcher.say({"is": "stopped"}, 5.0)  # whom it does not say
+            session.watcher.say(Signs(9, "S", 0, 0.0), 5.0)  # who is no rank
         if how == "killed" and dist.get_rank() == 0:
-            for path in Path("/proc/self/task").glob("*/children"):
-                for pid in map(int, path.read_text().split()):
-                    os.kill(pid, signal.SIGKILL)
-        assert session.over.wait(30)
+            kill_the_monitor()
+        assert session.verdict.over.wait(30)
         for _ in range(5):
             dist.all_reduce(torch.ones(1))
             guard.step()
@@ -103,16 +110,58 @@ def test_a_fault_of_the_guard_is_told_as_such_and_stops_no_job(how):
     assert soon  # rank 0 does not wait for its patience
 
 
+def starts_again():
+    guard.start(patience=300.0)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        kill_the_monitor()
+    assert control._session.verdict.over.wait(30)
+    guard.stop()
+    guard.start(patience=30.0)
+    dist.barrier()
+    try:
+        for _ in range(100):
+            if dist.get_rank() == 1:
+                guard.tell(ValueError("after the second start"))
+            dist.all_reduce(torch.ones(1))
+    except RankFaultError as error:
+        return error.kind, error.ranks
+    return None
+
+
+def test_a_guard_whose_monitor_was_killed_can_be_started_again():
+    assert dist.launch(starts_again, 3, timeout=60) == [("exception", (1,))] * 3
+
+
+def without_an_interpreter():
+    heard = Heard()
+    sys.executable = "/nowhere/python"
+    with guard.watch():
+        dist.all_reduce(torch.ones(1))
+        return heard.texts, control._session is None
+
+
+def test_a_monitor_that_cannot_be_started_turns_the_guard_off_on_every_rank():
+    (texts, off), (_, also) = dist.launch(without_an_interpreter, 2, timeout=60)
+    (text,) = texts
+    assert text.startswith("the guard is off: its monitor did not start: ")
+    assert off
+    assert also
+
+
 PAYLOADS = {
-    "beyond ASCII": '{"is":"hello","token":"é","rank":0}\n'.encode(),
-    "a surrogate": b'{"is":"hello","token":"\\ud800","rank":0}\n',
+    "beyond ASCII": '["Hello","é",0,1,1,"rank 0"]\n'.encode(),
+    "a surrogate": b'["Hello","\\ud800",0,1,1,"rank 0"]\n',
+    "no token": b'["Hello",null,0,1,1,"rank 0"]\n["End"]\n',
+    "an object": b'{"Hello":0}\n',
+    "an unknown word": b'["__init__"]\n[["Hello"]]\n',
     "deep": b"[" * 200_000 + b"\n",
     "less deep": b"[" * 4_000 + b"\n",
     "no object": b"[1]\n5\n",
     "no JSON": b"hello\n",
     "nothing": b"\0" * 1000 + b"\n",
-    "a list for a rank": b'{"is":"hello","token":"x","rank":[1]}\n',
-    "a long number": b'{"rank":' + b"9" * 4_000 + b"}\n",
+    "a list for a rank": b'["Hello","x",[1],1,1,"rank 0"]\n',
+    "a long number": b'["Hello",' + b"9" * 4_000 + b"]\n",
     "no line": b"x" * 100_000,
     "silence": b"",
 }
@@ -129,9 +178,9 @@ def test_strangers_cannot_end_the_monitor():
         strangers.append(socket.create_connection(address))
         with contextlib.suppress(ConnectionError):  # refused already
             strangers[-1].sendall(payload)
-    rank = Line(socket.create_connection(address))
-    rank.send({"is": "hello", "token": "token", "rank": 0, "pid": 1, "host": 1, "label": "rank 0"})
-    assert rank.receive() == [{"is": "welcome", "watch": [], "first": 1}]
+    rank = Connection(socket.create_connection(address))
+    rank.send(Hello("token", 0, 1, 1, "rank 0"))
+    assert rank.receive() == [Welcome(1)]
     with pytest.raises(ConnectionRefusedError):  # all are here: nobody is let in any more
         socket.create_connection(address)
     assert thread.is_alive()
@@ -222,17 +271,18 @@ def test_a_silent_rank_is_at_fault_early_only_if_it_does_nothing(what, signs, fo
     late = silent(signs, patience=19.0)  # whatever it does, this is too long
     assert (late.ranks, late.kind) == ((1,), "stopped" if found else "slow")
     if not found:
-        assert "rank 1 has not been heard of for 20.0 s" in late.headline
+        assert "rank 1 has not been heard of for 20.0 s" in late.text
 
 
 def test_a_process_that_was_seen_stopped_by_one_who_is_silent_now_is_not_accused():
-    book = Book(2, warn=9.0, patience=99.0)
-    book.take(0, {"is": "stopped", "ranks": [1]}, 10.0)
-    assert diagnose(book.picture, 12.0) is None  # seen once: it may run again
-    book.take(0, {"is": "stopped", "ranks": [1]}, 11.5)
-    assert diagnose(book.picture, 12.0).kind == "stopped"
-    book.take(1, {"is": "word"}, 12.0)
-    assert diagnose(book.picture, 12.1) is None
+    picture = new_picture(2, warn=9.0, patience=99.0)
+    stopped = Signs(1, "T", 0, 0.0)
+    update(picture, 0, stopped, 10.0)
+    assert diagnose(picture, 12.0) is None  # seen once: it may run again
+    update(picture, 0, stopped, 11.5)
+    assert diagnose(picture, 12.0).kind == "stopped"
+    update(picture, 1, News({}, {}, {}, [], [], 1, False), 12.0)
+    assert diagnose(picture, 12.1) is None
 
 
 class Odd(Exception):
@@ -273,28 +323,27 @@ def test_old_ledgers_go_and_others_stay(tmp_path):
 
 def from_other_lines(orders):
     """Four ranks' reports of 12 calls, of which each rank makes two from the lines that it says."""
-    book = Book(len(orders), warn=9.0, patience=99.0)
+    picture = new_picture(len(orders), warn=9.0, patience=99.0)
     for rank, lines in enumerate(orders):
         sites = ["a", "b", "c"] * 2 + list(lines) + ["a", "b", "c"] * 2
         entries = [
             [n, 7, "all_reduce", site, float(n), "done", "g"] for n, site in enumerate(sites)
         ]
-        told = {"is": "answer", "number": 5, "tail": entries, "stack": "", "steps": [], "waits": []}
-        told |= {"channels": {"g": ["tp", list(range(len(orders))), False]}, "free": 1}
-        told |= {"counts": {"g": len(sites)}, "foreign": False}
-        marks = {"marks": {"g": [[len(sites), 1, hash(tuple(sites))]]}}
-        book.take(rank, {**told, **marks}, 10.0)
-    return book.picture
+        channels = {"g": ["tp", list(range(len(orders))), False]}
+        marks = {"g": [(len(sites), 1, hash(tuple(sites)))]}
+        update(picture, rank, News(channels, {"g": len(sites)}, marks, [], [], 1, False), 10.0)
+        update(picture, rank, Answer(5, entries, ""), 10.0)
+    return picture
 
 
 def test_look_alike_calls_that_a_rank_swaps():
     picture = from_other_lines(["xy", "xy", "yx", "xy"])
     fault = find_swap(picture, 10.0)
     assert fault.ranks == (2,)
-    assert "rank 2 makes all_reduce at y, then all_reduce at x" in fault.headline
+    assert "rank 2 makes all_reduce at y, then all_reduce at x" in fault.text
     fault = find_swap(from_other_lines(["xy", "yx"]), 10.0)
     assert fault.ranks == (0, 1)
-    assert "nobody has a majority" in fault.headline
+    assert "nobody has a majority" in fault.text
 
 
 @pytest.mark.parametrize("orders", [["xy", "zw"], ["xy", "xy", "xz"], ["xy", "yx", "xy", "yx"]])
@@ -307,14 +356,87 @@ def test_lines_of_their_own_are_no_swap(orders):
 def sends_less_and_goes_on():
     found = False
     with contextlib.suppress(RankFaultError), guard.watch():
+        control._session.recorder.board = None  # as between two hosts
         if dist.get_rank() == 0:
             dist.send(torch.ones(3), 1)
         else:
             dist.recv(torch.empty(4), 0)
         guard.step()
-        found = control._session.over.wait(20)  # before anybody waits, or leaves
+        found = control._session.verdict.over.wait(20)  # before anybody waits, or leaves
     return found
 
 
 def test_a_message_of_another_size_is_found_where_nobody_waits(tmp_path):
     assert dist.launch(sends_less_and_goes_on, 2, env={"TMPDIR": str(tmp_path)}) == [True, True]
+
+
+def makes_another_call(size, dtype, late):
+    """One rank makes a call that gloo aborts others for, as the first or as the last."""
+    rank = dist.get_rank()
+    with guard.watch(patience=30.0):
+        dist.all_reduce(torch.ones(3))
+        time.sleep(0.3 if (rank == 1) == late else 0)
+        own = (size, dtype) if rank == 1 else (4, torch.float32)
+        dist.all_reduce(torch.ones(own[0], dtype=own[1]))
+        dist.barrier()
+
+
+@pytest.mark.parametrize("late", [True, False])
+@pytest.mark.parametrize(("size", "dtype"), [(4, torch.float64), (500_000, torch.float32)])
+def test_a_call_of_other_bytes_is_not_made_where_a_rank_of_the_host_made_another(size, dtype, late):
+    with pytest.raises(RankFailedError) as caught:
+        dist.launch(makes_another_call, 3, size, dtype, late, timeout=60)
+    assert set(caught.value.exceptions) == {0, 1, 2}  # nobody was aborted
+    for error in caught.value.exceptions.values():
+        assert isinstance(error, RankFaultError)
+        assert (error.kind, error.ranks) == ("mismatch", (1,))
+
+
+def test_ranks_of_a_host_see_what_the_first_has_posted(tmp_path):
+    first, second = Board(str(tmp_path)), Board(str(tmp_path))
+    tp, dp = channel_number("tp"), channel_number("dp")
+    for seq in range(70_000):  # more than there are places
+        assert not first.differs(tp, seq, seq % 7)
+        assert not second.differs(tp, seq, seq % 7)
+    assert not first.differs(dp, 3, 1)
+    assert second.differs(dp, 3, 2)
+    assert not second.differs(dp, 4, 2)
+    first.close()
+    second.close()
+    assert not list(tmp_path.iterdir())
+
+
+def held_back_in_vain():
+    with guard.watch(patience=30.0):
+        recorder = control._session.recorder
+        if dist.get_rank() == 0:  # another channel's call has the place of this one's
+            recorder._new_group(c10d.group.WORLD)
+            track = recorder.tracks[c10d.group.WORLD.group_name]
+            recorder.board.differs(track.tag, 0, 1)
+        dist.barrier()
+        dist.all_reduce(torch.ones(3))
+        guard.step()
+        return recorder.board is None
+
+
+def test_who_was_held_back_in_vain_goes_on():
+    assert dist.launch(held_back_in_vain, 2, timeout=60) == [True, True]
+
+
+def alike_to_the_backend(how):
+    odd = dist.get_rank() == 1
+    with guard.watch(patience=30.0):
+        if how == "dims":
+            dist.broadcast(torch.ones((2, 2) if odd else (4,)))
+        elif how == "elements":
+            dist.all_reduce_params([torch.ones(4), torch.ones(3 if odd else 2)])
+        else:
+            dist.all_reduce_params([torch.ones(3 if odd else 2), torch.ones(2 if odd else 3)])
+
+
+@pytest.mark.parametrize("how", ["dims", "elements", "order"])
+def test_what_a_backend_takes_for_alike_is_found(how):
+    with pytest.raises(RankFailedError) as caught:
+        dist.launch(alike_to_the_backend, 3, how, timeout=60)
+    errors = caught.value.exceptions.values()
+    assert [(error.kind, error.ranks) for error in errors] == [("mismatch", (1,))] * 3

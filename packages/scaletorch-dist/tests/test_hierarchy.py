@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist.collectives import hierarchy
+from scaletorch.dist import guard
+from scaletorch.dist.building import all_gather_flat, even_parts, reduce_scatter_flat
 from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.transport import levels
+from scaletorch.dist.world.group import info_of
 
 CASES = [
     (torch.float64, ("sum", "mean", "max", "product")),
@@ -48,13 +52,13 @@ def results(group, shape, dtype, op):
 
 def check_results(nodes, members):
     os.environ["GROUP_RANK"] = str(nodes[dist.get_rank()])  # a node of its own to everyone
-    hierarchy.LEAST = 0
+    levels.LEAST = 0
     flat, deep = c10d.new_group(members), c10d.new_group(members)
     if dist.get_rank() in members:
         assert dist.use_hierarchy(deep)
-        made = hierarchy._known[deep]
+        made = info_of(deep).levels
         assert dist.use_hierarchy(deep)
-        assert hierarchy._known[deep] is made  # a second time changes nothing
+        assert info_of(deep).levels is made  # a second time changes nothing
         for dtype, ops in CASES:
             for op in ops:
                 for shape in ((1, 1), (3, 5), (0, 2)):
@@ -64,8 +68,6 @@ def check_results(nodes, members):
                     ):  # fmt: skip
                         assert one.dtype == other.dtype
                         assert torch.equal(one, other), (dtype, op, shape)
-        work = dist.all_reduce(torch.ones(3), group=deep, async_op=True)  # goes the flat way
-        work.wait()
     dist.barrier()
 
 
@@ -81,6 +83,90 @@ def check_results(nodes, members):
 )
 def test_results_are_those_of_flat_calls(nodes, members):
     run_ranks(check_results, len(nodes), nodes, members)
+
+
+def started(group, at, dtype):
+    """Start a call of each kind; return them with what takes the results out of them."""
+    rank, size = group.rank(), group.size()
+    data = values(100 * at + rank, (5 + at,), dtype)
+    own = data.clone()
+    entries = [values(at + place + size * rank, (place + at,), dtype) for place in range(size)]
+    shard = torch.empty((rank + at,), dtype=dtype)
+    counts = [at, *range(size - 1)]
+    flat = values(7 * at, (sum(counts),), dtype)
+    flat[: sum(counts[:rank])] = flat[sum(counts[: rank + 1]) :] = 0
+    return [
+        (dist.all_reduce(own, group=group, async_op=True), lambda _: own),
+        (dist.reduce_scatter(shard, entries, group=group, async_op=True), lambda _: shard),
+        (dist.all_gather(data, group, async_op=True), torch.stack),
+        (reduce_scatter_flat(data, even_parts(len(data), size), group=group), lambda part: part),
+        (all_gather_flat(flat, counts, group, async_op=True), lambda _: flat),
+    ]
+
+
+def check_under_way(nodes):
+    rank = dist.get_rank()
+    os.environ["GROUP_RANK"] = str(nodes[rank])
+    levels.LEAST = 0
+    flat, deep = (c10d.new_group(range(len(nodes))) for _ in range(2))
+    assert dist.use_hierarchy(deep)
+    for dtype in (torch.float64, torch.bfloat16, torch.int32):
+        found = []
+        for group in (flat, deep):
+            works = [pair for at in range(1, 4) for pair in started(group, at, dtype)]
+            order = range(len(works))
+            if group is deep and rank % 2:
+                order = reversed(order)  # whoever waits for the last call makes all before it
+            results = {at: works[at][1](works[at][0].wait()) for at in order}
+            found.append([results[at] for at in range(len(works))])
+        for one, other in zip(*found, strict=True):
+            assert torch.equal(one, other), (dtype, one, other)
+    assert not info_of(deep).levels._tasks
+    work = dist.all_reduce(torch.ones(3), group=deep, async_op=True)
+    last = torch.ones(3)
+    dist.all_reduce(last, group=deep)  # a call that waits makes those before it first
+    assert last.tolist() == [len(nodes)] * 3
+    assert work.is_completed()
+    work.wait()
+
+
+@pytest.mark.parametrize("nodes", [[0, 0, 1, 1], [0, 1, 0, 1]], ids=str)
+def test_calls_under_way_go_through_the_nodes_too(nodes):
+    run_ranks(check_under_way, len(nodes), nodes)
+
+
+def check_failing_stage():
+    rank = dist.get_rank()
+    os.environ["GROUP_RANK"] = str(rank // 2)
+    levels.LEAST = 0
+    assert dist.use_hierarchy()
+    world, across = info_of(c10d.group.WORLD).levels, ValueError("no way across")
+    task = levels.Task([(levels.ACROSS, mock.Mock(side_effect=across))])
+    world._tasks.append(task)
+    data = torch.ones(3)
+    dist.all_reduce(data, async_op=True).wait()
+    assert data.tolist() == [4.0] * 3
+    with pytest.raises(ValueError, match="no way across"):
+        levels._Handle(world, task).wait()
+
+
+def test_a_stage_that_fails_is_for_who_waits_for_its_call():
+    run_ranks(check_failing_stage, 4)
+
+
+def check_guarded():
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    levels.LEAST = 0
+    assert dist.use_hierarchy()
+    with guard.watch():
+        works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]
+        assert [part.tolist() for part in dist.all_gather(torch.ones(1))] == [[1.0]] * 4
+        for work in works:
+            work.wait()
+
+
+def test_a_guard_is_told_of_later_stages():
+    run_ranks(check_guarded, 4)
 
 
 def check_refused(nodes):

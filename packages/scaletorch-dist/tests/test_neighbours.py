@@ -15,8 +15,12 @@ import torch.distributed as c10d
 import scaletorch.dist as dist
 from scaletorch.dist import functional
 from scaletorch.dist.errors import MismatchError, RankFailedError
-from scaletorch.dist.neighbours import calls, neighbours, reading
 from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.transport import neighbours, reading
+from scaletorch.dist.transport import reading_calls as calls
+from scaletorch.dist.transport.by_memory import MemoryWay
+from scaletorch.dist.transport.ways import way_of
+from scaletorch.dist.world.group import info_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets processes do so")
 
@@ -66,7 +70,7 @@ def check_reductions(dtype):
             own = torch.empty_like(parts[rank])
             dist.reduce_scatter(own, parts, op)
             torch.testing.assert_close(own, want.split([len(p) for p in parts])[rank], **close)
-    assert neighbours._known[c10d.group.WORLD] is not None
+    assert info_of(c10d.group.WORLD).memory is not None
 
 
 @pytest.mark.parametrize("dtype", [*FLOATS, torch.int64, torch.int16, torch.bool])
@@ -112,7 +116,7 @@ def check_subgroup():
             dist.all_reduce(data, group=group)
             dist.broadcast(data[:3], 2, group)
         assert data.tolist() == [2.0] * 9
-        assert neighbours._known[group] is not None
+        assert info_of(group).memory is not None
 
 
 def test_a_group_of_some_ranks():
@@ -174,7 +178,7 @@ def check_refusal():
     with near(), mock.patch.object(neighbours, "read_into", side_effect=refusal):
         dist.all_reduce(data, group=group)
     assert data.tolist() == [2.0] * 3
-    assert neighbours._known[group] is None
+    assert info_of(group).memory is None
 
 
 def test_without_leave_sockets_are_used():
@@ -187,7 +191,7 @@ def check_variable():
     with near(), mock.patch.dict(os.environ, {"SCALETORCH_SHARED_MEMORY": on}):
         dist.all_reduce(data, group=group)
     assert data.tolist() == [2.0] * 3
-    assert neighbours._known[group] is None
+    assert info_of(group).memory is None
 
 
 def test_one_rank_may_refuse():
@@ -245,8 +249,7 @@ def test_memory_is_read_in_parts_and_not_beyond():
 def ways():
     data, group = torch.ones(4), c10d.group.WORLD
     with near():
-        waits = neighbours.neighbours_of(data, group) is not None
-        return waits, neighbours.neighbours_of(data, group, True) is not None
+        return tuple(isinstance(way_of(data, group, later), MemoryWay) for later in (False, True))
 
 
 def test_calls_that_wait_go_through_memory_and_others_do_not():

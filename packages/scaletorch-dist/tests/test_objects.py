@@ -1,5 +1,7 @@
 """Collectives of Python objects, and collecting results."""
 
+import dataclasses
+import enum
 import os
 import re
 import stat
@@ -12,7 +14,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, NotInGroupError, StateError
-from scaletorch.dist.objects import files, moving, results, serial
+from scaletorch.dist.objects import byte_moves, packing, result_files, results
 from scaletorch.dist.testing import distributed_test, run_ranks
 
 
@@ -165,24 +167,87 @@ def refuse_pickle(kind):
     assert type(dist.all_gather_object(odd)[1]) is Text
 
 
+@distributed_test(world_size=3)
+def test_what_the_strict_reader_refuses_fails_on_every_rank():
+    """Only one rank forbids pickle, and so reads strictly: the others hear of it."""
+    rank = dist.get_rank()
+    odd = {k * (2**61 - 1) for k in range(5000)} if rank == 1 else 0
+    allow = rank != 2
+    for call in (
+        lambda: dist.all_gather_object(odd, allow_pickle=allow),
+        lambda: dist.gather_object(odd, 2, allow_pickle=allow),
+        lambda: dist.broadcast_object_list([odd], 1, allow_pickle=allow),
+    ):
+        with pytest.raises(InvalidArgumentError, match=r"^rank 2: too many .* have one hash$"):
+            call()
+    assert dist.all_gather_object(odd)[1] == ({k * (2**61 - 1) for k in range(5000)})
+
+
+@dataclasses.dataclass(frozen=True)
+class Sample:
+    """A record that callers name."""
+
+    number: int
+
+
+class Colour(enum.Enum):
+    """Members that callers name."""
+
+    RED = 1
+
+
+def test_types_that_the_callers_name_travel_without_pickle(tmp_path):
+    run_ranks(name_types, 2, str(tmp_path))
+
+
+def name_types(tmp_path):
+    rank, types = dist.get_rank(), (Sample, Colour)
+    mine = [Sample(rank), Colour.RED]
+    both = [[Sample(0), Colour.RED], [Sample(1), Colour.RED]]
+    assert dist.all_gather_object(mine, allow_pickle=False, types=types) == both
+    gathered = dist.gather_object(mine, 1, allow_pickle=False, types=types)
+    assert gathered == (both if rank else None)
+    data = mine.copy()
+    dist.broadcast_object_list(data, allow_pickle=False, types=types)
+    assert data == both[0]
+    for folder in (None, tmp_path):
+        results = dist.collect_results(mine, 2, "cpu", folder, allow_pickle=False, types=types)
+        assert results == (None if rank else [Sample(0), Sample(1)])
+    with pytest.raises(InvalidArgumentError, match="types takes dataclasses and enums"):
+        dist.all_gather_object(1, types=[int])
+
+
+@distributed_test(world_size=2)
+def test_types_that_differ_are_an_error_on_every_rank():
+    types = [Sample] if dist.get_rank() else []
+    text = r"types must be the same on every rank, got rank 0: none; rank 1: \S*Sample"
+    for call in (
+        lambda: dist.all_gather_object(1, types=types),
+        lambda: dist.gather_object(1, types=types),
+        lambda: dist.broadcast_object_list([1], types=types),
+    ):
+        with pytest.raises(InvalidArgumentError, match=text):
+            call()
+
+
 @pytest.mark.parametrize(
     ("value", "allowed"),
     [(None, True), ("1", True), ("true", True), ("0", False), ("no", False), ("what", False)],
 )
 def test_the_environment_allows_pickle(monkeypatch, value, allowed):
-    monkeypatch.delenv(serial.VARIABLE, raising=False)
+    monkeypatch.delenv(packing.VARIABLE, raising=False)
     if value is not None:
-        monkeypatch.setenv(serial.VARIABLE, value)
-    assert serial.pickle_allowed(True) is allowed
-    assert serial.pickle_allowed(False) is False
+        monkeypatch.setenv(packing.VARIABLE, value)
+    assert packing.pickle_allowed(True) is allowed
+    assert packing.pickle_allowed(False) is False
 
 
 def test_pickling_is_logged_once_for_each_type(monkeypatch, caplog):
-    monkeypatch.setattr(serial, "_logged", set())
+    monkeypatch.setattr(packing, "_logged", set())
     caplog.set_level("INFO", "scaletorch.dist")
     for data in (Text("a"), [Text("b"), Text("c")], 1, {"a": Unspeakable}, "plain"):
-        content, _ = serial.dump_object(data)
-        assert serial.load_object(content) == data
+        content, _ = packing.dump_object(data)
+        assert packing.load_object(content) == data
     first, second = caplog.messages
     assert re.match(r"\S*Text is not plain: pickled", first)
     assert re.match("builtins.type is not plain", second)
@@ -195,7 +260,7 @@ def test_uneven_sizes(monkeypatch, sizes, pickled):
 
 
 def gather_uneven(sizes, pickled):
-    moving.PIECE, whole = 100_000, moving.PIECE  # so that messages come in pieces
+    byte_moves.PIECE, whole = 100_000, byte_moves.PIECE  # so that messages come in pieces
     kind = Text if pickled else str
     texts = [kind(chr(97 + rank) * size) for rank, size in enumerate(sizes)]
     mine, rank = texts[dist.get_rank()], dist.get_rank()
@@ -206,7 +271,7 @@ def gather_uneven(sizes, pickled):
         dist.broadcast_object_list(data, 2)
         assert data == [texts[2], texts[2]]
     finally:
-        moving.PIECE = whole
+        byte_moves.PIECE = whole
 
 
 @pytest.mark.slow
@@ -320,7 +385,7 @@ def fifo(path):
 
 
 SPOILS = {
-    cut: "torn: 1.. bytes of 1..",
+    cut: r"torn: \d+ bytes of \d+",
     flip: "damaged: its checksum is another",
     replace: "not what rank 1 wrote: another program's file",
     link: "OSError: .*rank-1",
@@ -331,7 +396,7 @@ SPOILS = {
 
 def collect_spoiled(folder, spoil, message):
     rank = dist.get_rank()
-    write = files.write_part
+    write = result_files.write_part
 
     def written(*args):
         write(*args)

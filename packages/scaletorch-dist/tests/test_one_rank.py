@@ -7,8 +7,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import scaletorch.dist as dist
 from scaletorch.dist import functional as F
-from scaletorch.dist.collectives import flat, raw
+from scaletorch.dist.collectives import flat
 from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist.wire import backend as raw
 
 
 class Sent(TorchDispatchMode):
@@ -90,3 +91,9 @@ def forgotten():
 
 def test_one_of_several_that_never_met_is_told():
     run_ranks(forgotten, 2, init=False)
+
+
+@pytest.mark.parametrize("op", ["sum", "mean"])
+def test_flat_sums_without_a_group_are_the_data(op):
+    data = torch.arange(3.0)
+    assert torch.equal(flat.reduce_scatter_flat(data.clone(), [3], op).wait(), data)

@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.collectives.ops import REDUCE_OPS, op_name
-from scaletorch.dist.collectives.recipes import recipe_for, reduce_blocks
+from scaletorch.dist.wire.ops import REDUCE_OPS, op_name
+from scaletorch.dist.wire.recipes import recipe_for, reduce_blocks
 
 INTEGER_DTYPES = (
     torch.uint8,

@@ -3,8 +3,8 @@
 import torch
 
 import scaletorch.dist as dist
-from scaletorch.dist.collectives.parts import as_one
 from scaletorch.dist.testing import distributed_test
+from scaletorch.dist.wire.sums import as_one
 
 
 def test_as_one():

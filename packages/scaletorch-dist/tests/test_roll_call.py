@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import scaletorch.dist as dist
 from scaletorch.dist import StateError
-from scaletorch.dist.startup.callers import ALL_ARE_HERE, Caller, judge, name_ranks, read_caller
+from scaletorch.dist.naming import name_ranks
+from scaletorch.dist.startup.callers import ALL_ARE_HERE, Caller, judge, read_caller
 from scaletorch.dist.startup.rollcall import call_roll
 from scaletorch.dist.testing import run_ranks
 
@@ -143,7 +144,7 @@ def test_ranks_in_words(ranks, text):
 
 
 def test_a_long_list_of_ranks_is_cut():
-    assert name_ranks(list(range(0, 1000, 2))).endswith("36, 38 …")
+    assert name_ranks(list(range(0, 1000, 2))).endswith("36, 38, … (500 in all)")
 
 
 @given(st.sets(st.integers(1, 199)))

@@ -14,9 +14,9 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist.errors import RankFailedError, StateError
-from scaletorch.dist.shared_memory import blocks, joining, sums
-from scaletorch.dist.shared_memory.joining import node_memory
 from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.transport import blocks, joining, sums
+from scaletorch.dist.transport.joining import node_memory
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64]
 
@@ -166,7 +166,7 @@ def test_a_rank_without_memory_is_named_on_every_rank():
 
 
 def check_unable():
-    with mock.patch.object(joining, "host", return_value=dist.get_rank()):
+    with mock.patch.object(joining, "this_host", return_value=dist.get_rank()):
         assert node_memory(c10d.group.WORLD) is None
     off = {"SCALETORCH_SHARED_MEMORY": "0"} if dist.get_rank() == 1 else {}
     with mock.patch.dict(os.environ, off):

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaletorch.dist import StateError
-from scaletorch.dist.startup.slurm import expand_hosts, expand_tasks_per_node, first_host
+from scaletorch.dist.launchers.slurm import expand_hosts, expand_tasks_per_node, first_host
 
 
 @pytest.mark.parametrize(

@@ -308,3 +308,36 @@ def check_frozen_newcomer():
 
 def test_frozen_parameters_may_come_after_wrapping():
     run_ranks(check_frozen_newcomer, 2)
+
+
+def put_another(weight):
+    weight.grad = torch.full_like(weight, 5.0)
+
+
+def zero_it(weight):
+    weight.grad.zero_()
+
+
+def leave_it(weight):
+    """Do nothing."""
+
+
+def check_before_it_is_synchronised(dtype, grad_type, change, expected):
+    """What one backward without synchronisation left is changed, then two more follow."""
+    layer = nn.Linear(1, 1, bias=False, dtype=dtype)
+    model = DataParallelBucket(layer, group=c10d.group.WORLD, grad_type=grad_type)
+    data = torch.full((1, 1), c10d.get_rank() + 1.0, dtype=dtype)
+    with model.no_sync():
+        model(data).sum().backward()
+        change(layer.weight)
+        model(data).sum().backward()
+    model(data).sum().backward()
+    assert layer.weight.grad.item() == expected
+
+
+@pytest.mark.parametrize(
+    ("dtype", "grad_type"), [(torch.float64, None), (torch.bfloat16, torch.float32)]
+)
+@pytest.mark.parametrize(("change", "expected"), [(leave_it, 9), (put_another, 16), (zero_it, 6)])
+def test_gradients_of_one_rank_alone_may_be_changed(dtype, grad_type, change, expected):
+    run_ranks(check_before_it_is_synchronised, 2, dtype, grad_type, change, expected)

@@ -13,10 +13,10 @@ from scaletorch.parallel.data_parallel import (
     DataParallelBucket,
     Shard,
     clip_grad_norm_,
+    culprits,
     global_grad_norm,
     parameter_shards,
 )
-from scaletorch.parallel.data_parallel.gradients import nonfinite as culprits
 
 ORDERS = (2.0, 1.0, math.inf, 3.0)
 CLIP = 0.1

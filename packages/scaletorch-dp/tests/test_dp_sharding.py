@@ -6,6 +6,7 @@ import contextlib
 import copy
 import io
 import itertools
+from datetime import timedelta
 from unittest import mock
 
 import pytest
@@ -305,6 +306,13 @@ def check_refusals():
     shared = DataParallelBucket(pair, group=c10d.group.WORLD)
     with pytest.raises(StateError, match="shares memory with another tensor"):
         shard_optimizer(torch.optim.SGD(shared.parameters()), shared)
+    memory = torch.zeros(5, 4)
+    rows = nn.Linear(4, 4, bias=False)
+    rows.weight.data = memory[:4]
+    rows.register_buffer("last", memory[3:])  # the weight's last row is this one's first
+    shared = DataParallelBucket(rows, group=c10d.group.WORLD)
+    with pytest.raises(StateError, match="weight shares memory with another tensor"):
+        shard_optimizer(torch.optim.SGD(shared.parameters()), shared)
 
 
 def test_what_cannot_be_sharded_is_refused():
@@ -432,6 +440,50 @@ def check_changed_between():
 
 def test_what_happens_between_backward_and_step():
     run_ranks(check_changed_between, 2)
+
+
+def check_reset():
+    model, _ = pair()
+    optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model)
+    model(rows(c10d.get_rank())).square().sum().backward()
+    shards = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+    assert any(shard.grad is not None for shard in shards)
+    model.reset()
+    assert all(shard.grad is None for shard in shards)
+
+
+def test_reset_forgets_the_gradients_of_shards_too():
+    run_ranks(check_reset, 2)
+
+
+def check_loaded_while_under_way(below):
+    """Rank 1 fetches only once rank 0 has loaded, or a second later: rank 0 must have waited."""
+    model, _ = pair()
+    optimizer = shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, overlap=True)
+    model(rows(c10d.get_rank())).square().sum().backward()
+    zeros = {name: torch.zeros_like(value) for name, value in model.module.state_dict().items()}
+    store = c10d.distributed_c10d._get_default_store()
+    if c10d.get_rank() == 1:
+        with contextlib.suppress(RuntimeError):  # it is time
+            store.wait(["loaded"], timedelta(seconds=1))
+    optimizer.step()
+    if below:
+        for name, layer in model.module.named_children():
+            layer.load_state_dict(
+                {"weight": zeros[f"{name}.weight"], "bias": zeros[f"{name}.bias"]}
+            )
+    else:
+        model.module.load_state_dict(zeros)
+    store.set("loaded", "")
+    model.wait_for_parameters()
+    c10d.barrier()
+    for value in model.module.state_dict().values():
+        assert not value.any()
+
+
+@pytest.mark.parametrize("below", ["", "layers"])
+def test_what_is_loaded_is_not_overwritten_by_what_is_under_way(below):
+    run_ranks(check_loaded_while_under_way, 2, below)
 
 
 def check_earlier_gradients():

@@ -1,12 +1,9 @@
-"""The grid as plain data: arithmetic on any number of ranks, errors, life without torch."""
+"""The grid as plain data: arithmetic on any number of ranks, errors."""
 
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
 import tracemalloc
-from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +11,6 @@ from hypothesis import strategies as st
 
 from scaletorch.dist.errors import InvalidArgumentError, ScaletorchError
 from scaletorch.parallel.pg_manager import Coordinates, Grid
-from scaletorch.parallel.pg_manager import grid as grid_module
 
 ORDER = ("dp", "pp", "cp", "tp")
 SETS = [axes for count in (1, 2, 3, 4) for axes in itertools.permutations(ORDER, count)]
@@ -195,20 +191,3 @@ def test_unknown_axes(axis):
         f"unknown axis {axis!r}: expected one of tp, cp, pp, dp, several of them joined by '_' "
         "(such as 'cp_dp'), or 'world'"
     )
-
-
-def test_file_loads_alone_without_torch():
-    program = f"""
-import runpy, sys
-names = runpy.run_path({str(Path(grid_module.__file__))!r})
-grid = names["Grid"](tp=2, dp=2)
-assert grid.group("dp", 1) == (1, 3)
-try:
-    grid.coordinates(4)
-except ValueError as error:
-    assert "from 0 to 3" in str(error)
-else:
-    raise SystemExit("no error")
-assert "torch" not in sys.modules and "scaletorch" not in sys.modules
-"""
-    subprocess.run([sys.executable, "-I", "-c", program], check=True, timeout=60)

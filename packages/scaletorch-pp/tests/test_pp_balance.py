@@ -204,7 +204,7 @@ SLOW = Split(("embed", "before"), "layers", ("dropout", "count", "after", "norm"
 @pytest.fixture
 def clock(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr("scaletorch.parallel.pipeline_parallel.splitting.measure._now", clock)
+    monkeypatch.setattr("scaletorch.parallel.pipeline_parallel.preparation.measure._now", clock)
     return clock
 
 

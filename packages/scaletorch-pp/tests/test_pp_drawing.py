@@ -7,17 +7,21 @@ from xml.etree import ElementTree
 import pytest
 
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.parallel.pipeline_parallel import SCHEDULES, Action, Schedule
+from scaletorch.parallel.pipeline_parallel import (
+    SCHEDULES,
+    Action,
+    Schedule,
+    Span,
+    Timeline,
+    simulate,
+)
 from scaletorch.parallel.pipeline_parallel.drawing import (
-    from_chrome_trace,
     to_chrome_trace,
     to_png,
     to_svg,
     to_text,
 )
 from scaletorch.parallel.pipeline_parallel.schedules.schedule import KINDS
-from scaletorch.parallel.pipeline_parallel.schedules.simulate import simulate
-from scaletorch.parallel.pipeline_parallel.schedules.timeline import Span, Timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -200,34 +204,6 @@ def test_a_predicted_unit_is_a_millisecond_or_what_was_measured():
     both = actions(to_chrome_trace(first, measured(first, wait=0.0)))
     assert {e["pid"] for e in both} == {0, 1}
     assert both[0]["dur"] == pytest.approx(10_000)
-
-
-def test_a_trace_is_read_again():
-    first = predicted("zb_v", 2, 4)
-    text = to_chrome_trace(first, measured(first), titles=["predicted", "measured"])
-    foreign = json.loads(text)
-    foreign["traceEvents"].insert(0, {"ph": "X", "name": "aten::mm", "pid": 9, "ts": 0, "dur": 1})
-    back, second = from_chrome_trace(json.dumps(foreign))
-    assert (back.schedule.name, second.schedule.name) == ("predicted", "measured")
-    assert (back.schedule.stages, back.schedule.ranks) == (
-        first.schedule.stages,
-        first.schedule.ranks,
-    )
-    assert back.schedule.num_micro_batches == 4
-    assert back.unit == "us"
-    assert back.bubble == pytest.approx(first.bubble)
-    assert second.makespan == pytest.approx(measured(first).makespan * 1e6)
-
-
-@pytest.mark.parametrize("text", ["no JSON", "[]", "{}"])
-def test_no_trace(text):
-    with pytest.raises(InvalidArgumentError, match="expected the JSON of a Chrome trace"):
-        from_chrome_trace(text)
-
-
-def test_a_trace_without_actions():
-    with pytest.raises(InvalidArgumentError, match="no action of a pipeline"):
-        from_chrome_trace('{"traceEvents": []}')
 
 
 # --- what cannot be drawn

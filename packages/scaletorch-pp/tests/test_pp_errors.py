@@ -224,6 +224,8 @@ def test_code_around_the_layers_would_run_on_every_stage():
         with pytest.raises(InvalidArgumentError, match=r"before the first layer .*Split\(first="):
             stage(hidden)
     stage = PipelineParallel(Net(num_layers=3, after=double), group=world())
+    stage(ids if rank() == 0 else hidden)  # it counts on the last stage alone
+    stage = PipelineParallel(Net(num_layers=3, after=lambda x: x.mul_(2)), group=world())
     if rank() == 2:
         stage(hidden)
     else:

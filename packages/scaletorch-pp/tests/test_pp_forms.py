@@ -179,7 +179,8 @@ def test_parameters_frozen_and_unfrozen_between_steps(schedule):
 
 @distributed_test(world_size=3)
 def test_more_forms_than_are_remembered():
-    with patch("scaletorch.parallel.pipeline_parallel.stages.stage.MANY_FORMS", 5):
+    stages = "scaletorch.parallel.pipeline_parallel.stages"
+    with patch(f"{stages}.stage.MANY_FORMS", 5), patch(f"{stages}.state.MANY_FORMS", 5):
         many_lengths()
 
 
@@ -188,4 +189,4 @@ def many_lengths():
     stage = PipelineParallel(model, group=world())
     for length in (2, 3, 4, 5, 6, 7, 2, 3, 8, 9, 7, 2):  # forgotten, and learned again
         step(stage, plain, (1, length), (2, length))
-    assert len(stage.forms) <= 5 + 2
+    assert len(stage.runtime.forms) <= 5 + 2

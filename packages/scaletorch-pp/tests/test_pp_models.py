@@ -137,6 +137,70 @@ class ChangesAfter(Net):
         return x
 
 
+class ScalesLogits(Net):
+    """As Cohere and OLMo do, and Gemma with its soft caps."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7, dtype=torch.float64))
+
+    def forward(self, input_ids):
+        logits = self.head(self.through(self.embed(input_ids)) * 0.5)
+        return (logits * 0.25 * self.scale).tanh()
+
+
+class OfSizes(Net):
+    """As nanoGPT, whose own code takes ids for what they are."""
+
+    def __init__(self):
+        super().__init__()
+        layers, head = self.layers, self.head
+        del self.layers, self.head
+        self.positions = nn.Embedding(LENGTH, HIDDEN)  # of the first stage
+        self.layers, self.head = layers, head
+
+    def forward(self, idx):
+        b, t = idx.size()
+        assert t <= LENGTH
+        self.seen = b, t, int(idx.max()) < VOCAB
+        at = torch.arange(t)
+        return self.head(self.through(self.embed(idx) + self.positions(at)))
+
+
+class OfMask(OfSizes):
+    def forward(self, idx):
+        rows, _ = idx.shape
+        self.seen = rows, int(idx.min())
+        x = self.through(self.embed(idx) * 1.0)
+        return self.head(x) * (idx > 0)[..., None]
+
+
+class ScalesBetween(Net):
+    def through(self, x):
+        for layer in self.layers:
+            x = layer(x) * 0.5
+        return x
+
+
+class Pair(Layer):
+    """Returns two tensors."""
+
+    def forward(self, x):
+        return super().forward(x), x.mean()
+
+
+class ScalesPairs(Net):
+    """The first of what its layers return goes on, changed."""
+
+    layer = Pair
+
+    def through(self, x):
+        for layer in self.layers:
+            out = layer(x)
+            x = out[0] if isinstance(out, tuple) else out
+        return x * 0.5
+
+
 class ChangesBefore(Net):
     def through(self, x):
         x *= 0.5
@@ -201,6 +265,27 @@ def test_gradients_that_share_memory_and_backwards_in_forwards(world_size):
     run_ranks(trains, world_size, kinds, ["1f1b", "zb_h1", "zb_v", "looped_bfs"])
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_what_follows_the_last_layer_happens_once(world_size):
+    run_ranks(trains, world_size, [ScalesLogits], ["1f1b", "zb_v", "looped_bfs"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_code_before_the_layers_that_wants_ids_gets_them(world_size):
+    run_ranks(trains, world_size, [OfSizes, OfMask], ["1f1b", "zb_v", "looped_bfs"])
+
+
+@distributed_test(world_size=2)
+def test_ids_come_to_every_stage_in_each_forward():
+    _, stage = split(OfSizes)
+    for shorter in (0, 2):
+        batches = [{n: x[:, shorter:] for n, x in batch.items()} for batch in make_batches()]
+        train_step_pipeline(stage, batches)
+        assert stage.module.seen == (*batches[0]["input_ids"].shape, True)
+        outputs = pipeline_forward(stage, batches)
+        assert bool(outputs) == stage.is_last_stage
+
+
 @distributed_test(world_size=2)
 def test_modules_replaced_after_wrapping_stay():
     for schedule in ("1f1b", "zb_v"):
@@ -239,6 +324,8 @@ def test_adapters_in_frozen_layers():
         (KeepsEmbedded, "is given, as argument 1, a tensor that the model's forward makes from"),
         (Twice, "comes back to it after modules of stage"),
         (ChangesAfter, "changes the hidden states after the last layer"),
+        (ScalesBetween, "changes the hidden states before the first layer"),
+        (ScalesPairs, "changes the hidden states after the last layer"),
         (Collects, "returns a tensor with a gradient of shape .* beside the hidden states"),
     ],
 )

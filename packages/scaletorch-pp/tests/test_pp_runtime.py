@@ -18,7 +18,8 @@ from scaletorch.parallel.pipeline_parallel import (
 )
 from scaletorch.parallel.pipeline_parallel.runtime.execute import Task, in_steps
 from scaletorch.parallel.pipeline_parallel.runtime.mail import Key, Message
-from scaletorch.parallel.pipeline_parallel.schedules.messages import derive_program
+from scaletorch.parallel.pipeline_parallel.schedules.messages import program_of
+from scaletorch.parallel.pipeline_parallel.schedules.simulate import proven
 
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]
 ENDS = {"F": 1, "B": -1, "I": -1, "W": 0}  # what an action does to the number of live graphs
@@ -84,7 +85,7 @@ def live_graphs(name):
             return run
 
     gc.disable()
-    stage.recorder = Watching()
+    stage.runtime.timed = Watching().watch
     train_step_pipeline(stage, batches)
     expected, live = [], 0
     for action in schedule.ranks[stage.rank]:
@@ -107,7 +108,7 @@ def test_one_rank_too():
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_rank_derives_its_program_alone(name):
     schedule = SCHEDULES[name](4, 6)
-    alone = tuple(derive_program(schedule, rank) for rank in range(4))
+    alone = tuple(program_of(*proven(schedule), rank) for rank in range(4))
     assert alone == derive_messages(schedule)
 
 

@@ -224,3 +224,11 @@ def test_no_chunks(build):
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_a_schedule_bears_its_name(name):
     assert SCHEDULES[name](2, 3).name == name
+
+
+@pytest.mark.parametrize(("builder", "enough"), [(zb_v, 5), (dualpipe_v, 6)])
+def test_few_micro_batches_run_the_order_of_enough(builder, enough):
+    whole = builder(3, enough)
+    for few in range(1, enough):
+        left = [tuple(a for a in rank if a.micro_batch < few) for rank in whole.ranks]
+        assert list(builder(3, few).ranks) == left

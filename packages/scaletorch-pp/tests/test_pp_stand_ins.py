@@ -17,6 +17,7 @@ from scaletorch.parallel.pipeline_parallel import (
     pipeline_forward,
     train_step_pipeline,
 )
+from scaletorch.parallel.pipeline_parallel.stages.gradient import hands_on_gradients
 
 WIDTH, VOCAB, LENGTH = 8, 13, 5
 
@@ -266,7 +267,7 @@ REFUSED = [
     (SKIPS[:2], r"layers\.\d is given, as argument (1|beside), a tensor that the model's forward"),
     (
         SKIPS[2:],
-        "(is given, as argument 0, a tensor|changes the hidden states after the last)",
+        "(is given, as argument 0, a tensor|earlier one returned .a skip connection)",
     ),
     ([Returned], r"the model returns a tensor that the model's forward makes from hidden states"),
     ([Reads], "the model's forward reads a number out of hidden states"),
@@ -443,6 +444,7 @@ def test_a_first_layer_may_write_to_what_it_is_given():
     run_ranks(same_bits, 2, [WritesInput], "1f1b", Split(points=("layers.1",)))
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
 @distributed_test(world_size=2)
 def test_compiled_layers_are_compiled_later():
     """What is examined runs as it is written; the compiler takes over from the next one on."""
@@ -461,3 +463,10 @@ def test_compiled_layers_are_compiled_later():
     assert not compiled
     train_step_pipeline(stage, batches)
     assert compiled
+
+
+def test_tensors_without_gradients_are_no_part_of_the_trial():
+    hidden, mask = torch.ones(2, requires_grad=True), torch.ones(2)
+    assert hands_on_gradients([hidden * 1, mask.clone()], [hidden, mask])
+    assert not hands_on_gradients([hidden * 2, mask.clone()], [hidden, mask])
+    assert hands_on_gradients([hidden, mask.clone()], [hidden, mask])

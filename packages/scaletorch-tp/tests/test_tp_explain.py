@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import Fused, apply_tensor_parallel, explain
-from scaletorch.parallel.tensor_parallel.plans.table import table
+from scaletorch.parallel.tensor_parallel.plans.explanation import table
 
 VOCAB, HIDDEN, BATCH, LENGTH = 13, 12, 2, 12
 TOKENS = BATCH * LENGTH
@@ -400,3 +400,10 @@ def test_a_plan_that_does_not_fit_is_not_explained():
         explain(Chain(), 2, {**CHAIN, "2": "sequence_join"}, sequence_parallel=True)
     with pytest.raises(ValueError, match=r"nearest module names: .*gate_up"):
         explain(Gated(), 2, {"gate_upp": "column"})
+
+
+def test_at_most_three_names_are_proposed():
+    with pytest.raises(ValueError, match=r"nearest module names: [^,]*, [^,]*, [^,]*$"):
+        explain(
+            nn.ModuleDict({f"layer{n}": nn.Linear(2, 2) for n in range(5)}), 2, {"layer": "column"}
+        )

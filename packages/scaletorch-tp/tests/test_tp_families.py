@@ -23,7 +23,7 @@ from scaletorch.parallel.tensor_parallel import (
 )
 from scaletorch.parallel.tensor_parallel.cuts.cut import share_cut
 from scaletorch.parallel.tensor_parallel.cuts.fused import fuse
-from scaletorch.parallel.tensor_parallel.plans.validate import resolve_plan
+from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
 VOCAB, HIDDEN, HEADS, LENGTH = 13, 24, 4, 7
 
@@ -347,13 +347,13 @@ def test_a_fused_style_that_cannot_be(style, parts, text):
 )
 def test_parts_that_do_not_fit_the_module(plan, text):
     with pytest.raises(ValueError, match=text):
-        resolve_plan(Packed(), plan, 2)
+        resolve(Packed(), plan, 2)
 
 
 def test_a_transposed_layer_is_known_by_its_structure():
     odd = nn.ModuleDict({"up": Conv1D(6, 4)})
     odd.up.nx = 5
     with pytest.raises(ValueError, match="it is a Conv1D, not a Linear itself"):
-        resolve_plan(odd, {"up": "column"}, 2)
+        resolve(odd, {"up": "column"}, 2)
     odd.up.nx = 4
-    assert len(resolve_plan(odd, {"up": "column"}, 2)) == 1
+    assert len(resolve(odd, {"up": "column"}, 2).matches) == 1

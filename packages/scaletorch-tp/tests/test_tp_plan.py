@@ -23,7 +23,7 @@ from scaletorch.parallel.tensor_parallel.cuts.cut import (
     shard_sizes,
 )
 from scaletorch.parallel.tensor_parallel.plans.plan import matching
-from scaletorch.parallel.tensor_parallel.plans.validate import resolve_plan
+from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
 NAMES = ["", "model", "model.layers.0.mlp.up", "model.layers.11.mlp.up", "layers.0.mlp.up", "up"]
 
@@ -130,7 +130,7 @@ def refuse(model, plan, tp, *texts):
     before = {n: (type(m), dict(m._parameters)) for n, m in model.named_modules()}
     attributes = {n: m.num_heads for n, m in model.named_modules() if hasattr(m, "num_heads")}
     with pytest.raises(ValueError, match=re.escape(texts[0])) as caught:
-        resolve_plan(model, plan, tp)
+        resolve(model, plan, tp)
     for text in texts:
         assert text in str(caught.value)
     assert before == {n: (type(m), dict(m._parameters)) for n, m in model.named_modules()}

@@ -17,7 +17,7 @@ from scaletorch.parallel.tensor_parallel import (
     common_random,
     sharded_random,
 )
-from scaletorch.parallel.tensor_parallel.plans.validate import resolve_plan
+from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 from scaletorch.parallel.tensor_parallel.regions import random
 
 HIDDEN, HEADS = 16, 4
@@ -289,7 +289,7 @@ def test_a_replaced_forward_is_refused(name):
     module = model.get_submodule(name)
     module.forward = module.forward
     with pytest.raises(ValueError, match=rf"'{name}'.*forward was replaced"):
-        resolve_plan(model, PLAN, 2)
+        resolve(model, PLAN, 2)
 
 
 class Accelerator:

@@ -17,7 +17,7 @@ from scaletorch.parallel.tensor_parallel import (
     gather_tensors,
     shard_dims,
 )
-from scaletorch.parallel.tensor_parallel.plans.validate import resolve_plan
+from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
 VOCAB, HIDDEN, HEADS, KV_HEADS, HEAD_DIM = 16, 12, 4, 2, 6
 
@@ -216,7 +216,7 @@ def no_affine():
 
 
 def test_a_norm_without_parameters_is_of_the_family_too():
-    assert resolve_plan(make(norm=no_affine), None, 2)
+    assert resolve(make(norm=no_affine), None, 2).matches
 
 
 class Wide(HeadNorm):
@@ -232,18 +232,18 @@ class Nested(nn.Module):
 
 def test_what_cannot_be_summed_is_refused():
     with pytest.raises(ValueError, match=r"'layers.0.self_attn.q_norm.weight' has 24 .* has 6"):
-        resolve_plan(make(norm=Wide), None, 2)
+        resolve(make(norm=Wide), None, 2)
     plan = {"**.q_norm": "replicate_sum_grad"}
     with pytest.raises(ValueError, match=r"own parameters are summed.*inner.weight, inner.bias"):
-        resolve_plan(make(norm=Nested), plan, 2)
+        resolve(make(norm=Nested), plan, 2)
     model = make()
     model.layers[1].self_attn.q_norm.forward = lambda x, eps: x
     with pytest.raises(ValueError, match=r"'layers.1.self_attn.q_norm'.*forward was replaced"):
-        resolve_plan(model, plan, 2)
+        resolve(model, plan, 2)
     model = make()
     model.layers[0].self_attn.q_norm.bias = model.lm_head.weight
     with pytest.raises(ValueError, match="one tied parameter"):
-        resolve_plan(model, plan | {"lm_head": "column"}, 2)
+        resolve(model, plan | {"lm_head": "column"}, 2)
 
 
 def twice():

@@ -15,8 +15,8 @@ from scaletorch.parallel.tensor_parallel import (
     explain,
     gather_tensors,
 )
+from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 from scaletorch.parallel.tensor_parallel.plans.transformers_plan import find_own_plan, own_plan
-from scaletorch.parallel.tensor_parallel.plans.validate import resolve_plan
 
 VOCAB, HIDDEN, HEADS, HEAD = 11, 8, 4, 2
 PLAN = {
@@ -92,7 +92,7 @@ class Whole(nn.Module):
 
 
 def styles(model):
-    return {match.name: match.style for match in resolve_plan(model, None, 2)}
+    return {match.name: match.style for match in resolve(model, None, 2).matches.values()}
 
 
 def test_a_model_says_itself_what_is_sharded():
@@ -130,14 +130,14 @@ def test_a_plan_for_the_head_alone_is_none():
     model = Whole(plan={})
     assert find_own_plan(model) is None
     with pytest.raises(ValueError, match="has no plan of its own for its layers"):
-        resolve_plan(model, None, 2)
+        resolve(model, None, 2)
 
 
 def test_an_unknown_style_is_named():
     model = Whole(plan=PLAN | {"layers.*.mlp.down": "diagonal"})
     text = "'model.layers.*.mlp.down' the style 'diagonal', which is none of 'colwise'"
     with pytest.raises(ValueError, match=text.replace("*", r"\*")):
-        resolve_plan(model, None, 2)
+        resolve(model, None, 2)
 
 
 def test_a_single_parameter_is_no_module():
@@ -145,18 +145,18 @@ def test_a_single_parameter_is_no_module():
     for layer in model.model.layers:
         layer.attention.sinks = nn.Parameter(torch.zeros(HEADS))
     with pytest.raises(ValueError, match=r"single parameter 'model.layers.0.attention.sinks'"):
-        resolve_plan(model, None, 2)
+        resolve(model, None, 2)
 
 
 def test_a_parameter_between_sharded_layers_is_not_forgotten():
     model = Whole()
     model.model.layers[1].mlp["act"] = nn.PReLU()
     with pytest.raises(ValueError, match=r"does not name 'model.layers.1.mlp.act.weight', of 1 "):
-        resolve_plan(model, None, 2)
+        resolve(model, None, 2)
     model = Whole()
     model.model.layers[0].attention.register_parameter("sinks", nn.Parameter(torch.ones(HEADS)))
     with pytest.raises(ValueError, match=r"does not name 'model.layers.0.attention.sinks'"):
-        resolve_plan(model, None, 2)
+        resolve(model, None, 2)
     model = Whole()
     model.model.layers[0].mlp["norm"] = nn.RMSNorm(HIDDEN)  # of what enters
     assert "model.layers.0.mlp.norm" not in styles(model)
@@ -172,12 +172,12 @@ def test_heads_are_not_cut_though_the_plan_does_not_count_them():
     for layer in model.model.layers:
         del layer.attention.config
     with pytest.raises(ValueError, match="does not say how the 8 output features of its query"):
-        resolve_plan(model, None, 2)
+        resolve(model, None, 2)
 
 
 def test_a_plan_given_goes_before_the_model_s():
-    matches = resolve_plan(Whole(), {"head": "column_gather"}, 2)
-    assert [match.name for match in matches] == ["head"]
+    matches = resolve(Whole(), {"head": "column_gather"}, 2).matches
+    assert [match.name for match in matches.values()] == ["head"]
 
 
 def as_one_process(options):

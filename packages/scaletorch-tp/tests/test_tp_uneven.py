@@ -23,7 +23,7 @@ from scaletorch.parallel.tensor_parallel import (
     take_own,
 )
 from scaletorch.parallel.tensor_parallel.cuts.cut import Cut
-from scaletorch.parallel.tensor_parallel.plans.validate import resolve
+from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
 HEAD_DIM = 4
 

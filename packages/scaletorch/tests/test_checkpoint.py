@@ -21,10 +21,10 @@ from scaletorch.checkpoint import (
     load,
     save,
 )
-from scaletorch.checkpoint import reader as checkpoint_reader
-from scaletorch.checkpoint.entries import Record, share_out
-from scaletorch.checkpoint.place import Place
-from scaletorch.checkpoint.rectangles import Part, find_atoms, rectangles
+from scaletorch.checkpoint.format import reader as checkpoint_reader
+from scaletorch.checkpoint.state.entries import Record, share_out
+from scaletorch.checkpoint.state.place import Place
+from scaletorch.checkpoint.state.rectangles import Part, find_atoms, rectangles
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid
 
@@ -372,7 +372,7 @@ def test_what_several_ranks_have_is_written_once_and_dealt_out():
 
 def test_a_header_that_lies_reads_nothing_else(tmp_path):
     """Offsets beyond the file, and paths that lead out of the folder, with a digest that fits."""
-    from scaletorch.checkpoint.metadata import seal
+    from scaletorch.checkpoint.format.metadata import seal
 
     folder = save(tmp_path, nn.Linear(2, 2), step=1).wait()
     document = json.loads((folder / "metadata.json").read_text())

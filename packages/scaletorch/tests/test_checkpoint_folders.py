@@ -36,13 +36,13 @@ def names(folder):
 
 
 def write_slowly(monkeypatch, seconds):
-    write = checkpoint.writer.write_tensor
+    write = checkpoint.format.writer.write_tensor
 
     def slow(file, tensor):
         time.sleep(seconds if tensor.numel() == 4 else 0)
         return write(file, tensor)
 
-    monkeypatch.setattr(checkpoint.writer, "write_tensor", slow)
+    monkeypatch.setattr(checkpoint.format.writer, "write_tensor", slow)
 
 
 def test_ctrl_c_while_a_save_waits_leaves_the_one_before_whole(tmp_path, monkeypatch):
@@ -113,7 +113,8 @@ def test_the_checkpoint_just_saved_is_kept(tmp_path):
 
 DIES = """
 import os, sys, torch
-from scaletorch.checkpoint import folders, save
+from scaletorch.checkpoint import save
+from scaletorch.checkpoint.format import folders
 
 number, real = 0, os.replace
 
@@ -204,13 +205,13 @@ def save_and_return(root):
     checkpoint.executor = ThreadPoolExecutor(1)  # left open: its worker is not waited for
     checkpoint.executor.submit(get_rank).result()
     setup_process_group_manager(dp_size=2)
-    write = checkpoint.writer.write_tensor
+    write = checkpoint.format.writer.write_tensor
 
     def slow(*arguments):
         time.sleep(0.3)
         return write(*arguments)
 
-    checkpoint.writer.write_tensor = slow
+    checkpoint.format.writer.write_tensor = slow
     save(root, filled(4.0), step=1, asynchronous=True)
 
 

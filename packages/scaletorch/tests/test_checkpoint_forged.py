@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from scaletorch.checkpoint import CheckpointError, DamagedCheckpointError, load, save
-from scaletorch.checkpoint.metadata import seal
-from scaletorch.checkpoint.tiling import tile
+from scaletorch.checkpoint.format.boxes import tile
+from scaletorch.checkpoint.format.metadata import seal
 from scaletorch.dist.errors import InvalidArgumentError
 
 

@@ -19,6 +19,7 @@ from scaletorch.checkpoint import (
     latest,
     load,
     save,
+    saving,
 )
 from scaletorch.compose import (
     full_state_dict,
@@ -84,25 +85,42 @@ def assert_equal(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+# Who writes.
+
+
+def staged(root, layout):
+    """Return the bytes that this rank copies for a save in the background, and its weights'."""
+    model, _, manager = setup(layout)
+    save(root, model, None, manager, step=1, asynchronous=True).wait()
+    copied = sum(tensor.nbytes for tensor in saving._buffers[model].values())
+    return copied, sum(p.nbytes for p in model.parameters())
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 1, 1), (1, 1, 2, 1)])
+def test_replicas_copy_half_of_what_they_hold_alike(two, layout, tmp_path):
+    for copied, whole in two.run(staged, tmp_path, layout):
+        assert 0.4 * whole < copied < 0.8 * whole  # generators are each rank's own
+
+
 # One rank fails.
 
 
 def fail_on_rank_1(root, asynchronous):
     model, optimizer, _ = setup((1, 1, 1, 2))
-    write = checkpoint.writer.write_tensor
+    write = checkpoint.format.writer.write_tensor
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
     if get_rank() == 1:
-        checkpoint.writer.write_tensor = full
+        checkpoint.format.writer.write_tensor = full
     with pytest.raises(CheckpointError, match=r"failed: rank 1: OSError: .*No space left"):
         save(root, model, optimizer, step=1, asynchronous=asynchronous).wait()
     if asynchronous:
         save(root, model, optimizer, step=1, asynchronous=True)
         with pytest.raises(CheckpointError, match=r"rank 1: OSError: .*No space left"):
             save(root, model, optimizer, step=2)
-    checkpoint.writer.write_tensor = write
+    checkpoint.format.writer.write_tensor = write
     assert latest(root) is None
     barrier()
     save(root, model, optimizer, step=1)
@@ -426,6 +444,6 @@ def test_transformers_reads_what_is_exported(four, tmp_path, tied):
     assert_equal(dict(found.state_dict()), dict(plain.state_dict()))
     plain.save_pretrained(tmp_path / "theirs")
     export_safetensors(plain, tmp_path / "ours")
-    theirs, ours = (checkpoint.files.read_header(tmp_path / name / "model.safetensors")
+    theirs, ours = (checkpoint.format.files.read_header(tmp_path / name / "model.safetensors")
                     for name in ("theirs", "ours"))  # fmt: skip
     assert {n: h[:2] for n, h in theirs.items()} == {n: h[:2] for n, h in ours.items()}

@@ -71,7 +71,7 @@ def check_adapters(layout):
     with pytest.raises(
         (StateError, StageError), match=r"q_proj\.up\.weight.* came after the module"
     ):
-        train_step(model, shard_global_batch(batch(), 1, manager), manager)
+        train_step(model, shard_global_batch(batch(), 1, manager))
 
 
 @pytest.mark.parametrize("axis", [None, "dp_size", "cp_size", "tp_size", "pp_size"])
@@ -87,13 +87,13 @@ def check_adapters_before(layout):
         torch.manual_seed(1)
         adapt(each)
     model = parallelize(model, manager)
-    loss = train_step(model, shard_global_batch(batch(), 1, manager), manager)
+    loss = train_step(model, shard_global_batch(batch(), 1, manager))
     theirs = nn.functional.cross_entropy(
         plain(batch()["input_ids"]).flatten(0, 1), batch()["labels"].flatten()
     )
     theirs.backward()
     torch.testing.assert_close(loss, theirs.detach(), rtol=1e-10, atol=0)
-    found = full_gradients(model, manager)
+    found = full_gradients(model)
     for name, each in plain.named_parameters():
         if each.grad is not None:
             torch.testing.assert_close(found[name], each.grad, rtol=1e-9, atol=1e-12, msg=name)
@@ -111,20 +111,20 @@ def check_clipping(layout, stage, change):
     theirs = torch.optim.SGD(plain.parameters(), lr=1.0)
     if stage:
         shard_optimizer(ours, model, stage=stage)
-    train_step(model, shard_global_batch(batch(), 1, manager), manager)
+    train_step(model, shard_global_batch(batch(), 1, manager))
     logits = plain(batch()["input_ids"]).flatten(0, 1)
     nn.functional.cross_entropy(logits, batch()["labels"].flatten()).backward()
     for each in (model, plain):
         for name, parameter in each.named_parameters():
             if name.endswith("layernorm.weight"):
                 change(parameter)
-    norm = clip_grad_norm_(model, 0.1, manager)
+    norm = clip_grad_norm_(model, 0.1)
     expected = nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
     torch.testing.assert_close(norm, expected, rtol=1e-9, atol=0)
-    torch.testing.assert_close(global_grad_norm(model, manager).item(), 0.1, rtol=1e-4, atol=0)
+    torch.testing.assert_close(global_grad_norm(model).item(), 0.1, rtol=1e-4, atol=0)
     ours.step()
     theirs.step()
-    whole = full_state_dict(model, manager)
+    whole = full_state_dict(model)
     for name, each in plain.named_parameters():
         torch.testing.assert_close(whole[name], each.detach(), rtol=1e-9, atol=1e-12, msg=name)
 

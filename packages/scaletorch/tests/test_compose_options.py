@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from scaletorch.compose import parallelize, shard_global_batch
+from scaletorch.dist.errors import MismatchError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import (
@@ -12,14 +13,15 @@ from scaletorch.parallel.pg_manager import (
 )
 from scaletorch.parallel.tensor_parallel import ColumnParallelLinear
 
+CONFIG = LlamaConfig(
+    vocab_size=32, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2,
+    num_kv_heads=2, tie_embeddings=False,
+)  # fmt: skip
+
 
 def head_gathers(loss_parallel):
-    config = LlamaConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=16, num_layers=1, num_heads=2,
-        num_kv_heads=2, tie_embeddings=False,
-    )  # fmt: skip
     manager = setup_process_group_manager(tp_size=2)
-    model = parallelize(Llama(config), manager, loss_parallel=loss_parallel)
+    model = parallelize(Llama(CONFIG), manager, loss_parallel=loss_parallel)
     destroy_process_group_manager()
     columns = {n: m for n, m in model.named_modules() if isinstance(m, ColumnParallelLinear)}
     return [m.gather_output for n, m in columns.items() if n.endswith("lm_head")]
@@ -44,3 +46,34 @@ def shares():
 def test_each_data_parallel_rank_gets_its_own_rows():
     first, second = [[0, 1, 2], [3, 4, 5]], [[6, 7, 8], [9, 10, 11]]
     assert run_ranks(shares, 2) == [(first, first), (second, second)]
+
+
+def of_all_sequences():
+    """Cut four sequences, with one number each that is of all of them."""
+    manager = setup_process_group_manager(dp_size=2)
+    batch = {name: torch.arange(12).view(4, 3) for name in ("input_ids", "labels")}
+    shares = shard_global_batch(batch | {"weights": torch.arange(4)}, 2, manager)
+    destroy_process_group_manager()
+    return [share["weights"].tolist() for share in shares]
+
+
+def test_what_has_one_dim_is_passed_on_whole():
+    assert run_ranks(of_all_sequences, 2) == [[[0, 1, 2, 3]] * 2] * 2
+
+
+def weights_of_their_own(options):
+    """Put a model on two tensor-parallel ranks, of which each has drawn other weights."""
+    manager = setup_process_group_manager(tp_size=2)
+    torch.manual_seed(manager.tp_rank)
+    try:
+        parallelize(Llama(CONFIG), manager, **options)
+    except MismatchError as error:
+        return str(error)
+    finally:
+        destroy_process_group_manager()
+    return ""
+
+
+def test_initial_weights_are_not_compared_where_that_is_switched_off():
+    assert run_ranks(weights_of_their_own, 2, {"data_parallel": {"init_sync": "none"}}) == [""] * 2
+    assert all("differ" in said for said in run_ranks(weights_of_their_own, 2, {}))

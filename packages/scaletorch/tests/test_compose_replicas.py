@@ -51,11 +51,11 @@ class Job:
         generator = torch.Generator().manual_seed(1000 * seed + step)
         self.tokens = torch.randint(SIZES.vocab_size, (4, 17), generator=generator)
         batch = {"input_ids": self.tokens[:, :-1], "labels": self.tokens[:, 1:]}
-        train_step(self.model, shard_global_batch(batch, 1, self.manager), self.manager)
-        clip_grad_norm_(self.model, 1.0, self.manager)
+        train_step(self.model, shard_global_batch(batch, 1, self.manager))
+        clip_grad_norm_(self.model, 1.0)
 
     def check(self, step, **options):
-        check_replicas(self.model, self.manager, self.optimizer, step=step, **options)
+        check_replicas(self.model, optimizer=self.optimizer, step=step, **options)
 
     def update(self):
         self.optimizer.step()

@@ -55,16 +55,16 @@ def train(layout, scale, half=False, poison=None, interval=2000):
     losses, norms, scales = [], [], []
     for step in range(STEPS):
         micro_batches = shard_global_batch(batch_of(step), 2, manager)
-        losses.append(train_step(model, micro_batches, manager, scaler=scaler).item())
+        losses.append(train_step(model, micro_batches, scaler=scaler).item())
         if step == 0 and str(manager.grid.coordinates(manager.global_rank)) == poison:
             next(model.parameters()).grad.view(-1)[0] = math.inf
         scaler.unscale_(optimizer)
-        norms.append(clip_grad_norm_(model, 1.0, manager).item())
+        norms.append(clip_grad_norm_(model, 1.0).item())
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
-    weights = full_state_dict(model, manager)
+    weights = full_state_dict(model)
     destroy_process_group_manager()
     return losses, norms, scales, weights
 
@@ -117,7 +117,7 @@ def masters(layout, scale, poison):
     scaler = GradScaler("cpu", scale)
     scales = []
     for step in range(STEPS):
-        train_step(model, shard_global_batch(batch_of(step), 2, manager), manager, scaler=scaler)
+        train_step(model, shard_global_batch(batch_of(step), 2, manager), scaler=scaler)
         assert {s.tensor.grad.dtype for s in parameter_shards(model)} == {torch.float32}
         if step == 0 and str(manager.grid.coordinates(manager.global_rank)) == poison:
             parameter_shards(model)[0].tensor.grad[-1] = math.nan
@@ -125,7 +125,7 @@ def masters(layout, scale, poison):
         scaler.update()
         optimizer.zero_grad()
         scales.append(scaler.get_scale())
-    weights = full_state_dict(model, manager)
+    weights = full_state_dict(model)
     destroy_process_group_manager()
     return scales, weights
 

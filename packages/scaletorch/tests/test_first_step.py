@@ -84,7 +84,7 @@ def run(make, sizes):
         model = parallelize(model, manager, **options)
         if isinstance(batch, dict):
             batch = shard_global_batch(batch, 1, manager, **cut)
-        return train_step(model, batch, manager).item()
+        return train_step(model, batch).item()
     except ScaletorchError as error:
         return f"{type(error).__name__}: {error}"
     finally:

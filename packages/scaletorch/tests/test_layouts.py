@@ -5,6 +5,7 @@ from functools import partial
 
 import pytest
 import torch
+from mutants.patch import patched
 
 from scaletorch.compose import (
     full_gradients,
@@ -20,7 +21,6 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.verify.mutants.patch import patched
 
 BATCH, LENGTH, STEPS = 8, 12, 2
 BOUND = 1e-10
@@ -63,13 +63,13 @@ def train(layout, config, num_micro_batches, schedule):
     losses, gradients, norms, held = [], [], [], sorted(model.state_dict())
     for step in range(STEPS):
         micro_batches = shard_global_batch(global_batch(step), num_micro_batches, manager)
-        loss = train_step(model, micro_batches, manager)
+        loss = train_step(model, micro_batches)
         losses.append(loss.item())
-        gradients.append(full_gradients(model, manager))
-        norms.append(global_grad_norm(model, manager).item())
+        gradients.append(full_gradients(model))
+        norms.append(global_grad_norm(model).item())
         optimizer.step()
         optimizer.zero_grad()
-    result = losses, gradients, norms, full_state_dict(model, manager), held
+    result = losses, gradients, norms, full_state_dict(model), held
     destroy_process_group_manager()
     return result
 

@@ -3,14 +3,14 @@
 from random import Random
 
 import pytest
+from mutants import MUTANTS, hunt, to_markdown
+from mutants.patch import patched
+from mutants.specimen import PLAN, Shared, Specimen, batch
 
 from scaletorch.dist import functional
 from scaletorch.dist.ranks.locate import locate
 from scaletorch.verify import parse_layout, verify
 from scaletorch.verify.cases import OPTIONS, enumerate_cases
-from scaletorch.verify.mutants import MUTANTS, hunt, to_markdown
-from scaletorch.verify.mutants.patch import patched
-from scaletorch.verify.mutants.specimen import PLAN, Shared, Specimen, batch
 from scaletorch.verify.runner import run_case
 from scaletorch.verify.training import Subject
 from scaletorch.verify.verify import Task, run_all, save_reference

@@ -6,11 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from mutants.patch import patched
 
+from scaletorch.dist import RankPool
 from scaletorch.dist.errors import StateError
 from scaletorch.models import LlamaConfig
-from scaletorch.pretrain import PretrainConfig, pretrain
+from scaletorch.pretrain import PretrainConfig, pretrain, train
 from scaletorch.pretrain.__main__ import as_one_process, main, summary
+from scaletorch.pretrain.rounding import GROWTH, LARGEST, loss_bounds
 from scaletorch.pretrain.run import Result, one_process_losses
 
 NAN = float("nan")
@@ -85,3 +88,59 @@ def test_a_resumed_run_is_compared_with_the_last_steps_of_one_process(tmp_path):
     assert one_process_losses(config, 3) == losses
     assert one_process_losses(replace(config, compare=True), 1) == losses[2:]
     assert one_process_losses(config, 0) == []
+
+
+def one_token_more(config):
+    """Train with a loss that is divided by one token more than there are."""
+
+    def counted(ready):
+        def wrong(*arguments):
+            called, tokens = ready(*arguments)
+            return called, tokens + 1
+
+        return wrong
+
+    with patched("compose.step:ready", counted):
+        return train(config)
+
+
+def test_a_loss_that_is_off_by_one_token_of_a_thousand_is_seen(tmp_path):
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 100)
+    config = PretrainConfig(
+        model=MODEL, steps=2, seq_len=256, batch_size=8, micro_batches=1, dp=2,
+        data=(tmp_path / "text.txt",), out=tmp_path, backend="gloo", compare=True,
+    )  # fmt: skip
+    with RankPool(2, timeout=100) as pool:
+        sound = pool.run(train, replace(config, out=tmp_path / "sound"))[0]
+        faulty = pool.run(one_token_more, replace(config, out=tmp_path / "faulty"))[0]
+    reference = one_process_losses(config, 2)
+    assert as_one_process(config, Result(sound, tmp_path, reference))
+    found = Result(faulty, tmp_path, reference)
+    assert found.worst_difference() < 1e-3
+    assert not as_one_process(config, found)
+    assert "NOT AS ONE PROCESS: largest relative difference of 2 losses 4.9e-04; nearest to its " \
+        "bound is step 1 with 4.9e-04 of " in summary(config, found, 1.0)  # fmt: skip
+
+
+def test_bounds_of_losses_follow_rounding_until_training_amplifies_it():
+    config = PretrainConfig()
+    first, second = loss_bounds(config, range(2))
+    assert 3e-5 < first < 7e-5  # 4 epsilon x root of 10,000 to 20,000 additions
+    assert second == pytest.approx(first * 2**0.5 * GROWTH)
+    assert loss_bounds(config, [7])[0] < LARGEST["float32"]
+    assert loss_bounds(config, [8, 59, 10**6]) == [LARGEST["float32"]] * 3
+    double = replace(config, dtype="float64")
+    assert loss_bounds(double, [0])[0] == pytest.approx(first * 2.0**-29)
+    assert loss_bounds(double, [42])[0] < LARGEST["float64"] == loss_bounds(double, [43])[0]
+    assert loss_bounds(replace(config, dtype="bfloat16"), [0, 60]) == [LARGEST["bfloat16"]] * 2
+    wider = replace(config, model=replace(config.model, hidden_size=512))
+    assert loss_bounds(wider, [0])[0] > first
+
+
+def test_a_resumed_curve_is_held_to_the_bounds_of_its_own_steps():
+    early, late = replace(PretrainConfig(), steps=4), replace(PretrainConfig(), steps=60)
+    result = Result([loss * (1 + 5e-4) for loss in SOUND], Path(), SOUND)
+    assert result.furthest(early)[0] == 1
+    assert not as_one_process(early, result)
+    assert result.furthest(late)[0] in range(57, 61)
+    assert as_one_process(late, result)

@@ -16,6 +16,7 @@ from scaletorch.dist.errors import InvalidArgumentError, NonFiniteError, StateEr
 from scaletorch.models import LlamaConfig
 from scaletorch.pretrain import PretrainConfig, pretrain, train
 from scaletorch.pretrain.__main__ import main, one_line
+from scaletorch.pretrain.checks import check_config
 from scaletorch.pretrain.interrupt import StopFile, stop_on_ctrl_c
 from scaletorch.pretrain.report import logged_losses, progress_bar, save_curve, set_aside
 from scaletorch.pretrain.train import learning_rate, short_name
@@ -72,7 +73,7 @@ def test_wrong_settings_are_known_before_ranks_start(config, monkeypatch, change
 
 def test_a_tokenizer_that_is_none_is_named(config):
     with pytest.raises(InvalidArgumentError, match=r"tokenizer .*text.txt cannot be read as"):
-        replace(config, tokenizer=config.data[0]).check()
+        check_config(replace(config, tokenizer=config.data[0]))
 
 
 @pytest.mark.parametrize(
@@ -321,4 +322,4 @@ def test_tensorboard_beside_the_log(config):
 def test_tensorboard_that_is_not_there_is_told(config, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(InvalidArgumentError, match=r"pip install 'scaletorch\[tensorboard\]'"):
-        replace(config, tensorboard=True).check()
+        check_config(replace(config, tensorboard=True))

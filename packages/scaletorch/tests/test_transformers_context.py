@@ -18,8 +18,9 @@ from scaletorch.parallel.context_parallel import (
     apply_context_parallel,
     shard_batch,
 )
+from scaletorch.parallel.context_parallel.models import calls
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 
 pytestmark = pytest.mark.timeout(300)  # each rank imports transformers
 
@@ -114,7 +115,9 @@ def _step(name, layout, method, documents=None, how="told", recompute=None):
     model = apply_context_parallel(_build(name), world, layout=layout, method=method)
     if recompute is not None:
         model.train()
-        model.gradient_checkpointing_enable({"use_reentrant": recompute == "reentrant"})
+        kind = {"use_reentrant": recompute == "reentrant"}
+        enable = getattr(model, "activation_checkpointing_enable", None)
+        (enable or model.gradient_checkpointing_enable)(kind)
         model.enable_input_require_grads()
     sequences = ShardedSequences(LENGTH, layout=layout, cu_seqlens=documents, group=world)
     batch = sequences.shard({"input_ids": _tokens(), "labels": _tokens()})
@@ -338,9 +341,9 @@ REFUSED = {
 
 def _refuse():
     world, messages = c10d.group.WORLD, {}
-    batch = shard_batch({"input_ids": _tokens()}, world, layout="zigzag")
     for key, (call, _, *special) in REFUSED.items():
         name, options = special or ("Llama", {})
+        batch = shard_batch({"input_ids": _tokens()}, world, layout="zigzag")
         model = apply_context_parallel(_build(name, **options), world, layout="zigzag")
         try:
             call(model, batch)
@@ -371,3 +374,14 @@ def test_models_with_other_layers_are_refused(config, match):
     with pytest.raises(InvalidArgumentError, match=match), ShardedSequences(8).inside(model):
         pass
     assert model.config._attn_implementation == before
+
+
+def test_documents_are_kept_where_a_config_knows_of_no_cache():
+    class Bare(transformers.PreTrainedModel):
+        config_class = transformers.PretrainedConfig
+
+    model = Bare(transformers.PretrainedConfig())
+    assert not hasattr(model.config, "use_cache")
+    calls.require_documents_kept(model, {"cu_seq_lens_q": TOLD})
+    with pytest.raises(InvalidArgumentError, match="call a model of transformers with use_cache"):
+        calls.require_documents_kept(model, {"cu_seq_lens_q": TOLD, "use_cache": True})

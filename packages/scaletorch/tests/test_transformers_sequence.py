@@ -24,13 +24,22 @@ SIZES = {
 }
 # Windows of 5 and 12 of 16 tokens: a share of 8 fits into the second, and is no sequence.
 WINDOWS = [("mistral", {"sliding_window": window}) for window in (5, 12, None)]
+RANKS = {"q_lora_rank": 16, "kv_lora_rank": 16}
+LATENT = {**RANKS, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
 FAMILIES = [
     *WINDOWS,
     ("mistral", {"sliding_window": 12, "attn_implementation": "eager"}),
     ("gemma3_text", {"sliding_window": 5, "head_dim": 8}),
     ("qwen2", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}),
     ("olmo2", {}),  # norms over all heads: its attention is no region
+    ("youtu", {**LATENT, "num_key_value_heads": 4, "head_dim": 8}),
 ]
+LAYERWISE = {  # it reshapes what it embeds for each layer in its own code
+    "head_dim": 8, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
+    "laurel_rank": 4, "altup_num_inputs": 2, "num_kv_shared_layers": 0, "sliding_window": 5,
+    "activation_sparsity_pattern": [0.0, 0.0], "pad_token_id": 0,
+    "layer_types": ["sliding_attention", "full_attention"],
+}  # fmt: skip
 UNSHARDED = {"**.mlp.c_fc": "column", "**.mlp.c_proj": "row", "transformer.ln_f": "sequence_join"}
 
 
@@ -92,10 +101,14 @@ def refused():
                     dist.group.WORLD,
                     sequence_parallel=sequence_parallel,
                 )
-    model = build("openai-gpt", {"n_embd": 32, "n_layer": 1, "n_head": 4})
-    apply_tensor_parallel(model, None, dist.group.WORLD, sequence_parallel=True)
-    with pytest.raises(InvalidArgumentError, match=r"OpenAIGPTLMHeadModel.forward failed with"):
-        loss(model)
+    for kind, options, name in (
+        ("openai-gpt", {"n_embd": 32, "n_layer": 1, "n_head": 4}, "OpenAIGPTLMHeadModel"),
+        ("gemma3n_text", LAYERWISE, "Gemma3nForCausalLM"),
+    ):
+        model = build(kind, options)
+        apply_tensor_parallel(model, None, dist.group.WORLD, sequence_parallel=True)
+        with pytest.raises(InvalidArgumentError, match=f"{name}.forward failed with .*do without"):
+            loss(model)
 
 
 def test_masks_and_whole_attention():

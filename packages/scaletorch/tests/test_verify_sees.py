@@ -6,6 +6,9 @@ from functools import partial
 
 import pytest
 import torch
+from mutants import specimen
+from mutants.hunt import run_mutant
+from mutants.patch import patched
 
 from scaletorch.dist import get_rank
 from scaletorch.dist.ranks.locate import locate
@@ -14,9 +17,6 @@ from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, parse_layout, verify
 from scaletorch.verify.bounds import LARGEST, ROOM, blind, bound
 from scaletorch.verify.cases import Case
-from scaletorch.verify.mutants import specimen
-from scaletorch.verify.mutants.hunt import run_mutant
-from scaletorch.verify.mutants.patch import patched
 from scaletorch.verify.phases import PHASES, STEPS, phase_at
 from scaletorch.verify.problem import mean_loss, wide_batch
 from scaletorch.verify.runner import run_case
@@ -213,4 +213,4 @@ def test_ranks_that_fail_alike_show_one_traceback():
     text = str(report)
     assert not report.passed
     assert text.count("ValueError: no such file") == 1
-    assert "--- ranks 0, 1, 2, 3 failed ---" in text
+    assert "--- ranks 0-3 failed ---" in text

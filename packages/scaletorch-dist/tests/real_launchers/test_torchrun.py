@@ -1,7 +1,11 @@
 """torchrun on one host and on two, and its restarts after a rank was killed."""
 
 import itertools
+import os
+import signal
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +57,44 @@ def test_every_restart_works_on_two_hosts(launch, two_hosts, torchrun, programs)
     assert log.read_text() == "2 of 2\n" * (DEATHS + 1)
 
 
+@pytest.mark.timeout(300)
+def test_a_node_that_dies_with_its_torchrun_comes_back(launch, torchrun, programs, free_port):
+    """Its command alone is started again, as `until torchrun …` does; no host name is needed."""
+    log = launch.folder / "log"
+    command = [*torchrun, "--nnodes=2", "--nproc-per-node=1", "--max-restarts=3"]
+    command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port}"]
+    command += ["--local-addr=127.0.0.1", "--rdzv-conf=join_timeout=200,is_host="]
+
+    def node(is_host):
+        own = [*command[:-1], f"{command[-1]}{is_host}", programs / "comes_back.py", log]
+        return launch.start(own, TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+
+    first, second = node(1), node(0)
+    lives = lives_in(log, 2)
+    # Which of the two has group rank 0 is torch's choice.
+    parents = {int(pid): parent_of(int(pid)) for _, pid, _ in lives}
+    for pid, parent in parents.items():
+        if parent == second.pid:
+            os.kill(second.pid, signal.SIGKILL)
+            os.kill(pid, signal.SIGKILL)
+    done = launch.finish(first, node(0), second, timeout=200)
+    assert [status for status, _, _ in done] == [0, 0, -signal.SIGKILL], done
+    assert [life[2] for life in lives_in(log, 4)] == ["2"] * 4
+
+
+def lives_in(log, count):
+    """The lines of a log, when there are so many."""
+    deadline = time.monotonic() + 60
+    while not log.exists() or len(log.read_text().splitlines()) < count:
+        assert time.monotonic() < deadline, log.exists() and log.read_text()
+        time.sleep(0.05)
+    return [line.split() for line in log.read_text().splitlines()]
+
+
+def parent_of(pid):
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def test_torchruns_variables_without_torchrun(launch, two_hosts, programs):
     program = [programs / "place.py", launch.folder]
     processes = []
@@ -62,8 +104,8 @@ def test_torchruns_variables_without_torchrun(launch, two_hosts, programs):
         processes.append(launch.start(command, MASTER_ADDR=two_hosts[0][1], **variables))
     done = launch.finish(*processes)
     assert [status for status, _, _ in done] == [0, 0], done
-    # One kernel, so that the two look like one node where the launcher says nothing.
-    assert launch.places() == [f"({rank}, 2, {rank}, 2) 2.0 pytorch" for rank in range(2)]
+    # Containers of one machine, which have networks of their own, count as nodes.
+    assert launch.places() == [f"({rank}, 2, 0, 1) 2.0 pytorch" for rank in range(2)]
 
 
 def test_torchrun_by_the_variables_of_a_trainjob(launch, torchrun, programs, free_port):

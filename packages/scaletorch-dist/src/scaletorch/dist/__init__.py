@@ -4,8 +4,6 @@ from torch.distributed import ReduceOp
 
 from ._version import __version__
 from .collectives.barrier import barrier
-from .collectives.checks import check_collectives
-from .collectives.hierarchy import use_hierarchy
 from .data_devices import cast_data_device, get_data_device
 from .devices import get_comm_device
 from .dist import (
@@ -41,7 +39,14 @@ from .errors import (
     ScaletorchError,
     StateError,
 )
-from .info import (
+from .launchers.environment import infer_launcher
+from .members import require_member
+from .ranks import RankPool, launch
+from .startup.initialize import cleanup_dist, init_dist
+from .transport.levels import use_hierarchy
+from .wire.checks import check_collectives
+from .world.hosts import get_local_group, get_local_rank, get_local_size, init_local_group
+from .world.info import (
     get_backend,
     get_default_group,
     get_dist_info,
@@ -53,11 +58,6 @@ from .info import (
     is_main_process,
     master_only,
 )
-from .local import get_local_group, get_local_rank, get_local_size, init_local_group
-from .members import require_member
-from .ranks import RankPool, launch
-from .startup.initialize import cleanup_dist, init_dist
-from .startup.launchers import infer_launcher
 
 __all__ = [
     "InvalidArgumentError",

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup
 
-from .collectives.checks import named_ranks
 from .devices import get_comm_device
 from .dist import all_gather, all_gather_object
 from .errors import MismatchError, ScaletorchError
-from .info import get_rank, group_ranks
+from .naming import name_ranks
+from .world.info import get_rank, group_ranks
 
 SHOWN = 12  # lines of difference for each rank
 
@@ -83,14 +83,14 @@ def _difference(subject: str, ranks: Sequence[int], reports: Sequence[Report]) -
         speakers.setdefault(tuple(said), []).append(rank)
     usual = max(speakers, key=lambda lines: len(speakers[lines]))  # the first of equals
     odd = [rank for lines, said in speakers.items() if lines != usual for rank in said]
-    differ = f"{named_ranks(odd)} differ{'s' * (len(odd) == 1)} from {named_ranks(speakers[usual])}"
+    differ = f"{name_ranks(odd)} differ{'s' * (len(odd) == 1)} from {name_ranks(speakers[usual])}"
     message = [
         f"the ranks disagree on {subject}: {differ}; every rank must be given the "
         f"same (this is rank {get_rank()})"
     ]
     for lines, odd in speakers.items():
         if lines != usual:
-            message.append(f"{named_ranks(odd)} (+), {named_ranks(speakers[usual])} (-):")
+            message.append(f"{name_ranks(odd)} (+), {name_ranks(speakers[usual])} (-):")
             message += _changed_lines(usual, lines)
     return "\n".join(message)
 

@@ -73,6 +73,18 @@ def _items(data: Any) -> list[tuple[Any, Any]] | None:
     )
 
 
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of arguments or of a result: itself, or those in tuples, lists, mappings.
+
+    Anything else is passed over.
+    """
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping | tuple | list):
+        for each in value.values() if isinstance(value, Mapping) else value:
+            yield from tensors_in(each)
+
+
 def _tensors(data: Any) -> Iterator[Tensor]:
     items = _items(data)
     if items is None:

@@ -6,15 +6,15 @@ group; `src`, `dst` and peers are global ranks. With one process nothing is sent
 what N ranks would get.
 """
 
-from .collectives.gathers import all_gather, gather
-from .collectives.moves import broadcast, scatter
-from .collectives.p2p import exchange, irecv, isend, recv, send
-from .collectives.reductions import all_reduce, reduce, reduce_scatter
-from .collectives.swaps import all_to_all
-from .collectives.work import Work
-from .objects.calls import all_gather_object, broadcast_object_list, gather_object
+from .collectives.all_to_all import all_to_all
+from .collectives.broadcast import broadcast, scatter
+from .collectives.gather import all_gather, gather
+from .collectives.messages import exchange, irecv, isend, recv, send
+from .collectives.reduce import all_reduce, reduce, reduce_scatter
+from .objects.object_calls import all_gather_object, broadcast_object_list, gather_object
 from .objects.results import collect_results
 from .params import all_reduce_dict, all_reduce_params, sync_random_seed
+from .wire.work import Work
 
 __all__ = [
     "Work",

@@ -38,8 +38,8 @@ from .collectives.autograd import (
     alone,
     apply,
 )
-from .collectives.checks import tells_failure
 from .errors import InvalidArgumentError
+from .wire.checks import tells_failure
 
 Group = ProcessGroup | None
 

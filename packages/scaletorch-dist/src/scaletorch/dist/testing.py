@@ -52,6 +52,8 @@ def run_ranks(
 
     Ranks are reused by the next call where the function succeeded and left nothing behind
     (process groups, default dtype, environment …). Generators are seeded anew for every call.
+    Ranks meet the caller's filters of warnings: what pytest's `filterwarnings` makes an error fails
+    on a rank too.
 
     Args:
         fn: a module-level function, of a test file or of an importable module.

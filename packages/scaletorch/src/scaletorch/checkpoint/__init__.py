@@ -2,7 +2,7 @@
 
 from .errors import CheckpointError, DamagedCheckpointError
 from .exporting import export_safetensors
-from .folders import latest
+from .format.folders import latest
 from .importing import import_safetensors
 from .loading import Loaded, load
 from .saving import Saving, save

@@ -1,4 +1,4 @@
-"""Weights out: a plain safetensors folder, as ``save_pretrained`` of transformers leaves it."""
+"""Weights out: a plain safetensors folder, as `save_pretrained` of transformers leaves it."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from ..dist import all_gather_object
 from ..parallel.pg_manager import ProcessGroupManager
 from .errors import CheckpointError
-from .files import flush, flush_folder, plan_file, write_tensor
-from .folders import UNFINISHED
-from .held import Held, find_held
-from .place import Place, control_group, find_place
+from .format.files import flush, flush_folder, plan_file, write_tensor
+from .format.folders import UNFINISHED
 from .saving import wait_for_last
+from .state.held import Held, find_held
+from .state.place import Place, control_group, find_place
 from .together import all_or_none, on_first_rank
 
 WHOLE = "model.safetensors"
@@ -36,19 +36,19 @@ def export_safetensors(
 ) -> None:
     """Write the plain model's weights for other programs; all ranks call it.
 
-    One ``model.safetensors``, or ``model-00001-of-0000n.safetensors`` and an index where there are
+    One `model.safetensors`, or `model-00001-of-0000n.safetensors` and an index if there are
     several: each stage of a pipeline writes its own. Names are the plain model's; a tied parameter
     has its first one. Tensors are gathered one by one, so that no rank has more than one whole
     tensor beside its shards.
 
     Args:
-        model: What ``parallelize`` returned, or any module.
+        model: What `parallelize` returned, or any module.
         folder: Where to; made if need be.
         manager: The grid; None is the current one, or one process.
         max_file_bytes: Begin another file rather than exceed this.
 
     Raises:
-        CheckpointError: ``folder`` has weights already, or a rank could not write; the same on
+        CheckpointError: `folder` has weights already, or a rank could not write; the same on
             every rank.
     """
     group, what, root = control_group(), f"the export to {folder}", Path(folder)
@@ -111,7 +111,7 @@ def _file_name(number: int, total: int) -> str:
 
 
 def _write(path: Path | None, held: list[Held]) -> OSError | None:
-    """Gather a file's tensors one by one, and write them where there is a path.
+    """Gather a file's tensors one by one, and write them if there is a path.
 
     An error is returned: other ranks are to gather with this one until the end.
     """
@@ -145,7 +145,7 @@ def _raise(error: OSError | None) -> None:
 
 
 def _finish(root: Path, stages: list[Listing]) -> None:
-    """Give the files their names, and write the index where there are several."""
+    """Give the files their names, and write the index if there are several."""
     files = [file for stage in stages for file in stage]
     names = [_file_name(number, len(files)) for number in range(1, len(files) + 1)]
     for name in names:

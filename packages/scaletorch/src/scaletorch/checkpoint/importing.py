@@ -18,16 +18,16 @@ from torch.distributed.checkpoint.metadata import (
 from ..dist import all_gather_object
 from ..parallel.data_parallel import Shard
 from ..parallel.pg_manager import ProcessGroupManager
-from .entries import Entry
 from .errors import CheckpointError, DamagedCheckpointError
 from .exporting import INDEX, WHOLE
-from .files import read_header
-from .fitting import all_names, check_fit, plan_masters, plan_model, saved_shapes
-from .held import Held, find_held, find_shards, find_ties, refresh_shards
-from .metadata import Stored
-from .place import Place, control_group, find_place
-from .reader import CheckpointReader
+from .format.files import read_header
+from .format.metadata import Stored
+from .format.reader import CheckpointReader
 from .saving import wait_for_last
+from .state.entries import Entry
+from .state.fitting import all_names, check_fit, plan_masters, plan_model, saved_shapes
+from .state.held import Held, find_held, find_shards, find_ties, refresh_shards
+from .state.place import Place, control_group, find_place
 from .together import all_or_none, on_first_rank, read_together
 
 # Name of a tensor -> dtype, shape, file, first byte, bytes; and the files' sizes.
@@ -37,14 +37,14 @@ Found = tuple[dict[str, tuple[torch.dtype, tuple[int, ...], str, int, int]], dic
 def import_safetensors(
     model: nn.Module, folder: str | Path, manager: ProcessGroupManager | None = None
 ) -> None:
-    """Load the plain model's weights, as ``save_pretrained`` leaves them; all ranks call it.
+    """Load the plain model's weights, as `save_pretrained` leaves them; all ranks call it.
 
     Each rank reads its own part. Values are cast to the model's dtypes; an optimizer's masters get
     them uncast, and its other state stays as it is.
 
     Args:
-        model: What ``parallelize`` returned, or any module.
-        folder: Has ``model.safetensors``, or several files and their index. Names are the plain
+        model: What `parallelize` returned, or any module.
+        folder: Has `model.safetensors`, or several files and their index. Names are the plain
             model's; of a tied parameter there is one.
         manager: The grid; None is the current one, or one process.
 

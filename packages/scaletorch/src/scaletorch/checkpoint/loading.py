@@ -16,10 +16,15 @@ from torch.distributed.checkpoint.metadata import Metadata
 from ..dist import is_main_process
 from ..parallel.data_parallel import Shard
 from ..parallel.pg_manager import ProcessGroupManager
-from .description import check_document
-from .entries import Entry
 from .errors import DamagedCheckpointError
-from .fitting import (
+from .format.description import check_document
+from .format.folders import UNFINISHED, candidates
+from .format.metadata import METADATA, from_json, unseal
+from .format.reader import CheckpointReader
+from .format.values import decode
+from .saving import wait_for_last
+from .state.entries import Entry
+from .state.fitting import (
     all_names,
     check_fit,
     check_parts,
@@ -28,17 +33,12 @@ from .fitting import (
     saved_dtype,
     saved_shapes,
 )
-from .folders import UNFINISHED, candidates
-from .held import Held, find_held, find_shards, refresh_shards
-from .metadata import METADATA, from_json, unseal
-from .optimizer_state import decode_groups, make_state, restore_groups, sort_saved
-from .place import Place, control_group, find_place
-from .random_state import check_random, find_random, restore_random, seed_anew
-from .reader import CheckpointReader
-from .saving import wait_for_last
-from .schedule import decode_schedule, rehearse_schedule
+from .state.generators import check_random, find_random, restore_random, seed_anew
+from .state.held import Held, find_held, find_shards, refresh_shards
+from .state.optimizer import decode_groups, make_state, restore_groups, sort_saved
+from .state.place import Place, control_group, find_place
+from .state.scheduler import decode_schedule, rehearse_schedule
 from .together import all_or_none, on_first_rank, read_together
-from .values import decode
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Loaded:
 
     Attributes:
         step: The number of steps done.
-        extra: What ``save`` was given as extra.
+        extra: What `save` was given as extra.
         folder: The checkpoint.
     """
 
@@ -88,16 +88,16 @@ def load(
     are seeded anew (`seed_ranks`) from what was saved.
 
     Args:
-        folder: Holds the checkpoints, or is one itself (``step-00000012``), and then no other will
+        folder: Holds the checkpoints, or is one itself (`step-00000012`), and then no other will
             do. A link to one or a copy of another name will do too.
-        model: What ``parallelize`` returned, or any module.
+        model: What `parallelize` returned, or any module.
         optimizer: One of the model's parameters, or of their shards; its state is replaced.
         manager: The grid; None is the current one, or one process.
-        scheduler: Anything with ``load_state_dict``.
-        check: Gets ``extra`` before anything changes, and raises what is to be raised.
+        scheduler: Anything with `load_state_dict`.
+        check: Gets `extra` before anything changes, and raises what is to be raised.
 
     Returns:
-        What it was; None where there is no checkpoint at all.
+        What it was; None if there is no checkpoint at all.
 
     Raises:
         CheckpointError: The checkpoint is of another model, or lacks what is asked for.

@@ -28,8 +28,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from .entries import Entry
 from .errors import DamagedCheckpointError
+from .state.entries import Entry
 
 
 class PartsSavePlanner(DefaultSavePlanner):

@@ -12,19 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dist.agreement import agree
+from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
-from .entries import Index, Record, share_out, stage
-from .folders import check_keep, step_folder
-from .held import find_held, find_shards, find_ties
-from .optimizer_state import encode_groups, record_shard
-from .place import Place, control_group, find_place
+from .format.folders import check_keep, step_folder
+from .format.values import canonical, encode, kind_of
+from .format.writer import CheckpointWriter
 from .planner import PartsSavePlanner
-from .random_state import record_random, seed_material
+from .state.entries import Index, Record, share_out, stage
+from .state.generators import record_random, seed_material
+from .state.held import find_held, find_shards, find_ties
+from .state.optimizer import encode_groups, record_shard
+from .state.place import Place, control_group, find_place
 from .together import write_together
-from .values import canonical, encode, kind_of
-from .writer import CheckpointWriter
 
 _buffers: weakref.WeakKeyDictionary[nn.Module, dict[Index, Tensor]] = weakref.WeakKeyDictionary()
 _last: Saving | None = None
@@ -45,7 +45,7 @@ class Saving:
         self._error: Exception | None = None
 
     def done(self) -> bool:
-        """Tell whether the writing has ended on this rank, well or not."""
+        """Return whether the writing has ended on this rank, well or not."""
         return self._ended.is_set()
 
     def wait(self) -> Path:
@@ -102,22 +102,22 @@ def save(
 ) -> Saving:
     """Write a checkpoint that any other layout can load; all ranks call it.
 
-    It becomes ``folder/step-<step>`` once everything is on the disk; until then nothing is there
+    It becomes `folder/step-<step>` once everything is on the disk; until then nothing is there
     by that name. A second save waits for a first one in the background, and raises its error.
 
     Args:
         folder: Holds the checkpoints; shared by all machines.
-        model: What ``parallelize`` returned, or any module.
+        model: What `parallelize` returned, or any module.
         optimizer: One of the model's parameters, or of their shards.
         manager: The grid; None is the current one, or one process.
         step: The number of steps done.
-        scheduler: Anything whose ``state_dict`` is of plain values.
+        scheduler: Anything whose `state_dict` is of plain values.
         extra: Plain values to get back, such as the position in the data; equal on all ranks.
-        keep: Remove finished checkpoints before the last ``keep``; None keeps all.
+        keep: Remove finished checkpoints before the last `keep`; None keeps all.
         asynchronous: Copy the state, and write it while training goes on.
 
     Returns:
-        The checkpoint, which ``wait`` waits for; finished already unless asynchronous.
+        The checkpoint, which `wait` waits for; finished already unless asynchronous.
 
     Raises:
         InvalidArgumentError: State that a checkpoint cannot hold.
@@ -125,7 +125,6 @@ def save(
             cannot take part.
         CheckpointError: A rank could not write; the same on every rank.
     """
-    global _last
     group, root = control_group(), Path(folder).absolute()
     lines: list[str] = []
     failed: Exception | None = None
@@ -134,8 +133,7 @@ def save(
         check_keep(keep)
         place = find_place(manager)
         document = _document(place, step, optimizer, scheduler, extra)
-        lines = [f"{key}: {canonical(value)}" for key, value in document.items() if key != "seed"]
-        lines += [f"folder: {folder}", f"keep: {keep}", f"asynchronous: {asynchronous}"]
+        lines = _told(document, folder=folder, keep=keep, asynchronous=asynchronous)
         record = _record(model, optimizer, place)
         entries = share_out(record, place)
         if asynchronous:
@@ -144,11 +142,19 @@ def save(
         failed = error
     agree("the checkpoint to save", lines, group, error=failed)
     saving = Saving(step_folder(root, step))
-    planner = PartsSavePlanner(
-        {"scalars": record.scalars, "ties": record.ties, "state": record.state}
-    )
-    writer = CheckpointWriter(root, step, keep, document)
+    planner, writer = PartsSavePlanner(record.notes), CheckpointWriter(root, step, keep, document)
     write = partial(write_together, entries, planner, writer, group, f"saving {saving.folder}")
+    return _started(saving, write, asynchronous)
+
+
+def _told(document: Mapping[str, Any], **options: Any) -> list[str]:
+    """Return what all ranks must have been told the same."""
+    lines = [f"{key}: {canonical(value)}" for key, value in document.items() if key != "seed"]
+    return lines + [f"{name}: {value}" for name, value in options.items()]
+
+
+def _started(saving: Saving, write: Callable[[], None], asynchronous: bool) -> Saving:
+    global _last
     if asynchronous:
         _last = saving
         saving.begin(write)

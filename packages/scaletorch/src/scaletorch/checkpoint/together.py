@@ -11,11 +11,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from ..dist import all_gather_object, broadcast_object_list, is_main_process
 from ..dist.errors import ScaletorchError
-from .entries import Entry
 from .errors import CheckpointError, DamagedCheckpointError, Failure, joined_error
+from .format.reader import CheckpointReader
+from .format.writer import CheckpointWriter
 from .planner import PartsLoadPlanner, PartsSavePlanner
-from .reader import CheckpointReader
-from .writer import CheckpointWriter
+from .state.entries import Entry
 
 T = TypeVar("T")
 
@@ -42,7 +42,7 @@ def on_first_rank(task: Callable[[], T], group: ProcessGroup | None) -> T:
 
 
 def all_or_none(what: str, task: Callable[[], T], group: ProcessGroup | None) -> T:
-    """Run a task that needs no other rank, and raise on all ranks where it fails on one.
+    """Run a task that needs no other rank, and raise on all ranks if it fails on one.
 
     Raises:
         CheckpointError: On every rank; but a bad argument stays one on the rank that has it.
@@ -73,7 +73,7 @@ def write_together(
     """Save through torch.distributed.checkpoint.
 
     Raises:
-        CheckpointError: On every rank, where one fails.
+        CheckpointError: On every rank, if one fails.
     """
     try:
         if group is not None:
@@ -97,7 +97,7 @@ def read_together(
     """Load through torch.distributed.checkpoint: check on all ranks, then copy.
 
     Raises:
-        CheckpointError: On every rank, where one fails; nothing was copied if a check failed.
+        CheckpointError: On every rank, if one fails; nothing was copied if a check failed.
     """
     planner = PartsLoadPlanner()
     try:

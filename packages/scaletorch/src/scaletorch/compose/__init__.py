@@ -1,4 +1,4 @@
-"""What needs the four strategies together: composing them, one training step, whole tensors."""
+"""The four strategies together: one call that composes them, one training step, whole tensors."""
 
 from ._version import __version__
 from .batches import shard_global_batch

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..dist.errors import InvalidArgumentError
-from ..parallel.context_parallel import ShardedSequences, positions
+from ..parallel.context_parallel import ShardedSequences
+from ..parallel.context_parallel.building import DEFAULT, layout_of_whole
 from ..parallel.pg_manager import ProcessGroupManager
+from .forward import terms_of
 
 Batch = Mapping[str, Tensor]
 
@@ -39,31 +41,37 @@ class MicroBatch(dict[str, Tensor]):
 def shard_global_batch(
     batch: Batch,
     num_micro_batches: int,
-    manager: ProcessGroupManager,
+    manager: ProcessGroupManager | None = None,
     *,
-    cp_layout: str = "zigzag",
+    model: nn.Module | None = None,
+    cp_layout: str | None = None,
 ) -> list[Batch]:
     """Return this rank's micro-batches of a global batch that every rank holds.
 
     Args:
-        batch: entries [B, L]; labels aligned with their inputs, -100 where there is none. What
-            has one dim is of all sequences and passed on, such as ``cu_seq_lens_q``, where packed
-            documents begin in each of them, and the length: (0, a, ..., L).
-        num_micro_batches: micro-batches per data-parallel rank; dp x this must divide B.
-        manager: the grid; rows go to dp, columns to cp.
-        cp_layout: which columns each cp rank gets, as ``parallelize`` was told. For "zigzag" any
-            length will do: padding behind the end, without labels, is seen by no other position
-            of causal attention.
+        batch: Entries [B, L]; labels aligned with their inputs, -100 for tokens that have none. An
+            entry of one dim is of all sequences and passed on, such as `cu_seq_lens_q`: the starts
+            of packed documents in each of them, and the length: (0, a, ..., L).
+        num_micro_batches: Micro-batches per data-parallel rank; dp x this must divide B.
+        manager: The grid; rows go to dp, columns to cp. By default the model's.
+        model: What `parallelize` returned: columns are ordered as it was told. Without a model
+            they are in the default order, and `train_step` refuses them if it is not the
+            model's.
+        cp_layout: The order of columns, if no model says it. For "zigzag" any length will do:
+            padding behind the end, without labels, is seen by no other position of causal
+            attention.
 
     Returns:
-        ``num_micro_batches`` mappings of [B / dp / num_micro_batches, L / cp] tensors. They have
-        ``position_ids`` where the batch has, and where a model could not count them itself: of
+        `num_micro_batches` mappings of [B / dp / num_micro_batches, L / cp] tensors. They have
+        `position_ids` if the batch has them, and if a model could not count them itself: of
         divided sequences and of packed documents.
 
     Raises:
-        InvalidArgumentError: no ``input_ids`` [B, L], less than one micro-batch, rows that do not
-            divide, or columns that do not in another layout.
+        InvalidArgumentError: No `input_ids` [B, L], less than one micro-batch, rows that do not
+            divide, or columns that do not in another layout; or neither a grid nor a model that
+            knows its own, or another order than the model's.
     """
+    manager, layout = _said(manager, model, cp_layout)
     rows, length = _shape(batch)
     _require_count(num_micro_batches)
     shares = manager.dp_size * num_micro_batches
@@ -74,19 +82,39 @@ def shard_global_batch(
         )
     first = manager.dp_rank * num_micro_batches
     parts = [_rows(batch, shares, i) for i in range(first, first + num_micro_batches)]
-    if cp_layout != "zigzag":
-        positions(length, manager.cp_group, layout=cp_layout)  # refuses what would be padded
+    if layout != "zigzag":
+        layout_of_whole(layout, length, manager.cp_size)  # refuses what would be padded
     documents = batch.get("cu_seq_lens_q")
     sequences = ShardedSequences(
-        length, layout=cp_layout, cu_seqlens=documents, group=manager.cp_group
+        length, layout=layout, cu_seqlens=documents, group=manager.cp_group
     )
     counted = batch.get("position_ids") is None
-    cut = Cut(cp_layout, counted, batch)
+    cut = Cut(layout, counted, batch)
     shards = [sequences.shard(part, shifted=True) for part in parts]
     if counted and manager.cp_size == 1 and documents is None:
         for shard in shards:  # the model counts as it does in one process, from wherever
             del shard["position_ids"]
     return [MicroBatch(shard, cut) for shard in shards]
+
+
+def _said(
+    manager: ProcessGroupManager | None, model: nn.Module | None, cp_layout: str | None
+) -> tuple[ProcessGroupManager, str]:
+    """Return the grid and the order of columns that arguments and the model say."""
+    terms = None if model is None else terms_of(model)
+    told = None if terms is None else terms.cp_layout
+    if told is not None and cp_layout not in (None, told):
+        raise InvalidArgumentError(
+            f"cp_layout={cp_layout!r} contradicts the model, which attends in a {told} layout: "
+            "parallelize(..., cp_layout=...) is the place to say it; leave it out here"
+        )
+    manager = manager or (None if terms is None else terms.manager)
+    if manager is None:
+        raise InvalidArgumentError(
+            "shard_global_batch needs the grid: pass the manager, or as model= what parallelize "
+            "returned"
+        )
+    return manager, told or cp_layout or DEFAULT
 
 
 def _shape(batch: Batch) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Digests of what this rank holds: one number for each piece that other ranks have too."""
+"""Digests of this rank's tensors: one number for each that other ranks have too."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..parallel.data_parallel.sharding.gradient import ShardedGradient
+from ..parallel.data_parallel.building import ShardedGradient
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import split_by_owner
 
 WIDTH = 1021  # sums that a tensor is folded into; a prime, so that no shape falls in step with it
-ABSENT = 1  # what stands for a gradient that is None
+ABSENT = 1  # stands for a gradient that is None
 
 
 class Key(NamedTuple):
-    """What a digest is of; ranks that have the same key hold the same bits.
+    """Names the tensor of a digest; ranks that have the same key hold the same bits.
 
     Attributes:
         kind: "parameter", "gradient", "optimizer" or "value".
-        name: the tensor's in the plain model, or the value's.
-        place: which piece of it: its number and its first tp rank; or the pipeline's stage.
+        name: The tensor's in the plain model, or the value's.
+        place: Which shard of it: its number and its first tp rank; or the pipeline's stage.
     """
 
     kind: str
@@ -37,13 +37,13 @@ class Key(NamedTuple):
 
 @torch.no_grad()
 def digest(tensor: Tensor) -> Tensor:
-    """Return a number that tells bits apart: always where they differ in one element.
+    """Return a number that differs if the bits differ, always if they do in one element alone.
 
-    Reads the tensor once, on its device. Many differences cancel by chance alone, or where words
+    Reads the tensor once, on its device. Many differences cancel by chance alone, or if words
     of 8 bytes have only changed places, a multiple of 1021 apart.
 
     Args:
-        tensor: any shape and dtype.
+        tensor: Any shape and dtype.
 
     Returns:
         0-d int64.
@@ -136,7 +136,7 @@ def _shown(value: Any) -> str:
 
 
 def value_lines(values: Mapping[str, Any]) -> dict[str, str]:
-    """Return what else must be alike, as text: a tensor by its shape and digest."""
+    """Return further values as text, a tensor by its shape and digest."""
     return {
         name: f"{tuple(each.shape)} {each.dtype} {int(digest(each))}"
         if isinstance(each, Tensor)

@@ -1,4 +1,4 @@
-"""How a parallelized model wants to be called, and what was seen of it so far."""
+"""How a parallelized model wants to be called, on which grid it lies, and what was seen of it."""
 
 from __future__ import annotations
 
@@ -11,19 +11,23 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from ..dist.errors import InvalidArgumentError, StateError
+from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
+
 _PASSING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
 
 @dataclass(slots=True)
 class Terms:
-    """What a training step has to know of a model.
+    """All that a training step has to know of a model.
 
     Attributes:
         name: The class of the plain model.
         arguments: Of its forward, by name; whether each has to be given.
         takes_any: Its forward takes arguments of any name.
-        cp_layout: Which positions each cp rank has; None where `parallelize` did not say.
-        shares_sequences: Each tp rank holds a share of every sequence between layers.
+        cp_layout: The order of positions over cp ranks; None if there is one rank.
+        manager: The grid; None if the model was put together by hand.
+        shares_sequences: Each tp rank holds a shard of every sequence between layers.
         counts_otherwise: Its own positions, where sequences are divided, are not 0, 1, 2, ...
         seen: Its first step has been looked at.
     """
@@ -32,16 +36,17 @@ class Terms:
     arguments: Mapping[str, bool]
     takes_any: bool
     cp_layout: str | None = None
+    manager: ProcessGroupManager | None = None
     shares_sequences: bool = False
     counts_otherwise: bool = False
     seen: bool = False
 
     def takes(self, argument: str) -> bool:
-        """Tell whether the forward can be given this argument by keyword."""
+        """Return whether the forward can be given this argument by keyword."""
         return self.takes_any or argument in self.arguments
 
     def needs(self, argument: str) -> bool:
-        """Tell whether the forward cannot be called without it."""
+        """Return whether the forward cannot be called without it."""
         return self.arguments.get(argument, False)
 
 
@@ -75,8 +80,47 @@ def terms_of(model: nn.Module) -> Terms:
     return _known[model]
 
 
+def manager_of(model: nn.Module, manager: ProcessGroupManager | None) -> ProcessGroupManager:
+    """Return the grid that a call works on: the given one, or the model's, or the current one.
+
+    Args:
+        model: What `parallelize` returned, or a model that was put together by hand.
+        manager: What the caller passed; None asks the model.
+
+    Raises:
+        InvalidArgumentError: Something that is no manager, or no module.
+        StateError: Nobody knows a grid.
+    """
+    require_manager(manager)
+    if manager is None and isinstance(model, nn.Module):
+        manager = terms_of(model).manager or get_process_group_manager()
+    elif manager is None:
+        raise InvalidArgumentError(
+            f"model must be what parallelize returned, got {type(model).__name__}"
+        )
+    if manager is None:
+        raise StateError(
+            f"{type(model).__name__} was not parallelized, and there is no process group manager: "
+            "pass manager=..., or call setup_process_group_manager(...) first"
+        )
+    return manager
+
+
+def require_manager(manager: object, *, needed: bool = False) -> None:
+    """Refuse anything but a manager, or None unless it is needed.
+
+    Raises:
+        InvalidArgumentError: It is none.
+    """
+    if not isinstance(manager, ProcessGroupManager) and (needed or manager is not None):
+        raise InvalidArgumentError(
+            "manager must be a ProcessGroupManager, as setup_process_group_manager returns it; "
+            f"it is a {type(manager).__name__}"
+        )
+
+
 def _signature(model: nn.Module) -> Mapping[str, inspect.Parameter]:
-    """Return the parameters of forward, also where subclasses pass all on to it."""
+    """Return the parameters of forward, also if subclasses pass all on to it."""
     own = [vars(model)["forward"]] if "forward" in vars(model) else []
     bases = [base for base in type(model).__mro__ if "forward" in vars(base)]
     forwards = [*own, *(MethodType(vars(base)["forward"], model) for base in bases)]

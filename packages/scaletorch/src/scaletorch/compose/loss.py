@@ -1,24 +1,23 @@
-"""The sum of token losses, of whole logits or of each rank's part of the vocabulary."""
+"""The sum of token losses, of whole logits or of each rank's shard of the vocabulary."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..dist.errors import InvalidArgumentError
+from ..parallel import pg_manager
 from ..parallel.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 
 _MARK = "_scaletorch_loss_parallel"
 
 
 def keep_logits_sharded(model: nn.Module) -> None:
-    """Let a tensor-parallel model's head return this rank's part of the vocabulary, in place.
+    """Let a tensor-parallel model's head return this rank's shard of the vocabulary, in place.
 
     Raises:
-        InvalidArgumentError: the model has no head of style "column_gather", or several.
+        InvalidArgumentError: The model has no head of style "column_gather", or several.
     """
     heads = [
         (name, module)
@@ -36,7 +35,7 @@ def keep_logits_sharded(model: nn.Module) -> None:
 
 
 def find_sharded_head(model: nn.Module) -> ColumnParallelLinear | None:
-    """Return the head whose logits stay divided; None where they are whole, or on other stages."""
+    """Return the head whose logits stay sharded, or None if they are whole or on other stages."""
     heads = (m for m in model.modules() if isinstance(m, ColumnParallelLinear) and _MARK in vars(m))
     return next(heads, None)
 
@@ -45,14 +44,14 @@ def token_loss_sum(output: Any, labels: Tensor, head: ColumnParallelLinear | Non
     """Return the sum of token cross entropies, in float32 at least; labels of -100 count nothing.
 
     Args:
-        output: logits [B, L, V], or a model's output that has them as its ``logits``.
+        output: Logits [B, L, V], or a model's output that has them as its `logits`.
         labels: [B, L] int64, aligned with the logits.
-        head: what made [B, L, V / tp], this rank's part of the logits; None for whole ones.
+        head: The layer that made [B, L, V / tp], this rank's shard of the logits; None for whole
+            ones.
     """
     logits: Tensor = getattr(output, "logits", output)
     if head is not None:
         return vocab_parallel_cross_entropy(
             logits, labels, reduction="sum", group=head.group, vocab_size=head.out_features
         )
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum")
+    return pg_manager.token_loss_sum(logits, labels)

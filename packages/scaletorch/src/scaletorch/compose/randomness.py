@@ -11,19 +11,19 @@ from ..parallel.pg_manager import ProcessGroupManager
 
 
 def seed_ranks(seed: int, manager: ProcessGroupManager) -> None:
-    """Seed torch's default generators for training on ``manager``'s grid.
+    """Seed torch's default generators for training on `manager`'s grid.
 
-    Call it once the model is made (whose weights must be alike on all ranks), before training.
+    Call it once the model is made (whose weights must be the same on all ranks), before training.
     Ranks of one tp group get one seed: they hold the same activations, and must drop the same
     elements. Ranks of other rows (dp), positions (cp) or layers (pp) draw independently. Draws on
-    activations that are sharded over tp are the tensor-parallel plan's affair.
+    activations that are sharded over tp are left to the tensor-parallel plan.
 
     Args:
-        seed: any integer, the same on all ranks.
-        manager: the grid.
+        seed: Any integer, the same on all ranks.
+        manager: The grid.
 
     Raises:
-        InvalidArgumentError: the seed is no integer.
+        InvalidArgumentError: The seed is no integer.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise InvalidArgumentError(f"seed must be an integer; it is {seed!r}")
@@ -32,5 +32,5 @@ def seed_ranks(seed: int, manager: ProcessGroupManager) -> None:
 
 
 def _place(manager: ProcessGroupManager) -> tuple[int, ...]:
-    """Return what tells a rank's activations apart: its rows, layers and positions."""
+    """Return the coordinates by which activations differ: of rows, layers and positions."""
     return manager.dp_rank, manager.pp_rank, manager.cp_rank

@@ -14,17 +14,17 @@ from ..parallel.pipeline_parallel import Split, layers_of
 
 
 def recompute_layers(model: nn.Module, split: Split | None = None) -> None:
-    """Let every layer of ``model`` drop its activations in forward, in place.
+    """Let every layer of `model` drop its activations in forward, in place.
 
-    What a layer communicates in forward it communicates again in backward. Random draws, such as
+    A layer communicates again in backward as it did in forward. Random draws, such as
     dropout's, are the same both times.
 
     Args:
-        model: a module that holds its layers in a list; already tensor and context parallel.
-        split: names the list; None infers it.
+        model: A module that holds its layers in a list; already tensor and context parallel.
+        split: Names the list; None infers it.
 
     Raises:
-        InvalidArgumentError: the layers cannot be told.
+        InvalidArgumentError: The list of layers cannot be found.
     """
     for layer in dict.fromkeys(map(model.get_submodule, layers_of(model, split))):
         # Bound to the layer, so that a deep copy of the model calls itself, not this one.

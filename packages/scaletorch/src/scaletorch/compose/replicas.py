@@ -15,16 +15,17 @@ from ..dist import all_gather, all_gather_object, get_comm_device, group_ranks
 from ..dist.errors import InvalidArgumentError, MismatchError, NonFiniteError
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .digests import Key, nonfinite_parameters, optimizer_lines, tensor_digests, value_lines
+from .forward import manager_of
 
 SHOWN = 4  # tensors, and ranks of a side, that an error names
-HEAD = 2  # numbers before a rank's digests: of its keys, and of what is not finite
+HEAD = 2  # numbers before a rank's digests: of its keys, and of tensors that are not finite
 
 
 class Table:
-    """What every rank's numbers are of, and which of them are to be equal.
+    """The keys of every rank's numbers, and which of them are to be equal.
 
     Args:
-        keys: each rank's, in the order of its digests.
+        keys: Each rank's, in the order of its digests.
     """
 
     def __init__(self, keys: Sequence[Sequence[Key]]) -> None:
@@ -41,7 +42,7 @@ class Table:
         later = [pair for pair in pairs if pair[:2] != pair[2:]]
         self._pairs = torch.tensor(later, dtype=torch.int64).view(-1, 4).T
 
-    def parted(self, numbers: Tensor) -> list[Key]:
+    def unequal(self, numbers: Tensor) -> list[Key]:
         """Return the keys whose digests differ, in the order in which ranks have them.
 
         Args:
@@ -66,7 +67,7 @@ _tables: WeakKeyDictionary[nn.Module, Table] = WeakKeyDictionary()
 
 def check_replicas(
     model: nn.Module,
-    manager: ProcessGroupManager,
+    manager: ProcessGroupManager | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     *,
     step: int | None = None,
@@ -75,35 +76,37 @@ def check_replicas(
 ) -> None:
     """Raise on every rank unless ranks that should hold the same tensors hold the same bits.
 
-    That is over cp x dp every parameter and every gradient that is whole, over tp what is
-    replicated there, over pp what is tied. Call it on all ranks between backward and
-    ``optimizer.step()``, where all ranks' gradients are alike. It reads parameters and gradients
-    once, and costs one all-gather of 8 bytes for each; the first call also exchanges their names.
+    Over cp x dp these are every parameter and every gradient that is whole, over tp the tensors
+    that are replicated there, over pp those that are tied. Call it on all ranks between backward
+    and `optimizer.step()`, when all ranks' gradients are the same. It reads parameters and
+    gradients once, and costs one all-gather of 8 bytes for each; the first call also exchanges
+    their names.
 
     Ranks that were given other weights, rates or seeds, swapped collectives, or have a faulty
-    memory, part in silence: this says so. Other batches within tp or pp show in no tensor, since
-    their parts are summed all the same: pass the whole batch in ``values``. What is wrong alike on
-    all ranks, and shards that one rank alone has, it cannot see, but for parameters that are not
-    finite.
+    memory, drift apart in silence: this says so. Other batches within tp or pp show in no tensor,
+    since their sums are the same on all ranks: pass the whole batch in `values`. It cannot see
+    errors that are the same on all ranks, nor shards that one rank alone has, except for parameters
+    that are not finite.
 
     Args:
-        model: what ``parallelize`` returned.
-        manager: the grid.
-        optimizer: whose rates and other numbers are compared too, within a stage.
-        step: to be named in the error, and to be counted by ``every``.
-        every: compare at steps that this divides, and return at once at others.
-        values: what else must be the same on every rank: numbers, texts, or tensors such as the
+        model: What `parallelize` returned.
+        manager: The grid; by default the model's.
+        optimizer: Its rates and other numbers are compared too, within a stage.
+        step: To be named in the error, and to be counted by `every`.
+        every: Compare at steps that this divides, and return at once at others.
+        values: What else must be the same on every rank: numbers, texts, or tensors such as the
             whole batch, by the names that an error gives them.
 
     Raises:
-        InvalidArgumentError: ``every`` is no number of steps.
-        MismatchError: ranks differ; it names step, tensors and ranks, and who is in the minority.
-        NonFiniteError: a parameter is infinite or NaN on some rank.
+        InvalidArgumentError: `every` is no number of steps.
+        MismatchError: Ranks differ; it names step, tensors and ranks, and who is in the minority.
+        NonFiniteError: A parameter is infinite or NaN on some rank.
     """
     if isinstance(every, bool) or not isinstance(every, int) or every < 1:
         raise InvalidArgumentError(f"every must be a number of steps, at least 1, got {every!r}")
     if step is not None and step % every:
         return
+    manager = manager_of(model, manager)
     wait = getattr(model, "wait_for_parameters", None)
     if wait is not None:
         wait()
@@ -115,9 +118,9 @@ def check_replicas(
     table, numbers = exchange(model, digests, len(infinite), manager)
     if int(numbers[:, 1].sum()):
         refuse_nonfinite(infinite, manager, step)
-    parted = table.parted(numbers[:, HEAD:])
-    if parted:
-        refuse(parted, table, numbers[:, HEAD:], texts, manager, step)
+    unequal = table.unequal(numbers[:, HEAD:])
+    if unequal:
+        refuse(unequal, table, numbers[:, HEAD:], texts, manager, step)
     table.agreed = step
 
 
@@ -127,7 +130,7 @@ def exchange(
     infinite: int,
     manager: ProcessGroupManager,
 ) -> tuple[Table, Tensor]:
-    """Return what all ranks' numbers are of, and the numbers: [ranks, 2 + length] int64."""
+    """Return the keys of all ranks' numbers, and the numbers: [ranks, 2 + length] int64."""
     keys = [key for key, _ in digests]
     table = _tables.get(model)
     if table is None:
@@ -170,22 +173,22 @@ def refuse_nonfinite(names: list[str], manager: ProcessGroupManager, step: int |
 
 
 def refuse(
-    parted: Sequence[Key],
+    unequal: Sequence[Key],
     table: Table,
     numbers: Tensor,
     texts: Mapping[Key, str],
     manager: ProcessGroupManager,
     step: int | None,
 ) -> NoReturn:
-    """Raise with what differs, and between whom."""
+    """Raise with the tensors that differ, and the ranks."""
     told = all_gather_object(dict(texts), manager.world_group)
     shown = []
-    for key in sorted(parted, key=lambda key: key.kind in ("parameter", "gradient")):
+    for key in sorted(unequal, key=lambda key: key.kind in ("parameter", "gradient")):
         sides = table.sides(key, numbers)
         said = [told[ranks[0]].get(key) for ranks in sides]
         shown.append(f"{key}: {_sides(sides, said, manager)}")
     before = "" if table.agreed is None else f"; at step {table.agreed} they were the same"
-    guilty = _minority(parted, table, numbers)
+    guilty = _minority(unequal, table, numbers)
     suspects = f"Look at {_named(guilty, manager)} first. " if guilty else ""
     raise MismatchError(
         f"{describe_rank()}: {_at(step)}ranks that should hold the same do not{before}.\n  "
@@ -211,10 +214,10 @@ def _sides(
     return f"on {_named(most, manager)}{words[0]} not as on {odd}; no majority tells who is right"
 
 
-def _minority(parted: Iterable[Key], table: Table, numbers: Tensor) -> list[int]:
-    """Return the ranks that are most often outside a majority; none where there never is one."""
+def _minority(unequal: Iterable[Key], table: Table, numbers: Tensor) -> list[int]:
+    """Return the ranks that are most often outside a majority; none if there never is one."""
     counts: Counter[int] = Counter()
-    for key in parted:
+    for key in unequal:
         most, *others = table.sides(key, numbers)
         if len(most) > sum(map(len, others)):
             counts.update(rank for ranks in others for rank in ranks)

@@ -10,19 +10,28 @@ from ..dist import all_gather_object
 from ..parallel.data_parallel import whole_gradients
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import gather_tensors
+from .forward import manager_of
 
 
 def gather_full(
-    model: nn.Module, tensors: Mapping[str, Tensor], manager: ProcessGroupManager
+    model: nn.Module, tensors: Mapping[str, Tensor], manager: ProcessGroupManager | None = None
 ) -> dict[str, Tensor]:
     """Return whole tensors of all stages from this rank's shards, by plain names, on every rank."""
+    manager = manager_of(model, manager)
     stage = gather_tensors(model, tensors, manager.tp_group)
     stages = all_gather_object({name: t.cpu() for name, t in stage.items()}, manager.pp_group)
-    return {name: tensor for part in stages for name, tensor in part.items()}
+    return {name: tensor for each in stages for name, tensor in each.items()}
 
 
-def full_state_dict(model: nn.Module, manager: ProcessGroupManager) -> dict[str, Tensor]:
-    """Return the plain one-process ``state_dict`` (CPU tensors) on every rank."""
+def full_state_dict(
+    model: nn.Module, manager: ProcessGroupManager | None = None
+) -> dict[str, Tensor]:
+    """Return the plain one-process `state_dict` (CPU tensors) on every rank, which all call it.
+
+    Args:
+        model: What `parallelize` returned.
+        manager: The grid; by default the model's.
+    """
     return gather_full(model, {k: v.detach() for k, v in model.state_dict().items()}, manager)
 
 
@@ -37,6 +46,13 @@ def local_gradients(model: nn.Module) -> dict[str, Tensor]:
     return {name: g for name, p in named if (g := of[p]) is not None}
 
 
-def full_gradients(model: nn.Module, manager: ProcessGroupManager) -> dict[str, Tensor]:
-    """Return every parameter's whole gradient (CPU tensors), by plain names, on every rank."""
+def full_gradients(
+    model: nn.Module, manager: ProcessGroupManager | None = None
+) -> dict[str, Tensor]:
+    """Return every parameter's whole gradient (CPU tensors), by plain names, on every rank.
+
+    Args:
+        model: What `parallelize` returned.
+        manager: The grid; by default the model's.
+    """
     return gather_full(model, local_gradients(model), manager)

@@ -85,7 +85,7 @@ def rotate(x_BNLD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Causal self-attention with ``num_kv_heads`` shared key/value heads."""
+    """Causal self-attention with `num_kv_heads` shared key/value heads."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -98,7 +98,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
 
     def forward(self, x_BLH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Attend within ``x_BLH``; returns the same shape."""
+        """Attend within `x_BLH`; returns the same shape."""
         batch, length, _ = x_BLH.shape
 
         def heads(x: Tensor, num_heads: int) -> Tensor:
@@ -115,7 +115,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: ``down(silu(gate(x)) * up(x))``."""
+    """SwiGLU: `down(silu(gate(x)) * up(x))`."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -124,7 +124,7 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
 
     def forward(self, x_BLH: Tensor) -> Tensor:
-        """Return the same shape as ``x_BLH``."""
+        """Return the same shape as `x_BLH`."""
         out: Tensor = self.down_proj(F.silu(self.gate_proj(x_BLH)) * self.up_proj(x_BLH))
         return out
 
@@ -140,7 +140,7 @@ class Block(nn.Module):
         self.mlp = MLP(config)
 
     def forward(self, x_BLH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Return the same shape as ``x_BLH``."""
+        """Return the same shape as `x_BLH`."""
         x_BLH = x_BLH + self.self_attn(self.input_layernorm(x_BLH), cos, sin)
         x_BLH = x_BLH + self.mlp(self.post_attention_layernorm(x_BLH))
         return x_BLH

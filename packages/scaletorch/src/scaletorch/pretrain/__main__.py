@@ -1,4 +1,4 @@
-"""``python -m scaletorch.pretrain --tp 2 --cp 2 --pp 2 --dp 2``, and sample, eval, export."""
+"""`python -m scaletorch.pretrain --tp 2 --cp 2 --pp 2 --dp 2`, and sample, eval, export."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 import torch
 
 from ..dist import RankFailedError
+from ..dist.building import without_coordinates
 from ..dist.devices import current_device
 from ..dist.errors import ScaletorchError
-from ..dist.ranks.report import COORDINATES
 from ..models import Llama
 from .commands import COMMANDS, PROGRAM, load_tyro, run_command
 from .config import PretrainConfig
 from .interrupt import stop_on_ctrl_c
 from .report import logged_losses
-from .run import LOSS_BOUND, Result, pretrain
+from .run import Result, pretrain
 
 DESCRIPTION = f"""Train a small Llama on text, on any layout of ranks.
 
@@ -54,18 +54,22 @@ def summary(config: PretrainConfig, result: Result, seconds: float) -> str:
         f"log and curve: {result.out}/log.jsonl, {result.out}/loss.png",
     ]
     if result.reference is not None:
-        worst, bound = result.worst_difference(), LOSS_BOUND[config.dtype]
+        step, found, bound = result.furthest(config)
         verdict = "as one process" if as_one_process(config, result) else "NOT AS ONE PROCESS"
         lines.append(
-            f"{verdict}: largest relative difference of {len(result.losses)} losses {worst:.1e}, "
-            f"bound {bound:.0e} ({config.dtype})"
+            f"{verdict}: largest relative difference of {len(result.losses)} losses "
+            f"{result.worst_difference():.1e}; nearest to its bound is step {step} with "
+            f"{found:.1e} of {bound:.1e} ({config.dtype})"
         )
     return "\n".join(lines)
 
 
 def as_one_process(config: PretrainConfig, result: Result) -> bool:
-    """Tell whether every loss is one process's but for rounding, where that was asked."""
-    return result.reference is None or result.worst_difference() <= LOSS_BOUND[config.dtype]
+    """Return whether every loss is one process's but for rounding, where that was asked."""
+    if result.reference is None or not result.differences():
+        return True
+    _, found, bound = result.furthest(config)
+    return found <= bound
 
 
 def parameters_of(config: PretrainConfig) -> int:
@@ -93,10 +97,10 @@ def report_interrupt(config: PretrainConfig, out: Path | None) -> None:
 
 
 def one_line(error: ScaletorchError) -> str:
-    """Return an error's text; of ranks that failed alike with an error of ours, that one's."""
+    """Return an error's text; of ranks that all failed with the same error of ours, that one's."""
     if isinstance(error, RankFailedError):
         found = error.exceptions.values()
-        causes = {COORDINATES.sub("", f"{type(each).__name__}: {each}"): each for each in found}
+        causes = {without_coordinates(f"{type(each).__name__}: {each}"): each for each in found}
         alike = len(causes) == 1 and len(error.exceptions) == len(error.failures)
         if alike and isinstance(next(iter(causes.values())), ScaletorchError):
             first = next(iter(causes.values()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 import torch
 
@@ -13,10 +13,8 @@ from ..dist.errors import InvalidArgumentError
 from ..models import Llama
 from ..parallel.pipeline_parallel import SCHEDULES
 from ..parallel.tensor_parallel import explain
+from .config import PretrainConfig
 from .data import check_paths
-
-if TYPE_CHECKING:
-    from .config import PretrainConfig
 
 _POSITIVE = ("tp", "cp", "pp", "dp", "steps", "batch_size", "micro_batches", "seq_len")
 _COUNTS = ("warmup_steps", "decay_steps", "save_every", "keep", "seed", "check_every")

@@ -1,4 +1,4 @@
-"""What is done with a trained model: ``sample``, ``eval`` and ``export``, each a small command."""
+"""What is done with a trained model: `sample`, `eval` and `export`, each a small command."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ from typing import Literal
 
 from ..models import LlamaConfig
 from ..parallel.pg_manager import Grid
-from .checks import check_config
 
 ScheduleName = Literal[
     "1f1b", "afab", "interleaved_1f1b", "looped_bfs", "zb_h1", "zb_v", "dualpipe_v"
@@ -87,7 +86,3 @@ class PretrainConfig:
             self, tp=1, cp=1, pp=1, dp=1, micro_batches=self.micro_batches * self.dp,
             zero=0, save_every=0, keep=0, resume="no", out=None, compare=False, tensorboard=False,
         )  # fmt: skip
-
-    def check(self) -> None:
-        """Raise InvalidArgumentError for what can be known to be wrong before any rank starts."""
-        check_config(self)

@@ -27,8 +27,8 @@ class Corpus:
     Attributes:
         tokens: [T] uint8 or int32.
         starts: [T] bool, True at the first token of each document.
-        vocab_size: one more than the highest token that can occur.
-        digest: hash of the text, equal on machines that hold the same.
+        vocab_size: One more than the highest token that can occur.
+        digest: Hash of the text, equal on machines that hold the same.
     """
 
     tokens: Tensor
@@ -39,9 +39,9 @@ class Corpus:
     def global_batch(
         self, step: int, *, batch_size: int, seq_len: int, seed: int
     ) -> dict[str, Tensor]:
-        """Return the global batch of ``step``: the same on every rank and for every layout.
+        """Return the global batch of `step`: the same on every rank and for every layout.
 
-        Labels are aligned with their inputs (``labels[:, i]`` follows ``input_ids[:, i]``) and are
+        Labels are aligned with their inputs (`labels[:, i]` follows `input_ids[:, i]`) and are
         -100 where the next token begins another document.
 
         Returns:
@@ -59,7 +59,7 @@ def load_corpus(data: Iterable[Path], tokenizer: Path | None, *, seq_len: int) -
     """Read documents from files and folders, or the Python standard library's own sources.
 
     Raises:
-        InvalidArgumentError: a path does not exist, or there are fewer than ``seq_len + 1`` tokens.
+        InvalidArgumentError: a path does not exist, or there are fewer than `seq_len + 1` tokens.
         StateError: a tokenizer was asked for and the `tokenizers` library is not installed.
     """
     encode, vocab_size = (byte_tokens, 256) if tokenizer is None else tokenizer_encoder(tokenizer)
@@ -139,6 +139,12 @@ def read_tokenizer(path: Path) -> Any:
         raise InvalidArgumentError(
             f"tokenizer {path} cannot be read as a tokenizer.json: {error}"
         ) from error
+
+
+def vocabulary_size(tokenizer: Path | None) -> int:
+    """Return how many tokens there are: a `tokenizers` file's, or 256 bytes."""
+    size: int = 256 if tokenizer is None else read_tokenizer(tokenizer).get_vocab_size()
+    return size
 
 
 def tokenizer_encoder(path: Path) -> tuple[Encoder, int]:

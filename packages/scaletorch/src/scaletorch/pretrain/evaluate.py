@@ -22,10 +22,10 @@ class Evaluation:
     """What a model makes of a text.
 
     Attributes:
-        loss: mean over the tokens, in nats.
-        tokens: how many were predicted.
-        step: steps that the model was trained for.
-        seen: whether it is the text that the model was trained on.
+        loss: Mean over the tokens, in nats.
+        tokens: How many were predicted.
+        step: Steps that the model was trained for.
+        seen: Whether it is the text that the model was trained on.
     """
 
     loss: float

@@ -21,7 +21,7 @@ def export(trained: Trained, folder: Path) -> None:
         folder: Where to; made if need be.
 
     Raises:
-        CheckpointError: ``folder`` has weights already, or cannot be written.
+        CheckpointError: `folder` has weights already, or cannot be written.
     """
     export_safetensors(_named_as_theirs(trained), folder)
     _write(folder / "config.json", describe(trained))

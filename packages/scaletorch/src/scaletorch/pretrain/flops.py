@@ -36,6 +36,6 @@ def measured_peak(device: torch.device, dtype: torch.dtype, *, size: int = 512) 
 
 
 def job_peak(device: torch.device, dtype: torch.dtype, world_size: int) -> float:
-    """Return the FLOP/s that ``world_size`` ranks could reach; CPU ranks share one node's cores."""
+    """Return the FLOP/s that `world_size` ranks could reach; CPU ranks share one node's cores."""
     ranks = world_size if device.type != "cpu" else min(world_size, os.cpu_count() or 1)
     return measured_peak(device, dtype) * ranks

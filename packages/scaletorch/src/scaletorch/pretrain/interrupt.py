@@ -20,7 +20,7 @@ class StopFile:
     rank can begin that one before rank 0 has taken part in this one, so that all read the number.
 
     Args:
-        path: Of the request; None where nobody will ask.
+        path: Of the request; None if nobody will ask.
         leader: Whether this is rank 0.
     """
 
@@ -28,7 +28,7 @@ class StopFile:
         self._path, self._leader = path, leader
 
     def before(self, step: int) -> bool:
-        """Tell whether to stop before 0-based ``step``; called before each."""
+        """Return whether to stop before 0-based `step`; called before each."""
         if self._path is None:
             return False
         last = self._path.with_suffix(".step")

@@ -14,14 +14,14 @@ LOG, CURVE = "log.jsonl", "loss.png"
 
 
 class Reporter:
-    """Writes one JSON line a step and moves a progress bar; does nothing where ``folder`` is None.
+    """Writes one JSON line a step and moves a progress bar; does nothing where `folder` is None.
 
     Args:
-        folder: where the log goes; None on all ranks but 0.
-        title: shown beside the bar.
-        start: steps done before this run (of a resumed one).
-        steps: the last step's number.
-        tensorboard: write for TensorBoard too.
+        folder: Where the log goes; None on all ranks but 0.
+        title: Shown beside the bar.
+        start: Steps done before this run (of a resumed one).
+        steps: The last step's number.
+        tensorboard: Write for TensorBoard too.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ class Reporter:
 
         Args:
             step: 1-based number.
-            values: loss, gradient norm, learning rate.
-            tokens: tokens of the global batch.
-            flops: model FLOPs of the global batch.
+            values: Loss, gradient norm, learning rate.
+            tokens: Tokens of the global batch.
+            flops: Model FLOPs of the global batch.
             peak: FLOP/s that the job could reach.
         """
         now = time.perf_counter()

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from ..checkpoint import DamagedCheckpointError, Saving, latest, load, save
-from ..checkpoint.folders import finished
+from ..checkpoint.format.folders import finished
 from ..checkpoint.loading import read_document
 from ..dist import broadcast_object_list, is_main_process
-from ..dist.agreement import agree, caught
+from ..dist.building import agree, caught
 from ..dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..models import LlamaConfig
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
@@ -74,7 +74,7 @@ def _files_of_a_run(out: Path) -> str:
 def planned(config: PretrainConfig) -> PretrainConfig:
     """Return the settings with the plan of the rate that a run to be resumed was begun with.
 
-    A run of 20 steps that goes on to 30 keeps its lowest rate for the last ten; ``decay_steps``
+    A run of 20 steps that goes on to 30 keeps its lowest rate for the last ten; `decay_steps`
     plans anew. Nothing is checked here but for that.
     """
     if config.resume != "auto" or config.decay_steps or config.out is None:
@@ -96,7 +96,7 @@ def save_step(
     data: str,
     sizes: LlamaConfig,
 ) -> Saving:
-    """Begin to write the state after ``step`` steps; training goes on meanwhile.
+    """Begin to write the state after `step` steps; training goes on meanwhile.
 
     Raises:
         NonFiniteError: A weight is infinite or NaN; nothing was written or removed.
@@ -138,7 +138,7 @@ def load_last(
     manager: ProcessGroupManager,
     data: str,
 ) -> int:
-    """Restore the newest good checkpoint in ``out``; return the steps it holds, 0 if none.
+    """Restore the newest good checkpoint in `out`; return the steps it holds, 0 if none.
 
     Raises:
         StateError: the checkpoint belongs to other settings, other text or another program;

@@ -18,16 +18,14 @@ from ..dist import (
     is_main_process,
     launch,
 )
-from ..dist.agreement import agree, caught
-from ..dist.differences import relative_error, worst
+from ..dist.building import agree, caught, relative_error, worst
 from ..dist.errors import InvalidArgumentError, StateError
+from .checks import check_config
 from .config import PretrainConfig
 from .report import CURVE, logged_losses, save_curve
 from .resume import planned
+from .rounding import loss_bounds
 from .train import train
-
-# Largest relative difference of any step's loss between a layout and one process.
-LOSS_BOUND = {"float32": 1e-3, "float64": 1e-8, "bfloat16": 2e-2}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,29 +33,44 @@ class Result:
     """What a run gives.
 
     Attributes:
-        losses: the global loss of each step done.
-        out: folder with log, curve and checkpoints.
-        reference: one process's losses of the same steps, when they were asked for.
+        losses: The global loss of each step done.
+        out: Folder with log, curve and checkpoints.
+        reference: One process's losses of the same steps, when they were asked for.
     """
 
     losses: list[float]
     out: Path
     reference: list[float] | None = None
 
-    def worst_difference(self) -> float:
-        """Return the largest relative difference of any step's loss from one process's.
+    def differences(self) -> list[float]:
+        """Return each step's relative difference of the loss from one process's.
 
-        It is infinite where either loss is not finite, and 0 where no step was left to do.
+        It is infinite where either loss is not finite.
 
         Raises:
-            StateError: there is nothing to compare with: the run was made without ``compare``.
+            StateError: there is nothing to compare with: the run was made without `compare`.
         """
         if self.reference is None:
             raise StateError("expected losses of one process, got none: train with compare=True")
-        if not self.losses and not self.reference:
-            return 0.0
         pairs = zip(_numbers(self.losses), _numbers(self.reference), strict=True)
-        return worst(relative_error(ours, one) for ours, one in pairs)
+        return [relative_error(ours, one) for ours, one in pairs]
+
+    def worst_difference(self) -> float:
+        """Return the largest of `differences`, and 0 where no step was left to do."""
+        found = self.differences()
+        return worst(found) if found else 0.0
+
+    def furthest(self, config: PretrainConfig) -> tuple[int, float, float]:
+        """Return the 1-based step that is furthest off for its bound, its difference, its bound.
+
+        Args:
+            config: Of the run, which has ended: its last step is the last of the losses.
+        """
+        found = self.differences()
+        last = max(config.steps, len(found))
+        bounds = loss_bounds(config, range(last - len(found), last))
+        steps = zip(range(last - len(found) + 1, last + 1), found, bounds, strict=True)
+        return max(steps, key=lambda step: step[1] / step[2])
 
 
 def _numbers(losses: list[float]) -> torch.Tensor:
@@ -65,7 +78,7 @@ def _numbers(losses: list[float]) -> torch.Tensor:
 
 
 def pretrain(config: PretrainConfig, stop: Path | None = None) -> Result | None:
-    """Train on the grid of ``config``, with a launcher's ranks or with local ranks of our own.
+    """Train on the grid of `config`, with a launcher's ranks or with local ranks of our own.
 
     Args:
         config: The settings.
@@ -143,7 +156,7 @@ def prepare(config: PretrainConfig) -> None:
     Raises:
         InvalidArgumentError: Which cannot work.
     """
-    config.check()
+    check_config(config)
     if config.out is not None:
         try:
             config.out.mkdir(parents=True, exist_ok=True)
@@ -160,7 +173,7 @@ def train_locally(config: PretrainConfig, stop: Path | None = None) -> list[floa
 
 
 def one_process_losses(config: PretrainConfig, steps: int) -> list[float]:
-    """Return the last ``steps`` losses of the same training in one process of its own."""
+    """Return the last `steps` losses of the same training in one process of its own."""
     if not steps:
         return []
     with tempfile.TemporaryDirectory(prefix="scaletorch-") as folder:

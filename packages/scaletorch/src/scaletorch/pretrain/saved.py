@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from ..checkpoint import CheckpointError, DamagedCheckpointError, load
-from ..checkpoint.folders import candidates
+from ..checkpoint.format.folders import candidates
+from ..checkpoint.format.values import decode
 from ..checkpoint.loading import read_document
-from ..checkpoint.values import decode
 from ..dist.errors import InvalidArgumentError
 from ..models import Llama, LlamaConfig
-from .data import byte_tokens, read_tokenizer
+from .data import byte_tokens, read_tokenizer, vocabulary_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,11 +22,11 @@ class Trained:
     """A trained model and its text.
 
     Attributes:
-        model: on the CPU, in the dtype of its weights.
-        step: steps it was trained for.
-        seq_len: tokens in a sequence of its training.
-        data: digest of the text that it was trained on.
-        tokenizer: the file of its tokens; None where these are bytes.
+        model: On the CPU, in the dtype of its weights.
+        step: Steps it was trained for.
+        seq_len: Tokens in a sequence of its training.
+        data: Digest of the text that it was trained on.
+        tokenizer: The file of its tokens; None if these are bytes.
     """
 
     model: Llama
@@ -52,7 +52,7 @@ def load_trained(folder: Path, tokenizer: Path | None = None) -> Trained:
     """Load the newest good checkpoint of a run, of whatever layout.
 
     Args:
-        folder: A run's ``out``, its checkpoints, or one of these.
+        folder: A run's `out`, its checkpoints, or one of these.
         tokenizer: In place of the file that the run was given.
 
     Raises:
@@ -92,7 +92,7 @@ def _load(path: Path, tokenizer: Path | None) -> Trained:
 
 
 def _check_tokenizer(file: Path | None, sizes: LlamaConfig) -> None:
-    size = 256 if file is None else read_tokenizer(file).get_vocab_size()
+    size = vocabulary_size(file)
     if size != sizes.vocab_size:
         raise InvalidArgumentError(
             f"the tokenizer {file} has {size} tokens, and the model {sizes.vocab_size}"

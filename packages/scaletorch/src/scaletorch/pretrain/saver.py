@@ -27,7 +27,7 @@ class Saver:
         return self
 
     def after(self, step: int) -> None:
-        """Save after ``step`` steps, if it is time."""
+        """Save after `step` steps, if it is time."""
         if self._every and step % self._every == 0:
             self._saving, self._saved = self._save(step), step
 

@@ -15,17 +15,17 @@ from ..checkpoint import Saving
 from ..compose import (
     check_replicas,
     clip_grad_norm_,
+    nonfinite_gradients,
     parallelize,
     shard_global_batch,
     train_step,
 )
-from ..compose.norm import nonfinite_gradients
 from ..dist import barrier, guard, is_main_process
 from ..dist.devices import current_device
 from ..dist.errors import NonFiniteError
 from ..models import Llama, LlamaConfig
 from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
-from ..parallel.data_parallel.gradients.nonfinite import name_culprits
+from ..parallel.data_parallel.building import name_culprits
 from ..parallel.pg_manager import (
     Grid,
     ProcessGroupManager,
@@ -115,7 +115,7 @@ def train_on(
 
 
 def short_name(grid: Grid) -> str:
-    """Return a layout in few letters, such as ``tp2 dp2``."""
+    """Return a layout in few letters, such as `tp2 dp2`."""
     sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp}
     return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one process"
 
@@ -138,7 +138,7 @@ def optimizer_step(
     corpus: Corpus,
     step: int,
 ) -> dict[str, float]:
-    """Do 0-based ``step``; return its loss, gradient norm and learning rate.
+    """Do 0-based `step`; return its loss, gradient norm and learning rate.
 
     Raises:
         NonFiniteError: Loss or norm is infinite or NaN; on every rank, before the optimizer steps.
@@ -146,30 +146,24 @@ def optimizer_step(
     batch = corpus.global_batch(
         step, batch_size=config.batch_size, seq_len=config.seq_len, seed=config.seed
     )
-    micro_batches = shard_global_batch(batch, config.micro_batches, manager)
+    micro_batches = shard_global_batch(batch, config.micro_batches, model=model)
     device = current_device()
     loss = train_step(
-        model,
-        [{name: entry.to(device) for name, entry in b.items()} for b in micro_batches],
-        manager,
+        model, [{name: entry.to(device) for name, entry in b.items()} for b in micro_batches]
     )
-    norm = finite_norm(config, manager, model, loss, step)
+    norm = finite_norm(config, model, loss, step)
     rate = learning_rate(config, step)
     for group in optimizer.param_groups:
         group["lr"] = rate
     if config.check_every and step % config.check_every == 0:
-        check_replicas(model, manager, optimizer, step=step + 1, values=batch)
+        check_replicas(model, optimizer=optimizer, step=step + 1, values=batch)
     optimizer.step()
     optimizer.zero_grad()
     return {"loss": loss.item(), "grad_norm": norm.item(), "lr": rate}
 
 
 def finite_norm(
-    config: PretrainConfig,
-    manager: ProcessGroupManager,
-    model: DataParallelBucket,
-    loss: Tensor,
-    step: int,
+    config: PretrainConfig, model: DataParallelBucket, loss: Tensor, step: int
 ) -> Tensor:
     """Clip the gradients and return their norm.
 
@@ -178,11 +172,11 @@ def finite_norm(
     """
     culprits = "none of the gradients, but the loss"
     try:
-        norm = clip_grad_norm_(model, config.clip, manager, error_if_nonfinite=True)
+        norm = clip_grad_norm_(model, config.clip, error_if_nonfinite=True)
         if loss.isfinite():
             return norm
     except NonFiniteError:  # before anything was scaled
-        culprits = name_culprits(nonfinite_gradients(model, manager)) or "their norm alone"
+        culprits = name_culprits(nonfinite_gradients(model)) or "their norm alone"
     raise NonFiniteError(
         f"step {step + 1}: the loss is {loss.item()}, and not all gradients are finite: {culprits}"
         "; weights and checkpoints are as after the steps before. Go on from the last checkpoint "
@@ -191,7 +185,7 @@ def finite_norm(
 
 
 def learning_rate(config: PretrainConfig, step: int) -> float:
-    """Return the rate of 0-based ``step``: linear warm-up, a cosine down to a tenth, a tenth."""
+    """Return the rate of 0-based `step`: linear warm-up, a cosine down to a tenth, a tenth."""
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     end = config.decay_steps or config.steps

@@ -1,4 +1,4 @@
-"""``python -m scaletorch.verify --world-size 8``: does every layout train like one process?"""
+"""`python -m scaletorch.verify --world-size 8`: does every layout train like one process?"""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Sequence[str | int]]:
 
 
 def load(name: str) -> Any:
-    """Return what ``package.module:name`` names; the current folder counts.
+    """Return what `package.module:name` names; the current folder counts.
 
     Raises:
         InvalidArgumentError: there is no such module, or no such name in it.
@@ -98,7 +98,7 @@ def run(arguments: argparse.Namespace) -> Report:
 def main() -> int:
     """Run the command; 1 where a layout trains otherwise than one process, 2 for wrong usage.
 
-    Wrong is too what the library refuses, where it was named or nothing else was tried.
+    What the library refuses is wrong too, if it was named or nothing else was tried.
     """
     arguments = parse()
     try:

@@ -25,8 +25,8 @@ def chain_length(model: nn.Module, tokens: Tensor) -> int:
     loss add the tokens of the batch.
 
     Args:
-        model: the plain module.
-        tokens: input_ids of a global batch, [B, L].
+        model: The plain module.
+        tokens: Input_ids of a global batch, [B, L].
     """
     matrices = sum(sum(p.shape) for p in model.parameters() if p.ndim > 1)
     return matrices + 2 * tokens.numel()
@@ -36,15 +36,15 @@ def bound(dtype: torch.dtype, chain: int, step: int) -> float:
     """Return the largest relative error that rounding explains.
 
     Args:
-        dtype: of the model.
-        chain: additions, see `chain_length`.
+        dtype: Of the model.
+        chain: Additions, see `chain_length`.
         step: 0-based; what a step's weights are off by enters the next.
     """
     return torch.finfo(dtype).eps * ROOM * math.sqrt(chain * (step + 1))
 
 
 def blind(dtype: torch.dtype, chain: int, steps: int) -> str:
-    """Say why no fault could be told from rounding in a dtype, or '' where it can."""
+    """Say why no fault could be told from rounding in a dtype, or '' if one can."""
     last = bound(dtype, chain, steps - 1)
     if last <= LARGEST:
         return ""

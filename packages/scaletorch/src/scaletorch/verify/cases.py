@@ -31,17 +31,17 @@ class Case:
     """One training run to compare.
 
     Attributes:
-        grid: the layout.
+        grid: The layout.
         dtype: 'float64' or 'float32'.
-        schedule: pipeline schedule.
-        micro_batches: micro-batches per data-parallel rank.
-        bucket_size: elements per gradient bucket.
+        schedule: Pipeline schedule.
+        micro_batches: Micro-batches per data-parallel rank.
+        bucket_size: Elements per gradient bucket.
         recompute: 'layers' drop their activations and run again in backward, or 'none' do.
         loss_parallel: 'on' leaves logits divided over tp.
         sequence_parallel: 'on' shares sequences out over tp between sharded layers.
-        cp_layout: which positions each cp rank has.
-        cp_method: how cp ranks attend.
-        data_parallel: gradients are summed in 'buckets', in 'rank_order', in 'float64', or each
+        cp_layout: Which positions each cp rank has.
+        cp_method: How cp ranks attend.
+        data_parallel: Gradients are summed in 'buckets', in 'rank_order', in 'float64', or each
             on the rank that updates it ('zero1', 'zero2', whose updates are fetched behind the
             next forward, and 'zero1_waiting', whose updates are fetched within the step).
     """
@@ -84,12 +84,12 @@ class Case:
 
 
 def layout_name(grid: Grid) -> str:
-    """Write a layout as ``dp x pp x cp x tp``, such as ``2x1x2x2``."""
+    """Write a layout as `dp x pp x cp x tp`, such as `2x1x2x2`."""
     return f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}"
 
 
 def parse_layout(text: str) -> Grid:
-    """Read ``2x1x2x2``.
+    """Read `2x1x2x2`.
 
     Raises:
         InvalidArgumentError: the text is not four positive numbers joined by x.

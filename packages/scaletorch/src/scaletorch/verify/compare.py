@@ -22,10 +22,10 @@ class Difference:
         step: 0-based.
         error: 2-norm of the difference over the tensor's scale, see `scale_of`; infinite where
             there is nothing to compare.
-        bound: the largest error that rounding explains.
-        bitwise: whether all bits agree.
-        note: both values where they differ most, or why there is nothing to compare.
-        rank: global rank that holds it.
+        bound: The largest error that rounding explains.
+        bitwise: Whether all bits agree.
+        note: Both values at their largest difference, or why there is nothing to compare.
+        rank: Global rank that holds it.
     """
 
     what: str
@@ -80,12 +80,12 @@ def compare_tensor(
     """Compare a tensor with one process's.
 
     Args:
-        what: its kind and name.
+        what: Its kind and name.
         step: 0-based.
-        ours: what this rank holds.
-        theirs: the same part of one process's.
-        bound: the largest error that rounding explains.
-        scale: of one process's whole tensor, see `scale_of`; None where ``theirs`` is whole and
+        ours: What this rank holds.
+        theirs: The same part of one process's.
+        bound: The largest error that rounding explains.
+        scale: Of one process's whole tensor, see `scale_of`; None if `theirs` is whole and
             its own norm is meant.
     """
     if ours.shape != theirs.shape or ours.dtype != theirs.dtype:

@@ -20,9 +20,9 @@ class Phase:
     """Steps in a row that one optimizer makes.
 
     Attributes:
-        steps: how many.
-        make: returns the optimizer of parameters.
-        clips: whether gradients are clipped to `MAX_NORM` first.
+        steps: How many.
+        make: Returns the optimizer of parameters.
+        clips: Whether gradients are clipped to `MAX_NORM` first.
     """
 
     steps: int

@@ -45,7 +45,7 @@ def model_precision(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _keeping(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method of tensors that keeps float64 where it would make float32."""
+    """Return a method of tensors that keeps float64 if torch would make float32."""
     always = method.__name__ == "float"
 
     @functools.wraps(method)
@@ -67,7 +67,7 @@ def _names_float32(values: Iterable[Any]) -> bool:
 
 
 def _called_by_library() -> bool:
-    """Tell whether the call came from this library's own code, through torch's or directly."""
+    """Return whether the call came from this library's own code, through torch's or directly."""
     frame: FrameType | None = sys._getframe(2)  # past this function and the method
     while frame is not None:
         name = frame.f_globals.get("__name__", "")

@@ -1,4 +1,4 @@
-"""The problem that all layouts must solve alike: a model, batches, and one process's run."""
+"""The problem that every layout must solve the same: a model, batches, and one process's run."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class Step:
     """What one process has after a step's backward, and after its optimizer.
 
     Attributes:
-        loss: global loss, 0-d.
+        loss: Global loss, 0-d.
         norm: 2-norm of the whole gradient, 0-d.
-        gradients: by plain names; shared parameters under each of theirs.
-        weights: ``state_dict`` after the optimizer's step.
+        gradients: By plain names; shared parameters under each of theirs.
+        weights: `state_dict` after the optimizer's step.
     """
 
     loss: Tensor
@@ -96,11 +96,11 @@ def wide_batch(step: int) -> Batch:
 
 
 def mean_loss(logits: Any, labels: Tensor) -> Tensor:
-    """Return the mean of the token losses that count, and zero where none does.
+    """Return the mean of the token losses that count, and zero if none does.
 
     Args:
-        logits: [B, L, vocabulary], or what has them as ``logits``, as outputs of transformers do.
-        labels: [B, L], aligned with them; -100 where there is none.
+        logits: [B, L, vocabulary], or what has them as `logits`, as outputs of transformers do.
+        labels: [B, L], aligned with them; -100 for none.
     """
     flat = getattr(logits, "logits", logits).flatten(0, 1)
     loss = F.cross_entropy(flat, labels.flatten(), ignore_index=-100, reduction="sum")
@@ -134,7 +134,7 @@ def one_process(model: nn.Module, batches: Sequence[Batch]) -> list[Step]:
 
 
 def as_saved(steps: list[Step]) -> list[dict[str, Any]]:
-    """Return plain containers, which ``torch.load(weights_only=True)`` reads."""
+    """Return plain containers, which `torch.load(weights_only=True)` reads."""
     return [
         {"loss": s.loss, "norm": s.norm, "gradients": s.gradients, "weights": s.weights}
         for s in steps

@@ -13,8 +13,8 @@ class RefusedError(ScaletorchError):
     """The library refuses a case, before its first step is done.
 
     Args:
-        heard: whether this rank only heard of it from another one.
-        words: what it said.
+        heard: Whether this rank only heard of it from another one.
+        words: What it said.
     """
 
     def __init__(self, heard: bool, words: str) -> None:

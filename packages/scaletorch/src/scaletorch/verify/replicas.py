@@ -41,10 +41,10 @@ def unlike(
     """Report tensors of which another rank that holds the same part has other bits.
 
     Args:
-        kind: what they are.
+        kind: What they are.
         step: 0-based.
-        tensors: pieces of this rank's, by plain names.
-        bound: what to report as the bound.
+        tensors: Pieces of this rank's, by plain names.
+        bound: What to report as the bound.
     """
     mine = {
         (name, number, owner): digest(piece)

@@ -22,12 +22,12 @@ class CaseResult:
     """One case's outcome.
 
     Attributes:
-        case: what ran.
-        seconds: how long it took.
-        ranks: what each rank found; empty where the case did not run to its end.
-        error: the ranks' tracebacks, where one failed.
-        refused: what the library said, where it refuses such a layout or option on every rank.
-        unjudged: why no result could tell a fault from rounding; the case did not run then.
+        case: What ran.
+        seconds: How long it took.
+        ranks: What each rank found; empty where the case did not run to its end.
+        error: The ranks' tracebacks, if one failed.
+        refused: What the library said, if it refuses such a layout or option on every rank.
+        unjudged: Why no result could tell a fault from rounding; the case did not run then.
     """
 
     case: Case
@@ -99,10 +99,10 @@ class Report:
     """All cases' outcomes.
 
     Attributes:
-        results: one for each case.
-        chain: the longest chain of additions, on which bounds rest; see `bounds.chain_length`.
-        named: whether layouts were asked for by name: then none may be refused.
-        command: what repeats a case when its own options are added.
+        results: One for each case.
+        chain: The longest chain of additions, on which bounds rest; see `bounds.chain_length`.
+        named: Whether layouts were asked for by name: then none may be refused.
+        command: What repeats a case when its own options are added.
     """
 
     results: list[CaseResult]

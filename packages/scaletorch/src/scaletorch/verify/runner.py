@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from ..dist import get_rank
-from ..dist.ranks.locate import find
 from ..parallel.pg_manager import (
     ProcessGroupManager,
     destroy_process_group_manager,
@@ -32,10 +31,10 @@ class RankReport:
     """What one rank found.
 
     Attributes:
-        compared: how many tensors it compared.
-        worst: the one nearest to its bound, or beyond it.
-        failures: the first and furthest off that rounding does not explain.
-        bitwise: of how many all bits agree.
+        compared: How many tensors it compared.
+        worst: The one nearest to its bound, or beyond it.
+        failures: The first and furthest off that rounding does not explain.
+        bitwise: Of how many all bits agree.
     """
 
     compared: int
@@ -45,12 +44,12 @@ class RankReport:
 
 
 def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
-    """Train as one rank of ``case`` and compare every step with one process's.
+    """Train as one rank of `case` and compare every step with one process's.
 
     Args:
-        case: what to run.
-        subject: what to run it with.
-        reference: file with the plain checkpoint, the batches and one process's steps.
+        case: What to run.
+        subject: What to run it with.
+        reference: File with the plain checkpoint, the batches and one process's steps.
     """
     grid = case.grid
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp)
@@ -79,13 +78,13 @@ def compare_case(
     case: Case, subject: Subject, saved: Mapping[str, Any], manager: ProcessGroupManager
 ) -> Iterator[Difference]:
     """Build the model, compare its initial weights, its training and its dropout."""
-    model = find(subject.model_fn)().to(TORCH_DTYPES[case.dtype])
+    model = subject.model_fn.find()().to(TORCH_DTYPES[case.dtype])
     shard = functools.partial(take_own, model)
     yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, shard)
     load_full_state_dict(model, saved["state"])
     with refusing():
         parallel = build(case, model, subject, manager)
-        divide(case, saved["batches"][0], manager)
+        divide(case, saved["batches"][0], parallel)
     dropout.switch(parallel, on=False)
     yield from train_and_compare(case, parallel, manager, saved)
     if saved["dropout"]:

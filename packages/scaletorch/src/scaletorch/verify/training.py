@@ -23,7 +23,7 @@ from ..compose import (
     train_step,
 )
 from ..dist import all_gather_object
-from ..dist.ranks.locate import Locator
+from ..dist.building import Locator
 from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel import Split
@@ -54,9 +54,9 @@ class Subject:
     """What is verified, as ranks need it.
 
     Attributes:
-        model_fn: makes the plain model.
-        plan: tensor parallel plan; None recognises the model's family.
-        split: pipeline split; None infers it.
+        model_fn: Makes the plain model.
+        plan: Tensor parallel plan; None recognises the model's family.
+        split: Pipeline split; None infers it.
     """
 
     model_fn: Locator
@@ -85,10 +85,10 @@ def build(
 
 
 def divide(
-    case: Case, batch: Mapping[str, Tensor], manager: ProcessGroupManager
+    case: Case, batch: Mapping[str, Tensor], model: DataParallelBucket
 ) -> list[Mapping[str, Tensor]]:
     """Return this rank's micro-batches of a global batch."""
-    return shard_global_batch(batch, case.micro_batches, manager, cp_layout=case.cp_layout)
+    return shard_global_batch(batch, case.micro_batches, model=model)
 
 
 def train_and_compare(
@@ -111,7 +111,7 @@ def train_and_compare(
         if first:
             optimizer = optimizer_of(case, phase, model)
         with refusing() if step == 0 else nullcontext(), model_precision(dtype):
-            loss = train_step(model, divide(case, batch, manager), manager)
+            loss = train_step(model, divide(case, batch, model), manager)
         found = [compare_tensor("loss", step, loss, theirs["loss"], limit)]
         found += compare_gradients(step, model, theirs["gradients"], stages, limit)
         norm = norm_of(model, manager, clips=phase.clips)
@@ -137,7 +137,7 @@ def optimizer_of(case: Case, phase: Phase, model: DataParallelBucket) -> Optimiz
 
 
 def norm_of(model: DataParallelBucket, manager: ProcessGroupManager, *, clips: bool) -> Tensor:
-    """Return the norm of the whole gradient, which is clipped then where ``clips`` says so."""
+    """Return the norm of the whole gradient, which is clipped then where `clips` says so."""
     if clips:
         return clip_grad_norm_(model, MAX_NORM, manager)
     return global_grad_norm(model, manager)
@@ -170,5 +170,5 @@ def compare_dropout(
     dropout.switch(model, on=True)
     seed_ranks(0, manager)
     with dropout.recorded(model, (manager.dp_rank, manager.cp_rank)) as draws:
-        train_step(model, divide(case, saved["batches"][0], manager), manager)
+        train_step(model, divide(case, saved["batches"][0], model), manager)
     yield from dropout.judge(draws, len(saved["steps"]))

@@ -1,8 +1,7 @@
-"""The proof: every case trains like one process, or the report says where it does not."""
+"""The proof: every case trains like one process, or the report names what does not."""
 
 from __future__ import annotations
 
-import itertools
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -13,8 +12,8 @@ import torch
 from torch import nn
 
 from ..dist import RankFailedError, RankPool
+from ..dist.building import locate
 from ..dist.errors import InvalidArgumentError
-from ..dist.ranks.locate import locate
 from ..dist.testing import preload
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
@@ -40,7 +39,7 @@ Progress = Callable[[CaseResult], None]
 
 
 class Task(NamedTuple):
-    """A case, and the function that runs it on its ranks: ``run(case, *arguments)``."""
+    """A case, and the function that runs it on its ranks: `run(case, *arguments)`."""
 
     case: Case
     run: Callable[..., RankReport]
@@ -67,22 +66,22 @@ def verify(
     are compared on every rank after each step.
 
     Args:
-        model_fn: module-level function that makes the plain module, on the CPU.
-        batch_fn: returns the global batch of a step: input_ids and labels [B, L] (aligned, -100
-            where there is none) and further [B, L] entries of the module's forward.
-        layouts: the grids to try; None is every layout of ``world_size``.
-        world_size: ranks, where ``layouts`` is None.
+        model_fn: Module-level function that makes the plain module, on the CPU.
+        batch_fn: Returns the global batch of a step: input_ids and labels [B, L] (aligned, -100
+            for none) and further [B, L] entries of the module's forward.
+        layouts: The grids to try; None is every layout of `world_size`.
+        world_size: Ranks, where `layouts` is None.
         dtype: 'float64', 'float32' or both.
-        options: values to try of `cases.OPTIONS`; an option that is absent keeps its default.
-        plan: tensor parallel plan; None recognises the model's family.
-        split: pipeline split; None infers it from the module.
-        timeout: seconds for one case.
-        progress: called with each case's result.
+        options: Values to try of `cases.OPTIONS`; an option that is absent keeps its default.
+        plan: Tensor parallel plan; None recognises the model's family.
+        split: Pipeline split; None infers it from the module.
+        timeout: Seconds for one case.
+        progress: Called with each case's result.
 
     Returns:
-        The report; ``report.passed`` tells whether rounding explains every difference. A case
+        The report; `report.passed` tells whether rounding explains every difference. A case
         that the library refuses in words (more stages than layers) did not pass: it counts
-        against the report where ``layouts`` name it, and is only listed where they are None. So
+        against the report where `layouts` name it, and is only listed if they are None. So
         does a dtype in which rounding would hide faults: it is not judged.
 
     Raises:
@@ -92,37 +91,51 @@ def verify(
         >>> verify(world_size=2, dtype="float64").passed
         True
     """
-    named = layouts is not None
-    if layouts is None:
-        if world_size is None:
-            raise InvalidArgumentError("verify needs layouts or a world_size")
-        layouts = every_layout(world_size)
+    grids = _grids(layouts, world_size)
     dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
-    cases = list(enumerate_cases(layouts, dtypes, options or {}))
-    locator = locate(model_fn)
+    cases = list(enumerate_cases(grids, dtypes, options or {}))
+    subject = Subject(locate(model_fn), plan, split)
     model = model_fn()
     chain = chain_length(model, batch_fn(0)["input_ids"])
     preload(*heavy_modules(model))
-    results = []
     why = {name: blind(TORCH_DTYPES[name], chain, STEPS) for name in dtypes}
+    results = []
+    for result in _judged(cases, why, subject, model_fn, batch_fn, timeout):
+        results.append(result)
+        if progress is not None:
+            progress(result)
+    return Report(results, chain, named=layouts is not None)
+
+
+def _grids(layouts: Iterable[Grid] | None, world_size: int | None) -> Iterable[Grid]:
+    if layouts is not None:
+        return layouts
+    if world_size is None:
+        raise InvalidArgumentError("verify needs layouts or a world_size")
+    return every_layout(world_size)
+
+
+def _judged(
+    cases: Iterable[Case],
+    why: Mapping[str, str],
+    subject: Subject,
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    timeout: float,
+) -> Iterator[CaseResult]:
+    """Yield each case's result; those of dtypes that hide faults, by `why`, are not run."""
+    judged = [case for case in cases if not why[case.dtype]]
     with tempfile.TemporaryDirectory(prefix="scaletorch-verify-") as folder:
         references = {
             name: save_reference(Path(folder, name), model_fn, batch_fn, name)
-            for name in dtypes
-            if not why[name]
+            for name, reason in why.items()
+            if not reason
         }
-        subject = Subject(locator, plan, split)
-        tasks = [
-            Task(case, run_case, (subject, references[case.dtype]))
-            for case in cases
-            if not why[case.dtype]
-        ]
-        unjudged = [CaseResult(c, 0.0, [], unjudged=why[c.dtype]) for c in cases if why[c.dtype]]
-        for result in itertools.chain(run_all(tasks, timeout), unjudged):
-            results.append(result)
-            if progress is not None:
-                progress(result)
-    return Report(results, chain, named)
+        tasks = [Task(case, run_case, (subject, references[case.dtype])) for case in judged]
+        yield from run_all(tasks, timeout)
+    for case in cases:
+        if why[case.dtype]:
+            yield CaseResult(case, 0.0, [], unjudged=why[case.dtype])
 
 
 def heavy_modules(model: nn.Module) -> list[str]:

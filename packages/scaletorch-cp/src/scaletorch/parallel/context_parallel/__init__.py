@@ -8,13 +8,12 @@ from .context_parallel import (
     update_rope_for_context_parallel,
 )
 from .cp_comms import ContextCommunicate
-from .kernels.merge import update_out_and_lse
+from .kernels import update_out_and_lse
 from .layouts.layout import LAYOUTS, Layout, contiguous, stripe, zigzag
-from .layouts.sequences import ShardedSequences
 from .layouts.sharding import positions, shard_batch, shard_sequence, unshard_sequence
 from .masks.mask import Mask
-from .methods.choose import choose_method
-from .methods.volumes import volumes
+from .methods.choose import choose_method, volumes
+from .sequences import ShardedSequences
 
 __all__ = [
     "LAYOUTS",

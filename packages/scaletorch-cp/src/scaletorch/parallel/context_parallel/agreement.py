@@ -1,10 +1,10 @@
-"""What all ranks of a ring must have alike, compared before tensors travel.
+"""What a rank brings to a call of attention: checked here, compared over the ranks.
 
 A receiver that expects another size ends the whole process, so unequal shards have to be found
-first. The comparison is one collective of 128 bytes a rank. A cache of what was compared cannot
-replace it where shapes vary, since a rank that knows its shape would skip what another rank
-waits in. On CPU backends it runs in every call; on others, where reading the answer would stop
-the device's queue, at the first use of a signature.
+first. The comparison is one collective of 128 bytes a rank. A cache of compared calls cannot
+replace it if shapes vary, since a rank that knows its shape would skip a comparison in which
+another rank waits. On CPU backends it runs in every call; on others, on which reading the answer
+would stop the device's queue, at the first use of a signature.
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist.dist import all_gather
-from ...dist.errors import MismatchError
+from ...dist import all_gather
+from ...dist.errors import InvalidArgumentError, MismatchError
 from ..pg_manager import describe_rank
+from .alone import alone
 from .cp_comms import Ring
 from .layouts.layout import LAYOUTS
 from .methods import METHODS
@@ -33,6 +35,55 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _VALUES = 2**31  # more than any head dim: two of them travel as one integer
 
 _agreed: WeakKeyDictionary[ProcessGroup, set[Signature]] = WeakKeyDictionary()
+
+
+def as_autocast(x: Tensor) -> Tensor:
+    """Cast as autocast casts an input of scaled_dot_product_attention."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device) or x.dtype == torch.float64:
+        return x
+    return x.to(torch.get_autocast_dtype(device)) if x.is_floating_point() else x
+
+
+def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Refuse tensors that do not fit together on this rank."""
+    if any(x.ndim != 4 or not x.numel() for x in (q, k, v)):
+        raise _misfit("q, k and v must be [B, heads, L, D], none of them 0", q, k, v)
+    rules = {
+        f"dtypes must be equal, one of {', '.join(map(str, DTYPES))}": (
+            q.dtype == k.dtype == v.dtype and q.dtype in DTYPES
+        ),
+        "devices must be equal": q.device == k.device == v.device,
+        "k and v must have one shape, but for the head dim": k.shape[:3] == v.shape[:3],
+        "batch size and head dim must be those of q": (
+            (q.shape[0], q.shape[3]) == (k.shape[0], k.shape[3])
+        ),
+        "as many positions in k as in q, both one shard of the same sequence (neither decoding "
+        "with a cache nor cross attention)": q.shape[2] == k.shape[2],
+        "the number of key heads must divide the number of query heads": (
+            q.shape[1] % k.shape[1] == 0
+        ),
+    }
+    for rule, holds in rules.items():
+        if not holds:
+            raise _misfit(rule, q, k, v)
+
+
+def with_one_head_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return tensors of the larger head dim, as fused kernels take one: zeros change no score."""
+    dim = max(q.shape[3], v.shape[3])
+    q, k, v = (x if x.shape[3] == dim else F.pad(x, (0, dim - x.shape[3])) for x in (q, k, v))
+    return q, k, v
+
+
+def _misfit(rule: str, *qkv: Tensor) -> InvalidArgumentError:
+    came = ", ".join(
+        f"{name} {list(x.shape)} {x.dtype} on {x.device}"
+        for name, x in zip("qkv", qkv, strict=True)
+    )
+    return InvalidArgumentError(
+        f"context-parallel attention on {describe_rank()}: {rule}; got {came}"
+    )
 
 
 class Signature(NamedTuple):
@@ -116,9 +167,10 @@ def require_agreement(mine: Signature, device: torch.device, call: Call) -> None
 def tell_refusal(rings: tuple[Ring, Parts | None], device: torch.device) -> None:
     """Let the other ranks know, who compare their calls, that this one's was refused here.
 
-    Only where they compare at every call, which is with tensors on CPU.
+    Only if they compare at every call, as they do with tensors on CPU, and not while each position
+    is alone: then no other rank listens.
     """
-    if device.type == "cpu":
+    if device.type == "cpu" and alone() is None:
         _gathered(REFUSED, device, _groups(*rings))
 
 

@@ -4,25 +4,56 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
+from functools import lru_cache
 from numbers import Real
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...dist.errors import InvalidArgumentError, ScaletorchError, StateError
-from .agreement import require_agreement, signature, tell_refusal
-from .alone import alone, attend_alone
+from .agreement import (
+    as_autocast,
+    check_inputs,
+    require_agreement,
+    signature,
+    tell_refusal,
+    with_one_head_dim,
+)
+from .alone import Alone, alone, attend_alone
 from .cp_comms import Ring
-from .inputs import autocast, check_inputs, with_one_head_dim
-from .layouts.documents import read_documents
-from .layouts.layout import Layout
-from .layouts.lookup import layout_of_shards
+from .layouts.layout import Layout, layout_of_shards
+from .layouts.order import order_of_shards
+from .masks.documents import read_documents
 from .masks.mask import Mask
 from .methods import METHODS, Method
 from .methods.call import Call
-from .methods.choose import choose_method, parts_for
-from .methods.parts import Groups, Parts, rings_of
+from .methods.choose import choose_method
+from .methods.parts import Groups, Parts, parts_for, rings_of
+
+# A mask checks itself when it is made: the same one is made in every layer. 1 is not True here.
+_mask = lru_cache(maxsize=64, typed=True)(Mask)
+
+Rings = tuple[Ring, Parts | None]  # all ranks, and a caller's own division of them
+
+
+class Asked(NamedTuple):
+    """What a caller asks of attention: the arguments of `attention`, as they came.
+
+    Attributes:
+        call: The function that was called, for messages about the order of shards.
+        otherwise: The order of shards that no call has noted; None if it must be said then.
+    """
+
+    causal: bool
+    scale: float | None = None
+    window: int | None = None
+    cu_seqlens: Sequence[int] | Tensor | None = None
+    layout: Layout | str | None = None
+    method: str = "auto"
+    call: str = "attention"
+    otherwise: str | None = None
 
 
 class ContextAttention(torch.autograd.Function):
@@ -69,53 +100,52 @@ def attention(
 ) -> Tensor:
     """Attend this rank's queries to the keys and values of the whole sequence.
 
-    What `F.scaled_dot_product_attention` computes of the whole, forward and backward. Sums over
-    keys and over ranks are kept and sent in float32 at least (float64 for float64). Rows that see
-    nothing, such as padding, give 0. Every rank of the group must call it, and run its backward,
-    in the same order.
+    The result is that of `F.scaled_dot_product_attention` of the whole, forward and backward. Sums
+    over keys and over ranks are kept and sent in float32 at least (float64 for float64). Rows that
+    see nothing, such as padding, give 0. Every rank of the group must call it, and run its
+    backward, in the same order.
 
     Args:
         q: This rank's queries [B, H, L, D] in float16, bfloat16, float32 or float64.
         k: Its keys [B, K, L, D]; K divides H, and each key head serves H / K query heads.
-        v: Its values [B, K, L, Dv]; where Dv is not D, the smaller is computed as the larger.
+        v: Its values [B, K, L, Dv]; if Dv is not D, the smaller is computed as the larger.
         causal: Each position sees itself and those before it.
         scale: Factor of the scores; 1 / sqrt(D) by default.
         window: Each position sees the `window` positions that end with it; without `causal` also
             the `window` - 1 after it.
         cu_seqlens: Where packed documents begin in the whole sequence, and its length: integers
             (0, a, ..., length), on every rank the same. Each position sees its own document.
-        layout: Which positions each rank has: a `Layout`, or a name of `LAYOUTS` where nothing is
-            padded; "zigzag" for causal attention by default, otherwise "contiguous".
-        method: "ring", "all_gather", "ulysses", "hybrid", or "auto": see `choose_method`. Hybrid
-            is Ulysses over parts of neighbouring ranks, as many as divide the key/value heads, and
-            a ring across the parts.
-        group: The ranks in order of their shares; by default the manager's cp axis. For "hybrid"
-            also a pair: this rank's part, and the ring of its peers in the other parts, where
-            the shares of the first part come first.
+        layout: The order of the shards: a `Layout`, or a name of `LAYOUTS` if nothing is padded.
+            By default the one in which this group's sequences were sharded; it must be said for
+            shards that were made by hand, unless every position sees all others.
+        method: "ring", "all_gather", "ulysses", "hybrid", or "auto": see `choose_method`.
+        group: The ranks in order of their shards; by default the manager's cp axis. For "hybrid"
+            also a pair: this rank's neighbours, among which heads are divided, and its peers in
+            the ring across; the shards of the first neighbours come first.
 
     Returns:
         The output [B, H, L, Dv] for this rank's queries, in their dtype.
 
     Raises:
-        InvalidArgumentError: What does not fit together, or an unknown layout or method.
-        MismatchError: The ranks' shapes, dtypes or options differ, or another rank's do not fit
-            together; raised on every rank. On other devices than CPU calls are compared at the
-            first use of their shapes and options alone.
+        InvalidArgumentError: Arguments that do not fit together, or another order than the shards
+            have.
+        MismatchError: The ranks' shapes, dtypes or options differ, or another rank was refused;
+            raised on every rank. On other devices than CPU only new calls are compared.
         NotInGroupError: This rank is outside `group`.
         StateError: Several ranks, and neither a group nor a process group manager.
     """
-    rings, run = rings_of(group), alone()
-    mask = causal, window, cu_seqlens
+    asked = Asked(causal, scale, window, cu_seqlens, layout, method)
+    return attend(q, k, v, asked, rings_of(group))
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, asked: Asked, rings: Rings) -> Tensor:
+    """Attend as `attention` does, with the arguments as one value and the ranks found already."""
+    run = alone()
     if run is not None:
-        q, k, v = (autocast(x) for x in (q, k, v))
-        try:
-            _prepared(q, k, v, mask, scale, layout, method, rings)
-        except ScaletorchError as error:
-            run.refuse(error)
-        return attend_alone(q, k, v)
+        return _attend_alone(q, k, v, asked, rings, run)
     try:
-        q, k, v = (autocast(x) for x in (q, k, v))
-        method, call = _prepared(q, k, v, mask, scale, layout, method, rings)
+        q, k, v = (as_autocast(x) for x in (q, k, v))
+        method, call = _prepared(q, k, v, asked, rings)
         mine = signature(q, k, v, call, method)
         dim = v.shape[3]
         q, k, v = with_one_head_dim(q, k, v)
@@ -128,30 +158,43 @@ def attention(
     return out[..., :dim]
 
 
-def _prepared(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    mask: tuple[bool, int | None, Sequence[int] | Tensor | None],
-    scale: float | None,
-    layout: Layout | str | None,
-    method: str,
-    rings: tuple[Ring, Parts | None],
-) -> tuple[str, Call]:
-    """Return the method and what it computes, checked as far as one rank can."""
+def _attend_alone(
+    q: Tensor, k: Tensor, v: Tensor, asked: Asked, rings: Rings, run: Alone
+) -> Tensor:
+    """Let each position see itself alone; keep the error that attention would have raised."""
+    q, k, v = (as_autocast(x) for x in (q, k, v))
+    try:
+        _prepared(q, k, v, asked, rings)
+    except ScaletorchError as error:
+        run.refuse(error)
+    return attend_alone(q, k, v)
+
+
+def _prepared(q: Tensor, k: Tensor, v: Tensor, asked: Asked, rings: Rings) -> tuple[str, Call]:
+    """Return the method and what it computes, checked as far as one rank can alone."""
     ring, given = rings
-    causal, window, cu_seqlens = mask
+    method, scale = asked.method, asked.scale
     require_method(method)
-    _require_typed(causal, scale)
+    _require_typed(asked.causal, scale)
     check_inputs(q, k, v)
-    layout = layout or ("zigzag" if causal else "contiguous")
-    place = layout_of_shards(layout, q.shape[2], None, ring)
-    documents = None if cu_seqlens is None else read_documents(cu_seqlens, place.length)
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    make = _mask if isinstance(asked.window, int | None) else Mask  # which refuses it
+    mask = make(asked.causal, asked.window)
+    place = layout_of_shards(_order(asked, ring), q.shape[2], None, ring.size)
+    if asked.cu_seqlens is not None:
+        mask = replace(mask, documents=read_documents(asked.cu_seqlens, place.length))
     if method == "auto":
         method = choose_method(q, k, ring.size)[0] if given is None else "hybrid"
     parts = parts_for(method, q, k, ring, given)
-    return method, Call(Mask(causal, window, documents), place, scale, k.shape[1], ring, parts)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    return method, Call(mask, place, scale, k.shape[1], ring, parts)
+
+
+def _order(asked: Asked, ring: Ring) -> Layout | str:
+    """Return the order of the shards; if every position sees all others, any one is right."""
+    mask = asked.causal, asked.window is not None, asked.cu_seqlens is not None
+    if asked.layout is None and not any(mask):
+        return "contiguous"
+    return order_of_shards(asked.layout, ring, asked.call, takes=True, otherwise=asked.otherwise)
 
 
 def _require_typed(causal: Any, scale: Any) -> None:

@@ -3,7 +3,7 @@
 `ring_attention` is attention over the whole sequence from the ranks' shards, and
 `apply_context_parallel` puts it into a model that calls `F.scaled_dot_product_attention`, or
 into one of transformers.
-Who holds which positions is a layout, by default contiguous shards, as `shard_batch` cuts them.
+Who holds which positions is said once, by `shard_batch` or `shard_sequence`; all others take it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ from torch.distributed import ProcessGroup
 
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
-from .attention import attention, require_method
+from .agreement import as_autocast, check_inputs
+from .attention import Asked, attend, require_method
 from .cp_comms import ring_of
-from .inputs import autocast, check_inputs
-from .kernels.merge import update_out_and_lse
-from .layouts.lookup import layout_of_whole, named_layout
-from .layouts.sharding import own_share
+from .kernels import update_out_and_lse
+from .layouts.layout import Layout, layout_of_whole, require_name
+from .layouts.order import order_of_shards
+from .layouts.sharding import own_shard
 from .models.override import install
 from .models.settings import Settings, mark, unmark
 from .models.transformers_attention import adopt
@@ -43,6 +44,8 @@ def ring_attention(
     sm_scale: float | None = None,
     is_causal: bool = False,
     group: ProcessGroup | None = None,
+    *,
+    layout: Layout | str | None = None,
 ) -> Tensor:
     """Attend this rank's queries to the keys and values of the whole sequence.
 
@@ -58,34 +61,39 @@ def ring_attention(
         sm_scale: Factor of the scores; 1 / sqrt(D) by default.
         is_causal: Each position of the whole sequence sees itself and those before it.
         group: The ranks in order of their shards; by default the manager's cp axis.
+        layout: The order of the shards: a `Layout`, or a name of `LAYOUTS`. By default the one in
+            which this group's sequences were sharded, and contiguous if none were.
 
     Returns:
         The output [B, H, L, D] for this rank's queries, in their dtype.
 
     Raises:
-        InvalidArgumentError: Shapes, dtypes or devices that do not fit together.
+        InvalidArgumentError: Shapes, dtypes or devices that do not fit together, or another order
+            than the shards have.
         MismatchError: The ranks' shapes, dtypes or options differ; raised on every rank.
         NotInGroupError: This rank is outside `group`.
         StateError: Several ranks, and neither a group nor a process group manager.
     """
     ring = ring_of(group)
     if ring.size == 1:
-        q, k, v = (autocast(x) for x in (q, k, v))
+        q, k, v = (as_autocast(x) for x in (q, k, v))
         check_inputs(q, k, v)
         grouped = q.shape[1] != k.shape[1]
         return F.scaled_dot_product_attention(
             q, k, v, is_causal=is_causal, scale=sm_scale, enable_gqa=grouped
         )
-    return attention(
-        q, k, v, causal=is_causal, scale=sm_scale, layout="contiguous", method="ring", group=group
-    )
+    asked = Asked(
+        is_causal, sm_scale, layout=layout, method="ring", call="ring_attention",
+        otherwise="contiguous",
+    )  # fmt: skip
+    return attend(q, k, v, asked, (ring, None))
 
 
 def apply_context_parallel(
     model: M,
     group: ProcessGroup | None = None,
     *,
-    layout: str = "contiguous",
+    layout: str | None = None,
     method: str = "ring",
 ) -> M:
     """Make every attention inside `model` attend to the whole sequence.
@@ -93,45 +101,44 @@ def apply_context_parallel(
     That is every `F.scaled_dot_product_attention`, whose `is_causal`, `scale` and `enable_gqa`
     keep their meaning over the whole sequence; and the attention of models of `transformers`,
     which get an implementation of their own: no mask is built, `sliding_window` is kept, and
-    documents are what `cu_seq_lens_q` in the model's call says of the whole sequence.
+    `cu_seq_lens_q` in the model's call says where documents of the whole sequence begin.
 
-    In place: the model and its submodules get a wrapped `forward`; their class, parameters,
-    names and `state_dict` stay. Models of `transformers` get copies of their configs.
-    Recomputation of modules (`torch.utils.checkpoint`, both forms) is covered. With one rank
-    nothing changes, but within `ShardedSequences.inside`. Apply it after tensor parallelism,
-    before pipeline and data parallelism.
+    In place: modules get a wrapped `forward`; class, parameters, names and `state_dict` stay.
+    Models of `transformers` get copies of their configs. Recomputation of modules
+    (`torch.utils.checkpoint`, both forms) is covered. With one rank nothing changes, but within
+    `ShardedSequences.inside`. Apply it after tensor, before pipeline and data parallelism.
 
-    The model is then called with its shard of the batch, in the same layout, and must take
-    positions from its arguments (`position_ids`), not count them itself: see `shard_batch`.
+    The model is then called with its shard of the batch, and must take positions from its
+    arguments (`position_ids`), not count them itself: see `shard_batch`.
 
-    What mixes positions other than by attention (convolutions, recurrences, pooling over the
-    sequence) sees this rank's shard alone in a plain module; in models of `transformers` it is
-    refused where it can be told.
+    Modules that mix positions by more than attention (convolutions, recurrences, pooling over the
+    sequence) would see this rank's shard alone: the first forward that is given ids, or other
+    integers [B, L], runs twice more for that, and refuses it. Positions that a plain module counts
+    itself are not found so.
 
-    Refused when they are met: masks, dropout, keys of another length than the queries
-    (decoding, cross attention), full attention in a layout "zigzag" without
-    `ShardedSequences.inside`, nn.MultiheadAttention, a checkpointed function that holds the
-    attention without a module around it, and a forward in which no attention was seen.
+    Refused when they are met: masks, dropout, decoding and cross attention, full attention if
+    `layout` says "zigzag" (but within `ShardedSequences.inside`), nn.MultiheadAttention, attention
+    in a checkpointed function that is no module, and a forward without attention.
 
     Args:
         model: Any module; plain `nn.Module` code that knows nothing of this.
         group: The ranks in order of their shards; by default the manager's cp axis.
-        layout: Which positions each rank has: a name of `LAYOUTS`; "zigzag" balances causal
-            attention.
+        layout: The order of the shards, a name of `LAYOUTS`; others are then refused. By default
+            the one in which this group's sequences were sharded, and contiguous if none were.
         method: "ring", "all_gather", "ulysses", "hybrid", or "auto": see `choose_method`.
 
     Returns:
         The same model.
 
     Raises:
-        InvalidArgumentError: No such layout or method, or a model of `transformers` with
-            attention that cannot be replaced.
-        StateError: The model or a part of it is context parallel already; or several ranks, and
-            neither a group nor a process group manager.
+        InvalidArgumentError: No such layout or method, or attention that cannot be replaced.
+        StateError: A part of the model is context parallel already; or there are several ranks, and
+            neither a group nor a manager.
         NotInGroupError: This rank is outside `group`.
     """
     ring = ring_of(group)
-    named_layout(layout, 1, ring)  # refused here, before the model runs
+    if layout is not None:  # refused here, before the model runs
+        require_name(layout)
     require_method(method)
     mark(model, Settings(layout, method, ring))
     try:
@@ -150,7 +157,7 @@ def update_rope_for_context_parallel(
     group: ProcessGroup | None = None,
     *,
     length: int | None = None,
-    layout: str = "contiguous",
+    layout: Layout | str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the rows of rotary tables for this rank's positions.
 
@@ -163,14 +170,16 @@ def update_rope_for_context_parallel(
         group: The ranks; by default the manager's cp axis.
         length: Length of the whole sequence, if the tables are longer than that; a longer table
             cut into N would give wrong positions.
-        layout: Which positions each rank has: a name of `LAYOUTS`.
+        layout: The order of the shards, a `Layout` or a name of `LAYOUTS`; by default the one in
+            which this group's sequences were sharded.
 
     Returns:
-        [L / N, D] or [B, L / N, D]; views where the layout is contiguous.
+        [L / N, D] or [B, L / N, D]; views if the layout is contiguous.
 
     Raises:
-        InvalidArgumentError: Other shapes, no such layout, or a length that the tables or the
-            ranks do not fit.
+        InvalidArgumentError: Other shapes, no such layout, a length that the tables or the ranks
+            do not fit, or another order than this group's sequences were sharded in; or none was
+            given and none was.
     """
     if cos.shape != sin.shape or cos.ndim not in (2, 3):
         message = (
@@ -184,6 +193,7 @@ def update_rope_for_context_parallel(
         message = f"{describe_rank()}: length must be 1 to {rows}, the tables' rows; it is {length}"
         raise InvalidArgumentError(message)
     ring = ring_of(group)
-    found = layout_of_whole(layout, length, ring)
-    cos, sin = (own_share(x.narrow(-2, 0, length), -2, found, ring.index) for x in (cos, sin))
+    order = order_of_shards(layout, ring, "update_rope_for_context_parallel")
+    found = layout_of_whole(order, length, ring.size)
+    cos, sin = (own_shard(x.narrow(-2, 0, length), -2, found, ring.index) for x in (cos, sin))
     return cos, sin

@@ -9,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import get_rank, group_ranks
-from ...dist.collectives.p2p import exchange
+from ...dist import exchange, get_rank, group_ranks
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import axis_group, describe_rank
 
 if TYPE_CHECKING:
-    from ...dist.collectives.work import Work
+    from ...dist import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,8 +67,8 @@ class ContextCommunicate:
     """Pass tensors one place on around the ring: queue them, launch one batch, wait for it.
 
     Every rank of the group makes the same calls with tensors of the same shapes and dtypes;
-    what is queued first arrives first, so it is matched by order. In a ring of one rank what is
-    received is a copy of what was sent. Use it again for the next step.
+    messages are matched by the order in which they were queued. In a ring of one rank a
+    copy of the message is received. Use it again for the next step.
 
     Example:
         >>> ring = ContextCommunicate("keys and values")
@@ -82,7 +81,7 @@ class ContextCommunicate:
         """Find the ring.
 
         Args:
-            msg: What is passed, for error messages.
+            msg: A name of the messages, for errors.
             group: The ranks of the ring, or the ring itself; by default the manager's cp axis.
 
         Raises:
@@ -137,7 +136,7 @@ class ContextCommunicate:
         )
 
     def wait(self) -> None:
-        """Wait until the batch has arrived and what was sent may be changed.
+        """Wait until the batch has arrived and sent tensors may be changed.
 
         Raises:
             StateError: No batch is under way.

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Sequence
 
 from ..errors import ScaletorchError
+from ..launchers.environment import infer_launcher
 from ..ranks import launch
-from ..startup.launchers import infer_launcher
 from .cases import CASES
 from .measure import sizes_between
 from .plot import require_matplotlib

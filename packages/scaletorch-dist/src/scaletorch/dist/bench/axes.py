@@ -11,7 +11,7 @@ import torch.distributed as c10d
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
-from ..info import get_timeout, get_world_size
+from ..world.info import get_timeout, get_world_size
 
 ORDER = ("dp", "pp", "cp", "tp")  # ranks next to each other differ in the last
 COPIES = 6  # of a size that a rank may need at once

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from .. import dist
 from ..collectives.barrier import barrier
-from ..info import group_ranks
+from ..world.info import group_ranks
 
 Run = Callable[[], Any]
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable
 import torch.distributed as c10d
 
 from ..devices import default_backend
-from ..info import get_rank
 from ..startup.initialize import cleanup_dist, init_dist
+from ..world.info import get_rank
 from .measure import Row
 from .plot import draw
 from .run import Options, run

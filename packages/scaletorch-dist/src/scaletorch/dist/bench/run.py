@@ -12,8 +12,8 @@ import torch.distributed as c10d
 
 from ..devices import get_comm_device
 from ..errors import InvalidArgumentError
-from ..info import get_backend, get_world_size
-from ..local import get_local_size
+from ..world.hosts import get_local_size
+from ..world.info import get_backend, get_world_size
 from .axes import axis_group, memory_allows, parse_grid
 from .cases import CASES, Place, place_of
 from .fit import constants

@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError, NotInGroupError
-from ..info import group_ranks
-from .raw import process_group
+from ..wire.backend import process_group
+from ..world.info import group_ranks
 
 
 def check_tensor(data: Any, call: str, name: str = "data") -> None:

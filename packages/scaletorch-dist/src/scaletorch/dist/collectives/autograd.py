@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.distributed import ProcessGroup
 
+from ..wire.backend import process_group
 from . import pieces
-from .raw import process_group
 
 Group = ProcessGroup | None
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch.distributed import ProcessGroup
 
 from ..devices import get_comm_device
-from .checks import checking, compare
-from .raw import process_group, raw_barrier
+from ..wire.backend import process_group, raw_barrier
+from ..wire.checks import checking, compare
 
 
 def barrier(group: ProcessGroup | None = None) -> None:

@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
-from itertools import accumulate
-from typing import Any
+from typing import cast
 
 import torch
-import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
-from .checks import checking, compare, tells_failure
-from .parts import exchange_parts
-from .raw import (
-    all_gather_single,
-    movable,
-    on_wire,
-    process_group,
-    raw_broadcast,
-    reduce_scatter_single,
-    route,
-)
-from .work import Work, nothing, settled
+from ..transport.ways import arrived, way_of
+from ..wire.backend import on_wire, process_group
+from ..wire.checks import checking, compare, tells_failure
+from ..wire.recipes import recipe_for
+from ..wire.sums import fold
+from ..wire.work import Work, nothing, settled
 
 SCALED = {"sum": False, "mean": True}
 
@@ -64,20 +56,17 @@ def reduce_scatter_flat(
         raise InvalidArgumentError(f"op must be one of {', '.join(map(repr, SCALED))}, got {op!r}")
     divisor = size if SCALED[op] else 1
     if members is None or size == 1:
-        return Work((), partial(_fold, data.detach().view(1, -1), start, divisor, keep=data))
+        return Work((), partial(_summed, data.device, start, divisor, 1, data.detach()))
     if checking():
         compare(members, "reduce_scatter_flat", data, list(counts), op, f"ordered={ordered}")
-    wire, own = on_wire(data, members), counts[rank]
-    way = route(wire, members)
-    even = min(counts) == max(counts)
-    if not ordered and even and way.backend != "gloo" and "reduce_scatter" not in way.lacks:
-        output = wire.new_empty(own)
-        handle = reduce_scatter_single(output, wire, c10d.ReduceOp.SUM, members, True)
-        finish = partial(_fold, output.view(1, own), start, divisor, keep=wire)
-    else:  # direct exchange, then one pass over what came: quicker on TCP, and in rank order
-        received, handle = exchange_parts(wire, counts, [own] * size, members, True)
-        finish = partial(_fold, received.view(size, own), start, divisor, keep=wire)
-    return Work((handle,), partial(_back, finish, data.device))
+    wire = on_wire(data, members)
+    way = way_of(wire, members, True)
+    if not ordered:
+        done = partial(_summed, data.device, start, divisor, 1)
+        recipe = recipe_for("sum", wire.dtype)
+        return cast(Work[Tensor], way.reduce_scatter(wire, counts, recipe, done, True))
+    done = partial(_summed, data.device, start, divisor, size)
+    return cast(Work[Tensor], way.exchange(wire, counts, [counts[rank]] * size, done, True))
 
 
 @tells_failure
@@ -103,23 +92,8 @@ def all_gather_flat(
     if checking():
         compare(members, "all_gather_flat", data, list(counts))
     wire = on_wire(data, members)
-    parts = wire.split(list(counts))
-    handles: list[Any]
-    if min(counts) == max(counts):
-        own = parts[members.rank()].clone()
-        handles = [all_gather_single(movable(wire), movable(own), members, async_op)]
-    else:
-        own = wire
-        ranks = c10d.get_process_group_ranks(members)
-        filled = [(rank, part) for rank, part in zip(ranks, parts, strict=True) if part.numel()]
-        handles = [raw_broadcast(movable(p), rank, members, async_op) for rank, p in filled]
-    return settled(handles, partial(_written, data, wire, own), async_op)
-
-
-def part_of(counts: Sequence[int], rank: int) -> range:
-    """Return the elements of a rank's part."""
-    ends = list(accumulate(counts, initial=0))
-    return range(ends[rank], ends[rank + 1])
+    done = arrived if wire.data_ptr() == data.data_ptr() else partial(_written, data)
+    return way_of(wire, members, async_op).gather_flat(wire, counts, done, async_op)
 
 
 def _check(data: Tensor, counts: Sequence[int], size: int, call: str) -> None:
@@ -130,42 +104,12 @@ def _check(data: Tensor, counts: Sequence[int], size: int, call: str) -> None:
         )
 
 
-def even_parts(elements: int, parts: int) -> list[int]:
-    """Return counts that part so many elements evenly, the last parts shorter."""
-    share = -(-elements // parts)
-    return [max(min(share, elements - share * at), 0) for at in range(parts)]
+def _summed(
+    device: torch.device, start: Tensor | None, divisor: int, blocks: int, data: Tensor
+) -> Tensor:
+    """Add blocks of equal length, one after another in memory, behind `start`."""
+    return fold(data.view(blocks, data.numel() // blocks), start, divisor).to(device)
 
 
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of a sum: float32 for 16-bit floats."""
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
-
-
-def fold(blocks: Sequence[Tensor] | Tensor, start: Tensor | None, divisor: int) -> Tensor:
-    """Add blocks from the first to the last, in float32 at least, behind ``start``."""
-    dtype = wide(blocks[0].dtype)
-    if start is not None:
-        total = start.to(dtype, copy=True)
-        for block in blocks:
-            total += block if divisor == 1 else block.to(dtype) / divisor
-        return total
-    if len(blocks) == 1:
-        total = blocks[0].to(dtype, copy=True)
-    else:
-        total = torch.add(blocks[0].to(dtype), blocks[1])
-    for block in blocks[2:]:
-        total += block
-    return total if divisor == 1 else total.div_(divisor)
-
-
-def _fold(blocks: Tensor, start: Tensor | None, divisor: int, keep: Tensor) -> Tensor:
-    return fold(blocks, start, divisor)
-
-
-def _back(finish: Callable[[], Tensor], device: torch.device) -> Tensor:
-    return finish().to(device)
-
-
-def _written(data: Tensor, wire: Tensor, keep: Tensor) -> None:
-    if wire.data_ptr() != data.data_ptr():
-        data.copy_(wire)
+def _written(data: Tensor, wire: Tensor) -> None:
+    data.copy_(wire)

@@ -11,11 +11,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
-from . import hooks
+from ..wire import port
+from ..wire.backend import MOVABLE, process_group, route
+from ..wire.checks import comparing
 from .arguments import check_member
-from .checks import comparing
-from .p2p import irecv, isend
-from .raw import MOVABLE, process_group, route
+from .messages import irecv, isend
 
 
 class Handle(Protocol):
@@ -26,7 +26,7 @@ class Handle(Protocol):
 
 
 class Peer:
-    """One other rank of a group: `isend` and `irecv` in a third of the host's time.
+    """One other rank of a group, by `send` and `receive`: a third of the host's time of `isend`.
 
     Whether the ends of messages are compared (see `checks`) is asked once, here.
 
@@ -61,10 +61,10 @@ class Peer:
         return irecv(data, self._rank, self._members)
 
     def _post(self, call: Callable[..., Handle], data: Tensor, sends: bool) -> Handle:
-        if hooks.guard is None:
+        if port.guard is None:
             return call([data], self._place, 0)
-        note = hooks.guard.record_message(self._members, data, self._rank, 0, sends)
-        handle: Handle = hooks.guard.run_noted((note,), call, [data], self._place, 0)
+        note = port.guard.record_message(self._members, data, self._rank, 0, sends)
+        handle: Handle = port.guard.run_noted((note,), call, [data], self._place, 0)
         return handle
 
 

@@ -6,26 +6,18 @@ Nothing here records a graph or changes its input; with one rank nothing is sent
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
-from ..neighbours import calls
-from ..neighbours.neighbours import neighbours_of
-from .checks import checking, compare
-from .parts import reduce_parts
-from .raw import (
-    all_gather_single,
-    all_to_all_single,
-    movable,
-    on_wire,
-    process_group,
-    raw_all_reduce,
-)
-from .recipes import recipe_for
+from ..transport.ways import way_of
+from ..wire.backend import on_wire, process_group
+from ..wire.checks import checking, compare
+from ..wire.recipes import recipe_for
 
 Group = ProcessGroup | None
 
@@ -40,11 +32,11 @@ def total(x: Tensor, group: Group) -> Tensor:
     buffer = recipe.pack(on_wire(x, members))
     if buffer.data_ptr() == x.data_ptr():
         buffer = buffer.clone()  # on_wire may also have copied it, from other strides or devices
-    if near := neighbours_of(buffer, members):
-        calls.all_reduce(near, [buffer], recipe.run)
-    elif buffer.numel():
-        raw_all_reduce(buffer, recipe.raw, members)
-    return buffer.to(x.device, x.dtype)
+    if not buffer.numel():
+        return buffer.to(x.device, x.dtype)
+    done = partial(_as, x, x.shape)
+    way = way_of(buffer, members)
+    return cast(Tensor, way.all_reduce(buffer, recipe, done, False))
 
 
 def joined(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None = None) -> Tensor:
@@ -94,8 +86,9 @@ def summed_piece(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None 
     row = data.numel() // data.size(dim)
     counts = [count * row for count in lengths]
     recipe = recipe_for("sum", x.dtype)
-    reduced, _ = reduce_parts(_piece_major(data, dim, lengths), counts, recipe, members)
-    return reduced().view(shape).to(x.device, x.dtype)
+    flat, done = _piece_major(data, dim, lengths), partial(_as, x, shape)
+    way = way_of(flat, members)
+    return cast(Tensor, way.reduce_scatter(flat, counts, recipe, done, False))
 
 
 def swapped(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
@@ -108,12 +101,9 @@ def swapped(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
     _compare("all_to_all", x, members, split_dim, concat_dim)
     data = on_wire(x, members)
     sent = torch.stack(data.split(lengths, split_dim))
-    received = torch.empty_like(sent)
-    if near := neighbours_of(sent, members):
-        calls.all_to_all(near, received, sent)
-    elif sent.numel():
-        all_to_all_single(movable(received), movable(sent), group=members)
-    return torch.cat(received.unbind(0), concat_dim).to(x.device)
+    if sent.numel():
+        sent = cast(Tensor, way_of(sent, members).all_to_all(sent, _given, False))
+    return torch.cat(sent.unbind(0), concat_dim).to(x.device)
 
 
 def check_dim(x: Tensor, dim: int) -> int:
@@ -200,12 +190,9 @@ def _rank(members: Group) -> int:
 def _blocks(data: Tensor, members: ProcessGroup) -> Tensor:
     """Return every rank's `data`, all of one shape, stacked along a new dim 0."""
     data = on_wire(data, members)
-    output = data.new_empty((members.size(), *data.shape))
-    if near := neighbours_of(data, members):
-        calls.all_gather(near, output, data)
-    elif data.numel():
-        all_gather_single(movable(output).view(-1), movable(data).view(-1), group=members)
-    return output
+    if not data.numel():
+        return data.new_empty((members.size(), *data.shape))
+    return cast(Tensor, way_of(data, members).all_gather(data, _given, False))
 
 
 def _stacked(x: Tensor, members: ProcessGroup, dim: int) -> Tensor:
@@ -214,6 +201,18 @@ def _stacked(x: Tensor, members: ProcessGroup, dim: int) -> Tensor:
         joint = (*x.shape[:dim], members.size() * x.size(dim), *x.shape[dim + 1 :])
         return blocks.view(joint).to(x.device)
     return torch.cat(blocks.unbind(0), dim).to(x.device)
+
+
+def _given(result: Tensor) -> Tensor:
+    return result
+
+
+def _as(x: Tensor, shape: Sequence[int], result: Tensor) -> Tensor:
+    if result.shape != shape:
+        result = result.view(shape)
+    if result.dtype == x.dtype and result.device == x.device:
+        return result
+    return result.to(x.device, x.dtype)
 
 
 def _leads(x: Tensor, dim: int) -> bool:

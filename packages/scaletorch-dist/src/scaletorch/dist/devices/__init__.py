@@ -11,14 +11,7 @@ from .probe import (
     require_plugin,
 )
 from .strings import backend_config, check_pair, resolve_backend
-from .table import (
-    DEVICES,
-    FEATURES,
-    DeviceEntry,
-    device_entries,
-    entry_of_backend,
-    register_device,
-)
+from .table import DEVICES, FEATURES, DeviceEntry, device_entries, entry_of_backend, register_device
 
 __all__ = [
     "DEVICES",

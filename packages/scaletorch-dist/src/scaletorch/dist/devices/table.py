@@ -12,6 +12,7 @@ from typing import Any
 from ..errors import InvalidArgumentError
 
 ENTRY_POINTS = "scaletorch.devices"  # group in which other packages name their entries
+OWN_POINTS = {"mpi4py": "mpi.entry:ENTRY"}  # the same for folders of this package's own
 
 # What a backend may lack, and what is done instead.
 FEATURES = {
@@ -40,6 +41,9 @@ class DeviceEntry:
         activate: called, once the plugin is imported, before the backend is first used: it
             registers the backend with torch.distributed where the plugin does not.
         instead: backend that takes this one's place where torch was built without it.
+        alone: why it cannot stand beside another backend in a group; "" if it can.
+        check: called with rank and world size before the ranks meet: it raises if the backend would
+            see other ranks.
     """
 
     device: str
@@ -50,12 +54,8 @@ class DeviceEntry:
     nodes: str = ""
     activate: Callable[[], None] | None = None
     instead: str = ""
-
-
-def _activate_mpi() -> None:
-    from ..mpi import register_backend
-
-    register_backend()
+    alone: str = ""
+    check: Callable[[int, int], None] | None = None
 
 
 DEVICES: tuple[DeviceEntry, ...] = (
@@ -91,13 +91,6 @@ DEVICES: tuple[DeviceEntry, ...] = (
         lacks=frozenset({"reduce_scatter", "avg", *_BITS}),
         source="a torch that was built from source against an MPI library; wheels have none",
         instead="mpi4py",
-    ),
-    DeviceEntry(
-        "cpu",
-        "mpi4py",
-        "mpi4py",
-        source="`pip install scaletorch-dist[mpi]`, beside Open MPI or MPICH",
-        activate=_activate_mpi,
     ),
 )
 
@@ -145,11 +138,13 @@ def _check(entry: DeviceEntry) -> None:
             f"field 'lacks' of the entry of {entry.backend!r} must be a frozenset of "
             f"{', '.join(FEATURES)}, not {entry.lacks!r}"
         )
-    if entry.activate is not None and not callable(entry.activate):
-        raise InvalidArgumentError(
-            f"field 'activate' of the entry of {entry.backend!r} must be a function without "
-            f"arguments, not {entry.activate!r}"
-        )
+    for name, takes in (("activate", "without arguments"), ("check", "of rank and world size")):
+        value = getattr(entry, name)
+        if value is not None and not callable(value):
+            raise InvalidArgumentError(
+                f"field {name!r} of the entry of {entry.backend!r} must be a function {takes}, "
+                f"not {value!r}"
+            )
 
 
 def device_entries() -> tuple[DeviceEntry, ...]:
@@ -181,9 +176,11 @@ def _own(entry: Any) -> Any:
 @functools.cache
 def _load_entry_points() -> None:
     """Add what installed packages name, once; a broken one is warned of and left out."""
-    from importlib.metadata import entry_points  # slow to import, and seldom needed
+    from importlib.metadata import EntryPoint, entry_points  # slow to import, and seldom needed
 
-    for point in entry_points(group=ENTRY_POINTS):
+    package = __package__.rpartition(".")[0]  # a copy of it in another project has no metadata
+    own = [EntryPoint(at, f"{package}.{to}", ENTRY_POINTS) for at, to in OWN_POINTS.items()]
+    for point in (*own, *entry_points(group=ENTRY_POINTS)):
         try:
             named = point.load()
             for entry in [named] if is_dataclass(named) else named:

@@ -11,11 +11,11 @@ import sys
 from collections.abc import Callable, Iterator
 from types import TracebackType
 
-from ..collectives import hooks
 from ..errors import InvalidArgumentError, RankFaultError, StateError
-from ..info import get_default_group, get_rank, get_timeout, get_world_size
-from .meeting import meet
+from ..wire import port
+from ..world.info import get_default_group, get_rank, get_timeout, get_world_size
 from .session import Session
+from .start_monitor import start_monitor
 
 EXIT = 5.0  # s that a process gets to end after a fault
 SILENCE = 10.0  # s
@@ -44,18 +44,19 @@ def start(
     that it is off.
 
     Args:
-        folder: where to keep the ledgers, in a folder of this job; by default a temporary one that
+        folder: Where to keep the ledgers, in a folder of this job; by default a temporary one that
             goes when all ends well.
-        label: this rank for people, such as ``rank 5 (dp0 pp1 cp0 tp1)``, or what returns it.
-        warn: seconds of waiting after which a warning on rank 0 shows where the slow rank is.
-        patience: seconds of waiting after which slowness is an error; the group's timeout by
+        label: This rank for people, such as `rank 5 (dp0 pp1 cp0 tp1)`, or a function that returns
+            it.
+        warn: Seconds of waiting after which a warning on rank 0 shows where the slow rank is.
+        patience: Seconds of waiting after which slowness is an error; the group's timeout by
             default.
-        silence: seconds after which a rank that others wait for, and that neither speaks nor works
+        silence: Seconds after which a rank that others wait for, and that neither speaks nor works
             on data, counts as stopped: C code, or a regular expression, that keeps Python's lock.
 
     Raises:
-        StateError: it is on already, there is no group, or ranks do not come.
-        InvalidArgumentError: a time that is not positive.
+        StateError: It is on already, there is no group, or ranks do not come.
+        InvalidArgumentError: A time that is not positive.
     """
     global _session
     if _session is not None:
@@ -72,14 +73,14 @@ def start(
         raise StateError("there is no process group to guard: call init_dist() first")
     name = label() if callable(label) else label
     name = name or f"rank {get_rank()}"
-    agreed = meet(group, folder, limits)
-    if "failed" in agreed:
+    agreed = start_monitor(group, folder, limits)
+    if agreed.failed:
         level = logging.INFO if group.rank() else logging.WARNING
-        logger.log(level, "the guard is off: its monitor did not start: %s", agreed["failed"])
+        logger.log(level, "the guard is off: its monitor did not start: %s", agreed.failed)
         return
     _hook_once()
     _session = Session(group, agreed, name, keep=folder is not None, patience=patience)
-    hooks.guard = _session.recorder
+    port.guard = _session.recorder
 
 
 def tell(error: BaseException) -> bool:
@@ -87,10 +88,10 @@ def tell(error: BaseException) -> bool:
 
     For code that has more to do before the exception leaves it, such as to end a step with the
     others, who would see ranks that wait for one another instead. They raise `RankFaultError`, and
-    so does this rank in its next call. Costs nothing where nothing is raised.
+    so does this rank in its next call. Costs nothing if nothing is raised.
 
     Args:
-        error: the exception; one that comes from another rank's fault is not told again.
+        error: The exception; one that comes from another rank's fault is not told again.
 
     Returns:
         Whether a guard is on, so that all ranks hear of a fault; else they must be told otherwise.
@@ -98,21 +99,18 @@ def tell(error: BaseException) -> bool:
     session = _session
     if session is None:
         return False
-    from_another = isinstance(error, RankFaultError) or (
-        isinstance(error, RuntimeError) and session.explain(error) is not error
-    )
-    if not from_another:
+    if not session.verdict.caused(error):
         session.tell(error)
-    return session.fault is not None or not session.over.is_set()
+    return session.verdict.fault is not None or not session.verdict.over.is_set()
 
 
 def stop() -> None:
     """End the guard: wait a moment for the other ranks to end it too, and compare the last calls.
 
-    Safe to call where it is off.
+    Safe to call when it is off.
 
     Raises:
-        RankFaultError: there was a fault.
+        RankFaultError: There was a fault.
     """
     session = _session
     if session is None:
@@ -121,21 +119,21 @@ def stop() -> None:
         session.leave()
     finally:
         _forget()
-    session.check()
+    session.verdict.check()
 
 
 def step(number: int | None = None) -> None:
     """Mark the end of a training step: calls up to here are compared, in the background.
 
     Args:
-        number: the step's number, the same on all ranks; counted by itself by default.
+        number: The step's number, the same on all ranks; counted by itself by default.
 
     Raises:
-        RankFaultError: there is a fault.
+        RankFaultError: There is a fault.
     """
     session = _session
     if session is not None:
-        session.check()
+        session.verdict.check()
         steps = session.recorder.steps
         session.recorder.end_step((steps[-1][0] + 1 if steps else 1) if number is None else number)
 
@@ -154,7 +152,7 @@ def watch(
     Args and errors as in `start`.
 
     Raises:
-        RankFaultError: another rank is at fault, or this one was found to be.
+        RankFaultError: Another rank is at fault, or this one was found to be.
 
     Example:
         >>> with guard.watch():
@@ -178,26 +176,23 @@ def _ended_by(error: BaseException) -> RankFaultError | None:
     session = _session
     if session is None:
         return None
-    fault = None
     try:
-        if isinstance(error, RankFaultError):
-            pass
-        elif isinstance(error, SystemExit) and not error.code:
+        if isinstance(error, SystemExit) and not error.code:
             session.leave()
-        elif isinstance(error, RuntimeError) and session.explain(error) is not error:
-            fault = session.error()
-        else:
+        elif not session.verdict.caused(error):
             _told = True
             session.tell(error)
+        elif not isinstance(error, RankFaultError):
+            return session.verdict.error()
     finally:
         _forget()
-    return fault
+    return None
 
 
 def _forget() -> None:
     global _session
     session, _session = _session, None
-    hooks.guard = None
+    port.guard = None
     if session is not None:
         session.close()
 
@@ -227,7 +222,7 @@ def _hook_once() -> None:
 
 
 def _limit_exit() -> None:
-    """End the process soon, also where groups that are broken now keep it from ending by itself.
+    """End the process soon, even if groups that are broken now keep it from ending by itself.
 
     One with a live DistributedDataParallel does; faulthandler's timer needs no interpreter.
     """
@@ -245,6 +240,6 @@ def _off_in_child() -> None:
     """Turn the guard off in a fork of this process, which is no rank."""
     global _session
     session, _session = _session, None
-    hooks.guard = None
+    port.guard = None
     if session is not None:
         session.disown()

@@ -1,20 +1,20 @@
-"""What is wrong, from what the ranks have told: pure functions over plain data.
+"""What is wrong with the job, from the reports of its ranks: pure functions over plain data.
 
-What can be proved is a fault at once: an exception, calls that differ, a death, a rank that left
-while others wait for it, a stopped process, ranks that wait for one another in a circle. That a
-rank is slow proves nothing: it is shown after a while, and a fault only after much longer.
+Whatever can be proved is a fault at once: an exception, calls that differ, a death, a rank that
+left while others wait for it, a stopped process, ranks that wait for one another in a circle. That
+a rank is slow proves nothing: it is shown after a while, and a fault only after much longer.
 """
 
 from __future__ import annotations
 
-from .alike import find_swap
 from .facts import WORK, Fault, Need, Picture, Report, Sign, Slowness, Wait
 from .mismatch import NOBODY, as_others, find_disagreement, find_mismatch, most_common
+from .swaps import find_swap
 
 STALL = 0.2  # s of waiting after which calls are compared
 ASKING = 0.5  # s that a slow rank has to tell where it is
-FREEZE = 1.0  # s that a process must be seen stopped
-FOREIGN = 5.0  # s that a circle must last where other threads might still make a call
+FREEZE = 0.5  # s that a process which is late to speak must be seen stopped
+FOREIGN = 5.0  # s that a circle must last if other threads might still make a call
 RAN = 0.2  # s of CPU after which a process that runs has had time to speak
 
 LOCKED = "C code or a regular expression holds its interpreter's lock"
@@ -24,11 +24,11 @@ Verdict = Fault | Need | Slowness | None
 
 
 def diagnose(picture: Picture, now: float) -> Verdict:
-    """Return the first fault, or what to ask, or who is slow, or None.
+    """Return the first fault, or which ranks to ask, or which are slow, or None.
 
     Args:
-        picture: what the ranks have told.
-        now: the time, on the clock of the reports.
+        picture: All that the ranks have told.
+        now: The time, on the clock of the reports.
     """
     for look in (_exception, find_mismatch, _death, _left, _stopped, _frozen):
         verdict = look(picture, now)
@@ -45,19 +45,23 @@ def diagnose(picture: Picture, now: float) -> Verdict:
 
 
 def _exception(picture: Picture, now: float) -> Verdict:
-    raised = [report for report in picture.reports.values() if report.end == "exception"]
-    if not raised:
+    first = _first(picture, "exception")
+    if first is None:
         return None
-    first = min(raised, key=lambda report: report.ended)
     return Fault("exception", (first.rank,), f"{first.label} raised {first.headline}")
 
 
 def _death(picture: Picture, now: float) -> Verdict:
-    dead = [report for report in picture.reports.values() if report.end == "death"]
-    if not dead:
+    first = _first(picture, "death")
+    if first is None:
         return None
-    first = min(dead, key=lambda report: report.ended)
     return Fault("death", (first.rank,), f"{first.label} died: {first.what}")
+
+
+def _first(picture: Picture, end: str) -> Report | None:
+    """Return the rank that was the first to end so."""
+    ended = [report for report in picture.reports.values() if report.end == end]
+    return min(ended, key=lambda report: report.ended, default=None)
 
 
 def _left(picture: Picture, now: float) -> Verdict:
@@ -116,7 +120,7 @@ def _frozen(picture: Picture, now: float) -> Verdict:
 
 
 def _lifeless(signs: list[Sign], silence: float) -> bool:
-    """Tell whether a process looks as if its interpreter's lock were held for nothing.
+    """Return whether a process looks as if its interpreter's lock were held for nothing.
 
     One that loads or makes something touches new pages. One that is short of CPU does not run, and
     one that waits for a disk may go on: neither says anything of the lock.
@@ -146,19 +150,17 @@ def _unequal_ends(picture: Picture) -> Fault | None:
 
 
 def _stalled(picture: Picture, now: float) -> Need | None:
-    """Ask for the calls that members have made where somebody has begun to wait."""
+    """Ask the members of a channel for their last calls if somebody has begun to wait there."""
     stale: set[int] = set()
     seen: set[tuple[str, int]] = set()
     for report, wait, _ in _waits(picture):
         if now - report.since[wait.number] < STALL or (wait.channel, wait.seq) in seen:
             continue
         seen.add((wait.channel, wait.seq))
-        for rank in picture.channels[wait.channel].members:
-            other = picture.reports[rank]
-            tail = (other.tails or {}).get(wait.channel, {})
+        for other in picture.members(wait.channel):
             due = min(other.counts.get(wait.channel, 0) - 1, wait.seq)
-            if other.able(now) and max(tail, default=-1) < due:
-                stale.add(rank)
+            if other.able(now) and max(other.tail(wait.channel), default=-1) < due:
+                stale.add(other.rank)
     return Need(tuple(sorted(stale))) if stale else None
 
 
@@ -178,7 +180,8 @@ def _circle(picture: Picture, now: float) -> Verdict:
     if not stuck:
         return None
     begun = max(picture.reports[rank].since[w.number] for rank in stuck for w in _of(picture, rank))
-    # Who answers a question that was asked after all had begun has waited at that moment.
+    # A rank whose wait is still there in its answer to a question that was asked after all had
+    # begun has waited at that moment: so all waits held at one time.
     if any(picture.reports[rank].asked <= begun for rank in stuck):
         return Need(tuple(sorted(stuck)))
     if any(picture.reports[rank].foreign for rank in stuck) and now - begun < FOREIGN:
@@ -196,10 +199,9 @@ def _name_circle(picture: Picture, stuck: set[int]) -> Fault:
     messages = any(picture.channels[wait.channel].message for wait in waits.values())
     odd = set() if messages else {r for r in core if not as_others(picture, r, waits[r])}
     guilty = sorted(odd or core)
-    names = ", ".join(picture.reports[rank].label for rank in sorted(core))
+    names = picture.names(sorted(core))
     if len(guilty) < len(core):
-        who = ", ".join(picture.reports[rank].label for rank in guilty)
-        names = f"{names}; {who} came there by other calls than the rest"
+        names = f"{names}; {picture.names(guilty)} came there by other calls than the rest"
     return Fault("cycle", tuple(guilty), f"ranks wait for one another and none can go on: {names}")
 
 
@@ -230,7 +232,7 @@ def _slow(picture: Picture, now: float) -> Verdict:
     unasked = tuple(r.rank for r in slow if now - r.asked > seconds and r.able(now))
     if unasked and seconds < min(picture.warn, picture.patience) + ASKING:
         return Need(unasked)
-    who = ", ".join(report.label for report in slow)
+    who = picture.names(ranks)
     why = "".join(
         f"; {r.label} has not been heard of for {now - r.heard:.1f} s: {LOCKED}, or its machine is "
         "out of reach"
@@ -251,17 +253,16 @@ def _too_slow(picture: Picture, ranks: tuple[int, ...], headline: str) -> Fault:
     if not unseen:
         return Fault("slow", ranks, headline)
     waiting = {report.rank for report, _, missing in _waits(picture) if missing}
-    who = ", ".join(picture.reports[rank].label for rank in unseen)
-    others = ", ".join(picture.reports[rank].label for rank in sorted(waiting - {*ranks}))
+    others = picture.names(sorted(waiting - {*ranks}))
     headline += (
-        f"; {who} waits in a call of torch.distributed's own, which no ledger has, and which "
-        f"{others} may have left out"
+        f"; {picture.names(unseen)} waits in a call of torch.distributed's own, which no ledger "
+        f"has, and which {others} may have left out"
     )
     return Fault("slow", tuple(sorted(waiting | {*ranks})), headline)
 
 
 def _blocked(picture: Picture, report: Report, now: float) -> bool:
-    """Tell whether all threads of a rank that make calls are known to wait in one."""
+    """Return whether all threads of a rank that make calls are known to wait in one."""
     known = all(wait.channel in picture.channels for wait in report.waits)
     return report.able(now) and bool(report.waits) and known and not report.free
 
@@ -285,5 +286,5 @@ def _waits(picture: Picture) -> list[tuple[Report, Wait, list[Report]]]:
 
 def missing_members(picture: Picture, wait: Wait) -> list[Report]:
     """Return the ranks that have not made the call that somebody waits in."""
-    members = [picture.reports[rank] for rank in picture.channels[wait.channel].members]
+    members = picture.members(wait.channel)
     return [report for report in members if report.counts.get(wait.channel, 0) <= wait.seq]

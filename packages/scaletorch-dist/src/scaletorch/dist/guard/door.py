@@ -1,7 +1,7 @@
-"""Where ranks come in: a listener that is open until all are here, and strangers before it.
+"""The door of the monitor: it is open until all ranks are here, and strangers knock at it too.
 
-Whoever reaches its port may connect. Until the token is shown a connection may say little, has a
-few seconds, and makes room for newer ones: nothing that is said there is more than refused.
+Anybody who reaches the port may connect. Until a connection shows the token it may say little, has
+a few seconds, and makes room for newer ones: anything else that it says closes it, and no more.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import hmac
 import selectors
 import socket
 import time
-from typing import Any
 
-from .wire import Line
+from .messages import Connection, Hello
 
 HELLO = 4096  # bytes of a greeting
 WAIT = 5.0  # s to show the token
@@ -23,10 +22,10 @@ class Door:
     """Lets ranks in.
 
     Args:
-        listener: where they connect.
-        token: what they must know.
-        size: how many there are.
-        selector: that is told of every new connection, and of closed ones.
+        listener: The socket that they connect to.
+        token: The secret that they must show.
+        size: How many ranks there are.
+        selector: Is told of every new connection, and of closed ones.
     """
 
     def __init__(
@@ -34,12 +33,12 @@ class Door:
     ) -> None:
         self._listener, self._token, self._size = listener, token.encode(), size
         self._selector = selector
-        self._strangers: dict[Line, float] = {}  # connection → since when
+        self._strangers: dict[Connection, float] = {}  # since when they are connected
         listener.setblocking(False)
         selector.register(listener, selectors.EVENT_READ, None)
 
     def accept(self) -> None:
-        """Take a connection in."""
+        """Accept a connection."""
         try:
             sock, _ = self._listener.accept()
         except (BlockingIOError, InterruptedError, ConnectionError):
@@ -48,33 +47,33 @@ class Door:
             self._dismiss_oldest()
             time.sleep(0.01)
             return
-        line = Line(sock, longest=HELLO)
-        self._strangers[line] = time.monotonic()
-        self._selector.register(line, selectors.EVENT_READ, line)
+        stranger = Connection(sock, longest=HELLO)
+        self._strangers[stranger] = time.monotonic()
+        self._selector.register(stranger, selectors.EVENT_READ, stranger)
         if len(self._strangers) > self._size + STRANGERS:
             self._dismiss_oldest()
 
-    def hear(self, line: Line) -> dict[str, Any] | None:
-        """Return the greeting of who has shown the token; whoever shows another is dismissed."""
-        for message in line.receive():
-            token = str(message.get("token", "")).encode(errors="replace")
-            if hmac.compare_digest(token, self._token):
-                del self._strangers[line]
+    def hear(self, stranger: Connection) -> Hello | None:
+        """Return the greeting of a stranger who shows the token; dismiss one who does not."""
+        for message in stranger.receive():
+            token = "".join(map(str, message[:1])).encode(errors="replace")
+            if isinstance(message, Hello) and hmac.compare_digest(token, self._token):
+                del self._strangers[stranger]
                 return message
-            line.open = False
-        if not line.open:
-            self._dismiss(line)
+            stranger.open = False
+        if not stranger.open:
+            self._dismiss(stranger)
         return None
 
     def look(self, now: float) -> None:
-        """Dismiss who takes too long."""
-        for line in [line for line, since in self._strangers.items() if now - since > WAIT]:
-            self._dismiss(line)
+        """Dismiss strangers that take too long."""
+        for late in [each for each, since in self._strangers.items() if now - since > WAIT]:
+            self._dismiss(late)
 
     def close(self) -> None:
         """Let nobody in any more."""
-        for line in list(self._strangers):
-            self._dismiss(line)
+        for stranger in list(self._strangers):
+            self._dismiss(stranger)
         if self._listener.fileno() >= 0:
             self._selector.unregister(self._listener)
             self._listener.close()
@@ -83,7 +82,7 @@ class Door:
         if self._strangers:
             self._dismiss(next(iter(self._strangers)))
 
-    def _dismiss(self, line: Line) -> None:
-        del self._strangers[line]
-        self._selector.unregister(line)
-        line.close()
+    def _dismiss(self, stranger: Connection) -> None:
+        del self._strangers[stranger]
+        self._selector.unregister(stranger)
+        stranger.close()

@@ -2,7 +2,7 @@
 
 Gloo has no call for it: neither `abort` nor `shutdown` ends a collective that waits for a peer. But
 a message that is not there in time makes it break all connections of its group in this process, and
-that frees whatever waits on them with an error, collectives too. So: wait 1 ms for one.
+that frees all threads that wait on them with an error, in collectives too. So: wait 1 ms for one.
 """
 
 from __future__ import annotations
@@ -35,4 +35,4 @@ def _break(group: Any) -> None:
             backend.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
         except RuntimeError as error:
             if "Timed out" in str(error):
-                return  # now all are broken; where a connection was so already, that says it
+                return  # now all are broken; one that was so before says something else

@@ -1,8 +1,8 @@
 """A rank's ledger: its last calls, in a file that outlives the process.
 
-Entries are records of fixed size in a ring, written through a memory map: what a killed or aborted
-rank has written is still there for others to read. Channels, of which there are few, are lines of
-JSON in a file beside it.
+Entries are records of fixed size in a ring, written through a memory map: the last calls of a
+killed or aborted rank are still there for others to read. Channels, of which there are few, are
+lines of JSON in a file beside it.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ _SITE = 72
 _TEXT = _SIZE - _FACTS.size - _SITE - 2
 _RECORD = struct.Struct(f"<QdQIIBB{_SITE}sB{_TEXT - 1}s")
 _STATE = struct.calcsize("<QdQII")
+_FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 STATES = ("", "issued", "waiting", "done")
 ISSUED, WAITING, DONE = 1, 2, 3
@@ -35,24 +36,15 @@ class Ledger:
     """Writes one rank's ledger.
 
     Args:
-        folder: an existing folder; the files are named after the rank.
-        rank: global rank.
-        label: the rank's name for people.
+        folder: An existing folder; the files are named after the rank.
+        rank: The global rank.
+        label: The rank's name for people.
     """
 
     def __init__(self, folder: str, rank: int, label: str) -> None:
-        self.path = ledger_path(folder, rank)
-        size = _START + CAPACITY * _SIZE
-        flags = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
-        file = os.open(self.path, flags, 0o600)
-        try:
-            os.ftruncate(file, size)
-            if hasattr(os, "posix_fallocate"):  # a full disk shows here, and not as SIGBUS later
-                os.posix_fallocate(file, 0, size)
-            self._map = mmap.mmap(file, size)
-        finally:
-            os.close(file)
-        self._channels = os.open(_channels_path(self.path), flags, 0o600)
+        self.folder, self.path = folder, ledger_path(folder, rank)
+        self._map = map_file(self.path, _START + CAPACITY * _SIZE, os.O_TRUNC)
+        self._channels = os.open(_channels_path(self.path), _FLAGS | os.O_TRUNC, 0o600)
         name = label.encode()[:64]
         owner = os.getpid(), name, host_number()
         self._map[: _HEADER.size] = _HEADER.pack(_MAGIC, rank, CAPACITY, *owner)
@@ -95,12 +87,24 @@ class Ledger:
         return found
 
     def close(self, *, remove: bool) -> None:
-        """Close the files; `remove` deletes them."""
+        """Close the files, and delete them if `remove` says so."""
         self._map.close()
         os.close(self._channels)
         if remove:
             os.unlink(self.path)
             os.unlink(_channels_path(self.path))
+
+
+def map_file(path: str, size: int, flags: int = 0) -> mmap.mmap:
+    """Return the memory of a file of this user alone, and make it if it is missing."""
+    file = os.open(path, _FLAGS | flags, 0o600)
+    try:
+        os.ftruncate(file, size)
+        if hasattr(os, "posix_fallocate"):  # a full disk shows here, and not as SIGBUS later
+            os.posix_fallocate(file, 0, size)
+        return mmap.mmap(file, size)
+    finally:
+        os.close(file)
 
 
 def ledger_path(folder: str, rank: int) -> str:
@@ -119,13 +123,9 @@ def read_ledger(path: str) -> tuple[int, str, dict[str, Channel], list[Entry]]:
         The rank, its label, its channels, and its last entries from the oldest on.
 
     Raises:
-        ValueError: the file is no ledger.
+        ValueError: The file is no ledger.
     """
-    with open(path, "rb") as file:
-        data = file.read()
-    if len(data) < _START or not data.startswith(_MAGIC):
-        raise ValueError(f"{path} is no ledger")
-    _, rank, capacity, _, name, _ = _HEADER.unpack_from(data)
+    data, (_, rank, capacity, _, name, _) = _read(path)
     channels: list[tuple[str, Channel]] = []
     with open(_channels_path(path), encoding="utf-8") as lines:
         for line in lines:
@@ -146,14 +146,18 @@ def read_owner(path: str) -> tuple[int, int]:
     """Return the process that wrote a ledger, and its host.
 
     Raises:
-        ValueError: the file is no ledger.
+        ValueError: The file is no ledger.
     """
-    with open(path, "rb") as file:
-        data = file.read(_HEADER.size)
-    if len(data) < _HEADER.size or not data.startswith(_MAGIC):
-        raise ValueError(f"{path} is no ledger")
-    _, _, _, pid, _, host = _HEADER.unpack(data)
+    _, (_, _, _, pid, _, host) = _read(path, _START)
     return pid, host
+
+
+def _read(path: str, limit: int = -1) -> tuple[bytes, tuple[Any, ...]]:
+    with open(path, "rb") as file:
+        data = file.read(limit)
+    if len(data) < _START or not data.startswith(_MAGIC):
+        raise ValueError(f"{path} is no ledger")
+    return data, _HEADER.unpack_from(data)
 
 
 def _entry(record: tuple[Any, ...], channels: list[tuple[str, Channel]]) -> Entry | None:

@@ -1,4 +1,4 @@
-"""Finding the first call that the members of a channel did not make alike."""
+"""The first call that the members of a channel did not all make in the same way."""
 
 from __future__ import annotations
 
@@ -18,20 +18,16 @@ def find_mismatch(picture: Picture, now: float) -> Fault | None:
     """Return the first difference among the tails that are known."""
     found: list[tuple[float, Fault]] = []
     for key, channel in picture.channels.items():
-        entries = _differing(key, channel, picture)
-        if entries and _settled(key, channel, entries, picture, now):
+        entries = _differing(key, picture)
+        if entries and _settled(key, entries, picture, now):
             fault = _fault(key, channel, entries, picture)
             found.append((min(entry.time for entry in entries.values()), fault))
     return min(found, key=lambda item: item[0])[1] if found else None
 
 
-def _differing(key: str, channel: Channel, picture: Picture) -> dict[int, Entry]:
+def _differing(key: str, picture: Picture) -> dict[int, Entry]:
     """Return each member's entry for the first call that is not the same for all."""
-    tails = {}
-    for rank in channel.members:
-        report = picture.reports.get(rank)
-        if report is not None and report.tails and key in report.tails:
-            tails[rank] = report.tails[key]
+    tails = {r.rank: r.tail(key) for r in picture.members(key)}
     for seq in sorted({seq for tail in tails.values() for seq in tail}):
         entries = {rank: tail[seq] for rank, tail in tails.items() if seq in tail}
         if len({entry.check for entry in entries.values()}) > 1:
@@ -39,11 +35,9 @@ def _differing(key: str, channel: Channel, picture: Picture) -> dict[int, Entry]
     return {}
 
 
-def _settled(
-    key: str, channel: Channel, entries: dict[int, Entry], picture: Picture, now: float
-) -> bool:
-    """Tell whether all members that may yet come to a call have done so."""
-    missing = [picture.reports[rank] for rank in channel.members if rank not in entries]
+def _settled(key: str, entries: dict[int, Entry], picture: Picture, now: float) -> bool:
+    """Return whether all members that may yet come to a call have done so."""
+    missing = [report for report in picture.members(key) if report.rank not in entries]
     if not any(report.alive and not report.waits for report in missing):
         return True
     seq = next(iter(entries.values())).seq
@@ -84,8 +78,8 @@ def _siblings(key: str, channel: Channel, seq: int, picture: Picture) -> list[in
         report.tails[other][seq].check
         for other, sibling in picture.channels.items()
         if other != key and sibling.label == channel.label
-        for report in map(picture.reports.__getitem__, sibling.members)
-        if report.tails and seq in report.tails.get(other, {})
+        for report in picture.members(other)
+        if seq in report.tail(other)
     ]
 
 
@@ -94,7 +88,7 @@ def _says(report: Report, entry: Entry) -> str:
 
 
 def as_others(picture: Picture, rank: int, wait: Wait) -> bool:
-    """Tell whether a rank came to a collective after the same calls as most, in all its groups.
+    """Return whether a rank came to a collective after the same calls as most, in all its groups.
 
     Groups of one name, such as each rank's own tp, count as one.
     """
@@ -104,7 +98,7 @@ def as_others(picture: Picture, rank: int, wait: Wait) -> bool:
         for key, channel in picture.channels.items()
         if channel.label == label and not channel.message
         for other in channel.members
-        if wait.seq in (picture.reports[other].tails or {}).get(key, {})
+        if wait.seq in picture.reports[other].tail(key)
     }
     usual = most_common(list(before.values())) if len(before) > 1 else None
     return rank in before and before[rank] == usual
@@ -112,7 +106,7 @@ def as_others(picture: Picture, rank: int, wait: Wait) -> bool:
 
 def _made_before(picture: Picture, rank: int, key: str, seq: int) -> tuple[tuple[str, int], ...]:
     """Return how many collectives a rank had made by each name of a group before a call."""
-    made = picture.reports[rank].tails or {}
+    made = picture.reports[rank].tails
     time = made[key][seq].time
     counts: Counter[str] = Counter()
     for other, tail in made.items():
@@ -125,7 +119,7 @@ def _made_before(picture: Picture, rank: int, key: str, seq: int) -> tuple[tuple
 
 
 def most_common(values: Sequence[T]) -> T | None:
-    """Return the value that most have; None where there are two such."""
+    """Return the most frequent value, or None if two are."""
     ordered = Counter(values).most_common(2)
     if len(ordered) > 1 and ordered[0][1] == ordered[1][1]:
         return None
@@ -133,9 +127,9 @@ def most_common(values: Sequence[T]) -> T | None:
 
 
 def drop_agreed(picture: Picture) -> None:
-    """Forget the checksums that all members have told alike: there may be very many."""
-    for key, channel in picture.channels.items():
-        members = [picture.reports[rank] for rank in channel.members]
+    """Forget the checksums that are the same on all members: there may be very many."""
+    for key in picture.channels:
+        members = picture.members(key)
         marks = [report.marks.get(key, {}) for report in members]
         for count in set(marks[0]).intersection(*marks[1:]):
             said = {mark[count] for mark in marks}
@@ -150,9 +144,9 @@ def drop_agreed(picture: Picture) -> None:
 
 
 def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
-    """Compare the checksums that ranks told; ask for the entries where they differ."""
+    """Compare the checksums that ranks told; ask for the entries if they differ."""
     for key, channel in picture.channels.items():
-        members = [picture.reports[rank] for rank in channel.members if rank in picture.reports]
+        members = picture.members(key)
         for what, said in _sums(key, members):
             if len(set(said.values())) < 2:
                 continue
@@ -164,7 +158,7 @@ def find_disagreement(picture: Picture, now: float) -> Fault | Need | None:
 
 
 def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[int, int]]]]:
-    """Return what ranks said of the same calls of a channel, and of the same steps."""
+    """Return the checksums of ranks after the same calls of a channel, and after the same steps."""
     at_count: dict[int, dict[int, tuple[int, int]]] = {}
     at_step: dict[int, dict[int, tuple[int, int]]] = {}
     for report in members:
@@ -179,23 +173,22 @@ def _sums(key: str, members: list[Report]) -> list[tuple[str, dict[int, tuple[in
 
 
 def covers(report: Report, key: str, said: dict[int, tuple[int, int]]) -> bool:
-    """Tell whether a rank's tail goes up to what it has said."""
+    """Return whether a rank's tail goes up to what it has said."""
     if report.rank not in said or not said[report.rank][0]:
         return True
-    tail = (report.tails or {}).get(key)
-    return bool(tail) and max(tail or ()) >= said[report.rank][0] - 1
+    return max(report.tail(key), default=-2) >= said[report.rank][0] - 1
 
 
 def _disagreement(
     channel: Channel, what: str, said: dict[int, tuple[int, int]], picture: Picture
 ) -> Fault:
-    """Say who differs, where the calls themselves are too old to be seen, or missing."""
+    """Say which ranks differ; the calls themselves are missing, or too old to be seen."""
     usual = most_common(list(said.values()))
     guilty = tuple(rank for rank, state in said.items() if state != usual)
     counts = ", ".join(
         f"{picture.reports[rank].label} has made {count}" for rank, (count, _) in said.items()
     )
     if len({count for count, _ in said.values()}) == 1:
-        counts = f"{', '.join(picture.reports[rank].label for rank in guilty)} made other calls"
+        counts = f"{picture.names(guilty)} made other calls"
     doubt = "" if usual is not None else NOBODY
     return Fault("mismatch", guilty, f"calls differ in {channel.label} {what}: {counts}{doubt}")

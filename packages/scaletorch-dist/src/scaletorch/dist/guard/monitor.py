@@ -1,7 +1,7 @@
 """The monitor: a process of its own beside rank 0 that hears every rank and declares faults.
 
-It needs nothing of torch and shares no interpreter with a rank, so that no rank's lock, crash or
-stop can silence it. This module, and all that it imports, is run without the packages around it.
+It needs no torch and shares no interpreter with a rank, so that no rank's lock, crash or stop can
+silence it. This module, and all that it imports, is loaded without the packages around it.
 """
 
 from __future__ import annotations
@@ -14,15 +14,14 @@ import socket
 import sys
 import time
 import traceback
-from typing import Any
 
-from .book import Book
 from .diagnosis import diagnose
 from .door import Door
 from .facts import Entry, Fault, Need, Slowness
 from .ledger import ledger_path, read_ledger, tails
-from .wire import LONGEST, Line
-from .wording import tell
+from .messages import LONGEST, Ask, Connection, End, Hello, Look, Message, Off, Warn, Welcome
+from .updates import lose, new_picture, new_question, to_examine, update
+from .wording import with_details
 
 PERIOD = 0.05  # s between two looks at what is known, if nothing comes
 BRIEF = 0.01  # s between two looks, if something does
@@ -37,10 +36,10 @@ class Monitor:
     """Hears all ranks.
 
     Args:
-        listener: where they connect.
-        token: what they must know.
-        size: how many there are.
-        folder: where the ledgers are.
+        listener: The socket that they connect to.
+        token: The secret that they must show.
+        size: How many ranks there are.
+        folder: Where the ledgers are.
         limits: `warn`, `patience` and `silence`, see `Picture`.
     """
 
@@ -48,12 +47,11 @@ class Monitor:
         self, listener: socket.socket, token: str, size: int, folder: str, **limits: float
     ) -> None:
         self._folder = folder
-        self._book = Book(size, **limits)
-        self._reports = self._book.picture.reports
+        self._picture = new_picture(size, **limits)
+        self._reports = self._picture.reports
         self._selector = selectors.DefaultSelector()
         self._door = Door(listener, token, size, self._selector)
-        self._lines: dict[int, Line] = {}
-        self._pids: dict[int, tuple[int, int]] = {}  # rank → process and host
+        self._ranks: dict[int, Connection] = {}
         self._warned: dict[tuple[int, ...], float] = {}
         self._suspected: float | None = None  # since when there seems to be a fault
         self._over: float | None = None  # since when there is a verdict, or all have finished
@@ -83,15 +81,15 @@ class Monitor:
         """Close all sockets."""
         self._door.close()
         self._selector.close()
-        for line in self._lines.values():
-            line.close()
+        for rank in self._ranks.values():
+            rank.close()
 
     def _needed(self, begun: float) -> bool:
-        if len(self._lines) < len(self._reports):
+        if len(self._ranks) < len(self._reports):
             return time.monotonic() - begun < WELCOME
         if self._over is not None and time.monotonic() - self._over > LINGER:
             return False
-        return any(line.open for line in self._lines.values())
+        return any(rank.open for rank in self._ranks.values())
 
     def _now(self) -> float:
         """Return the time, less what passed while this process was stopped or starved."""
@@ -101,66 +99,56 @@ class Monitor:
             self._lost += gap
         return now - self._lost
 
-    def _hear(self, line: Line) -> None:
-        if line.rank is None:
-            greeting = self._door.hear(line)
-            if greeting is not None:
-                self._greet(line, greeting)
+    def _hear(self, connection: Connection) -> None:
+        if connection.rank is None:
+            hello = self._door.hear(connection)
+            if hello is not None:
+                self._greet(connection, hello)
             return
-        for message in line.receive():
-            if message["is"] == "off":
-                self._turn_off(message["why"])
-            self._book.take(line.rank, message, self._now())
-        if line.broken:
-            self._turn_off(f"{self._reports[line.rank].label} said what is no message")
-        if not line.open:
-            self._selector.unregister(line)
-            line.close()
-            if self._reports[line.rank].alive:
-                self._lose(line.rank)
+        report = self._reports[connection.rank]
+        for message in connection.receive():
+            if isinstance(message, Off):
+                self._turn_off(message.why)
+            update(self._picture, connection.rank, message, self._now())
+        if connection.broken:
+            self._turn_off(f"{report.label} said what is no message")
+        if connection.open:
+            return
+        self._hang_up(connection)
+        if report.alive:
+            what = f"its process {report.pid} ended without a word (killed, or aborted)"
+            lose(report, what, _left_by(self._folder, report.rank), self._now())
 
-    def _greet(self, line: Line, message: dict[str, Any]) -> None:
-        rank = message["rank"]
-        if rank not in self._reports or rank in self._lines:
-            self._selector.unregister(line)
-            line.close()
+    def _hang_up(self, connection: Connection) -> None:
+        self._selector.unregister(connection)
+        connection.close()
+
+    def _greet(self, connection: Connection, hello: Hello) -> None:
+        """Take a rank in; when all are here, close the door and tell them so."""
+        if hello.rank not in self._reports or hello.rank in self._ranks:
+            self._hang_up(connection)
             return
-        line.rank, line.longest = rank, LONGEST
-        self._lines[rank] = line
-        self._reports[rank].label = str(message["label"])
-        self._pids[rank] = message["pid"], message["host"]
-        if len(self._lines) < len(self._reports):
+        connection.rank, connection.longest = hello.rank, LONGEST
+        self._ranks[hello.rank] = connection
+        report = self._reports[hello.rank]
+        report.label, report.pid, report.host = str(hello.label), hello.pid, hello.host
+        if len(self._ranks) < len(self._reports):
             return
         self._door.close()
-        for other, own in self._lines.items():
-            self._reports[other].heard = self._now()
-            first = self._pids[0][0] if self._pids[0][1] == self._pids[other][1] else None
-            own.send({"is": "welcome", "watch": self._neighbours(other), "first": first})
-
-    def _beside(self, rank: int) -> list[int]:
-        """Return the other ranks of a rank's host, the next one first."""
-        host = self._pids[rank][1]
-        same = sorted(other for other, (_, theirs) in self._pids.items() if theirs == host)
-        place = same.index(rank)
-        return same[place + 1 :] + same[:place]
-
-    def _neighbours(self, rank: int) -> list[tuple[int, int]]:
-        return [(other, self._pids[other][0]) for other in self._beside(rank)[:1]]
-
-    def _lose(self, rank: int) -> None:
-        """Note that a rank's connection has closed without a word."""
-        what = f"its process {self._pids[rank][0]} ended without a word (killed, or aborted)"
-        self._book.lose(rank, what, _left_by(self._folder, rank), self._now())
+        first = self._reports[0]
+        for rank, report in self._reports.items():
+            report.heard = self._now()
+            self._ranks[rank].send(Welcome(first.pid if first.host == report.host else None))
 
     def _look(self, now: float) -> None:
-        """See whether anything is wrong, and tell everybody."""
+        """Find out whether anything is wrong, and tell everybody."""
         pause = 0.0 if self._suspected is not None else max(BRIEF, self._busy / SHARE)
         if now - self._looked < pause:
             return
-        if self._over is not None or len(self._lines) < len(self._reports):
+        if self._over is not None or len(self._ranks) < len(self._reports):
             return
         begun = time.monotonic()
-        verdict = diagnose(self._book.picture, now)
+        verdict = diagnose(self._picture, now)
         self._looked, self._busy = now, time.monotonic() - begun
         if isinstance(verdict, Fault):
             if self._confirmed(now):
@@ -170,7 +158,7 @@ class Monitor:
         elif isinstance(verdict, Slowness):
             self._warn(verdict)
         elif all(report.end == "finished" for report in self._reports.values()):
-            self._tell_all({"is": "end"})
+            self._tell_all(End())
         self._examine(now)
 
     def _confirmed(self, now: float) -> bool:
@@ -187,30 +175,33 @@ class Monitor:
             if report.alive and not report.able(self._looked):  # what it said is old
                 report.tails = _left_by(self._folder, report.rank) or report.tails
                 report.waits, report.silent = [], True
-        text = tell(fault, self._book.picture, self._folder)
-        self._tell_all({"is": "fault", "kind": fault.kind, "ranks": fault.ranks, "text": text})
+        self._tell_all(with_details(fault, self._picture, self._folder))
 
     def _turn_off(self, why: str) -> None:
         if self._over is None:
-            self._tell_all({"is": "off", "why": why})
+            self._tell_all(Off(why))
 
-    def _tell_all(self, message: dict[str, Any]) -> None:
+    def _tell_all(self, message: Message) -> None:
         self._over = time.monotonic()
-        for line in list(self._lines.values()):
-            line.send(message)
+        for rank in list(self._ranks.values()):
+            rank.send(message)
 
     def _ask(self, need: Need, now: float, *, afresh: bool = False) -> None:
         for rank in need.ranks:
-            number = self._book.question(rank, now, afresh=afresh)
+            number = new_question(self._reports[rank], now, afresh=afresh)
             if number is not None:
-                self._lines[rank].send({"is": "ask", "number": number})
+                self._ranks[rank].send(Ask(number))
 
     def _examine(self, now: float) -> None:
-        """Have those beside a silent rank look at its process."""
-        for rank in self._book.to_examine(now):
-            able = [other for other in self._beside(rank) if self._reports[other].able(now)]
-            if able:
-                self._lines[able[0]].send({"is": "look", "rank": rank, "pid": self._pids[rank][0]})
+        """Have the next able rank of the same host look at the process of a rank that is late."""
+        for rank in to_examine(self._picture, now):
+            late = self._reports[rank]
+            beside = sorted(r for r, other in self._reports.items() if other.host == late.host)
+            place = beside.index(rank)
+            for other in beside[place + 1 :] + beside[:place]:
+                if self._reports[other].able(now):
+                    self._ranks[other].send(Look(rank, late.pid))
+                    break
 
     def _warn(self, slowness: Slowness) -> None:
         """Have the first rank that can speak warn of slow ones."""
@@ -222,15 +213,15 @@ class Monitor:
             for report in map(self._reports.__getitem__, slowness.ranks)
             if report.stack and report.able(self._looked)
         ]
-        text = "\n".join([slowness.headline, *stacks])
-        for rank, line in sorted(self._lines.items()):
-            if self._reports[rank].able(self._looked):
-                line.send({"is": "warn", "text": text})
+        text = "\n".join([slowness.text, *stacks])
+        for rank, report in self._reports.items():
+            if report.able(self._looked):
+                self._ranks[rank].send(Warn(text))
                 return
 
 
 def _left_by(folder: str, rank: int) -> dict[str, dict[int, Entry]] | None:
-    """Read what a rank of this host has left."""
+    """Read the ledger of a rank of this host; return None if there is none."""
     try:
         return tails(read_ledger(ledger_path(folder, rank))[3])
     except (OSError, ValueError):
@@ -238,7 +229,7 @@ def _left_by(folder: str, rank: int) -> dict[str, dict[int, Entry]] | None:
 
 
 def serve() -> None:
-    """Run as the process that `start_monitor` starts, and writes what is agreed to."""
+    """Run as the process that `meet` starts; the arguments of `Monitor` come through stdin."""
     agreed = json.load(sys.stdin)
     with contextlib.suppress(OSError, ValueError):
         _, most = resource.getrlimit(resource.RLIMIT_NOFILE)

@@ -1,24 +1,17 @@
-"""What this machine knows of a process, and what names the machine."""
+"""What can be seen of a process from outside, and a number for the machine that it is on."""
 
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import traceback
-from zlib import crc32
-
-_BOOT = "/proc/sys/kernel/random/boot_id"
 
 
 def host_number() -> int:
-    """Return a number of this host and boot; containers of one machine count as hosts."""
-    boot = ""
-    if os.path.exists(_BOOT):
-        with open(_BOOT, encoding="ascii") as file:
-            boot = file.read()
-    space = os.readlink("/proc/self/ns/pid") if os.path.exists("/proc/self/ns/pid") else ""
-    return crc32(f"{socket.gethostname()} {boot} {space}".encode())
+    """Return a number of this host and boot, in 32 bits; containers of one machine are hosts."""
+    from ..launchers.host import this_host  # the monitor, which reads this file, has no parent
+
+    return this_host() & 0xFFFFFFFF
 
 
 def process_state(pid: int) -> str:

@@ -1,4 +1,4 @@
-"""What this process does: every call goes into the ledger, every wait is known while it lasts."""
+"""The calls of this process: each one is in the ledger, and each wait is known while it lasts."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from collections import deque
 from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
-from zlib import crc32
 
 import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..collectives.checks import describe
-from ..info import get_rank
+from ..world.info import get_rank
+from .board import Board, channel_number
+from .calls import Descriptions, call_site, fact_key, group_label
 from .facts import Channel
 from .ledger import DONE, ISSUED, WAITING, Ledger
-from .sites import call_site
+from .verdict import Verdict
 
 MARK = 16  # every so many calls of a channel its checksum is kept, to be compared
 KEPT = 64  # marks, and ends of steps, that are kept
-KNOWN = 4096  # descriptions of calls that are kept
 
 _ident = threading.get_ident
 _new = tuple.__new__  # a NamedTuple's own takes three times as long
@@ -32,7 +31,7 @@ _wall, _clock = time.time, time.monotonic
 
 
 class Note(NamedTuple):
-    """A call that has been noted."""
+    """A call that has been noted, and where its entry in the ledger is."""
 
     track: Track
     seq: int
@@ -42,17 +41,23 @@ class Note(NamedTuple):
 class Track:
     """How far this rank is in one channel."""
 
-    __slots__ = ("channel", "count", "key", "marks", "number", "owner", "rolling", "sites")
+    __slots__ = (
+        "channel", "count", "key", "marked", "marks", "number", "owner", "rolling", "sites", "tag",
+        "told",
+    )  # fmt: skip
 
     def __init__(self, key: str, channel: Channel, number: int) -> None:
         self.key = key
         self.channel = channel
         self.number = number
+        self.tag = channel_number(key)
         self.count = 0
         self.rolling = 0  # checksum of the calls
         self.sites = 0  # checksum of the lines that made them
         self.marks: deque[tuple[int, int, int]] = deque(maxlen=KEPT)
         self.owner: int | None = None  # the one thread that calls; 0 for several
+        self.told: int | None = None  # calls that the monitor knows of; None of a new channel
+        self.marked = 0  # the last mark that it knows
 
 
 class Handle:
@@ -66,40 +71,36 @@ class Handle:
         self._recorder = recorder
 
     def wait(self) -> None:
-        """Wait for it."""
+        """Wait until the call is done."""
         self._recorder.waiting(self._note, self._handle.wait)
 
     def is_completed(self) -> bool:
-        """Tell whether it is done."""
+        """Return whether the call is done."""
         done: bool = self._handle.is_completed()
         return done
 
 
 class Recorder:
-    """The guard that the collectives tell of their calls.
+    """The guard that the collectives tell of their calls; see `wire.port.Guard`.
 
     Args:
-        ledger: where they are written.
-        explain: takes the error of a call and returns that to raise; it may wait for a verdict.
-        check: raises where there is a fault already.
+        ledger: Where they are written.
+        board: Where the ranks of this host see one another's calls.
+        verdict: Is asked before each call, and after each error.
     """
 
-    def __init__(
-        self,
-        ledger: Ledger,
-        explain: Callable[[Exception], BaseException],
-        check: Callable[[], None],
-    ) -> None:
-        self.ledger = ledger
-        self._explain, self._check = explain, check
+    def __init__(self, ledger: Ledger, board: Board, verdict: Verdict) -> None:
+        self.ledger, self.verdict = ledger, verdict
+        self.board: Board | None = board
+        self._check = verdict.check
         self._lock = threading.Lock()
         self._groups: WeakKeyDictionary[ProcessGroup, tuple[Track, int]] = WeakKeyDictionary()
         self._paths: WeakKeyDictionary[ProcessGroup, dict[tuple[int, int, bool], Track]]
         self._paths = WeakKeyDictionary()
-        self._texts: dict[Any, tuple[int, bytes]] = {}
-        self._last: dict[int, Note] = {}  # thread → its last call
+        self._descriptions = Descriptions()
+        self._last: dict[int, Note] = {}  # thread -> its last call
         self.tracks: dict[str, Track] = {}
-        self.waits: dict[int, tuple[int, Note, float]] = {}  # thread → its wait
+        self.waits: dict[int, tuple[int, Note, float]] = {}  # thread -> its wait
         self.steps: deque[tuple[int, list[tuple[str, int, int]]]] = deque(maxlen=KEPT)
         self._waits = itertools.count(1)
 
@@ -108,17 +109,17 @@ class Recorder:
         self._check()
         found = self._groups.get(group)
         track, size = found if found is not None else self._new_group(group)
-        key = (call, size, *map(_key, facts))
+        key = (call, size, *map(fact_key, facts))
         try:
-            check, text = self._texts[key]
+            check, text = self._descriptions[key]
         except (KeyError, TypeError):
-            check, text = self._describe(key, size, call, facts)
+            check, text = self._descriptions.add_collective(key, size, call, facts)
         return self._write(track, check, text)
 
     def record_message(
         self, group: ProcessGroup, data: Tensor, peer: int, tag: int, sends: bool
     ) -> Note:
-        """Note one end of a message; of its shape the number of elements counts."""
+        """Note one end of a message."""
         self._check()
         path = (peer, tag, sends)
         try:
@@ -127,12 +128,9 @@ class Recorder:
             track = self._new_path(group, *path)
         key = (data.dtype, data.shape, sends, peer)
         try:
-            check, text = self._texts[key]
+            check, text = self._descriptions[key]
         except KeyError:
-            what = describe("", data)[1:-1]
-            alike = f"{data.dtype} {data.numel()}"
-            way = f"send({what}) to" if sends else f"recv({what}) from"
-            check, text = self._keep(key, alike, f"{way} rank {peer}")
+            check, text = self._descriptions.add_message(key, data, peer, sends)
         return self._write(track, check, text)
 
     def run(self, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
@@ -155,7 +153,7 @@ class Recorder:
     def waiting(
         self, note: Note | None, call: Callable[..., Any], *args: Any, **options: Any
     ) -> Any:
-        """Make a call that may wait, and let everybody know for what."""
+        """Make a call that may wait, and let everybody know what it waits for."""
         if note is None:
             return call(*args, **options)
         thread = _ident()
@@ -165,7 +163,7 @@ class Recorder:
             self.ledger.set_state(note.place, WAITING)
             result = call(*args, **options)
         except RuntimeError as error:
-            explained = self._explain(error)
+            explained = self.verdict.explain(error)
             if explained is error:
                 raise
             raise explained from error
@@ -179,7 +177,7 @@ class Recorder:
         return result
 
     def end_step(self, number: int) -> None:
-        """Keep what this thread's calls come to at the end of a step.
+        """Keep the checksums of this thread's calls at the end of a step.
 
         The two ends of a message need not be in one step: how many there are is not compared, only
         those that both have made.
@@ -213,6 +211,7 @@ class Recorder:
     def _write(self, track: Track, check: int, text: bytes) -> Note:
         thread = _ident()
         site, line = call_site()
+        # One lock for all: the checksums, the marks and the ledger must tell of the same calls.
         with self._lock:
             seq = track.count
             track.count = seq + 1
@@ -223,28 +222,18 @@ class Recorder:
                 track.marks.append((seq + 1, rolling, sites))
             if track.owner != thread:
                 track.owner = thread if track.owner is None else 0
+            board = self.board
+            differs = board is not None and board.differs(track.tag, seq, check)
         note = self._last[thread] = _new(Note, (track, seq, index))
+        if differs:
+            self._hold_back(note)
         return note
 
-    def _describe(self, key: Any, size: int, call: str, facts: Sequence[Any]) -> tuple[int, bytes]:
-        text = describe(call, *facts)
-        strides = [list(fact.stride()) for fact in facts if _strided(fact)]
-        shown = f"{text} strides {', '.join(map(str, strides))}" if strides else text
-        return self._keep(key, f"{text} {size}", shown)
-
-    def _keep(self, key: Any, alike: str, text: str) -> tuple[int, bytes]:
-        data = text.encode(errors="backslashreplace")
-        if len(data) > 140:
-            data = data[:136] + " …".encode()
-        found = crc32(alike.encode(errors="backslashreplace")), data
-        try:
-            hash(key)
-        except TypeError:
-            return found
-        if len(self._texts) >= KNOWN:
-            self._texts.clear()
-        self._texts[key] = found
-        return found
+    def _hold_back(self, note: Note) -> None:
+        """Wait for the verdict on a call that differs from that of another rank of this host."""
+        if not self.waiting(note, self.verdict.await_it):
+            self.board = None  # two channels share a place: it would only delay
+        self._check()
 
     def _new_group(self, group: ProcessGroup) -> tuple[Track, int]:
         ranks = tuple(c10d.get_process_group_ranks(group))
@@ -268,23 +257,3 @@ class Recorder:
                 track = Track(key, channel, self.ledger.add_channel(key, channel))
                 self.tracks[key] = track
         return track
-
-
-def group_label(group: ProcessGroup) -> str:
-    """Return a group's name for people: ``tp`` for what was described as ``scaletorch_tp``."""
-    name = (group.group_desc or "").removeprefix("scaletorch_")
-    if name in ("", "undefined"):
-        name = f"group {group.group_name}"
-    return "the default group" if name == "default_pg" else name
-
-
-def _key(fact: Any) -> Any:
-    if isinstance(fact, Tensor):
-        return fact.dtype, fact.shape, fact.stride()
-    if isinstance(fact, (list, tuple)):
-        return tuple(map(_key, fact))
-    return type(fact), fact
-
-
-def _strided(fact: Any) -> bool:
-    return isinstance(fact, Tensor) and not fact.is_contiguous()

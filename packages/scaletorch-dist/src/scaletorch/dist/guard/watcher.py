@@ -1,6 +1,7 @@
 """The watcher: a thread of every rank that tells the monitor what this process does.
 
-It also looks at the processes beside it, and tells this rank of the verdict.
+It also looks at other processes of this host if it is asked to, and ends this rank's waits when
+there is a fault.
 """
 
 from __future__ import annotations
@@ -14,24 +15,19 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
-from typing import Any
 
-from .facts import Fault, entry_to_list, lease_period
+from . import messages
+from .facts import Fault, Wait, news_period
+from .folders import read_folder
 from .interrupt import break_gloo_groups
-from .merge import picture_of_folder
 from .mismatch import find_mismatch
-from .news import News
 from .processes import process_signs, process_state, thread_stack
-from .recorder import Recorder
-from .wire import Line
-from .wording import tell
+from .recorder import Recorder, Track
+from .wording import with_details
 
-LOOK = 0.1  # s between two looks at what this process waits in
-LAST = 1.0  # s that rank 0's process gets to end too, where the monitor has
+LOOK = 0.1  # s between two looks at the waits of this process
+LAST = 1.0  # s that rank 0's process gets to end too, if the monitor has
 TAIL = 256  # entries that are sent
-
-Conclusion = tuple[str, tuple[int, ...], str]
 
 logger = logging.getLogger(__package__)
 
@@ -40,38 +36,28 @@ class Watcher(threading.Thread):
     """Tells the monitor of this process, and this process of a fault.
 
     Args:
-        line: the connection to the monitor.
-        recorder: what this process does.
-        rank: this one.
-        size: how many there are.
-        folder: where the ledgers are.
-        conclude: called with a fault's kind, ranks and text, once; None for the end without one.
+        connection: The connection to the monitor.
+        recorder: The calls of this process, and the verdict on the job.
+        rank: This rank.
+        size: How many ranks there are.
     """
 
     def __init__(
-        self,
-        line: Line,
-        recorder: Recorder,
-        *,
-        rank: int,
-        size: int,
-        folder: str,
-        conclude: Callable[[Conclusion | None], None],
+        self, connection: messages.Connection, recorder: Recorder, rank: int, size: int
     ) -> None:
         super().__init__(name="scaletorch-guard-watcher", daemon=True)
-        self._line, self._recorder, self._rank, self._folder = line, recorder, rank, folder
-        self._conclude = conclude
+        self._connection, self._recorder, self._rank = connection, recorder, rank
         self._main = threading.main_thread().ident
-        self._period = lease_period(size)
-        self._words: queue.SimpleQueue[tuple[dict[str, Any], threading.Event]] = queue.SimpleQueue()
+        self._period = news_period(size)
+        self._queue: queue.SimpleQueue[tuple[messages.Message, threading.Event]]
+        self._queue = queue.SimpleQueue()
         self._woken, self._waker = socket.socketpair()
         for end in (self._woken, self._waker):
             end.setblocking(False)
         self.welcome = threading.Event()
-        self._news = News(recorder)
-        self._neighbours: list[tuple[int, int]] = []
-        self._first: int | None = None  # rank 0's process, where it is on this host
-        self._stopped: set[int] = set()  # ranks whose processes are seen stopped
+        self._step = -1  # the last step that the monitor knows
+        self._shown: list[int] = []  # numbers of the waits that it knows
+        self._first: int | None = None  # rank 0's process, if it is on this host
         self._over = False
 
     @property
@@ -79,15 +65,15 @@ class Watcher(threading.Thread):
         """The descriptor that signals wake this thread by."""
         return self._waker.fileno()
 
-    def say(self, message: dict[str, Any], timeout: float) -> None:
-        """Have a word sent to the monitor, and wait until it is."""
+    def say(self, message: messages.Message, timeout: float) -> None:
+        """Have this thread send a message to the monitor, and wait until it has."""
         sent = threading.Event()
-        self._words.put((message, sent))
+        self._queue.put((message, sent))
         self._wake()
         sent.wait(timeout)
 
     def end(self) -> None:
-        """Say no more."""
+        """End this thread, without another message."""
         self._over = True
         self._wake()
         if threading.current_thread() is not self:
@@ -95,20 +81,20 @@ class Watcher(threading.Thread):
 
     def disown(self) -> None:
         """Close this end in a fork of the process, so that it does not keep it open."""
-        for end in (self._line, self._woken, self._waker):
+        for end in (self._connection, self._woken, self._waker):
             end.close()
 
     def run(self) -> None:
-        """Serve until the end; a fault of the guard itself is told as such."""
+        """Serve until the end; a fault of the guard itself turns it off, and no more."""
         try:
             with selectors.DefaultSelector() as selector:
-                selector.register(self._line, selectors.EVENT_READ)
+                selector.register(self._connection, selectors.EVENT_READ)
                 selector.register(self._woken, selectors.EVENT_READ)
                 self._serve(selector)
         except Exception as error:
-            if not self._over:  # else the rank has just let go of what this thread used
+            if not self._over:  # else the rank has just closed the files that this thread used
                 why = "".join(traceback.format_exception(error))
-                self._line.send({"is": "off", "why": f"on rank {self._rank}: {why}"})
+                self._connection.send(messages.Off(f"on rank {self._rank}: {why}"))
                 self._turn_off(why)
         finally:
             self.disown()
@@ -119,21 +105,52 @@ class Watcher(threading.Thread):
             ready = {key.fileobj for key, _ in selector.select(LOOK)}
             if self._woken in ready:
                 self._signals(self._woken.recv(256))
-            if self._line in ready:
+            if self._connection in ready:
                 self._hear()
             now = time.monotonic()
-            if now >= due or self._news.waits_changed():
+            if now >= due or self._waits_changed():
                 due = now + self._period
-                self._line.send(self._news.lease())
-                self._look_around()
-            while not self._words.empty():
-                message, sent = self._words.get()
-                self._line.send({**self._news.lease(), **message})
+                self._connection.send(self._news())
+            while not self._queue.empty():
+                message, sent = self._queue.get()
+                self._send_with_news(message)
                 sent.set()
 
-    def tail(self) -> list[list[Any]]:
+    def _send_with_news(self, message: messages.Message) -> None:
+        self._connection.send(self._news(), message)
+
+    def _waits_changed(self) -> bool:
+        """Return whether this rank waits in other calls than the monitor knows of."""
+        return [number for number, _, _ in list(self._recorder.waits.values())] != self._shown
+
+    def _news(self) -> messages.News:
+        """Return all that has changed here since the last news.
+
+        Waits are read first, so that all they need is in what is read after them: the channel that
+        a wait is in, and the calls that were made before it.
+        """
+        waits = self._recorder.waits.copy()
+        free, foreign = self._recorder.free_threads(waits)
+        steps = [step for step in list(self._recorder.steps) if step[0] > self._step]
+        tracks = list(self._recorder.tracks.values())
+        fresh = {track.key: list(track.channel) for track in tracks if track.told is None}
+        counts = {track.key: track.count for track in tracks if track.count != track.told}
+        marks = {track.key: found for track in tracks if (found := _new_marks(track))}
+        self._step = steps[-1][0] if steps else self._step
+        self._shown = [number for number, _, _ in waits.values()]
+        for track in tracks:
+            track.told = counts.get(track.key, track.told)
+            track.marked = marks[track.key][-1][0] if track.key in marks else track.marked
+        now = time.monotonic()
+        told = [
+            list(Wait(number, note.track.key, note.seq, round(now - begun, 2)))
+            for number, note, begun in waits.values()
+        ]
+        return messages.News(fresh, counts, marks, steps, told, free, foreign)
+
+    def tail(self) -> messages.Tail:
         """Return the last entries of the ledger."""
-        return [entry_to_list(entry) for entry in self._recorder.ledger.tail(TAIL)]
+        return [list(entry) for entry in self._recorder.ledger.tail(TAIL)]
 
     def _wake(self) -> None:
         with contextlib.suppress(OSError):  # it is awake, or at its end
@@ -143,47 +160,34 @@ class Watcher(threading.Thread):
         """Free the main thread for a Ctrl-C that came while it was blocked in a wait."""
         ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
         if signal.SIGINT in numbers and ours and self._main in self._recorder.waits:
-            what = "KeyboardInterrupt"
-            word = {"is": "raised", "what": what, "headline": what, "tail": self.tail()}
-            self._line.send({**self._news.lease(), **word})
+            name = "KeyboardInterrupt"
+            self._send_with_news(messages.Raised(name, name, self.tail()))
             break_gloo_groups()
 
     def _hear(self) -> None:
-        for message in self._line.receive():
-            kind = message["is"]
-            if kind == "welcome":
-                self._neighbours = [(rank, pid) for rank, pid in message["watch"]]
-                self._first = message["first"]
-                self.welcome.set()
-            elif kind == "ask":
-                answer = {"is": "answer", "number": message["number"], "tail": self.tail()}
-                stack = thread_stack(self._main)
-                self._line.send({**self._news.lease(), **answer, "stack": stack})
-            elif kind == "look":
-                signs = process_signs(message["pid"])
-                self._line.send({"is": "signs", "ranks": [message["rank"]], "signs": signs})
-            elif kind == "warn":
-                logger.warning("%s", message["text"])
-            elif kind == "fault":
-                self._finish((message["kind"], tuple(message["ranks"]), message["text"]))
-            elif kind == "off":
-                self._turn_off(message["why"])
-            elif kind == "end":
-                self._finish(None)
-        if not self._line.open and not self._over:
+        for message in self._connection.receive():
+            match message:
+                case messages.Welcome(first):
+                    self._first = first
+                    self.welcome.set()
+                case messages.Ask(number):
+                    stack = thread_stack(self._main)
+                    self._send_with_news(messages.Answer(number, self.tail(), stack))
+                case messages.Look(rank, pid):
+                    self._connection.send(messages.Signs(rank, *process_signs(pid)))
+                case messages.Warn(text):
+                    logger.warning("%s", text)
+                case Fault(kind, ranks, text):
+                    self._finish(Fault(kind, tuple(ranks), text))
+                case messages.Off(why):
+                    self._turn_off(why)
+                case messages.End():
+                    self._finish(None)
+        if not self._connection.open and not self._over:
             self._monitor_gone()
 
-    def _look_around(self) -> None:
-        """Look at the neighbours' processes."""
-        stopped = {rank for rank, pid in self._neighbours if process_state(pid) == "T"}
-        if stopped:  # as long as it lasts: this rank may be the next to fall silent
-            self._line.send({"is": "stopped", "ranks": sorted(stopped)})
-        if self._stopped - stopped:
-            self._line.send({"is": "running", "ranks": sorted(self._stopped - stopped)})
-        self._stopped = stopped
-
     def _monitor_gone(self) -> None:
-        """Conclude what happened to the monitor: it went with rank 0, or by itself."""
+        """Conclude what happened to the monitor: it ended with rank 0, or by itself."""
         deadline = time.monotonic() + LAST
         while self._first is not None and time.monotonic() < deadline:
             if process_state(self._first) == "X":
@@ -194,11 +198,12 @@ class Watcher(threading.Thread):
 
     def _first_gone(self) -> None:
         """Conclude from the ledgers of this host what happened to rank 0."""
-        picture = picture_of_folder(self._folder)
+        folder = self._recorder.ledger.folder
+        picture = read_folder(folder)
         label = picture.reports[0].label if 0 in picture.reports else "rank 0"
         died = Fault("death", (0,), f"{label} died: its process ended without a word")
         fault = find_mismatch(picture, time.monotonic()) or died
-        self._finish((fault.kind, fault.ranks, tell(fault, picture, self._folder)))
+        self._finish(with_details(fault, picture, folder))
 
     def _turn_off(self, why: str) -> None:
         """Go on without a guard: its own fault is none of the job's."""
@@ -206,12 +211,18 @@ class Watcher(threading.Thread):
         logger.log(level, "the guard is off: %s", why.rstrip())
         self._finish(None)
 
-    def _finish(self, verdict: Conclusion | None) -> None:
+    def _finish(self, fault: Fault | None) -> None:
         self._over = True
-        self._conclude(verdict)
-        if verdict is not None:
+        self._recorder.verdict.conclude(fault)
+        if fault is not None:
             for pause in (0.002, 0.01, 0.05, 0.2, 1.0):  # a call may have begun just before
                 break_gloo_groups()
                 time.sleep(pause)
                 if not self._recorder.waits:
                     return
+
+
+def _new_marks(track: Track) -> list[tuple[int, int, int]]:
+    if not track.marks or track.marks[-1][0] <= track.marked:
+        return []
+    return [mark for mark in list(track.marks) if mark[0] > track.marked]

@@ -1,18 +1,18 @@
-"""The text of a fault: who did what, what each rank waits in, and what it raised."""
+"""The text of a fault: who did what, where each rank waits, and what it raised."""
 
 from __future__ import annotations
 
 from .diagnosis import missing_members
-from .facts import Entry, Fault, Picture, Report
+from .facts import Fault, Picture, Report
 
 SHOWN = 16  # ranks that are shown one by one
 
 
-def tell(fault: Fault, picture: Picture, folder: str) -> str:
-    """Return the message of a fault, guilty ranks first."""
+def with_details(fault: Fault, picture: Picture, folder: str) -> Fault:
+    """Return the fault with all that is known in its text, guilty ranks first."""
     guilty = [picture.reports[rank] for rank in fault.ranks if rank in picture.reports]
     others = [report for report in picture.reports.values() if report.rank not in fault.ranks]
-    lines = [fault.headline]
+    lines = [fault.text]
     for report in [*guilty, *others][:SHOWN]:
         lines.append(f"  {_doing(report, picture)}")
     if len(picture.reports) > SHOWN:
@@ -23,11 +23,11 @@ def tell(fault: Fault, picture: Picture, folder: str) -> str:
         elif fault.kind == "slow" and report.stack and not report.silent:
             lines.append(f"{report.label} was at:\n{report.stack.rstrip()}")
     lines.append(f"all last calls: python -m {__package__} report {folder}")
-    return "\n".join(lines)
+    return fault._replace(text="\n".join(lines))
 
 
 def _doing(report: Report, picture: Picture) -> str:
-    """Say in one line what a rank does."""
+    """Return one line on where a rank is."""
     step = "" if report.step is None else f" after step {report.step}"
     if report.end == "finished":
         return f"{report.label} has finished{step}{_last(report)}"
@@ -39,7 +39,7 @@ def _doing(report: Report, picture: Picture) -> str:
     for wait in report.waits:
         if wait.channel not in picture.channels:
             continue
-        entry = (report.tails or {}).get(wait.channel, {}).get(wait.seq)
+        entry = report.tail(wait.channel).get(wait.seq)
         what = "a call" if entry is None else f"{entry.text} at {entry.site}"
         missing = ", ".join(str(m.rank) for m in missing_members(picture, wait)[:8])
         label = picture.channels[wait.channel].label
@@ -51,8 +51,8 @@ def _doing(report: Report, picture: Picture) -> str:
 
 
 def _last(report: Report) -> str:
-    """Say what was the last call of a rank."""
-    entries: list[Entry] = [e for tail in (report.tails or {}).values() for e in tail.values()]
+    """Return the last call of a rank as text."""
+    entries = [entry for tail in report.tails.values() for entry in tail.values()]
     if not entries:
         return ""
     last = max(entries, key=lambda entry: entry.time)

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from ..errors import StateError
-from ..startup.launchers import ENVIRONMENTS, find_environment
+from ..launchers.environment import ENVIRONMENTS, find_environment
 
 _START = "start the program with mpirun, as in `mpirun -n 4 python train.py`"
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..collectives.ops import op_name
 from ..errors import InvalidArgumentError
+from ..wire.ops import op_name
 
 # Names in mpi4py.MPI of what MPI reduces as it is.
 _TYPES = {
@@ -87,7 +87,7 @@ def reducible(data: Tensor) -> Tensor:
 
 
 def reduce_op(mpi: Any, op: Any, dtype: torch.dtype) -> tuple[Any, str]:
-    """Return MPI's operation for torch's, and its name in `collectives.ops`.
+    """Return MPI's operation for torch's, and its name in `wire.ops`.
 
     Raises:
         InvalidArgumentError: MPI has none, or none for this dtype.

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from ..collectives.checks import tells_failure
-from ..collectives.raw import process_group
 from ..errors import InvalidArgumentError, StateError
-from ..info import get_rank, group_ranks
-from .calls import broadcast_object_list, gather_object
-from .files import caught, make_folder, read_parts, remove_parts, write_part
-from .moving import errors_of_all
+from ..wire.backend import process_group
+from ..wire.checks import tells_failure
+from ..world.info import get_rank, group_ranks
+from .byte_moves import errors_of_all
+from .named_types import named_types
+from .object_calls import broadcast_object_list, gather_object
+from .packing import Terms
+from .result_files import caught, make_folder, read_parts, remove_parts, write_part
 
 _DEVICE_NAMES = ("cpu", "gpu", "npu", "cuda", "mlu", "musa", "xpu")
 
@@ -28,6 +31,7 @@ def collect_results(
     group: ProcessGroup | None = None,
     *,
     allow_pickle: bool = True,
+    types: Sequence[type] = (),
 ) -> list[Any] | None:
     """Collect the results of samples that were dealt out to the ranks one by one.
 
@@ -43,6 +47,7 @@ def collect_results(
         group: the default group by default.
         allow_pickle: whether what is not plain may be pickled; also `SCALETORCH_ALLOW_PICKLE=0`
             switches that off.
+        types: dataclasses and enums that are plain too, the same on every rank.
 
     Returns:
         On the group's first rank the results in the order of the samples, elsewhere None.
@@ -52,14 +57,15 @@ def collect_results(
         StateError: on every rank, where a file cannot be written or read, is torn or not ours.
     """
     _check(results, size, device, tmpdir)
+    terms = Terms(allow_pickle, named_types(types))
     members = process_group(group)
     if members is None or members.size() == 1:
         return results[:size]
     if tmpdir is not None:
-        parts = _through_files(results, os.fspath(tmpdir), members, allow_pickle)
+        parts = _through_files(results, os.fspath(tmpdir), members, terms)
     else:
         first = group_ranks(members)[0]
-        parts = gather_object(results, first, members, allow_pickle=allow_pickle)
+        parts = gather_object(results, first, members, allow_pickle=allow_pickle, types=types)
     return None if parts is None else interleave(parts)[:size]
 
 
@@ -86,7 +92,7 @@ def _check(results: Any, size: Any, device: Any, tmpdir: Any) -> None:
 
 
 def _through_files(
-    results: list[Any], tmpdir: str, members: ProcessGroup, allow_pickle: bool
+    results: list[Any], tmpdir: str, members: ProcessGroup, terms: Terms
 ) -> list[list[Any]] | None:
     ranks = group_ranks(members)
     first = get_rank() == ranks[0]
@@ -97,10 +103,10 @@ def _through_files(
     path, made, mark = folder
     parts: list[list[Any]] | None = None
     try:
-        write = partial(write_part, path, mark, get_rank(), results, allow_pickle)
+        write = partial(write_part, path, mark, get_rank(), results, terms)
         _raise_together(caught(write)[1], members)
         if first:
-            parts, error = caught(partial(read_parts, path, mark, ranks, allow_pickle))
+            parts, error = caught(partial(read_parts, path, mark, ranks, terms))
     finally:
         if first:
             remove_parts(path, mark, ranks, made)

@@ -25,7 +25,8 @@ from torch.distributed import FileStore  # type: ignore[attr-defined]
 from ..devices import set_device
 from ..startup.creators import choose_backend
 from . import state as rank_state
-from .locate import Locator, find
+from .filters import filtered
+from .locate import Locator
 
 
 def main(connection_fd: int, request: dict[str, Any]) -> None:
@@ -105,16 +106,19 @@ def _join_group(request: dict[str, Any]) -> None:
     )
 
 
-def _run(task: tuple[Locator, bytes], seed: int | None, before: dict[str, Any]) -> bytes:
+def _run(
+    task: tuple[Locator, bytes, list[bytes]], seed: int | None, before: dict[str, Any]
+) -> bytes:
     """Run one function; the answer, pickled: ("returned", result, state) or a failure."""
-    locator, arguments = task
+    locator, arguments, filters = task
     if seed is not None:
         _seed(seed)
     try:
-        fn = find(locator)
+        fn = locator.find()
         args, kwargs = ForkingPickler.loads(arguments)
-        result = fn(*args, **kwargs)
-        _finish_threads()
+        with filtered(filters):
+            result = fn(*args, **kwargs)
+            _finish_threads()
     except BaseException as error:
         return _pickle_failure(error)
     finally:

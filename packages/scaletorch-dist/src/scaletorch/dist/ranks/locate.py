@@ -42,6 +42,13 @@ class Locator:
     is_main: bool
     explains: bool
 
+    def find(self) -> Callable[..., Any]:
+        """Return the function, in the process that calls this."""
+        target: Any = _find_module(self)
+        for name in self.qualname.split("."):
+            target = getattr(target, name)
+        return rank_body(target)
+
 
 def locate(fn: Callable[..., Any]) -> Locator:
     """Name a module-level function.
@@ -84,14 +91,6 @@ def locate(fn: Callable[..., Any]) -> Locator:
 def _is_bound(fn: Callable[..., Any]) -> bool:
     """Whether it is a method of an object; a builtin function is bound to its module alone."""
     return not isinstance(getattr(fn, "__self__", fn), ModuleType | type(fn))
-
-
-def find(locator: Locator) -> Callable[..., Any]:
-    """The function that a locator names, in the process that calls this."""
-    target: Any = _find_module(locator)
-    for name in locator.qualname.split("."):
-        target = getattr(target, name)
-    return rank_body(target)
 
 
 def rank_body(fn: Any) -> Callable[..., Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from ..errors import InvalidArgumentError, StateError
 from .collect import collect
+from .filters import own_filters
 from .locate import locate, rank_body
 from .process import START_TIMEOUT, RankProcess, get_server, stop
 from .report import RankReport
@@ -93,7 +94,7 @@ class RankPool:
     def run(
         self, fn: Callable[..., Any], *args: Any, timeout: float | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Run `fn(*args, **kwargs)` on every rank.
+        """Run `fn(*args, **kwargs)` on every rank, under the caller's filters of warnings.
 
         Args:
             fn: a module-level function; ranks find it by its module's name or its file.
@@ -161,7 +162,8 @@ def launch(
     """Run `fn(*args, **kwargs)` on `nproc` new ranks of this machine.
 
     Ranks share the cores, write to this process's stdout, and hold a default process group
-    before `fn` starts. A rank that fails ends all of them; so does Ctrl-C.
+    before `fn` starts. They meet this process's filters of warnings. A rank that fails ends all of
+    them; so does Ctrl-C.
 
     Args:
         fn: a module-level function.
@@ -262,7 +264,7 @@ def _pickle_task(
             f"the arguments of {locator.qualname} do not pickle, so that they cannot be sent to "
             f"ranks: {error}"
         ) from error
-    return locator.qualname, pickle.dumps((locator, arguments))
+    return locator.qualname, pickle.dumps((locator, arguments, own_filters()))
 
 
 def _close(owner: int, processes: list[RankProcess], folder: str) -> None:

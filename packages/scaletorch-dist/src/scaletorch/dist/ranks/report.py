@@ -7,9 +7,10 @@ import signal
 from dataclasses import dataclass, field
 
 from ..errors import RankFailedError
+from ..naming import name_ranks
 
 # As messages name the rank that they come from, on a grid.
-COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b")
+_COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b")
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class RankReport:
         hung = tuple(rank for rank in self.stacks if rank not in self.failures)
         lines = [self._headline(hung, timeout, timed_out)]
         for ranks, text in self._alike():
-            lines.append(f"\n--- {_ranks(sorted(ranks))} failed ---\n{text.rstrip()}")
+            lines.append(f"\n--- {name_ranks(sorted(ranks))} failed ---\n{text.rstrip()}")
         for rank in hung:
             lines.append(f"\n--- rank {rank} was still at ---\n{self.stacks[rank].rstrip()}")
         return RankFailedError(
@@ -56,25 +57,25 @@ class RankReport:
         """Ranks that failed alike but for their coordinates, and the text of the first of them."""
         found: dict[str, tuple[list[int], str]] = {}
         for rank, text in self.failures.items():
-            found.setdefault(COORDINATES.sub("", text), ([], text))[0].append(rank)
+            found.setdefault(without_coordinates(text), ([], text))[0].append(rank)
         return list(found.values())
 
     def _headline(self, hung: tuple[int, ...], timeout: float | None, timed_out: bool) -> str:
         parts = []
         if self.failures:
-            parts.append(f"{_ranks(list(self.failures))} failed")
+            parts.append(f"{name_ranks(list(self.failures))} failed")
         if hung:
             verb = "was" if len(hung) == 1 else "were"
             why = f"had not finished after {timeout:g} s" if timed_out else f"{verb} left waiting"
-            parts.append(f"{_ranks(list(hung))} {why}")
+            parts.append(f"{name_ranks(list(hung))} {why}")
         if self.results:
-            parts.append(f"{_ranks(sorted(self.results))} finished")
+            parts.append(f"{name_ranks(sorted(self.results))} finished")
         return f"{self.name} on {self.world_size} ranks: " + "; ".join(parts)
 
 
-def _ranks(ranks: list[int]) -> str:
-    word = "rank" if len(ranks) == 1 else "ranks"
-    return f"{word} {', '.join(map(str, ranks))}"
+def without_coordinates(text: str) -> str:
+    """Return a message without the place on the grid of the rank that it comes from."""
+    return _COORDINATES.sub("", text)
 
 
 def describe_exit(exit_code: int | None) -> str:

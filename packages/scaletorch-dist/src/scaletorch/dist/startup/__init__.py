@@ -1,1 +1,1 @@
-"""How a process becomes a rank: launchers' environments, the meeting point, the default group."""
+"""How a process becomes a rank: the meeting point, the roll call, the default group."""

@@ -8,6 +8,7 @@ import socket
 from dataclasses import dataclass, fields
 
 from ..errors import StateError
+from ..naming import name_ranks
 
 ALL_ARE_HERE = "all are here"
 
@@ -89,21 +90,3 @@ def _missing(seen: dict[int, Caller], world_size: int) -> str:
         f"came, from {shown}. See what the missing ones printed, and whether all were started with "
         "the same MASTER_ADDR and MASTER_PORT"
     )
-
-
-def name_ranks(ranks: list[int]) -> str:
-    """Ranks in ascending order, in words.
-
-    Example:
-        >>> name_ranks([1, 4, 5, 6])
-        'ranks 1, 4-6'
-    """
-    runs: list[list[int]] = []
-    for rank in ranks:
-        if runs and rank == runs[-1][-1] + 1:
-            runs[-1].append(rank)
-        else:
-            runs.append([rank])
-    parts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs]
-    shown = ", ".join(parts[:20]) + (" …" if len(parts) > 20 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

@@ -13,7 +13,7 @@ import torch.distributed as c10d
 
 from .. import devices
 from ..errors import InvalidArgumentError, StateError
-from .launchers import Placement
+from ..launchers.environment import Placement
 from .rendezvous import Meeting
 from .store import open_store
 
@@ -44,7 +44,7 @@ def choose_backend(backend: str, *, warn: bool = True) -> str:
         problem = problem or devices.backend_problem(name)
         devices.check_pair(device, name)
     if problem is None:
-        _refuse_shared_mpi(pairs)
+        _refuse_companions(pairs)
         return devices.backend_config(",".join(f"{d}:{n}" if d else n for d, n in pairs))
     own = devices.default_backend()
     if warn:
@@ -56,13 +56,12 @@ def choose_backend(backend: str, *, warn: bool = True) -> str:
     return devices.backend_config(own)
 
 
-def _refuse_shared_mpi(pairs: list[tuple[str, str]]) -> None:
-    if len(pairs) > 1 and any(name == "mpi4py" for _, name in pairs):
-        raise InvalidArgumentError(
-            "MPI over mpi4py serves a whole group and cannot stand beside another backend: use "
-            "'mpi' alone (tensors of devices are copied through the CPU), or a torch that was "
-            "built with MPI"
-        )
+def _refuse_companions(pairs: list[tuple[str, str]]) -> None:
+    """Refuse a backend that serves a whole group beside another one."""
+    for _, name in pairs:
+        entry = devices.entry_of_backend(name)
+        if len(pairs) > 1 and entry is not None and entry.alone:
+            raise InvalidArgumentError(entry.alone)
 
 
 def _create_with_torch(
@@ -71,10 +70,10 @@ def _create_with_torch(
     if options["backend"] == "mpi":  # takes rank and size from MPI itself
         c10d.init_process_group("mpi", timeout=options["timeout"])
         return
-    if options["backend"] == "cpu:mpi4py":  # before anyone waits for anyone
-        from ..mpi.library import check_world, load_mpi  # seldom needed
-
-        check_world(load_mpi(), placement.rank, placement.world_size)
+    for _, name in devices.resolve_backend(options["backend"]):
+        entry = devices.entry_of_backend(name)
+        if entry is not None and entry.check is not None:  # before anyone waits for anyone
+            entry.check(placement.rank, placement.world_size)
     options = {**options, "rank": placement.rank, "world_size": placement.world_size}
     if isinstance(meeting, str):
         options["init_method"] = meeting

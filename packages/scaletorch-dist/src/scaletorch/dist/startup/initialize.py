@@ -12,11 +12,7 @@ from torch.distributed import ProcessGroup
 
 from .. import devices
 from ..errors import InvalidArgumentError, StateError
-from ..info import expect_one_process
-from ..local import forget_local_group, get_local_rank, wait_for_connections
-from .creators import CREATORS, choose_backend
-from .interfaces import gloo_interface
-from .launchers import (
+from ..launchers.environment import (
     LAUNCHERS,
     Placement,
     infer_launcher,
@@ -24,6 +20,10 @@ from .launchers import (
     refuse_batch_script_of_many,
     remember_launcher,
 )
+from ..launchers.interfaces import gloo_interface
+from ..world.hosts import forget_local_group, get_local_rank, wait_for_connections
+from ..world.info import expect_one_process
+from .creators import CREATORS, choose_backend
 from .rendezvous import Meeting, agent_holds_store, find_meeting
 
 _group: weakref.ref[ProcessGroup] | None = None  # the default group that init_dist made or found
@@ -44,9 +44,8 @@ def init_dist(
     """Join the other ranks: find this rank's place, choose its device, create the default group.
 
     A backend that this machine cannot use is replaced by that of the machine's own device, with
-    one warning; CPU tensors always keep gloo. Where no launcher started this process and none is
-    named, it is one process and nothing is initialised. A default group that someone else (Ray,
-    another framework, torch itself) has made is taken as it is.
+    one warning; CPU tensors always keep gloo. A process that no launcher started, if none is named,
+    is alone, and nothing is initialised. A default group that someone else has made is taken.
 
     Args:
         launcher: 'pytorch' (torchrun, or its variables set by hand), 'slurm' (srun), 'mpi'

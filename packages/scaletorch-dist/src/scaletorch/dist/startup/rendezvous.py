@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import StateError
-from .interfaces import own_address
-from .launchers import Placement, job_name
-from .slurm import first_host, node_address
+from ..launchers.environment import Placement, job_name
+from ..launchers.interfaces import own_address
+from ..launchers.slurm import first_host, node_address
 
 LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS = 15000, 17000  # derived ports stay below those that systems hand out

@@ -14,9 +14,9 @@ from torch.distributed import Store, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import default_pg_timeout
 
 from ..errors import StateError
+from ..launchers.environment import Placement, job_name
+from ..launchers.interfaces import is_loopback
 from .callers import this_caller
-from .interfaces import is_loopback
-from .launchers import Placement, job_name
 from .rendezvous import LOOPBACK, Meeting
 from .rollcall import StoreClosedError, call_roll
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ...dist.agreement import agree, caught
+from ...dist.building import agree, caught, node_memory
 from ...dist.errors import InvalidArgumentError, StateError
-from ...dist.shared_memory.joining import node_memory
 from ..pg_manager import ModuleWrapper, axis_group
 from .buckets.bucket import Bucket
 from .buckets.fill import fill_buckets
@@ -24,17 +23,30 @@ from .buckets.reduction import Reduction, check_floating
 from .buckets.slot import Slot
 from .parameters import Wrapped, describe, refuse_lazy
 from .sharding.gather import Gathers
-from .shards import Shard
+from .sharding.shards import Shard
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """How a wrapper synchronises, as given to `DataParallelBucket`; the same on every rank."""
+
+    op: str
+    bucket_size: int | None = None
+    grad_type: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    order: str = "any"
+    check_finite: bool = False
+    init_sync: str = "check"
 
 
 class _DataParallel(ModuleWrapper):
-    """What both wrappers share: everything but which gradients travel together, and when."""
+    """All that both wrappers have in common: not which gradients travel together, and when."""
 
     def __init__(
         self,
         module: nn.Module,
         group: ProcessGroup | None,
-        options: dict[str, Any],
+        settings: _Settings,
         fill: Callable[[Iterable[Slot], Reduction], list[Bucket]],
         *,
         overlap: bool,
@@ -42,41 +54,37 @@ class _DataParallel(ModuleWrapper):
         if not isinstance(module, nn.Module):
             message = f"module must be a torch.nn.Module, got {type(module).__name__}"
             raise InvalidArgumentError(message)
-        check_init_sync(options["init_sync"])
+        check_init_sync(settings.init_sync)
         group = axis_group("cp_dp", group)
-        options["op"] = str(options["op"]).lower()
-        reduction = Reduction(
-            options["op"], group, options.get("reduce_dtype"), options.get("order", "any")
-        )
+        reduction = Reduction(settings.op, group, settings.reduce_dtype, settings.order)
         parameters = list(module.named_parameters())
         refuse_lazy(parameters)
         trainable = [(name, each) for name, each in parameters if each.requires_grad]
         if reduction.size > 1:
-            named = {"wrapper": type(self).__name__, **options}
+            named = {"wrapper": type(self).__name__, **asdict(settings)}
             error = caught(refuse_taken, trainable)
             agree("the model to wrap", describe(parameters, named), group, error=error)
-            sync_initial_values(module, options["init_sync"], group)
+            sync_initial_values(module, settings.init_sync, group)
             reduction = replace(reduction, node=node_memory(group) if overlap else None)
         super().__init__(module)
         self.wrapped = Wrapped(parameters)
         slots = [Slot(name, at, each) for at, (name, each) in enumerate(trainable)]
-        check_finite = bool(options.get("check_finite"))
         manager = BucketManager(
-            slots, lambda some: fill(some, reduction), reduction, check_finite=check_finite
+            slots, lambda some: fill(some, reduction), reduction, check_finite=settings.check_finite
         )
         self._sync = GradientSync(manager, overlap=overlap)
         wider = any(slot.buffer_dtype != slot.parameter.dtype for slot in slots)
-        if reduction.size > 1 or wider or check_finite:
+        if reduction.size > 1 or wider or settings.check_finite:
             self._sync.attach(module)
 
     @property
     def op(self) -> str:
-        """``"sum"`` or ``"mean"``."""
+        """`"sum"` or `"mean"`."""
         return self._sync.manager.reduction.op
 
     @property
     def require_backward_grad_sync(self) -> bool:
-        """Whether backward calls synchronise; what counts is its value while backward runs."""
+        """Whether backward calls synchronise; its value while backward runs counts."""
         return self._sync.enabled
 
     @require_backward_grad_sync.setter
@@ -87,8 +95,8 @@ class _DataParallel(ModuleWrapper):
     def no_sync(self) -> Iterator[None]:
         """Let the backward calls inside only accumulate on this rank.
 
-        The first synchronised backward after it sends everything. What counts is where backward
-        runs, not forward. Enter and leave it on all ranks alike.
+        The first synchronised backward after it sends everything. It matters where backward runs,
+        not forward. Enter and leave it on all ranks together.
         """
         before = self.require_backward_grad_sync
         self.require_backward_grad_sync = False
@@ -111,13 +119,13 @@ class _DataParallel(ModuleWrapper):
         return output
 
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:
-        """Run the wrapped module's own ``backward``, a pipeline stage's, and return what it does.
+        """Run the wrapped module's own `backward`, a pipeline stage's, and return its result.
 
-        Unlike a plain backward it also takes this rank's part in the synchronisation where none
+        Unlike a plain backward it also lets this rank take part in the synchronisation if none
         of its parameters got a gradient.
 
         Raises:
-            StateError: The wrapped module has no ``backward`` method.
+            StateError: The wrapped module has no `backward` method.
         """
         stage_backward = getattr(self.module, "backward", None)
         if stage_backward is None:
@@ -140,7 +148,7 @@ class _DataParallel(ModuleWrapper):
     def reset(self) -> None:
         """Set every gradient to None and forget accumulated ones and whatever is under way.
 
-        Use it in place of ``zero_grad`` between steps, or after a backward that raised.
+        Use it in place of `zero_grad` between steps, or after a backward that raised.
         """
         self._sync.reset()
 
@@ -148,7 +156,7 @@ class _DataParallel(ModuleWrapper):
         """Describe the buckets in the order of their reductions.
 
         Returns:
-            For each bucket its ``parameters`` (names), ``elements`` (int) and ``dtype`` (str).
+            For each bucket its `parameters` (names), `elements` (int) and `dtype` (str).
         """
         return self._sync.manager.info()
 
@@ -163,19 +171,19 @@ class _DataParallel(ModuleWrapper):
 class DataParallelNaive(_DataParallel):
     """Reduces gradients one by one at the end of backward: the wrapper to compare others with.
 
-    What it promises is what `DataParallelBucket` does; only speed differs.
+    It promises the same as `DataParallelBucket`; only speed differs.
 
     Args:
         module: Any module.
-        group: The ranks to reduce over, by default the ``cp_dp`` axis.
-        op: ``"sum"``, for losses already divided by the global token count, or ``"mean"``, which
+        group: The ranks to reduce over, by default the `cp_dp` axis.
+        op: `"sum"`, for losses already divided by the global token count, or `"mean"`, which
             divides by the group's size as DistributedDataParallel does.
         init_sync: As for `DataParallelBucket`.
 
     Raises:
-        InvalidArgumentError: An unknown ``op`` or ``init_sync``, or something that is no module.
+        InvalidArgumentError: An unknown `op` or `init_sync`, or something that is no module.
         MismatchError: The ranks' parameters differ in name, shape, dtype, order, frozenness or,
-            where they are to be compared, values.
+            if they are to be compared, values.
         StateError: No group to be found, or a live wrapper has a parameter already.
     """
 
@@ -187,45 +195,44 @@ class DataParallelNaive(_DataParallel):
         op: str = "sum",
         init_sync: str = "check",
     ) -> None:
-        super().__init__(
-            module, group, {"op": op, "init_sync": init_sync}, _one_each, overlap=False
-        )
+        settings = _Settings(str(op).lower(), init_sync=init_sync)
+        super().__init__(module, group, settings, _one_each, overlap=False)
 
 
 class DataParallelBucket(_DataParallel):
     """Reduces gradients in flat buckets, each as soon as backward has filled it.
 
-    When a backward outside `no_sync` returns, ``p.grad`` is on every rank what it was after the
-    synchronisation before plus ``op`` over the ranks of all that was accumulated since. It stays
+    When a backward outside `no_sync` returns, `p.grad` is on every rank what it was after the
+    synchronisation before plus `op` over the ranks of all that was accumulated since. It stays
     None for parameters that no rank used; a rank that did not use one adds zeros.
 
     Args:
         module: Any module.
-        grad_type: dtype in which gradients are accumulated and summed over ranks, such as
-            ``torch.float32`` for bfloat16 parameters; None is each parameter's own.
+        grad_type: Dtype in which gradients are accumulated and summed over ranks, such as
+            `torch.float32` for bfloat16 parameters; None is each parameter's own.
         bucket_size: Most elements in a bucket; a larger parameter has one to itself. The first
             bucket is small, and a model that would fill only a few has smaller ones. They
             are filled in the order in which the first synchronised backward makes the gradients.
-        group: The ranks to reduce over, by default the ``cp_dp`` axis.
-        op: ``"sum"``, for losses already divided by the global token count, or ``"mean"``, which
+        group: The ranks to reduce over, by default the `cp_dp` axis.
+        op: `"sum"`, for losses already divided by the global token count, or `"mean"`, which
             divides by the group's size as DistributedDataParallel does.
-        reduce_dtype: dtype in which gradients travel, such as ``torch.bfloat16`` to send half as
+        reduce_dtype: Dtype in which gradients travel, such as `torch.bfloat16` to send half as
             much; None is the one they are accumulated in.
-        order: ``"any"``, the backend's, or ``"rank"``: what was there before, plus rank 0's, plus
+        order: `"any"`, the backend's, or `"rank"`: the gradient before, plus rank 0's, plus
             rank 1's, and so on. If micro-batch m of a step is rank (m modulo ranks)'s and each is
             synchronised, the bits are those of one process, however many ranks there are.
-        init_sync: What becomes of parameters and buffers that differ between ranks at the start:
-            ``"check"`` refuses them by name, ``"broadcast"`` sends the first rank's, ``"none"``
+        init_sync: How parameters and buffers that differ between ranks at the start are treated:
+            `"check"` refuses them by name, `"broadcast"` sends the first rank's, `"none"`
             leaves them.
         check_finite: Refuse, on every rank, gradients that are not finite before they are summed,
             with the parameters and the ranks that made them. Costs one more pass over them.
 
     Raises:
-        InvalidArgumentError: An unknown ``op``, ``order`` or ``init_sync``, a ``grad_type`` or
-            ``reduce_dtype`` that is no floating dtype, a ``bucket_size`` below 1, or something
+        InvalidArgumentError: An unknown `op`, `order` or `init_sync`, a `grad_type` or
+            `reduce_dtype` that is no floating dtype, a `bucket_size` below 1, or something
             that is no module.
         MismatchError: The ranks' parameters differ in name, shape, dtype, order, frozenness or,
-            where they are to be compared, values.
+            if they are to be compared, values.
         StateError: No group to be found, or a live wrapper has a parameter already.
     """
 
@@ -246,32 +253,26 @@ class DataParallelBucket(_DataParallel):
             message = f"bucket_size must be a number of elements, at least 1, got {bucket_size!r}"
             raise InvalidArgumentError(message)
         check_floating("grad_type", grad_type)
+        settings = _Settings(
+            str(op).lower(), bucket_size, grad_type, reduce_dtype, order, check_finite, init_sync
+        )
 
         def fill(slots: Iterable[Slot], reduction: Reduction) -> list[Bucket]:
             return fill_buckets(slots, bucket_size, grad_type, reduction)
 
-        options = {
-            "op": op,
-            "bucket_size": bucket_size,
-            "grad_type": grad_type,
-            "reduce_dtype": reduce_dtype,
-            "order": order,
-            "check_finite": check_finite,
-            "init_sync": init_sync,
-        }
-        super().__init__(module, group, options, fill, overlap=True)
+        super().__init__(module, group, settings, fill, overlap=True)
         self.optimizer_shards: list[Shard] | None = None
         self._gathers: list[Gathers] = []
 
     def use_shards(self, shards: list[Shard], gathers: Gathers) -> None:
-        """Note what optimizers update on this rank; `shard_optimizer` calls it."""
+        """Note the shards that optimizers update on this rank; `shard_optimizer` calls it."""
         self._sync.attach(self.module)
         self.optimizer_shards = shards
         others = [each for each in self._gathers if not each.buckets & gathers.buckets]
         self._gathers = [*others, gathers]
 
     def settle_gradients(self) -> None:
-        """Let shards follow what was done to the gradients of their parameters since backward.
+        """Let shards follow all changes of their parameters' gradients since backward.
 
         Raises:
             StateError: A gradient that lies in shards has not been synchronised.

@@ -9,9 +9,9 @@ from torch.nn.parameter import UninitializedParameter
 
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
+from .culprits import shortened
 
 Named = Sequence[tuple[str, nn.Parameter]]
-SHOWN = 3  # names that an error has
 
 
 class Wrapped:
@@ -44,7 +44,7 @@ class Wrapped:
 
 
 def _trainable(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield what requires grad, a shared parameter again and again; quicker than `parameters`."""
+    """Yield all that require grad, shared ones again and again; quicker than `parameters`."""
     modules = [module]
     for each in modules:
         for parameter in each._parameters.values():
@@ -72,11 +72,6 @@ def _refuse_added(names: Sequence[str]) -> None:
         )
 
 
-def shortened(names: Sequence[str]) -> str:
-    """Return the first names as text."""
-    return ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
-
-
 def refuse_lazy(parameters: Named) -> None:
     """Refuse parameters that have no shape yet.
 
@@ -92,7 +87,7 @@ def refuse_lazy(parameters: Named) -> None:
 def describe(
     parameters: Iterable[tuple[str, nn.Parameter]], options: Mapping[str, object]
 ) -> list[str]:
-    """Write what ranks must agree on: a line for the options and one for each parameter."""
+    """Write all that ranks must agree on: a line for the options and one for each parameter."""
     lines = [", ".join(f"{name}={value}" for name, value in options.items())]
     for name, parameter in parameters:
         frozen = "" if parameter.requires_grad else " frozen"

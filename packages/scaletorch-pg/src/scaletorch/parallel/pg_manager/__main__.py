@@ -1,4 +1,7 @@
-"""Print a grid from the command line; no process group is needed."""
+"""Print a grid from the command line: its groups in short form, and one rank's place in them.
+
+No process group is needed.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from ...dist.errors import InvalidArgumentError
-from .grid import Grid
-from .show import grid_text, rank_text
+from .grid import ORDER, Grid
+from .groups import AXES
+from .layouts import short_ranks
 
 MAX_RANKS = 10_000_000
 
@@ -64,6 +68,98 @@ def _parser() -> argparse.ArgumentParser:
         "--gpus-per-node", type=int, metavar="G", help="ranks on a node: show which axes cross"
     )
     return parser
+
+
+def grid_text(grid: Grid, gpus_per_node: int | None = None) -> str:
+    """Return a table of axes: size, number of groups, nodes that one spans, the first two groups.
+
+    Args:
+        grid: The layout.
+        gpus_per_node: Ranks on each node; None leaves the nodes out.
+    """
+    spans = {axis: nodes_spanned(grid, axis, gpus_per_node) for axis in AXES if gpus_per_node}
+    rows = [["axis", "size", "groups", *(["nodes"] if spans else []), "  first groups"]]
+    for axis in AXES:
+        count = grid.world_size // grid.size(axis)
+        nodes = [str(spans[axis])] if spans else []
+        rows.append(
+            [axis, str(grid.size(axis)), str(count), *nodes, f"  {_first_groups(grid, axis)}"]
+        )
+    parts = [_title(grid, gpus_per_node), _table(rows)]
+    if spans:
+        parts.append(_crossings(spans))
+    return "\n\n".join(parts)
+
+
+def rank_text(grid: Grid, rank: int, gpus_per_node: int | None = None) -> str:
+    """Return one rank's coordinates, groups and neighbours.
+
+    Raises:
+        InvalidArgumentError: `rank` outside the grid.
+    """
+    place = f"rank {rank} of {grid.world_size}: {grid.coordinates(rank)}"
+    if gpus_per_node:
+        place += f", node {rank // gpus_per_node}, local rank {rank % gpus_per_node}"
+    rows = [["axis", "place", "  group"]]
+    for axis in AXES:
+        position = f"{grid.group_rank(axis, rank)} of {grid.size(axis)}"
+        rows.append([axis, position, f"  {_bracket(grid.group(axis, rank))}"])
+    ring = grid.ring_neighbours("cp", rank)
+    stage = grid.pipeline_neighbours(rank)
+    neighbours = (
+        f"cp ring: sends to rank {ring.send}, receives from rank {ring.recv}\n"
+        f"pipeline: previous stage {_stage(stage.prev)}, next stage {_stage(stage.next)}"
+    )
+    return "\n\n".join([place, _table(rows), neighbours])
+
+
+def nodes_spanned(grid: Grid, axis: str, gpus_per_node: int) -> int:
+    """Return the number of nodes that the widest-spread group of `axis` has ranks on."""
+    return max(len({rank // gpus_per_node for rank in group}) for group in grid.groups(axis))
+
+
+def _title(grid: Grid, gpus_per_node: int | None) -> str:
+    shape = ", ".join(f"{axis.upper()} {getattr(grid, axis)}" for axis in ORDER)
+    title = f"Grid [{shape}]: {_count(grid.world_size, 'rank')}"
+    if gpus_per_node:
+        nodes, rest = divmod(grid.world_size, gpus_per_node)
+        title += f" on {_count(nodes + bool(rest), 'node')} of {gpus_per_node}"
+        title += f" (the last has {rest})" if rest else ""
+    return title
+
+
+def _crossings(spans: dict[str, int]) -> str:
+    inside = ", ".join(axis for axis, nodes in spans.items() if nodes == 1) or "none"
+    across = ", ".join(axis for axis, nodes in spans.items() if nodes > 1) or "none"
+    return f"within a node: {inside}\ncross nodes: {across}"
+
+
+def _first_groups(grid: Grid, axis: str) -> str:
+    groups = grid.groups(axis)
+    shown = " ".join(_bracket(group) for group in groups[:2])
+    return f"{shown} ..." if len(groups) > 2 else shown
+
+
+def _bracket(ranks: Sequence[int]) -> str:
+    return f"[{short_ranks(ranks)}]"
+
+
+def _stage(rank: int | None) -> str:
+    return "none" if rank is None else f"on rank {rank}"
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
+
+
+def _table(rows: list[list[str]]) -> str:
+    """Return lines with the first and last columns flush left, the others right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for first, *middle, last in rows:
+        cells = [cell.rjust(width) for cell, width in zip(middle, widths[1:-1], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells, last]).rstrip())
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -13,8 +13,8 @@ from .grid import Grid
 class AxisAttributes(ABC):
     """For each axis: group, size, rank in the group, and the group's global ranks.
 
-    ``{axis}_size`` and ``{axis}_world_size`` are the same number, ``{axis}_rank`` counts from 0
-    in the group, while ``{axis}_first_rank``, ``{axis}_last_rank`` and ``{axis}_group_ids`` are
+    `{axis}_size` and `{axis}_world_size` are the same number, `{axis}_rank` counts from 0
+    in the group, while `{axis}_first_rank`, `{axis}_last_rank` and `{axis}_group_ids` are
     global ranks. Groups are None in a process without torch.distributed.
     """
 
@@ -68,7 +68,6 @@ class AxisAttributes(ABC):
 
     world_group: ProcessGroup | None
     world_size: int
-    world_world_size: int
     world_rank: int
     world_first_rank: int
     world_last_rank: int
@@ -86,11 +85,12 @@ class AxisAttributes(ABC):
             "group_ids": members,
         }
         for name, value in values.items():
-            setattr(self, f"{axis}_{name}", value)
+            if f"{axis}_{name}" != "world_world_size":
+                setattr(self, f"{axis}_{name}", value)
 
     @abstractmethod
     def group(self, axis: str) -> ProcessGroup | None:
-        """Process group of ``axis``: what the attributes ``{axis}_group`` return."""
+        """Return the process group of `axis`, as the attributes `{axis}_group` do."""
 
     if not TYPE_CHECKING:  # a type checker would take every name for an attribute
 

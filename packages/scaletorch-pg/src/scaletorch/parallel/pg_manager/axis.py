@@ -13,15 +13,15 @@ from .manager import get_process_group_manager
 def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | None:
     """Return the group a strategy communicates over.
 
-    An explicit ``group`` is returned as given. Otherwise it is the ``axis`` of the current
-    `ProcessGroupManager`, and without a manager it is None where there is one process.
+    An explicit `group` is returned as given. Otherwise it is the `axis` of the current
+    `ProcessGroupManager`, and without a manager it is None if there is one process.
 
     Args:
-        axis: ``"tp"``, ``"cp"``, ``"pp"``, ``"dp"``, ``"cp_dp"``, ``"pp_dp"`` or ``"world"``.
+        axis: `"tp"`, `"cp"`, `"pp"`, `"dp"`, `"cp_dp"`, `"pp_dp"` or `"world"`.
         group: A process group that holds this rank.
 
     Raises:
-        NotInGroupError: This rank is not in ``group``.
+        NotInGroupError: This rank is not in `group`.
         InvalidArgumentError: Not an axis, or one that has no process group.
         StateError: Several ranks, no group and no manager: WORLD is never meant silently.
     """
@@ -44,7 +44,7 @@ def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | N
 
 
 def describe_rank() -> str:
-    """Name this rank for messages: ``rank 5 (dp0 pp1 cp0 tp1)``, or ``rank 5`` with no manager."""
+    """Name this rank for messages: `rank 5 (dp0 pp1 cp0 tp1)`, or `rank 5` with no manager."""
     manager = get_process_group_manager()
     if manager is None:
         return f"rank {get_rank()}"

@@ -9,8 +9,8 @@ import torch.distributed as torch_dist
 from torch.distributed import ProcessGroup
 
 from ...dist import get_backend, get_default_group, get_timeout, group_ranks
+from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError, StateError
-from .agreement import highest_failed_rank
 from .grid import Grid, axis_names
 from .names import numbered_from
 
@@ -21,7 +21,7 @@ _AXIS_OF = {axis_names(axis): axis for axis in AXES}
 
 
 def grouped_axis(axis: str) -> str:
-    """The name in `AXES` that ``axis`` means, such as ``"cp_dp"`` for ``"dp_cp"``.
+    """Return the name in `AXES` that `axis` means, such as `"cp_dp"` for `"dp_cp"`.
 
     Raises:
         InvalidArgumentError: Not an axis, or one that has no process group.
@@ -45,7 +45,7 @@ class GroupSet:
         first_number: From where torch's group names count, agreed by all ranks.
 
     Raises:
-        StateError: Another rank could not make its groups; that rank raises what it met.
+        StateError: Another rank could not make its groups; that rank raises its own error.
     """
 
     def __init__(self, grid: Grid, rank: int, first_number: int) -> None:
@@ -59,13 +59,13 @@ class GroupSet:
             problem = error
         # Also holds everyone until all groups stand: one that went on and closed a group would
         # cut off members that are still connecting.
-        failed = highest_failed_rank(problem is not None)
-        if failed is not None:
+        failed = max(agree("the process groups", [], note=-1 if problem is None else rank))
+        if failed >= 0:
             self.destroy()
             raise problem or StateError(_failure(rank, failed))
 
     def get(self, axis: str) -> ProcessGroup | None:
-        """Group of one of the `AXES`; None once it was destroyed."""
+        """Return the group of one of the `AXES`; None once it was destroyed."""
         reference = self._by_axis.get(axis)
         return None if reference is None else reference()
 
@@ -78,7 +78,7 @@ class GroupSet:
                 torch_dist.destroy_process_group(group)
 
     def _create_all(self, grid: Grid, rank: int) -> None:
-        # All groups of an axis have one size, so ranks share or make a group alike, and the
+        # All groups of an axis have one size, so all ranks take a group or all make one, and the
         # order below is everyone's order, as local synchronisation needs it.
         made = {group_ranks(): get_default_group()}
         for axis in AXES:

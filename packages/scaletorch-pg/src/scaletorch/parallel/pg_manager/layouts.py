@@ -8,13 +8,13 @@ from collections.abc import Iterator, Sequence
 from ...dist.errors import InvalidArgumentError
 from .grid import Grid
 
-# What changing an axis means to the program: more data parallelism changes nothing but speed,
+# The cost of changing an axis to the program: more data parallelism changes nothing but speed,
 # another tensor parallel size reshapes every weight.
 _COST = {"dp": 1, "pp": 2, "cp": 2, "tp": 3}
 
 
 def legal_layouts(world_size: int) -> Iterator[Grid]:
-    """Return every layout of ``world_size`` ranks.
+    """Return every layout of `world_size` ranks.
 
     Raises:
         InvalidArgumentError: Less than one rank.
@@ -31,13 +31,13 @@ def _layouts(world_size: int) -> Iterator[Grid]:
 
 
 def nearest_layouts(asked: Grid, world_size: int, count: int = 3) -> list[Grid]:
-    """Layouts of ``world_size`` ranks that change ``asked`` least, best first.
+    """Return layouts of `world_size` ranks that change `asked` least, best first.
 
     Fewest axes changed come first, then the smallest factors, with dp the cheapest to change
     and tp the dearest.
 
     Raises:
-        InvalidArgumentError: ``asked`` is no layout, less than one rank, or a negative count.
+        InvalidArgumentError: `asked` is no layout, less than one rank, or a negative count.
     """
     if not isinstance(asked, Grid):
         raise InvalidArgumentError(f"asked must be a Grid, got {type(asked).__name__}")
@@ -46,7 +46,7 @@ def nearest_layouts(asked: Grid, world_size: int, count: int = 3) -> list[Grid]:
 
 
 def wrong_product(asked: Grid, world_size: int) -> str:
-    """Message for a layout whose product is not the number of ranks."""
+    """Return the message for a layout whose product is not the number of ranks."""
     near = ", ".join(
         f"(tp={grid.tp}, cp={grid.cp}, pp={grid.pp}, dp={grid.dp})"
         for grid in nearest_layouts(asked, world_size)
@@ -59,7 +59,7 @@ def wrong_product(asked: Grid, world_size: int) -> str:
 
 
 def short_ranks(ranks: Sequence[int]) -> str:
-    """Write ascending ranks briefly: ``0-7``, ``0, 8, 16, ..., 504`` or ``0-7, 32-39``."""
+    """Write ascending ranks briefly: `0-7`, `0, 8, 16, ..., 504` or `0-7, 32-39`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ...dist import get_default_group, get_local_rank, get_rank, get_world_size
 from ...dist.errors import InvalidArgumentError, StateError
-from .agreement import agree
+from .agreement import agree_on_layout
 from .attributes import AxisAttributes
 from .grid import Grid
 from .groups import AXES, GroupSet, grouped_axis
@@ -47,7 +47,7 @@ class ProcessGroupManager(AxisAttributes):
 
     Raises:
         InvalidArgumentError: Sizes that are no layout, or whose product is not the world size.
-        MismatchError: On every rank, where ranks were given different sizes.
+        MismatchError: On every rank, if ranks were given different sizes.
         StateError: Another rank could not make its groups.
     """
 
@@ -71,17 +71,17 @@ class ProcessGroupManager(AxisAttributes):
         self.pp_is_last_stage = self.pp_next_rank is None
 
     def __str__(self) -> str:
-        """Short form, such as ``TP(2)-CP(1)-PP(2)-DP(1)-Rank(0)``."""
+        """Short form, such as `TP(2)-CP(1)-PP(2)-DP(1)-Rank(0)`."""
         return f"{self.grid}-Rank({self.global_rank})"
 
     def __repr__(self) -> str:
         return f"ProcessGroupManager({self})"
 
     def group(self, axis: str) -> ProcessGroup | None:
-        """Process group of ``axis``; None without torch.distributed.
+        """Return the process group of `axis`; None without torch.distributed.
 
         Args:
-            axis: ``"tp"``, ``"cp"``, ``"pp"``, ``"dp"``, ``"cp_dp"``, ``"pp_dp"`` or ``"world"``.
+            axis: `"tp"`, `"cp"`, `"pp"`, `"dp"`, `"cp_dp"`, `"pp_dp"` or `"world"`.
 
         Raises:
             InvalidArgumentError: Not an axis, or one that has no process group.
@@ -98,9 +98,9 @@ class ProcessGroupManager(AxisAttributes):
 
     @property
     def device_mesh(self) -> DeviceMesh:
-        """A DeviceMesh ``("dp", "pp", "cp", "tp")`` over the same groups, made when first asked.
+        """A DeviceMesh `("dp", "pp", "cp", "tp")` over the same groups, made when first asked.
 
-        Slice it for FSDP2, DTensor and torch.distributed.checkpoint: ``device_mesh["dp"]``.
+        Slice it for FSDP2, DTensor and torch.distributed.checkpoint: `device_mesh["dp"]`.
 
         Raises:
             StateError: Without torch.distributed there are no groups to describe.
@@ -156,7 +156,7 @@ def setup_process_group_manager(
     Raises:
         StateError: There is one already.
         InvalidArgumentError: Sizes that are no layout, or whose product is not the world size.
-        MismatchError: On every rank, where ranks were given different sizes.
+        MismatchError: On every rank, if ranks were given different sizes.
     """
     global _current
     old = get_process_group_manager()
@@ -184,7 +184,7 @@ def __rank_state__() -> bool:
 
 
 def destroy_process_group_manager() -> None:
-    """Destroy the current manager and the groups it made; does nothing where there is none.
+    """Destroy the current manager and the groups it made; does nothing if there is none.
 
     All ranks call this; the default group stays.
     """
@@ -195,13 +195,13 @@ def destroy_process_group_manager() -> None:
 
 
 def _agreed_grid(tp_size: int, cp_size: int, pp_size: int, dp_size: int) -> tuple[Grid, int]:
-    """Check the sizes across ranks and here; also returns where group names may start."""
+    """Check the sizes across ranks and here; also return the number from which groups are named."""
     try:
         grid = Grid(tp=tp_size, cp=cp_size, pp=pp_size, dp=dp_size)
     except InvalidArgumentError:
-        agree(None, first_unused_number())  # else the other ranks would wait for this one
+        agree_on_layout(None, first_unused_number())  # else the other ranks would wait for this one
         raise
-    first_number = agree(grid, first_unused_number())
+    first_number = agree_on_layout(grid, first_unused_number())
     world_size = get_world_size()
     if grid.world_size != world_size:
         raise InvalidArgumentError(wrong_product(grid, world_size))

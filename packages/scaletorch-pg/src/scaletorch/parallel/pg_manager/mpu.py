@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from ...dist.errors import InvalidArgumentError, StateError
 from .manager import ProcessGroupManager, get_process_group_manager
 
-# What such code calls an axis.
+# The names that such code has for an axis.
 NAMES = {
     "tensor_model": "tp",
     "model": "tp",
@@ -20,16 +20,16 @@ NAMES = {
 
 
 def as_mpu(manager: ProcessGroupManager | None = None) -> SimpleNamespace:
-    """Return what ``deepspeed.initialize(mpu=...)`` asks for its groups ("model parallel unit").
+    """Return a "model parallel unit", which `deepspeed.initialize(mpu=...)` asks for its groups.
 
-    For each of ``tensor_model``, ``model`` (both tp), ``sequence`` (cp), ``pipeline_model`` (pp),
-    ``data`` (dp) and ``sequence_data`` (cp x dp) it has
+    For each of `tensor_model`, `model` (both tp), `sequence` (cp), `pipeline_model` (pp),
+    `data` (dp) and `sequence_data` (cp x dp) it has
 
-    - ``get_<name>_parallel_group()``, the process group,
-    - ``get_<name>_parallel_world_size()``, its number of ranks,
-    - ``get_<name>_parallel_rank()``, this rank's place in it,
-    - ``get_<name>_parallel_src_rank()``, the global rank of its first member,
-    - ``get_<name>_parallel_group_ranks()``, the global ranks of all.
+    - `get_<name>_parallel_group()`, the process group,
+    - `get_<name>_parallel_world_size()`, its number of ranks,
+    - `get_<name>_parallel_rank()`, this rank's place in it,
+    - `get_<name>_parallel_src_rank()`, the global rank of its first member,
+    - `get_<name>_parallel_group_ranks()`, the global ranks of all.
 
     Args:
         manager: The grid; None is the current one.

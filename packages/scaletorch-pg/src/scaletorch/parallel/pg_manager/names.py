@@ -16,31 +16,34 @@ from typing import Any
 
 from torch.distributed import distributed_c10d as c10d
 
+from ...dist.building import one_per_process
+
 # Away from the numbers that the program's own groups get.
 MARGIN = 1000
 
-# Where the count is kept: beside torch's own, so that vendored copies of this package share it.
-_KEY = "_scaletorch_next_group_number"
-
 
 def first_unused_number() -> int:
-    """Lowest group number that this process can offer to the agreement of a new set-up."""
-    used: int = getattr(c10d, _KEY, 0)
-    return max(used, len(_torch_names()) + MARGIN)
+    """Return the lowest group number that this process can offer in a new set-up."""
+    return max(_next_number()[0], len(_torch_names()) + MARGIN)
 
 
 @contextmanager
 def numbered_from(number: int) -> Iterator[None]:
-    """Let the groups made inside the block be number ``number``, ``number + 1`` and so on."""
+    """Let the groups made inside the block be number `number`, `number + 1` and so on."""
     names = _torch_names()
     fillers = [object() for _ in range(number - len(names))]
     names.update((filler, f"scaletorch-{index}") for index, filler in enumerate(fillers))
     try:
         yield
     finally:
-        setattr(c10d, _KEY, len(names))
+        _next_number()[0] = len(names)
         for filler in fillers:
             del names[filler]
+
+
+def _next_number() -> list[int]:
+    """Return a list of the next unused number, which vendored copies of this package share."""
+    return one_per_process("group_numbers", lambda: [0])
 
 
 def _torch_names() -> dict[Any, str]:

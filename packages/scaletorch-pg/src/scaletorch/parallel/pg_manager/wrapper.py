@@ -9,12 +9,12 @@ from torch import nn
 
 
 class ModuleWrapper(nn.Module):
-    """Base of strategies' wrappers: holds ``module`` and shows its names without a prefix.
+    """Base of strategies' wrappers: holds `module` and shows its names without a prefix.
 
-    ``named_modules``, ``named_parameters``, ``named_buffers``, ``state_dict`` and
-    ``load_state_dict`` are those of ``module``, also when wrappers nest or sit inside another
-    module, and attributes that the wrapper lacks are looked up in ``module``. ``forward`` calls
-    ``module``.
+    `named_modules`, `named_parameters`, `named_buffers`, `state_dict` and
+    `load_state_dict` are those of `module`, also when wrappers nest or sit inside another
+    module, and attributes that the wrapper lacks are looked up in `module`. `forward` calls
+    `module`.
 
     Args:
         module: The module to hold.

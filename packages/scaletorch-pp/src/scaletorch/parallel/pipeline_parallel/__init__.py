@@ -8,8 +8,9 @@ from .pipeline_parallel import (
     train_step_pipeline_afab,
 )
 from .pp_comms import bidirectional_pipeline_communicate, pipeline_communicate
+from .preparation.materialize import materialize, meta_parameters
+from .preparation.measure import measure_costs
 from .runtime.faults import StageError
-from .runtime.recorder import Recorder
 from .schedules import (
     SCHEDULES,
     Action,
@@ -24,7 +25,6 @@ from .schedules import (
     Timeline,
     afab,
     check,
-    check_programs,
     derive_messages,
     dualpipe_v,
     forward_only,
@@ -40,12 +40,10 @@ from .schedules import (
     zb_v,
 )
 from .schedules.choose import AnySchedule
-from .splitting.materialize import materialize, meta_parameters
-from .splitting.measure import measure_costs
 from .splitting.split import Split, distribute_layers, infer_split, layers_of
 from .stages.cut import PassThrough
 from .steps.evaluate import pipeline_forward
-from .steps.record import recording
+from .steps.record import Recorder, recording
 
 __all__ = [
     "SCHEDULES",
@@ -69,7 +67,6 @@ __all__ = [
     "afab",
     "bidirectional_pipeline_communicate",
     "check",
-    "check_programs",
     "derive_messages",
     "distribute_layers",
     "dualpipe_v",

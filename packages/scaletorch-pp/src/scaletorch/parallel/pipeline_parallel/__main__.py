@@ -11,12 +11,17 @@ from pathlib import Path
 
 from ...dist.errors import InvalidArgumentError
 from .drawing import to_chrome_trace, to_png, to_svg, to_text
-from .schedules.check import check
-from .schedules.files import from_csv, from_json, to_csv
-from .schedules.schedule import Schedule
-from .schedules.simulate import Costs, simulate
-from .schedules.table import SCHEDULES
-from .schedules.timeline import Timeline
+from .schedules import (
+    SCHEDULES,
+    Costs,
+    Schedule,
+    Timeline,
+    check,
+    from_csv,
+    from_json,
+    simulate,
+    to_csv,
+)
 
 EPILOG = """\
 F0 is the forward of micro-batch 0, B0 its backward, I0 and W0 the two parts of a backward: the

@@ -32,34 +32,35 @@ def train_step_pipeline(
 ) -> Tensor:
     """Run one step's micro-batches in the order of the model's own schedule.
 
-    Gradients are added to ``.grad`` and complete on return: the last backward syncs those of a data
+    Gradients are added to `.grad` and complete on return: the last backward syncs those of a data
     parallel wrapper, and tied parameters are summed over their ranks. If a stage raises, on
     whichever rank, all ranks raise, and the model may be used again; its gradients are half made.
 
     Args:
-        model: a `PipelineParallel`, or wrappers around one (``.module``); the outermost is called.
-        data_loader: this step's micro-batches, as many on every rank: mappings with ``input_ids``
-            and ``labels`` [B, L] int64, and more that forward is given by keyword on every stage.
+        model: A `PipelineParallel`, or wrappers around one (`.module`); the outermost is called.
+        data_loader: This step's micro-batches, as many on every rank: mappings with `input_ids`
+            and `labels` [B, L] int64, and more that forward is given by keyword on every stage.
             Sizes may differ from one to the next.
-        tensor_shapes: shape of one micro-batch's hidden states, [B, L, H], to be checked; None
+        tensor_shapes: Shape of one micro-batch's hidden states, [B, L, H], to be checked; None
             takes whatever shape they have.
-        device: where the stage computes; None is where its parameters are.
-        dtype: dtype of hidden states, to be checked, or cast to under autocast; None takes any.
-        loss_fn: ``loss_fn(output, batch) -> scalar``, added up over micro-batches. None is the
-            token cross entropy of ``labels`` (aligned with the outputs, -100 ignored) divided by
-            the valid tokens of all micro-batches and of the manager's CP x DP group.
-        group: the ranks in order; None is the model's own group.
+        device: Device on which the stage computes; None is that of its parameters.
+        dtype: Dtype of hidden states, to be checked, or cast to under autocast; None takes any.
+        loss_fn: `loss_fn(output, batch) -> scalar`, added up over micro-batches. None is the
+            token cross entropy of `labels` (aligned with the outputs, -100 ignored) divided by
+            the valid tokens of all micro-batches and, if the pipeline is the manager's pp axis, of
+            the manager's CP x DP group. Over a group of your own it counts this pipeline's alone.
+        group: The ranks in order; None is the model's own group.
 
     Returns:
         The sum of the micro-batches' losses on the rank of the last stage and zero elsewhere: 0-d,
-        detached, in ``dtype`` or the parameters' but float32 at least. With the default loss it is
+        detached, in `dtype` or the parameters' but float32 at least. With the default loss it is
         this rank's share of the global batch's loss.
 
     Raises:
-        InvalidArgumentError: a bad argument, or a stage's output that was announced otherwise.
-        MismatchError: ranks that differ in micro-batches, their shapes, or schedule.
-        ScheduleError: a schedule that would not end, or not compute every gradient.
-        StageError: another rank has failed in this step; the message has its error.
+        InvalidArgumentError: A bad argument, or a stage's output that was announced otherwise.
+        MismatchError: Ranks that differ in micro-batches, their shapes, or schedule.
+        ScheduleError: A schedule that would not end, or not compute every gradient.
+        StageError: Another rank has failed in this step; the message has its error.
     """
     arguments = StepArguments(model, data_loader, tensor_shapes, device, dtype, group)
     return train_step(arguments, loss_fn, None)

@@ -17,7 +17,7 @@ from .steps.batches import checked_dtype, checked_shape
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """Where a message goes and where another comes from, as steps along the pipeline."""
+    """The two ends of an exchange, as steps along the pipeline: to whom, and from whom."""
 
     to: int | None = None
     source: int | None = None
@@ -47,19 +47,19 @@ def pipeline_communicate(
     """Send to or receive from a neighbouring stage; at the ends of the pipeline do nothing.
 
     Args:
-        operation: ``recv_forward``, ``send_forward``, ``recv_backward`` or ``send_backward``.
-        device: where a received tensor is put.
-        dtype: dtype of the tensor that travels.
-        tensor: what to send.
-        shapes: shape of what is received, ``[B, L, H]``.
-        group: the stages in order; None is the manager's pp axis.
+        operation: `recv_forward`, `send_forward`, `recv_backward` or `send_backward`.
+        device: Device of a received tensor.
+        dtype: Dtype of the tensor that travels.
+        tensor: The tensor to send.
+        shapes: Shape of the received tensor, `[B, L, H]`.
+        group: The stages in order; None is the manager's pp axis.
 
     Returns:
-        The received tensor, or None when sending and where there is no neighbour. Hidden states
-        (``recv_forward``) are a leaf that requires grad while grad is enabled.
+        The received tensor, or None when sending and if there is no neighbour. Hidden states
+        (`recv_forward`) are a leaf that requires grad while grad is enabled.
 
     Raises:
-        InvalidArgumentError: unknown operation, or nothing to send or receive into.
+        InvalidArgumentError: Unknown operation, or nothing to send or receive into.
     """
     return _communicate(operation, ONE_WAY, tensor, shapes, torch.device(device), dtype, group)
 
@@ -75,19 +75,19 @@ def bidirectional_pipeline_communicate(
     """Send to a neighbouring stage and receive from it in one exchange, which cannot deadlock.
 
     Args:
-        operation: ``send_fwd_recv_bwd`` (next stage) or ``send_bwd_recv_fwd`` (previous stage).
-        send_tensor: what to send.
-        recv_shapes: shape of what is received, ``[B, L, H]``.
-        device: where the received tensor is put.
-        dtype: dtype of both tensors.
-        group: the stages in order; None is the manager's pp axis.
+        operation: `send_fwd_recv_bwd` (next stage) or `send_bwd_recv_fwd` (previous stage).
+        send_tensor: The tensor to send.
+        recv_shapes: Shape of the received tensor, `[B, L, H]`.
+        device: Device of the received tensor.
+        dtype: Dtype of both tensors.
+        group: The stages in order; None is the manager's pp axis.
 
     Returns:
-        The received tensor, or None where there is no such neighbour. Hidden states
-        (``send_bwd_recv_fwd``) are a leaf that requires grad while grad is enabled.
+        The received tensor, or None if there is no such neighbour. Hidden states
+        (`send_bwd_recv_fwd`) are a leaf that requires grad while grad is enabled.
 
     Raises:
-        InvalidArgumentError: unknown operation, or nothing to send or receive into.
+        InvalidArgumentError: Unknown operation, or nothing to send or receive into.
     """
     return _communicate(
         operation, BOTH_WAYS, send_tensor, recv_shapes, torch.device(device), dtype, group

@@ -12,10 +12,9 @@ from .plans.families import FAMILIES, Family
 from .plans.plan import STYLES, Divide, Plan, Style
 from .regions.main_grads import keep_main_grads
 from .regions.random import common_random, sharded_random
-from .regions.sequence import joins_sequences, sequence_share
+from .sharing.sequence import joins_sequences, sequence_share
 from .state.dtensors import PiecesTensor, as_dtensors
-from .state.owners import split_by_owner
-from .state.placements import Pieces, placements
+from .state.placements import Pieces, placements, split_by_owner
 from .state.safetensors_folder import load_safetensors
 from .state.whole import (
     gather_state_dict,

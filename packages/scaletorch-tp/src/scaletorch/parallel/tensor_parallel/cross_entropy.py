@@ -1,4 +1,4 @@
-"""Cross entropy over a vocabulary of which each rank holds a part: logits are never gathered."""
+"""Cross entropy over a vocabulary of which each rank holds a shard: logits are never gathered."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def vocab_parallel_cross_entropy(
         has the logits' dtype and cannot be differentiated again.
 
     Raises:
-        InvalidArgumentError: Shapes, dtypes or options do not fit, or, where targets are on the
+        InvalidArgumentError: Shapes, dtypes or options do not fit, or, if targets are on the
             CPU, one of them is no id. Elsewhere such a target fails as an index does there.
         StateError: In backward, with `create_graph=True`.
     """
@@ -152,7 +152,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, index: Tensor, elsewhere: Tensor, terms: _Terms) -> Tensor:
-    """Return what is to be known of this rank's logits, for every token.
+    """Return the statistics of this rank's logits, for every token.
 
     It is [3, ...]: the highest, the sum of exp(logit - highest), the target's (0 elsewhere), and
     as a fourth, for smoothing, the sum of logit - highest.
@@ -192,7 +192,7 @@ def _combined(own: Tensor, terms: _Terms) -> list[Tensor]:
 
 
 def _finite(highest: Tensor) -> Tensor:
-    """Return what can be subtracted from logits, also where all of them are -inf or none is."""
+    """Return the highest logits, with 0 for -inf, so that they can be subtracted from any."""
     return highest.masked_fill(highest == -math.inf, 0)
 
 

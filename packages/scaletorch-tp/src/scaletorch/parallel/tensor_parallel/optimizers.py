@@ -1,6 +1,6 @@
 """Optimizers that look at more than an element at a time: on a shard they would update otherwise.
 
-They are told by their classes' names, since most are of other libraries.
+They are recognised by their classes' names, since most are of other libraries.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _check(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that looks at whole parameters, where it has shards of some.
+    """Refuse an optimizer that looks at whole parameters, if it has shards of some.
 
     Raises:
         InvalidArgumentError: It does.
@@ -56,7 +56,7 @@ def _check(optimizer: Optimizer) -> None:
     known = {id(p): (name, shard) for name, p, shard in longest}
     for tensor in (each for group in optimizer.param_groups for each in group["params"]):
         # What a sharded optimizer has in a parameter's place. Which of these are parts of shards is
-        # another question on each rank, so none is taken where any parameter is divided.
+        # another question on each rank, so none is taken if any parameter is divided.
         origin = getattr(tensor, "stands_for", tensor)
         name, shard = known.get(id(origin), ("", False))
         if shard or (name and origin is not tensor):

@@ -10,19 +10,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...dist import get_rank, get_world_size
 from ..pg_manager import axis_group
-from .cuts.cut import Cut
 from .layers.base import Memo, TensorParallelLayer
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .optimizers import watch
-from .plans.plan import Match, Plan, find_mixins
-from .plans.shares import check_shares
-from .plans.validate import resolve
-from .plans.whole import find_whole
+from .plans.plan import Plan
+from .plans.resolve import resolve
 from .regions.region import Region
-from .regions.sequence import share_sequences
-from .regions.sum_grad import SumGradients
-from .regions.surround import cannot_surround, surround
+from .regions.surround import surround
+from .sharing.partial import WholeGradients
+from .sharing.sequence import share_sequences
 
 __all__ = [
     "ColumnParallelLinear",
@@ -71,58 +68,27 @@ def apply_tensor_parallel(
     """
     group = axis_group("tp", group)
     tp_size = get_world_size(group)
-    matches, cuts, attributes = resolve(model, plan, tp_size)
-    if sequence_parallel:
-        check_shares(model, matches)
-    mixins = find_mixins(matches) if tp_size > 1 else {}
+    resolved = resolve(model, plan, tp_size, sequence_parallel=sequence_parallel)
+    matches = resolved.matches.values()
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for match in matches:
-        _rewrite(match, group, memo, cuts.get(match.module))
-    for module, values in attributes.items():
+        if match.layer is not None:
+            match.layer.convert(match.module, group, memo, match.cut, **match.options)
+    for module, values in resolved.attributes.items():
         vars(module).update({name: ranks[get_rank(group)] for name, ranks in values.items()})
-    for module, mixin in mixins.items():
-        surround(module, mixin, group)
-    if tp_size > 1:
-        watch(model)
-        for module in find_regions(model):
-            # A model is called with ids, not with a share of hidden states.
-            if module is not model or not sequence_parallel:
-                surround(module, Region, group)
-        if sequence_parallel:
-            replicated = [match.module for match in matches if match.style == "replicate"]
-            regions = [module for module in model.modules() if isinstance(module, Region)]
-            share_sequences(model, group, replicated, find_whole(model, regions))
+    if tp_size == 1:
+        return model
+    for match in matches:
+        if match.mixin is not None:
+            surround(match.module, match.mixin, group)
+    watch(model)
+    joined = [n for n, m in model.named_modules() if getattr(m, "gather_output", False)]
+    model.register_forward_hook(WholeGradients(group, joined))
+    for module in resolved.regions:
+        # A model is called with ids, not with a share of hidden states.
+        if module is not model or not sequence_parallel:
+            surround(module, Region, group)
+    if sequence_parallel:
+        replicated = [match.module for match in matches if match.style == "replicate"]
+        share_sequences(model, group, replicated, resolved.whole)
     return model
-
-
-def find_regions(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that begin with column-parallel layers and end with one row-parallel.
-
-    All parameters of their other children are summed or sharded: a block with a norm of whole
-    hidden states is none.
-    """
-    return [
-        module
-        for module in model.modules()
-        if _is_region(module) and cannot_surround(module, Region) is None
-    ]
-
-
-def _is_region(module: nn.Module) -> bool:
-    children = list(module.children())
-    columns = [child for child in children if isinstance(child, ColumnParallelLinear)]
-    rows = [child for child in children if isinstance(child, RowParallelLinear)]
-    inside = TensorParallelLayer, SumGradients
-    return (
-        bool(columns)
-        and len(rows) == 1
-        and all(
-            isinstance(child, inside) or next(child.parameters(), None) is None
-            for child in children
-        )
-    )
-
-
-def _rewrite(match: Match, group: ProcessGroup | None, memo: Memo, cut: Cut | None) -> None:
-    if match.layer is not None:
-        match.layer.convert(match.module, group, memo, cut, **match.options)

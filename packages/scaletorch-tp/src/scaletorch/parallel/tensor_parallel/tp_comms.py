@@ -1,7 +1,7 @@
 """The communication inside tensor-parallel layers, as differentiable functions.
 
 `group` is everywhere last and may be left out: it is then the tensor-parallel axis of the current
-`ProcessGroupManager`, or one process where nothing is distributed.
+`ProcessGroupManager`, or one process if nothing is distributed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def split_tensor_along_last_dim(tensor: Tensor, num_partitions: int) -> list[Ten
     """Cut `tensor` [..., n] into views [..., n / num_partitions].
 
     Raises:
-        InvalidArgumentError: the last dim does not divide.
+        InvalidArgumentError: The last dim does not divide.
     """
     if num_partitions < 1 or tensor.dim() == 0 or tensor.shape[-1] % num_partitions:
         raise InvalidArgumentError(
@@ -72,7 +72,7 @@ def merge_first_two_dims(grad_output: Tensor, input_: Tensor) -> tuple[Tensor, T
     """Return both tensors with their first two dims as one: [B, S, ...] to [B * S, ...].
 
     Raises:
-        InvalidArgumentError: a tensor has fewer than two dims.
+        InvalidArgumentError: A tensor has fewer than two dims.
     """
     if min(grad_output.dim(), input_.dim()) < 2:
         raise InvalidArgumentError(

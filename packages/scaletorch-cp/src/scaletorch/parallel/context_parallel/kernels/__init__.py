@@ -1,8 +1,7 @@
 """Attention over one block of keys, by the kernel that suits it, and the merge of blocks."""
 
-from .merge import merge_into, statistics_dtype, update_out_and_lse
-from .operands import Operands
-from .table import KERNELS, Kernel, backward, forward, kernel_for
+from .block import Kernel, Operands, merge_into, statistics_dtype, update_out_and_lse
+from .table import KERNELS, backward, forward, kernel_for
 
 __all__ = [
     "KERNELS",

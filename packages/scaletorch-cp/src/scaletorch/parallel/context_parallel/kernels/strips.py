@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks.bands import Band
+from ..masks.blocks import Band
 
 
 class Strip(NamedTuple):
@@ -40,24 +40,24 @@ def seeing_rows(band: Band, rows: int, keys: int) -> range:
 
 
 def hide_(scores: Tensor, band: Band, strip: Strip) -> Tensor:
-    """Put −inf into scores [..., rows, keys] of a strip where a row does not see a key."""
+    """Put −inf into scores [..., rows, keys] of a strip if the row does not see the key."""
     lower, upper = band
     rows, keys = strip
     shift = rows.start - keys.start
     if upper is not None:
-        # Keys from here on lie behind what the first row sees.
+        # Keys from here on lie behind those that the first row sees.
         first = max(0, shift + upper + 1)
         edge = scores[..., first:]
         edge.masked_fill_(_ones(edge).triu_(shift + upper + 1 - first), -torch.inf)
     if lower is not None:
-        # Keys up to here lie before what the last row sees.
+        # Keys up to here lie before those that the last row sees.
         edge = scores[..., : max(0, shift + lower + len(rows) - 1)]
         edge.masked_fill_(_ones(edge).tril_(shift + lower - 1), -torch.inf)
     return scores
 
 
 def sees_all(band: Band, strip: Strip) -> bool:
-    """Tell whether every row of a strip sees every key of it."""
+    """Return whether every row of a strip sees every key of it."""
     lower, upper = band
     rows, keys = strip
     return (upper is None or keys[-1] - rows[0] <= upper) and (

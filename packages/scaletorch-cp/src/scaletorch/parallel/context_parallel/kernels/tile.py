@@ -1,11 +1,11 @@
 """Attention over one block of keys by plain matrix products: any band, dtype and device.
 
 Scores exist one tile at a time: some rows of some heads, with the keys that these rows can see.
-So memory is linear in the block's length, and what nothing sees is not computed. Everything is
+So memory is linear in the block's length, and keys that no row sees are not computed. Everything is
 computed and returned in float32, in float64 for float64. The heads of a group become rows of one
 matrix product, so K and V are never expanded and a group's gradients are summed in float32.
 
-Shapes, where B and K become one dim of U key/value heads, with G query heads each:
+Shapes; B and K become one dim of U key/value heads, with G query heads each:
 
     q, out, grad_out, dq   [B, H, L, D], inside [U, G, L, D]
     k, v, dk, dv           [B, K, S, D], inside [U, S, D]; v's head dim may be another
@@ -22,9 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..masks.bands import Band
-from .merge import statistics_dtype
-from .operands import Gradients, Operands, without_unseeing_rows
+from ..masks.blocks import Band
+from .block import Gradients, Operands, statistics_dtype, without_unseeing_rows
 from .strips import Strip, hide_, strips
 
 # Rows of a group's heads together, and scores at most unless these rows alone have more: what a
@@ -51,19 +50,7 @@ class _Tile(NamedTuple):
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
-    """Attend `q` to one block of keys.
-
-    Args:
-        q: Queries [B, H, L, D].
-        k: Keys [B, K, S, D]; K divides H.
-        v: Values [B, K, S, Dv].
-        scale: Factor of the scores.
-        band: Row i sees key j where lower <= j - i <= upper.
-
-    Returns:
-        out [B, H, L, Dv] and lse [B, H, L], in `statistics_dtype`. Rows that see nothing have
-        out 0 and lse −inf.
-    """
+    """Attend `q` to one block of keys: see `table.forward`."""
     queries, keys, values = _grouped(q, k), _flat(k), _flat(v)
     out = queries.new_zeros((*queries.shape[:3], v.shape[-1]))
     lse = queries.new_full(queries.shape[:3], -torch.inf)
@@ -78,18 +65,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
 
 
 def backward(x: Operands, scale: float, band: Band) -> Gradients:
-    """Return one block's share of the gradients of attention over several blocks.
-
-    With `out` and `lse` of the *merged* result, the sum of all blocks' shares is exact.
-
-    Args:
-        x: The block's rows and keys.
-        scale: As in `forward`.
-        band: As in `forward`.
-
-    Returns:
-        dq, dk, dv in the shapes of q, k, v and in `statistics_dtype`.
-    """
+    """Return one block's share of the gradients: see `table.backward`."""
     grad_out, q, k, v, out, lse = x
     queries, keys, values = _grouped(q, k), _flat(k), _flat(v)
     grads, lses = _grouped(grad_out, k), _grouped(without_unseeing_rows(lse).unsqueeze(-1), k)
@@ -141,7 +117,7 @@ def _put(x: Tensor, rows: Tensor, tile: _Tile) -> None:
 
 
 def _scores(q_rows: Tensor, keys: Tensor, band: Band, tile: _Tile) -> Tensor:
-    """Return scores [heads, G · rows, keys] of scaled rows, −inf where a row may not look."""
+    """Return scores [heads, G · rows, keys] of scaled rows, −inf if a row does not see a key."""
     scores = q_rows @ keys[tile.heads, tile.keys].mT
     hide_(scores.unflatten(1, (-1, len(tile.strip.rows))), band, tile.strip)
     return scores

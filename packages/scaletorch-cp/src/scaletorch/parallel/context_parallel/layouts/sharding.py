@@ -13,8 +13,8 @@ from ....dist import functional
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..cp_comms import ring_of
-from .layout import Layout
-from .lookup import layout_of_shards, layout_of_whole
+from .layout import Layout, layout_of_shards, layout_of_whole
+from .order import DEFAULT, note_order, order_of_shards
 
 
 def shard_sequence(
@@ -22,18 +22,19 @@ def shard_sequence(
     dim: int = 1,
     group: ProcessGroup | None = None,
     *,
-    layout: Layout | str = "contiguous",
+    layout: Layout | str = DEFAULT,
 ) -> Tensor:
     """Return this rank's shard of a whole sequence.
 
     Nothing is sent forward. In backward the shards' gradients are joined, so that the gradient
-    of a whole `x` that every rank computed alike is whole on every rank.
+    of a whole `x` that every rank computed the same way is whole on every rank.
 
     Args:
         x: The whole sequence, the same on every rank; any dtype.
         dim: The sequence dim; its length divides as the layout needs it.
         group: The ranks; by default the manager's cp axis.
-        layout: Which positions each rank gets: a `Layout`, or a name of `LAYOUTS`.
+        layout: The order: a `Layout`, or a name of `LAYOUTS`. Calls that are given such shards
+            later take it.
 
     Returns:
         A new tensor of length L / N along `dim`; `x` itself on one rank.
@@ -43,12 +44,13 @@ def shard_sequence(
     """
     ring = ring_of(group)
     dim = _dim(x, dim)
-    found = layout_of_whole(layout, x.shape[dim], ring)
+    found = layout_of_whole(layout, x.shape[dim], ring.size)
     if ring.size == 1:
         return x
+    note_order(found.name, ring, "shard_sequence")
     if not _in_order(found):
-        shares = [found.positions(rank, x.device) for rank in range(ring.size)]
-        x = x.index_select(dim, torch.cat(shares))
+        shards = [found.positions(rank, x.device) for rank in range(ring.size)]
+        x = x.index_select(dim, torch.cat(shards))
     return functional.split(x, dim, ring.group)
 
 
@@ -57,19 +59,20 @@ def unshard_sequence(
     dim: int = 1,
     group: ProcessGroup | None = None,
     *,
-    layout: Layout | str = "contiguous",
+    layout: Layout | str | None = None,
     length: int | None = None,
 ) -> Tensor:
     """Join the ranks' shards into the whole sequence, on every rank.
 
-    The gradient of a shard is this rank's shard of the gradient: right where every rank goes on
-    to compute the same from the whole.
+    The gradient of a shard is this rank's shard of the gradient: right if every rank goes on to
+    compute the same from the whole.
 
     Args:
         x: This rank's shard, of equal shape on all ranks; any dtype.
         dim: The sequence dim.
         group: The ranks; by default the manager's cp axis.
-        layout: Which positions each rank has: a `Layout`, or a name of `LAYOUTS`.
+        layout: The order, a `Layout` or a name of `LAYOUTS`; by default the one in which this
+            group's sequences were sharded.
         length: Length of the whole sequence without padding; by default the layout's own, or of
             a name all that the ranks have.
 
@@ -77,11 +80,13 @@ def unshard_sequence(
         The whole sequence in order, without padding.
 
     Raises:
-        InvalidArgumentError: No such dim or layout, or a length that the shards do not fit.
+        InvalidArgumentError: No such dim or layout, a length that the shards do not fit, or
+            another order than this group's sequences were sharded in.
     """
     ring = ring_of(group)
     dim = _dim(x, dim)
-    found = layout_of_shards(layout, x.shape[dim], length, ring)
+    layout = order_of_shards(layout, ring, "unshard_sequence", takes=True)
+    found = layout_of_shards(layout, x.shape[dim], length, ring.size)
     whole = x if ring.size == 1 else functional.gather(x, dim, ring.group)
     if not _in_order(found):
         return whole.index_select(dim, found.order(x.device))
@@ -92,7 +97,7 @@ def positions(
     length: int,
     group: ProcessGroup | None = None,
     *,
-    layout: Layout | str = "contiguous",
+    layout: Layout | str | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
     """Return the global positions, int64 [L / N], of this rank's shard of `length` positions.
@@ -100,21 +105,24 @@ def positions(
     Args:
         length: Length of the whole sequence, L, which divides as the layout needs it.
         group: The ranks; by default the manager's cp axis.
-        layout: Which positions each rank has: a `Layout`, or a name of `LAYOUTS`.
+        layout: The order, a `Layout` or a name of `LAYOUTS`; by default the one in which this
+            group's sequences were sharded.
         device: Where to put the result.
 
     Raises:
-        InvalidArgumentError: No such layout, or a length that does not divide.
+        InvalidArgumentError: No such layout, a length that does not divide, or another order than
+            this group's sequences were sharded in; or none was given and none was.
     """
     ring = ring_of(group)
-    return layout_of_whole(layout, length, ring).positions(ring.index, device)
+    layout = order_of_shards(layout, ring, "positions")
+    return layout_of_whole(layout, length, ring.size).positions(ring.index, device)
 
 
 def shard_batch(
     batch: Mapping[str, Any],
     group: ProcessGroup | None = None,
     *,
-    layout: Layout | str = "contiguous",
+    layout: Layout | str = DEFAULT,
 ) -> dict[str, Any]:
     """Return a batch with this rank's shard of every sequence in it.
 
@@ -123,11 +131,12 @@ def shard_batch(
     `ShardedSequences.shard` shifts them, and pads lengths that do not divide.
 
     Args:
-        batch: `input_ids` [B, L], the same on every rank. `labels` [B, L] where there are any.
-            `position_ids` [B, L] or [1, L], global positions; made where they are absent. Any
+        batch: `input_ids` [B, L], the same on every rank. `labels` [B, L] if there are any.
+            `position_ids` [B, L] or [1, L], global positions; made if they are absent. Any
             other tensor of shape [B, L] is a sequence as well; everything else is passed on.
         group: The ranks; by default the manager's cp axis. L divides as the layout needs it.
-        layout: Which positions each rank gets: a `Layout`, or a name of `LAYOUTS`.
+        layout: The order: a `Layout`, or a name of `LAYOUTS`. Calls that are given such shards
+            later take it.
 
     Returns:
         A new dict; sequences are [B, L / N], and `position_ids` says which positions they are.
@@ -138,28 +147,29 @@ def shard_batch(
     """
     ring = ring_of(group)
     shape = batch_shape(batch)
-    found = layout_of_whole(layout, shape[1], ring)
+    found = layout_of_whole(layout, shape[1], ring.size)
+    note_order(found.name, ring, "shard_batch")
     whole = dict(batch)
     if whole.get("position_ids") is None:
         ids = torch.arange(shape[1], device=whole["input_ids"].device)
         whole["position_ids"] = ids.expand(shape)
     return {
-        name: own_share(value, 1, found, ring.index).contiguous()
+        name: own_shard(value, 1, found, ring.index).contiguous()
         if is_sequence(name, value, shape)
         else value
         for name, value in whole.items()
     }
 
 
-def own_share(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
-    """Return what a rank holds of a padded whole: a view where its positions lie together."""
+def own_shard(x: Tensor, dim: int, layout: Layout, rank: int) -> Tensor:
+    """Return a rank's shard of a padded whole: a view if its positions lie together."""
     if _in_order(layout):
         return x.narrow(dim, rank * layout.local_length, layout.local_length)
     return x.index_select(dim, layout.positions(rank, x.device))
 
 
 def _in_order(layout: Layout) -> bool:
-    """Tell whether the shares put together are the padded whole as it is."""
+    """Return whether the shards put together are the padded whole as it is."""
     return layout.name == "contiguous" or layout.size == 1
 
 
@@ -195,5 +205,5 @@ def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def is_sequence(name: str, value: Any, shape: tuple[int, int]) -> bool:
-    """Tell whether an entry of a batch [B, L] is cut along the sequence."""
+    """Return whether an entry of a batch [B, L] is sharded along the sequence."""
     return isinstance(value, Tensor) and (name == "position_ids" or tuple(value.shape) == shape)

@@ -1,8 +1,8 @@
-"""Masks: which positions see which, and the blocks of pairs that two shares have between them.
+"""Masks: which positions see which, and the blocks of pairs that two shards have between them.
 
-A share is a few runs of positions of one step. Between two such runs, what a mask lets see each
-other is a band also in local indices, which `cutting` cuts into blocks; a document narrows both
-runs to what they hold of it.
+A shard is a few runs of positions of one step. Between two such runs, the pairs that see each
+other are a band in local indices too, which `blocks` cuts into blocks; a document narrows both runs
+to its own positions.
 
 Time grows with pairs of runs × log(documents), for a search in each pair, and with the documents
 that both runs of a pair reach into: one at most for two different chunks, those of the chunk for
@@ -21,8 +21,7 @@ from typing import NamedTuple
 
 from ....dist.errors import InvalidArgumentError
 from ..layouts.layout import Layout
-from .bands import CAUSAL, FULL, Band
-from .cutting import Block, cut, pairs, work
+from .blocks import CAUSAL, FULL, Band, Block, cut, pairs, work
 
 __all__ = ["CAUSAL", "FULL", "Band", "Block", "Mask", "blocks", "seen", "work"]
 
@@ -32,8 +31,8 @@ class Mask:
     """What a query at position i sees: keys j that pass every test.
 
     Attributes:
-        causal: j <= i.
-        window: i - j < window, and j - i < window where not causal; None is no window.
+        causal: Only keys with j <= i.
+        window: Only keys with i - j < window, and j - i < window if not causal; None is no window.
         documents: Where documents begin, and the length: (0, a, …, length). A row sees keys of
             its own document; None is one document.
 
@@ -64,7 +63,7 @@ class Mask:
 
 
 class _Run(NamedTuple):
-    """Positions of one step that lie next to each other in a share, from local index `top` on."""
+    """Positions of one step that lie next to each other in a shard, from local index `top` on."""
 
     top: int
     positions: range
@@ -75,18 +74,18 @@ class _Run(NamedTuple):
         return slice(self.top, self.top + len(self.positions))
 
     def within(self, start: int, stop: int) -> _Run:
-        """Return what of the run lies from position `start` up to `stop`."""
+        """Return the part of the run from position `start` up to `stop`."""
         first, end = _count_below(self.positions, start), _count_below(self.positions, stop)
         return _Run(self.top + first, self.positions[first:end])
 
     def goes_on_in(self, other: _Run) -> bool:
-        """Tell whether another run's positions and local indices follow on this one's."""
+        """Return whether another run's positions and local indices follow on this one's."""
         after = self.positions[-1] + self.positions.step
         return self.local.stop == other.top and other.positions.start == after
 
 
 def blocks(mask: Mask, rows: Sequence[range], keys: Sequence[range], length: int) -> list[Block]:
-    """Return the blocks of pairs that see each other between queries of one share and keys.
+    """Return the blocks of pairs that see each other between queries of one shard and keys.
 
     Each pair is in exactly one block. Without a window they are three at most for each pair of
     runs and each document that both hold.
@@ -123,15 +122,15 @@ def seen(mask: Mask, layout: Layout) -> tuple[int, ...]:
     Raises:
         InvalidArgumentError: Documents that do not end at the layout's length.
     """
-    keys = [run for share in layout.ranks for run in share]
+    keys = [run for shard in layout.ranks for run in shard]
     return tuple(pairs(blocks(mask, rows, keys, layout.length)) for rows in layout.ranks)
 
 
-def _runs(share: Sequence[range], length: int) -> list[_Run]:
-    """Return a share's runs without padding; those that adjoin in both senses become one."""
+def _runs(shard: Sequence[range], length: int) -> list[_Run]:
+    """Return a shard's runs without padding; those that adjoin in both senses become one."""
     runs: list[_Run] = []
     index = 0
-    for whole in share:
+    for whole in shard:
         run = _Run(index, whole[: _count_below(whole, length)])
         if runs and run.positions and runs[-1].goes_on_in(run):
             last = runs.pop()
@@ -174,7 +173,7 @@ def _require_one_step(rows: Sequence[range], keys: Sequence[range]) -> None:
     steps = {run.step for run in (*rows, *keys)}
     if len(steps) > 1 or min(steps, default=1) < 1:
         message = (
-            "rows and keys must be runs of one step, forward, as the shares of one layout are; "
+            "rows and keys must be runs of one step, forward, as the shards of one layout are; "
             f"their steps are {sorted(steps)}"
         )
         raise InvalidArgumentError(message)

@@ -1,4 +1,4 @@
-"""One call of attention over a divided sequence, and what every method does with its blocks.
+"""One call of attention over a divided sequence, and how every method computes its blocks.
 
 Shapes, with H query heads in groups over K key/value heads and L positions on each rank:
 
@@ -9,7 +9,8 @@ Shapes, with H query heads in groups over K key/value heads and L positions on e
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -24,11 +25,12 @@ from .parts import Parts
 # q, k, v, and the output and lse over all keys, once or for each piece of the heads.
 Saved = tuple[Tensor, ...]
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v, in float32 at least
+Arriving = Iterable[tuple[int, Tensor, Tensor]]  # whose keys and values are here, one by one
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What is computed, alike on every rank.
+    """What is computed, the same on every rank.
 
     Attributes:
         mask: Which positions see which.
@@ -56,7 +58,7 @@ class Call:
     ) -> None:
         """Merge attention over the keys of rank index `source` into `out` and `lse`, in place."""
         # On other devices the quickest kernels know half precision alone.
-        if self._weighs_alike and q.device.type == "cpu":
+        if self._weighs_the_same and q.device.type == "cpu":
             q, k, v = (x.to(out.dtype) for x in (q, k, v))
         for block in self.blocks(source):
             rows, keys = block.rows, block.keys
@@ -75,11 +77,11 @@ class Call:
                 total[:, :, place].add_(grad)
 
     @property
-    def _weighs_alike(self) -> bool:
-        """Whether the blocks of most rows weigh alike in their output.
+    def _weighs_the_same(self) -> bool:
+        """Whether the blocks of most rows weigh the same in their output.
 
         Were each rounded to half precision before they are merged, it would lose up to 1.4 times
-        as much as in one process; where one outweighs the others, 1.2 times.
+        as much as in one process; if one outweighs the others, 1.2 times.
         """
         in_several = self.ring.size > 1 or self.mask.window is not None
         strided = self.layout.ranks[0][0].step > 1
@@ -103,3 +105,66 @@ def nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
 def no_gradient(x: Tensor, *leading: int) -> Tensor:
     """Return zeros of `x`'s shape behind `leading`, in float32 at least."""
     return torch.zeros((*leading, *x.shape), dtype=statistics_dtype(x.dtype), device=x.device)
+
+
+def attend_to_all(
+    arriving: Arriving, q: Tensor, k: Tensor, v: Tensor, call: Call
+) -> tuple[Tensor, Saved]:
+    """Attend to the keys and values of all ranks as they arrive.
+
+    Returns:
+        This rank's output [B, H, L, D] in q's dtype, and what backward needs.
+    """
+    out, lse = nothing_seen(q)
+    for source, keys, values in arriving:
+        call.attend(source, q, keys, values, out, lse)
+    out = out.to(q.dtype)
+    return out, (q, k, v, out, lse)
+
+
+# Own keys and values need no message. So backward computes one half of them first, while the keys
+# and values of other ranks are under way, and the other half last, while the last gradients are.
+
+
+def early_half(grad_out: Tensor, saved: Saved, totals: Gradients, call: Call) -> None:
+    """Add the gradients of attention over the later half of this rank's keys, in place.
+
+    If attention is causal they are the smaller half of the work, as what follows it, keys and
+    values, is the smaller message. On one rank nothing is left for `late_half`.
+    """
+    _add(slice(_middle(call), None), grad_out, saved, totals, call)
+
+
+def late_half(grad_out: Tensor, saved: Saved, totals: Gradients, call: Call) -> None:
+    """Add the gradients of attention over the earlier half of this rank's keys, in place."""
+    _add(slice(0, _middle(call)), grad_out, saved, totals, call)
+
+
+def _middle(call: Call) -> int:
+    return call.layout.local_length // 2 if call.ring.size > 1 else 0
+
+
+def _add(half: slice, grad_out: Tensor, saved: Saved, totals: Gradients, call: Call) -> None:
+    """Add the gradients of attention over these of this rank's keys, as over one more source."""
+    # The half becomes the share of one rank more, so that the mask is cut for it as for any.
+    ranks = call.layout.ranks
+    keys = _cut(ranks[call.ring.index], half)
+    part = replace(call, layout=replace(call.layout, ranks=(*ranks, keys)))
+    q, k, v, out, lse = saved
+    dq, dk, dv = totals
+    saved, totals = (
+        (q, k[:, :, half], v[:, :, half], out, lse),
+        (dq, dk[:, :, half], dv[:, :, half]),
+    )
+    part.attend_backward(len(ranks), grad_out, saved, totals)
+
+
+def _cut(share: tuple[range, ...], half: slice) -> tuple[range, ...]:
+    """Return the part of a shard's runs in a slice of its local indices."""
+    wanted = range(sum(map(len, share)))[half]
+    start = 0
+    runs = []
+    for run in share:
+        runs.append(run[max(wanted.start - start, 0) : max(wanted.stop - start, 0)])
+        start += len(run)
+    return tuple(runs)

@@ -1,17 +1,15 @@
-"""Which method to attend by, and why."""
+"""Which method to attend by, why, and how many bytes each one sends."""
 
 from __future__ import annotations
 
-from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError
-from ..cp_comms import Ring
-from .parts import Parts, require_crossing, split
-from .ulysses import check_heads
-from .volumes import volumes
+from ..kernels import statistics_dtype
+from .parts import part_size
 
 FEW = 256  # positions on a rank: below this a hop around the ring takes longer than its block
 
@@ -50,26 +48,73 @@ def choose_method(q: Tensor, k: Tensor, size: int) -> tuple[str, str]:
     return "ring", "keys and values travel while blocks are computed"
 
 
-def part_size(kv_heads: int, size: int) -> int:
-    """Return over how many of `size` ranks "hybrid" divides heads, without replicating any."""
-    return gcd(kv_heads, size)
+class Volume(NamedTuple):
+    """Bytes that one rank sends in a call, beside the comparison of the ranks' calls.
+
+    Attributes:
+        forward: Those of forward.
+        backward: Those of backward.
+    """
+
+    forward: int
+    backward: int
 
 
-def parts_for(method: str, q: Tensor, k: Tensor, ring: Ring, given: Parts | None) -> Parts:
-    """Return how a method divides the ranks: into those that exchange heads, and rings across.
+def volumes(
+    heads: int,
+    kv_heads: int,
+    length: int,
+    head_dim: int,
+    *,
+    ranks: int,
+    part: int = 1,
+    batch: int = 1,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Volume]:
+    """Return the bytes that a rank sends, by method; absent are those that the heads do not fit.
+
+    All four are one formula: heads are exchanged within parts of ranks, and keys and values pass
+    from part to part. A ring and all-gather have parts of one rank, Ulysses one part of all.
+
+    Args:
+        heads: Query heads, H.
+        kv_heads: Key/value heads, K; it divides H.
+        length: Positions on a rank, L.
+        head_dim: D.
+        ranks: Their number, N.
+        part: Ranks of a part of "hybrid", U; it divides N.
+        batch: B.
+        dtype: Of q, k and v. Gradients travel in float32 at least.
 
     Raises:
-        InvalidArgumentError: The heads do not divide over a part; or a caller's two groups for a
-            method that needs one.
+        InvalidArgumentError: A size below 1, or `part` does not divide `ranks`.
     """
-    if given is not None and method != "hybrid":
-        raise InvalidArgumentError(
-            f"a pair of groups is for method='hybrid', heads over the first and a ring over the "
-            f"second; method={method!r} needs one group of all ranks"
-        )
-    size = {"ulysses": ring.size, "hybrid": part_size(k.shape[1], ring.size)}.get(method, 1)
-    if given is not None:
-        require_crossing(ring, given)
-    parts = given or split(ring, size)
-    check_heads(q, k, parts[0].size)
-    return parts
+    sizes = {"heads": heads, "kv_heads": kv_heads, "length": length, "head_dim": head_dim}
+    for name, size in (sizes | {"ranks": ranks, "batch": batch}).items():
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise InvalidArgumentError(f"{name} must be a whole number, at least 1; it is {size!r}")
+    if part < 1 or ranks % part:
+        raise InvalidArgumentError(f"parts of {part} ranks do not divide {ranks} ranks")
+    parts = {"ring": 1, "all_gather": 1, "ulysses": ranks, "hybrid": part}
+    head = batch * length * head_dim
+    return {
+        method: _volume(heads * head, _copied(kv_heads, size) * head, dtype, ranks, size)
+        for method, size in parts.items()
+        if heads % size == 0 and _copied(kv_heads, size) % size == 0
+    }
+
+
+def _volume(queries: int, keys: int, dtype: torch.dtype, ranks: int, part: int) -> Volume:
+    """Return bytes, of a rank's elements of queries, and of keys as often as heads are copied."""
+    item, wide = dtype.itemsize, statistics_dtype(dtype).itemsize
+    both, hops = 2 * keys, ranks // part - 1
+    swapped, gradients = 2 * queries + both, queries * item + (queries + both) * wide
+    return Volume(
+        swapped * item * (part - 1) // part + hops * both * item,
+        gradients * (part - 1) // part + hops * both * (item + wide),
+    )
+
+
+def _copied(kv_heads: int, part: int) -> int:
+    """Return the key/value heads with their copies, if there are fewer than ranks in a part."""
+    return max(kv_heads, part) if part % kv_heads == 0 else kv_heads

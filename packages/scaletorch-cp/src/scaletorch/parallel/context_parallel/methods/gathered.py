@@ -1,6 +1,6 @@
 """All-gather attention: every rank gathers all keys and values, and attends with its own queries.
 
-Simple, and quick where K and V are small beside Q (grouped heads) or shares are short; memory for
+Simple, and quick if K and V are small beside Q (grouped heads) or shards are short; memory for
 K and V is that of the whole sequence. They are under way while a rank attends to its own keys. In
 backward they are gathered again, behind one half of its own keys, and the gradients of all ranks'
 keys and values are summed and scattered in float32 at least, behind the other half.
@@ -15,38 +15,38 @@ from collections.abc import Iterator
 
 from torch import Tensor
 
-from ....dist import all_gather
-from ....dist.collectives.parts import reduce_parts
-from ....dist.collectives.raw import on_wire
-from ....dist.collectives.recipes import recipe_for
-from ....dist.collectives.work import Work
+from ....dist import Work, all_gather
+from ....dist.building import reduce_scatter_flat
 from ..cp_comms import Ring
-from . import halves
-from .call import Call, Gradients, Saved, no_gradient, nothing_seen
+from .call import (
+    Call,
+    Gradients,
+    Saved,
+    attend_to_all,
+    early_half,
+    late_half,
+    no_gradient,
+)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
     """Return this rank's output [B, H, L, D] in q's dtype, and what backward needs."""
-    out, lse = nothing_seen(q)
-    for source, keys, values in _gathered(k, v, call.ring):
-        call.attend(source, q, keys, values, out, lse)
-    out = out.to(q.dtype)
-    return out, (q, k, v, out, lse)
+    return attend_to_all(_gathered(k, v, call.ring), q, k, v, call)
 
 
 def backward(grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
-    """Return dq, dk, dv of this rank's shares, in float32 at least."""
+    """Return dq, dk, dv of this rank's shards, in float32 at least."""
     q, k, v, out, lse = saved
-    dq, shares, last = no_gradient(q), no_gradient(k, call.ring.size, 2), no_gradient(k, 2)
+    dq, shards, last = no_gradient(q), no_gradient(k, call.ring.size, 2), no_gradient(k, 2)
     for source, keys, values in _gathered(k, v, call.ring):
-        totals = dq, shares[source, 0], shares[source, 1]
+        totals = dq, shards[source, 0], shards[source, 1]
         if source == call.ring.index:
-            halves.early(grad_out, saved, totals, call)
+            early_half(grad_out, saved, totals, call)
         else:
             call.attend_backward(source, grad_out, (q, keys, values, out, lse), totals)
     del keys, values  # all that was gathered
-    arriving = _summed(shares, call.ring)
-    halves.late(grad_out, saved, (dq, *last), call)
+    arriving = _summed(shards, call.ring)
+    late_half(grad_out, saved, (dq, *last), call)
     dk, dv = last.add_(arriving.wait())
     return dq, dk, dv
 
@@ -62,13 +62,10 @@ def _gathered(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, T
         yield source, both[0][source], both[1][source]
 
 
-def _summed(shares: Tensor, ring: Ring) -> Work[Tensor]:
-    """Start to sum every rank's `shares` [N, ...], and to give each rank its own."""
+def _summed(shards: Tensor, ring: Ring) -> Work[Tensor]:
+    """Start to sum every rank's `shards` [N, ...], and to give each rank its own."""
     if ring.group is None or ring.size == 1:
-        return Work((), lambda: shares[0])
-    flat = on_wire(shares, ring.group).view(-1)
-    counts = [flat.numel() // ring.size] * ring.size
-    reduced, handle = reduce_parts(
-        flat, counts, recipe_for("sum", flat.dtype), ring.group, async_op=True
-    )
-    return Work((handle,), lambda: reduced().view(shares.shape[1:]).to(shares.device))
+        return Work((), lambda: shards[0])
+    counts = [shards[0].numel()] * ring.size
+    work = reduce_scatter_flat(shards.reshape(-1), counts, group=ring.group)
+    return Work((work,), lambda: work.wait().view(shards.shape[1:]))

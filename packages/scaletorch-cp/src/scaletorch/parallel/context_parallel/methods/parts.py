@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from math import gcd
 from typing import TypeAlias
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....dist import all_gather, get_comm_device
@@ -33,7 +35,7 @@ def split(ring: Ring, size: int) -> Parts:
 
 
 def rings_of(group: Groups) -> tuple[Ring, Parts | None]:
-    """Return the ring of all ranks, and its parts where a caller has a group for each of the two.
+    """Return the ring of all ranks, and its parts if a caller has a group for each of the two.
 
     The first use of a pair of groups communicates over the second.
 
@@ -48,7 +50,47 @@ def rings_of(group: Groups) -> tuple[Ring, Parts | None]:
     return Ring(None, _all_ranks(part, across), index), (part, across)
 
 
-def require_crossing(ring: Ring, parts: Parts) -> None:
+def part_size(kv_heads: int, size: int) -> int:
+    """Return over how many of `size` ranks "hybrid" divides heads, without replicating any."""
+    return gcd(kv_heads, size)
+
+
+def parts_for(method: str, q: Tensor, k: Tensor, ring: Ring, given: Parts | None) -> Parts:
+    """Return how a method divides the ranks: into those that exchange heads, and rings across.
+
+    Raises:
+        InvalidArgumentError: The heads do not divide over a part; or a caller's two groups for a
+            method that needs one.
+    """
+    if given is not None and method != "hybrid":
+        raise InvalidArgumentError(
+            f"a pair of groups is for method='hybrid', heads over the first and a ring over the "
+            f"second; method={method!r} needs one group of all ranks"
+        )
+    size = {"ulysses": ring.size, "hybrid": part_size(k.shape[1], ring.size)}.get(method, 1)
+    if given is not None:
+        _require_crossing(ring, given)
+    parts = given or split(ring, size)
+    _check_heads(q, k, parts[0].size)
+    return parts
+
+
+def _check_heads(q: Tensor, k: Tensor, size: int) -> None:
+    """Check that query heads divide over `size` ranks, and key/value heads with them.
+
+    Raises:
+        InvalidArgumentError: They do not.
+    """
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise InvalidArgumentError(
+            f"Ulysses divides heads over {size} ranks: their number must be a multiple of that, "
+            f"and key/value heads a multiple or a divisor; there are {heads} and {kv_heads}; "
+            "method='ring' takes any, method='hybrid' divides them as far as it can"
+        )
+
+
+def _require_crossing(ring: Ring, parts: Parts) -> None:
     """Check that the ring across passes through one place of every part.
 
     Raises:

@@ -19,17 +19,20 @@ import torch
 from torch import Tensor
 
 from ..cp_comms import ContextCommunicate, Ring
-from . import halves
-from .call import Call, Gradients, Saved, no_gradient, nothing_seen
+from .call import (
+    Call,
+    Gradients,
+    Saved,
+    attend_to_all,
+    early_half,
+    late_half,
+    no_gradient,
+)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
     """Return this rank's output [B, H, L, D] in q's dtype, and what backward needs."""
-    out, lse = nothing_seen(q)
-    for source, keys, values in _travelling(k, v, call.ring):
-        call.attend(source, q, keys, values, out, lse)
-    out = out.to(q.dtype)
-    return out, (q, k, v, out, lse)
+    return attend_to_all(_travelling(k, v, call.ring), q, k, v, call)
 
 
 def backward(grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
@@ -42,15 +45,16 @@ def backward(grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
     comm = ContextCommunicate("gradients of keys and values", call.ring)
     for source, keys, values in _travelling(k, v, call.ring):
         if source == call.ring.index:
-            halves.early(grad_out, saved, (dq, *home), call)
+            early_half(grad_out, saved, (dq, *home), call)
             continue
+        # What was sent last is still under way: its memory is not free for this share.
         share = torch.zeros_like(home) if share is None or share is sent else share.zero_()
         call.attend_backward(source, grad_out, (q, keys, values, out, lse), (dq, *share))
         total = _with_arrived(share, arriving, comm)
         (arriving,) = _pass_on([total], comm, [sent])
         sent = total
     del keys, values
-    halves.late(grad_out, saved, (dq, *home), call)
+    late_half(grad_out, saved, (dq, *home), call)
     dk, dv = _with_arrived(home, arriving, comm)
     return dq, dk, dv
 
@@ -79,7 +83,7 @@ def _pass_on(
 
     Args:
         tensors: What to send.
-        comm: With what.
+        comm: The ring.
         free: Where to receive; None is a new tensor.
     """
     arriving = [comm.send_recv(x, into) for x, into in zip(tensors, free, strict=True)]
@@ -88,7 +92,7 @@ def _pass_on(
 
 
 def _with_arrived(share: Tensor, arriving: Tensor | None, comm: ContextCommunicate) -> Tensor:
-    """Add what the previous rank passed on, if anything is under way, to this rank's share."""
+    """Add the previous rank's message, if one is under way, to this rank's share."""
     if arriving is None:
         return share
     comm.wait()

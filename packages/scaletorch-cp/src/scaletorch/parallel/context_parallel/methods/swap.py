@@ -1,4 +1,4 @@
-"""Positions for heads, and back: what the ranks of a part exchange, some heads at a time."""
+"""Positions for heads, and back: the exchange within a part of the ranks, some heads at a time."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ....dist.collectives.p2p import exchange
+from ....dist import exchange
 from ..cp_comms import Ring
 
 if TYPE_CHECKING:
-    from ....dist.collectives.work import Work
+    from ....dist import Work
 
-Share = tuple[range, ...]  # runs of positions in local order
+Shard = tuple[range, ...]  # runs of positions in local order
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,21 +23,21 @@ class Swap:
 
     Attributes:
         part: The ranks, U of them.
-        shares: The positions of each.
+        shards: The positions of each.
         whole: The positions of all.
         pieces: In how many pieces a rank's heads travel.
     """
 
     part: Ring
-    shares: tuple[Share, ...]
-    whole: Share
+    shards: tuple[Shard, ...]
+    whole: Shard
     pieces: int
 
     def to_heads(self, tensors: tuple[Tensor, ...], piece: int) -> tuple[list[Tensor], Work[None]]:
         """Start to give heads of this rank's positions for positions of this rank's heads.
 
         Args:
-            tensors: Each [B, H, L, D]. Where there are fewer heads than ranks each goes to several.
+            tensors: Each [B, H, L, D]. If there are fewer heads than ranks each goes to several.
             piece: Which of each rank's heads.
 
         Returns:
@@ -49,9 +49,9 @@ class Swap:
             batch, heads, length, dim = each[0].shape
             out = x.new_empty(batch, heads, self.part.size * length, dim)
             results.append(out)
-            for heads_of_peer, (rank, share) in zip(each, self._peers(), strict=True):
+            for heads_of_peer, (rank, shard) in zip(each, self._peers(), strict=True):
                 sends += [(heads_of_peer[:, :, here], rank) for here, _ in self._own()]
-                recvs += [(out[:, :, there], rank) for _, there in _slots(share, self.whole)]
+                recvs += [(out[:, :, there], rank) for _, there in _slots(shard, self.whole)]
         return results, exchange(sends, recvs, self.part.group, async_op=True)
 
     def to_positions(
@@ -68,8 +68,8 @@ class Swap:
         for x, out in zip(tensors, into, strict=True):
             heads = x.shape[1]
             arriving = out.narrow(2, piece * heads, heads)
-            for peer, (rank, share) in enumerate(self._peers()):
-                sends += [(x[:, :, there], rank) for _, there in _slots(share, self.whole)]
+            for peer, (rank, shard) in enumerate(self._peers()):
+                sends += [(x[:, :, there], rank) for _, there in _slots(shard, self.whole)]
                 recvs += [(arriving[:, peer, :, here], rank) for here, _ in self._own()]
         return exchange(sends, recvs, self.part.group, async_op=True)
 
@@ -78,17 +78,17 @@ class Swap:
         first, heads = peer * x.shape[1] // self.part.size, max(1, x.shape[1] // self.part.size)
         return x.narrow(1, first + piece * heads // self.pieces, heads // self.pieces)
 
-    def _peers(self) -> Iterator[tuple[int, Share]]:
-        return zip(self.part.ranks, self.shares, strict=True)
+    def _peers(self) -> Iterator[tuple[int, Shard]]:
+        return zip(self.part.ranks, self.shards, strict=True)
 
     def _own(self) -> list[tuple[slice, slice]]:
-        return _slots(self.shares[self.part.index], self.whole)
+        return _slots(self.shards[self.part.index], self.whole)
 
 
-def _slots(share: Share, whole: Share) -> list[tuple[slice, slice]]:
-    """Return of each run of a share where it lies in the share and where in the whole."""
+def _slots(shard: Shard, whole: Shard) -> list[tuple[slice, slice]]:
+    """Return for each run of a shard its place in the shard and its place in the whole."""
     slots, local = [], 0
-    for run in share:
+    for run in shard:
         top = 0
         for target in whole:
             if run.start in target:

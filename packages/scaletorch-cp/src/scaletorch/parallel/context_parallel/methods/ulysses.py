@@ -1,9 +1,9 @@
 """Ulysses: ranks exchange positions for heads, so that each has all positions of some heads.
 
 A rank of a part of U neighbours gets all the part's positions of H / U query heads and of the
-key/value heads that these use, and gives the output back the same way. Where the part is all
+key/value heads that these use, and gives the output back the same way. If the part is all
 ranks, that is whole attention, and any kernel will do; otherwise ("hybrid") a ring of the N / U
-parts goes on with what each part has together, and heads need not be as many as ranks. Where
+parts goes on with the positions that each part has, and heads need not be as many as ranks. If
 there are fewer key/value heads than ranks in a part each goes to several, whose gradients are
 summed.
 
@@ -23,7 +23,6 @@ from math import gcd
 import torch
 from torch import Tensor
 
-from ....dist.errors import InvalidArgumentError
 from ..kernels import statistics_dtype
 from ..layouts.layout import joined
 from . import ring
@@ -81,7 +80,7 @@ def _arriving(tensors: tuple[Tensor, ...], swap: Swap) -> Iterator[tuple[int, li
 def _rooms(
     x: Tensor, counts: tuple[int, ...], dtype: torch.dtype, swap: Swap
 ) -> tuple[Tensor, ...]:
-    """Return where heads of all ranks will arrive, [B, U, heads / U, L, D] for each count."""
+    """Return room for the heads of all ranks, [B, U, heads / U, L, D] for each count."""
     batch, _, length, dim = x.shape
     size = swap.part.size
     shapes = [(batch, size, heads // size, length, dim) for heads in counts]
@@ -89,31 +88,16 @@ def _rooms(
 
 
 def _of_parts(call: Call) -> tuple[Swap, Call]:
-    """Return what a part exchanges, and the call of the ring across parts."""
+    """Return the exchange of a part, and the call of the ring across parts."""
     part, across = call.parts
     layout = joined(call.layout, part.size)
     first = across.index * part.size
-    shares = call.layout.ranks[first : first + part.size]
+    shards = call.layout.ranks[first : first + part.size]
     pieces = gcd(PIECES, max(1, call.kv_heads // part.size))
-    swap = Swap(part, shares, layout.ranks[across.index], pieces)
+    swap = Swap(part, shards, layout.ranks[across.index], pieces)
     return swap, replace(call, layout=layout, ring=across)
 
 
 def _summed(grad: Tensor, kv_heads: int) -> Tensor:
     """Return the gradients of replicated heads [B, K · copies, L, D] summed, [B, K, L, D]."""
     return grad if grad.shape[1] == kv_heads else grad.unflatten(1, (kv_heads, -1)).sum(2)
-
-
-def check_heads(q: Tensor, k: Tensor, size: int) -> None:
-    """Check that query heads divide over `size` ranks, and key/value heads with them.
-
-    Raises:
-        InvalidArgumentError: They do not.
-    """
-    heads, kv_heads = q.shape[1], k.shape[1]
-    if heads % size or (kv_heads % size and size % kv_heads):
-        raise InvalidArgumentError(
-            f"Ulysses divides heads over {size} ranks: their number must be a multiple of that, "
-            f"and key/value heads a multiple or a divisor; there are {heads} and {kv_heads}; "
-            "method='ring' takes any, method='hybrid' divides them as far as it can"
-        )

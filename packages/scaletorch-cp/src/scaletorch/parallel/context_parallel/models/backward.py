@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from ....dist.building import tensors_in
 from .settings import Settings, Told
 
 
@@ -24,15 +23,3 @@ def note_backward(output: Any, settings: Settings) -> None:
 
 def _begun(settings: Settings, told: Told | None, _: object) -> None:
     settings.begin_backward(told)
-
-
-def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of an output: itself, or those in containers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            yield from tensors_in(entry)
-    elif isinstance(value, tuple | list):
-        for entry in value:
-            yield from tensors_in(entry)

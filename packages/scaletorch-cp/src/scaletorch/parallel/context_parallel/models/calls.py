@@ -6,13 +6,14 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-from .settings import refusal
+from .positions import require_no_padding, require_positions
+from .settings import refusal, settings_of
 
 
 def is_pretrained(module: nn.Module) -> bool:
-    """Tell whether a module is a model of `transformers`, which is not imported for that."""
+    """Return whether a module is a model of `transformers`, which is not imported for that."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(module, library.PreTrainedModel)
 
@@ -38,3 +39,28 @@ def require_documents_kept(model: nn.Module, given: Mapping[str, Any]) -> None:
             "apart: call a model of transformers with use_cache=False and position_ids that "
             "restart, or run it within ShardedSequences.inside"
         )
+
+
+def require_computable(model: nn.Module, given: Mapping[str, Any]) -> None:
+    """Refuse, before it runs, what a context-parallel model would refuse of its batch in forward.
+
+    A rank's own batch alone may be refused, while other ranks wait for it in the middle of the
+    model: a caller of all ranks calls this first, and lets them know.
+
+    Args:
+        model: What `apply_context_parallel` returned; of models of `transformers` it is known what
+            they do with their arguments, others are left alone.
+        given: `input_ids` [B, L / N] and what else the model is to be called with by name.
+
+    Raises:
+        InvalidArgumentError: An attention mask with zeros, or positions that are not the shard's.
+    """
+    settings = settings_of(model)
+    if settings is None or settings.ring.size == 1 or not is_pretrained(model):
+        return
+    part = given["input_ids"].shape[1]
+    if isinstance(given.get("attention_mask"), Tensor):
+        require_no_padding(given["attention_mask"], part, settings)
+    told = settings.told is not None or given.get("cu_seq_lens_q") is not None
+    if given.get("position_ids") is not None:
+        require_positions(given["position_ids"], part, settings, told=told)

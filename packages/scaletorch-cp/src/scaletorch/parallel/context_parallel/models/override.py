@@ -1,9 +1,9 @@
 """Let `F.scaled_dot_product_attention` inside one model mean attention over the whole sequence.
 
-A `TorchFunctionMode` sees every call of it, also where it was imported by name. The mode is on
+A `TorchFunctionMode` sees every call of it, also if it was imported by name. The mode is on
 while a forward of the model runs. Recomputation (`torch.utils.checkpoint`) happens in backward,
 outside of the model's forward, and calls the forwards of submodules: so each submodule turns
-the mode on for itself where it is off. Other models meet it only where they are called inside of
+the mode on for itself if it is off. Other models meet it only if they are called inside of
 the model's own forward.
 """
 
@@ -17,18 +17,20 @@ from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
-from ..layouts.documents import Documents, read_documents
+from ..alone import alone
+from ..attention import Asked
+from ..masks.documents import CU_SEQLENS, Documents, read_documents
 from .backward import note_backward
 from .calls import require_documents_kept, require_no_labels
+from .mixing import require_apart
 from .settings import Settings, refusal, settings_of
-
-_CU_SEQLENS = "cu_seq_lens_q"
 
 
 class _Running(threading.local):
@@ -45,7 +47,7 @@ def install(model: nn.Module) -> None:
     """Route the calls of scaled_dot_product_attention in a marked model, in place.
 
     Modules of torch.nn itself call no attention of their own (but nn.MultiheadAttention, which
-    the mode refuses), so they are left alone: what they contain is not.
+    the mode refuses), so they are left alone; modules within them are not.
     """
     for module in list(model.modules()):
         if module is model or not type(module).__module__.startswith("torch.nn."):
@@ -70,7 +72,7 @@ class AttentionOverride(TorchFunctionMode):
         self.given = given
         self.position_ids = given.get("position_ids")
         self.calls = 0
-        self._read: list[tuple[Tensor, Documents]] = []  # kept, as reading waits for the device
+        self._read: list[tuple[object, Documents]] = []  # kept, as reading waits for the device
 
     def __torch_function__(
         self,
@@ -79,7 +81,7 @@ class AttentionOverride(TorchFunctionMode):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Replace attention, refuse what hides it, and leave all else as it is."""
+        """Replace attention, refuse calls that hide it, and leave all else as it is."""
         kwargs = kwargs or {}
         if func is F.scaled_dot_product_attention:
             _refuse_bare_checkpoint(sys._getframe(1))
@@ -91,30 +93,19 @@ class AttentionOverride(TorchFunctionMode):
             )
         return func(*args, **kwargs)
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float | None,
-        window: int | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
         """Attend by the model's settings, and count the call."""
         self.calls += 1
-        if cu_seqlens is None and self.given.get(_CU_SEQLENS) is not None:
+        if asked.cu_seqlens is not None:
+            asked = asked._replace(cu_seqlens=self.documents(asked.cu_seqlens))
+        elif self.given.get(CU_SEQLENS[0]) is not None:
             raise refusal(
-                f"the model was given {_CU_SEQLENS} and does not pass it on to its attention; run "
-                "it within ShardedSequences.inside, which tells it the documents"
+                f"the model was given {CU_SEQLENS[0]} and does not pass it on to its attention; "
+                "run it within ShardedSequences.inside, which tells it the documents"
             )
-        documents = None if cu_seqlens is None else self.documents(cu_seqlens)
-        return self.settings.attend(
-            q, k, v, causal=causal, scale=scale, window=window, documents=documents
-        )
+        return self.settings.attend(q, k, v, asked)
 
-    def documents(self, cu_seqlens: Tensor) -> Documents:
+    def documents(self, cu_seqlens: Sequence[int] | Tensor) -> Documents:
         """Return cumulative lengths as integers: see `read_documents`."""
         for read, documents in self._read:
             if read is cu_seqlens:
@@ -140,7 +131,7 @@ class AttentionOverride(TorchFunctionMode):
         heads = [x.shape[-3] for x in (query, key) if x.ndim > 2]
         if not enable_gqa and len(set(heads)) > 1:
             raise refusal(f"{heads[0]} query heads and {heads[1]} key heads need enable_gqa=True")
-        return self.attend(query, key, value, causal=bool(is_causal), scale=scale)
+        return self.attend(query, key, value, Asked(bool(is_causal), scale))
 
 
 def running_override(settings: Settings | None = None) -> AttentionOverride | None:
@@ -152,7 +143,7 @@ def running_override(settings: Settings | None = None) -> AttentionOverride | No
 
 
 def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
-    """Return a forward for `module` that turns the override on where it is off."""
+    """Return a forward for `module` that turns the override on if it is off."""
     own = module.__dict__.get("forward")
     inner: Callable[..., Any] = type(module).forward if own is None else _unbound(own)
 
@@ -171,6 +162,9 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
             return inner(self, *args, **kwargs)
         if outermost:
             require_no_labels(self, kwargs)
+            asks = settings.ring.size > 1 and not settings.asked and alone() is None
+            if asks and not torch.compiler.is_compiling():
+                require_apart(self, inner, (args, kwargs), settings, _turned_on)
         else:
             settings.require_told_alike()
         with _turned_on(settings, kwargs) as override:

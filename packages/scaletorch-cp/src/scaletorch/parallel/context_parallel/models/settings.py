@@ -1,4 +1,4 @@
-"""What the attention of one context-parallel model goes by; each of its modules keeps the same.
+"""How the attention of one context-parallel model works; each of its modules keeps the same.
 
 It lies on the modules, so a deep copy of the model gets settings of its own, and it is not
 bound to a thread: recomputation may run in another than the forward did.
@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
-from ..attention import attention
+from ..attention import Asked, attend
 from ..cp_comms import Ring
-from ..layouts.documents import Documents
-from ..layouts.layout import Layout
-from ..layouts.lookup import named_layout
+from ..layouts.layout import Layout, named_layout
+from ..layouts.order import note_order, order_of_shards
+from ..masks.documents import Documents
 
 _OUTSIDE = -1  # the id of no backward
+_CALL = "attention of a model that apply_context_parallel was given"
 _NAME = "_scaletorch_context_parallel"
 
 
@@ -29,42 +30,54 @@ class Told(NamedTuple):
     """The batch that a model is told to attend by."""
 
     layout: Layout
-    documents: Documents  # (0, length) where it is one
+    documents: Documents  # (0, length) if it is one
 
 
 class Settings:
     """How one model attends.
 
     Attributes:
-        layout: Name of the layout that shards have where nothing else is told.
+        said: The order of shards that was said for the model, a name of `LAYOUTS`, or None.
         method: Name of the method.
         ring: The ranks.
         told: The batch that holds at present, if a caller told one.
+        asked: Whether the model was asked if it mixes positions outside of attention.
     """
 
-    def __init__(self, layout: str, method: str, ring: Ring) -> None:
+    def __init__(self, said: str | None, method: str, ring: Ring) -> None:
         """Begin with no batch told."""
-        self.layout = layout
+        self.said = said
         self.method = method
         self.ring = ring
         self.told: Told | None = None
+        self.asked = False
         self._of_backward: tuple[int, Told | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         """Return the settings of a copy of the model: process groups are not copied."""
-        return Settings(self.layout, self.method, self.ring)
+        return Settings(self.said, self.method, self.ring)
 
     @property
     def active(self) -> bool:
         """Whether attention is ours: on one rank the model's own is the same but for a batch."""
         return self.ring.size > 1 or self.told is not None
 
+    @property
+    def layout(self) -> str:
+        """The order of the shards that the model is called with, compared with the said one.
+
+        Raises:
+            InvalidArgumentError: It is another one than was said, or cannot be known.
+        """
+        found = order_of_shards(self.said, self.ring, _CALL, takes=True, otherwise="contiguous")
+        return str(found)
+
     def begin_backward(self, told: Told | None) -> None:
         """Note by which batch the forward attended whose backward begins."""
         self._of_backward = torch._C._current_graph_task_id(), told
 
     def require_told_alike(self) -> None:
-        """Check that what is recomputed in backward attends by the batch of its forward.
+        """Check that modules recomputed in backward attend by the batch of their forward.
 
         Raises:
             StateError: The backward runs outside of the `inside` that its forward ran in.
@@ -80,41 +93,35 @@ class Settings:
                 "run backward within the same inside() as forward"
             )
 
-    def attend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        scale: float | None,
-        window: int | None = None,
-        documents: Documents | None = None,
-    ) -> Tensor:
-        """Attend to the whole sequence: see `attention`.
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
+        """Attend to the whole sequence as the model asks, by its method and in its order.
 
         Raises:
             InvalidArgumentError: Full attention by the name "zigzag", documents other than those
-                told, and what `attention` refuses.
+                told, and all that `attention` refuses.
         """
+        documents: Any = asked.cu_seqlens
         if self.told is None:
-            self._require_causal(causal)
-        elif documents not in (None, self.told.documents):
+            self._require_causal(asked.causal)
+            layout = self._layout_of(documents, q.shape[-2])
+        elif documents in (None, self.told.documents):
+            layout, documents = self.told
+        else:
             raise refusal(
                 f"this call's cu_seq_lens_q are {documents}, and the sequences that it runs "
                 f"inside of have {self.told.documents}"
             )
-        layout, documents = self.told or (self._layout_of(documents, q.shape[-2]), documents)
-        return attention(
-            q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=documents,
-            layout=layout, method=self.method, group=self.ring.group,
+        asked = asked._replace(
+            cu_seqlens=documents, layout=layout, method=self.method, call=_CALL,
+            otherwise="contiguous",
         )  # fmt: skip
+        return attend(q, k, v, asked, (self.ring, None))
 
-    def _layout_of(self, documents: Documents | None, part: int) -> Layout | str:
-        """Return who has what, `part` positions each; behind the last document is padding."""
+    def _layout_of(self, documents: Documents | None, part: int) -> Layout | str | None:
+        """Return the order of shards of `part` positions; behind the last document is padding."""
         if documents is None:
-            return self.layout
-        layout = named_layout(self.layout, documents[-1], self.ring)
+            return self.said
+        layout = named_layout(self.layout, documents[-1], self.ring.size)
         if layout.local_length != part:
             raise refusal(
                 f"cu_seq_lens_q must end with the length of the whole sequence, without padding "
@@ -123,7 +130,7 @@ class Settings:
         return layout
 
     def _require_causal(self, causal: bool) -> None:
-        if not causal and self.layout == "zigzag":
+        if not causal and self.said == "zigzag":
             raise refusal(
                 "full attention in a zigzag layout that is given by name: contiguous shards are "
                 "balanced for it already, and padding at a sequence's end would be seen. Use "
@@ -136,6 +143,23 @@ def settings_of(module: nn.Module) -> Settings | None:
     """Return the settings of the context-parallel model that `module` is a part of, if any."""
     found: Settings | None = module.__dict__.get(_NAME)
     return found
+
+
+def asked(model: nn.Module) -> None:
+    """Remember that a model was asked whether it mixes positions."""
+    settings = settings_of(model)
+    if settings is not None:
+        settings.asked = True
+
+
+def note_shards(model: nn.Module, order: str) -> None:
+    """Note the order of the shards that a model is about to be called with.
+
+    For batches that know their order, if others may have been sharded since over the same group.
+    """
+    settings = settings_of(model)
+    if settings is not None:
+        note_order(order, settings.ring, "shard_global_batch")
 
 
 def mark(model: nn.Module, settings: Settings) -> None:

@@ -1,7 +1,7 @@
 """Attention of models of `transformers` over the whole sequence, through their own registries.
 
-Nothing is imported: where a model is one of transformers, that is loaded. An attention function
-and a mask function are registered when a model needs them, under this module's name.
+Nothing is imported: if a model is one of transformers, that is loaded already. An attention
+function and a mask function are registered when a model needs them, under this module's name.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
+from ..attention import Asked
 from .calls import is_pretrained
 from .override import AttentionOverride, running_override
 from .settings import refusal, settings_of
@@ -23,7 +24,7 @@ from .transformers_mask import Pattern, context_mask, stranger
 
 NAME = __name__
 
-# What models pass on to their attention that does not change what it computes.
+# Arguments that models pass on to their attention and that do not change its result.
 _WITHOUT_EFFECT = frozenset({
     "cache_position", "labels", "max_length_k", "max_length_q", "num_items_in_batch",
     "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
@@ -48,7 +49,7 @@ def adopt(model: nn.Module) -> list[tuple[Any, str | None]]:
     """
     library = sys.modules.get("transformers.modeling_utils")
     masks = sys.modules.get("transformers.masking_utils")
-    if library is None or masks is None:  # what has no registries calls F.sdpa
+    if library is None or masks is None:  # without registries they call F.sdpa
         return []
     parts: list[Any] = [part for part in model.modules() if is_pretrained(part)]
     if not parts:
@@ -97,17 +98,15 @@ def context_attention(
     if settings is None:
         raise stranger(type(module).__name__)
     override = running_override(settings) or AttentionOverride(settings, {})
-    asked = {"output_attentions": override.given.get("output_attentions"), **others}
-    _require_computable(attention_mask, dropout, asked)
+    others["output_attentions"] = override.given.get("output_attentions")
+    _require_computable(attention_mask, dropout, others)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     if attention_mask is not None:
         causal, sliding_window = attention_mask.causal, attention_mask.window
     if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
         _require_equal(override, cu_seq_lens_q, cu_seq_lens_k)
-    out = override.attend(
-        query, key, value, causal=bool(causal), scale=scaling, window=sliding_window,
-        cu_seqlens=cu_seq_lens_q,
-    )  # fmt: skip
+    asked = Asked(bool(causal), scaling, sliding_window, cu_seq_lens_q)
+    out = override.attend(query, key, value, asked)
     return out.transpose(1, 2).contiguous(), None
 
 

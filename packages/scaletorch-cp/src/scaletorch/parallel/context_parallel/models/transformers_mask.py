@@ -1,4 +1,4 @@
-"""Masks that models of `transformers` ask for: what they would say, without building them."""
+"""Masks that models of `transformers` ask for: their meaning, without building them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
 from ..agreement import tell_refusal
 from ..alone import alone
-from ..layouts.lookup import layout_of_shards
-from .override import AttentionOverride, running_override
-from .settings import Settings, refusal
+from .override import running_override
+from .positions import require_no_padding, require_positions
+from .settings import refusal
 
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """What a mask would say; it stands for one, as attention builds none."""
+    """The meaning of a mask; it stands for one, as attention builds none."""
 
     causal: bool
     window: int | None
@@ -38,19 +38,21 @@ def context_mask(
     allow_is_bidirectional_skip: bool = False,
     **others: Any,
 ) -> Pattern | None:
-    """Return what a mask would say, if attention by `context_attention` can do it.
+    """Return the meaning of a mask, if attention by `context_attention` can do it.
 
-    None where the function for "sdpa" gives None as well: all, or all before.
+    None if the function for "sdpa" gives None as well: all, or all before.
     """
     override = running_override()
     if override is None:
         raise stranger("a mask")
     try:
         if attention_mask is not None:
-            _require_no_padding(attention_mask, q_length, override.settings)
+            require_no_padding(attention_mask, q_length, override.settings)
         _require_one_sequence(q_length, kv_length, int(q_offset), kv_offset)
         if alone() is None:
-            _require_positions(override, q_length)
+            given, settings = override.given, override.settings
+            told = settings.told is not None or given.get("cu_seq_lens_q") is not None
+            require_positions(override.position_ids, q_length, settings, told=told)
         pattern = _pattern(mask_function)
     except InvalidArgumentError:  # one rank's shard alone may be refused; the others go on
         tell_refusal((override.settings.ring, None), _device(attention_mask, override.position_ids))
@@ -60,7 +62,7 @@ def context_mask(
 
 
 def _device(*values: Any) -> torch.device:
-    """Return where the first tensor is."""
+    """Return the device of the first tensor."""
     tensors = (value for value in values if isinstance(value, Tensor))
     return next((x.device for x in tensors), torch.device("cpu"))
 
@@ -108,48 +110,6 @@ def _parts(mask_function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
         yield from _parts(held["mask_function"])
     else:
         yield name, held
-
-
-def _require_no_padding(attention_mask: Tensor, part: int, settings: Settings) -> None:
-    """Refuse zeros, but those of padding that is told: it is seen by nothing anyway."""
-    if attention_mask.ndim != 2 or attention_mask.shape[1] != part:
-        raise refusal(
-            f"attention_mask must be this rank's shard, [B, {part}], or None; it is "
-            f"{list(attention_mask.shape)}"
-        )
-    real = attention_mask.bool()
-    if settings.told is not None:
-        layout = settings.told.layout
-        held = layout.positions(settings.ring.index, attention_mask.device)
-        real = real | (held >= layout.length)
-    if not real.all():
-        raise refusal(
-            "attention_mask must hold no zeros: pad no sequences but through ShardedSequences, "
-            "and run the model within its inside()"
-        )
-
-
-def _require_positions(override: AttentionOverride, part: int) -> None:
-    """Refuse positions that one process would take for packed documents, if none are told."""
-    settings, ids = override.settings, override.position_ids
-    if ids is None and settings.ring.size > 1:
-        raise refusal(
-            "the model was called without position_ids, and would count its positions from 0 on "
-            "every rank: pass those of the shard, which shard_batch and ShardedSequences make"
-        )
-    told = settings.told is not None or override.given.get("cu_seq_lens_q") is not None
-    if told or not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != part:
-        return
-    layout = layout_of_shards(settings.layout, part, None, settings.ring)
-    ahead = ids - layout.positions(settings.ring.index, ids.device)
-    padding = (ids == 0).int().flip(1).cumprod(1).flip(1).bool()  # as ShardedSequences pads
-    if (((ahead != ahead[:, :1]) | (ahead < 0)) & ~padding).any():
-        raise refusal(
-            f"position_ids are not those of this rank's {settings.layout} shard of one sequence: "
-            "shard the batch in the model's layout; if they restart where packed documents "
-            "begin, tell the documents, as cu_seq_lens_q of the whole sequence or by "
-            "ShardedSequences.inside"
-        )
 
 
 def stranger(name: str) -> StateError:

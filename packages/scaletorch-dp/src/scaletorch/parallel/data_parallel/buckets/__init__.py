@@ -1,1 +1,41 @@
-"""Buffers in which gradients live, and the hooks that reduce them as backward fills them."""
+"""Buffers in which gradients live, and the hooks that reduce them as backward fills them.
+
+Three state machines work together, one of a parameter, one of a bucket and one of a backward.
+
+A **slot** (`slot.py`) is one parameter's gradient on this rank. `parameter.grad` is either the
+synchronised sum, the same on every rank, or this rank's own since the last synchronisation:
+
+                     before_accumulation            after_accumulation
+    synchronised --------------------------> held --------------------> own (local)
+    grad: the sum    the sum is held back,          grad: a view of     |    ^  more backward calls
+    or None          autograd starts anew           the bucket          |    |  add to the view
+         ^                                                              | take: the bucket leaves
+         |  give: grad = held + reduced                                 v
+         +--------------------------------------------------------- under way
+                                                                    grad: None, the sum still held
+
+    A gradient that comes while the slot is under way (a reentrant checkpoint uses a parameter
+    again) makes it `local` once more: its flag says LATE, and the bucket goes in a second round.
+    `open`, at the start of a backward, follows what the user did in between: grad None or all zero
+    means the held sum too. `clear` forgets everything. In a sharded bucket `stand` sets a tensor
+    that stands for the sum, which lies in shards.
+
+A **bucket** (`bucket.py`) is slots whose gradients travel together in one flat buffer:
+
+    filling --- all slots ready ---> ready --- launch ---> launched --- finish ---> filling
+    _missing: those to come          all buckets           _work: the reduction     _spare: the
+    _buffer: this rank's own         before it left        _sent: its buffer        buffer, again
+
+    Buckets that are not ready when backward ends leave then, zero for slots without a gradient;
+    `_used` has a flag of each slot, and the largest flag of any rank counts.
+
+A **backward** is followed by `GradientSync` (`hooks.py`), one for each wrapper:
+
+    idle --- first hook of all: _enter ---> running --- its root backward ends: _leave ---> idle
+             manager.open; one callback     hooks mark slots ready,          finish if it is
+             queued at the engine           buckets leave in one order       synchronised, or close
+
+    `_root` is the engine's number of the outermost backward; those inside of it (reentrant
+    checkpoints) do not end it. `_touched` says that a parameter of ours got a gradient. A `_root`
+    that is still there at the next forward is of a backward that raised: its gradients are dropped.
+"""

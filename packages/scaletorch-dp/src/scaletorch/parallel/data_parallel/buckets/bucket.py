@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from ....dist import Work
-from ....dist.shared_memory.node_memory import UNKEPT
+from ....dist.building import UNKEPT
 from .reduction import Reduction
 from .slot import Slot
 
-# What a rank says of a parameter; the largest over ranks counts.
+# A rank's flag for each parameter; the largest over ranks counts.
 UNUSED, USED, LATE, NONFINITE = 0, 1, 2, 3
 
 
@@ -25,7 +25,7 @@ class Bucket:
     Args:
         slots: The parameters' slots, in the order of the buffer.
         dtype: The buffer's dtype.
-        multiple: The buffer's length is one of this; what is behind the last gradient is zero.
+        multiple: The buffer's length is a multiple of this; zeros follow the last gradient.
     """
 
     def __init__(self, slots: Sequence[Slot], dtype: torch.dtype, multiple: int = 1) -> None:
@@ -38,8 +38,8 @@ class Bucket:
         self._reduction: Reduction | None = None
         self._slot = 0
         self._places = dict(zip((s.index for s in self.slots), self._starts(), strict=True))
-        self._buffer: Tensor | None = None  # where this rank's own gradients are
-        self._sent: Tensor | None = None  # what the reduction that is under way reads and writes
+        self._buffer: Tensor | None = None  # has this rank's own gradients
+        self._sent: Tensor | None = None  # read and written by the reduction that is under way
         self._spare: Tensor | None = None  # the last one, to be used again
         self._used: dict[int, int] = {}
         self._work: Work[Tensor] | None = None
@@ -50,18 +50,18 @@ class Bucket:
         self.reset()
 
     def use(self, reduction: Reduction) -> None:
-        """Take buffers from where a reduction wants them."""
+        """Take buffers in memory that a reduction chooses."""
         self._reduction, self._slot = reduction, reduction.slot()
 
     def reset(self) -> None:
-        """Forget what is ready and what is under way."""
+        """Forget which gradients are ready, and the reduction under way."""
         self.launched = False
         self._missing = set(self._places)
         self._used, self._work, self._before = {}, None, None
         self._buffer = self._sent = None
 
     def open(self) -> None:
-        """Look, when a backward begins, at what became of the gradients since the last."""
+        """Follow, when a backward begins, what the user did to the gradients since the last."""
         for slot in self.slots:
             slot.open()
 
@@ -73,8 +73,8 @@ class Bucket:
     def place(self, slot: Slot) -> Tensor:
         """Return the memory of one parameter's gradient; its values are arbitrary."""
         start = self._places[slot.index]
-        part = self._own_buffer()[start : start + slot.parameter.numel()]
-        return part.view(slot.parameter.shape)
+        memory = self._own_buffer()[start : start + slot.parameter.numel()]
+        return memory.view(slot.parameter.shape)
 
     def mark_ready(self, index: int) -> None:
         """Note that a parameter has its gradient."""
@@ -87,7 +87,7 @@ class Bucket:
 
     @torch.no_grad()
     def launch(self, reduction: Reduction, *, check_finite: bool = False) -> None:
-        """Start reducing the buffer, zero where this rank has no gradient."""
+        """Start reducing the buffer, zero for parameters without a gradient here."""
         for slot in self.slots:
             used = slot.take(self.place(slot))
             self._used[slot.index] = USED if used else UNUSED
@@ -104,13 +104,13 @@ class Bucket:
         """Give up memory that only the reduction needed, if it is over; never wait for it."""
 
     def flag(self, slot: Slot) -> int:
-        """Say what this rank did with a parameter of this bucket."""
+        """Return this rank's flag of a parameter of this bucket."""
         if slot.local:  # a gradient came after the launch
             return LATE
         return self._used[slot.index]
 
     def finish(self, flags: Sequence[int]) -> None:
-        """Wait for the reduction and write the gradients; unused everywhere ones stay."""
+        """Wait for the reduction and write the gradients; those that no rank used stay."""
         if self._work is not None:
             self._give(self._work.wait(), flags)
             self._reuse()
@@ -130,30 +130,30 @@ class Bucket:
         self._sent = None
 
     def _find_nonfinite(self, buffer: Tensor) -> None:
-        for slot, part in self._parts(buffer):
+        for slot, view in self._views(buffer):
             # A sum costs one pass; it may overflow of itself, so a suspect is looked at again.
-            if not part.sum().isfinite() and not part.isfinite().all():
+            if not view.sum().isfinite() and not view.isfinite().all():
                 self._used[slot.index] = NONFINITE
 
     def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
         return reduction.whole(buffer, self._before)
 
     def _give(self, reduced: Tensor, flags: Sequence[int]) -> None:
-        for slot, part in self._parts(reduced):
+        for slot, view in self._views(reduced):
             used = flags[slot.index] != UNUSED
-            slot.give(part if used else None, with_held=self._before is not None)
+            slot.give(view if used else None, with_held=self._before is not None)
 
     def _held(self, buffer: Tensor) -> Tensor | None:
         """Return the synchronised gradients from before, in the buffer's order, if any."""
         if all(slot.held is None for slot in self.slots):
             return None
         before = torch.zeros_like(buffer)
-        for slot, part in self._parts(before):
+        for slot, view in self._views(before):
             if slot.held is not None:
-                part.copy_(slot.held)
+                view.copy_(slot.held)
         return before
 
-    def _parts(self, buffer: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+    def _views(self, buffer: Tensor) -> Iterator[tuple[Slot, Tensor]]:
         for slot in self.slots:
             start, parameter = self._places[slot.index], slot.parameter
             yield slot, buffer[start : start + parameter.numel()].view(parameter.shape)

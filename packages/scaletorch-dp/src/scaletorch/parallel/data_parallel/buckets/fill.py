@@ -17,7 +17,7 @@ SMALL = 2**18  # elements of a bucket that costs little more to start than to se
 def fill_buckets(
     slots: Iterable[Slot], bucket_size: int, grad_type: torch.dtype | None, reduction: Reduction
 ) -> list[Bucket]:
-    """Part slots, in the order given, into buckets of at most ``bucket_size`` elements.
+    """Part slots, in the order given, into buckets of at most `bucket_size` elements.
 
     A bucket has one dtype and one device, and at least one parameter, however large. There are
     as many or so as the reduction is quick with, if they do not get smaller than `SMALL`, and the
@@ -25,7 +25,7 @@ def fill_buckets(
     their last parameters do.
     """
     slots = list(slots)
-    share = sum(slot.parameter.numel() for slot in slots) // reduction.parts
+    share = sum(slot.parameter.numel() for slot in slots) // reduction.least_buckets
     usual = min(bucket_size, max(share, SMALL))
     members: list[tuple[torch.dtype, list[Slot]]] = []
     current: dict[Any, list[Slot]] = {}
@@ -46,6 +46,6 @@ def fill_buckets(
 
 
 def _buffer_dtype(slot: Slot, grad_type: torch.dtype | None) -> torch.dtype:
-    """Return the dtype a gradient is kept in; ``grad_type`` is for real floating ones."""
+    """Return the dtype a gradient is kept in; `grad_type` is for real floating ones."""
     dtype = slot.parameter.dtype
     return dtype if grad_type is None or not dtype.is_floating_point else grad_type

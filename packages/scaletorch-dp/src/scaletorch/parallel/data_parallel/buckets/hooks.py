@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
+from ....dist.building import one_per_process
 from ....dist.errors import StateError
-from ....dist.one_per_process import one_per_process
 from ...pg_manager import describe_rank
-from ..parameters import shortened
+from ..culprits import shortened
 from .manager import BucketManager
 from .products import ProductSink, direct_products
 
@@ -128,7 +128,11 @@ class GradientSync:
         self.manager.mark_ready(index, launch=self._overlap and not self._crowded)
 
     def add_product(self, index: int, rows: Tensor, columns: Tensor) -> bool:
-        """Add ``rows @ columns`` to a weight's gradient; False where others want to see it."""
+        """Add `rows @ columns` to a weight's gradient, unless other hooks want to see it.
+
+        Returns:
+            Whether it was added.
+        """
         slot = self.manager.slots[index]
         watchers = slot.parameter._backward_hooks, slot.parameter._post_accumulate_grad_hooks
         if any(len(each or ()) > 1 for each in watchers) or not slot.writes(rows.dtype):
@@ -142,6 +146,8 @@ class GradientSync:
         task = torch._C._current_graph_task_id()
         if task in self._tasks:
             return
+        # The first one to come in is the outermost: its hook on the output runs before any other
+        # node, so also before a checkpoint's that starts a backward of its own.
         if self._root is None:
             self._root = task
             # Another wrapper's calls on the same group could fall between ours in another order
@@ -150,6 +156,8 @@ class GradientSync:
                 other is not self and other.group is self.group for other in _alive()
             )
             self._open()
+        # Each backward gets a callback, inner ones too: if the root has raised, its own callback
+        # never runs, and that of the next backward is the first to see it.
         self._tasks.add(task)
         queue: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
         queue(partial(self._leave, task))
@@ -157,7 +165,7 @@ class GradientSync:
     def _leave(self, task: int) -> None:
         """Finish when the backward that began first is over, all wrappers in one order."""
         if task not in self._tasks:
-            return
+            return  # forgotten meanwhile, as by reset()
         if task != self._root:
             if torch._C._current_autograd_node() is not None:
                 return  # a node is running: this backward was nested, the outer one goes on
@@ -167,6 +175,8 @@ class GradientSync:
                 "they are None now: start this step again (after an error, call reset())"
             )
             raise StateError(message)
+        # Callbacks run in the order in which wrappers saw their first gradient, which may differ
+        # between ranks. So the first callback ends all of them, by their numbers.
         ending = [each for each in _alive() if each._root == task]
         for each in sorted(ending, key=lambda each: each._serial):
             each._end()
@@ -209,8 +219,8 @@ class GradientSync:
 def _alive() -> weakref.WeakSet[GradientSync]:
     """Return the attached ones of this process, those of other copies of this package too.
 
-    So `group`, `manager.slots[…].parameter`, `_root`, `_serial` and `_end` are what one version of
-    this package knows of another.
+    So `group`, `manager.slots[…].parameter`, `_root`, `_serial` and `_end` are all that one
+    version of this package knows of another.
     """
     return one_per_process("gradient_syncs", weakref.WeakSet)
 

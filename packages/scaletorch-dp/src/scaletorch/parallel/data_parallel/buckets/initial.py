@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import broadcast, group_ranks
-from ....dist.agreement import agree
+from ....dist.building import agree
 from ....dist.errors import InvalidArgumentError
 
 INIT_SYNCS = ("check", "broadcast", "none")
 
 
 def check_init_sync(given: object) -> None:
-    """Refuse what is none of `INIT_SYNCS`.
+    """Refuse anything but one of `INIT_SYNCS`.
 
     Raises:
         InvalidArgumentError: It is none.
@@ -31,7 +31,7 @@ def sync_initial_values(module: nn.Module, how: str, group: ProcessGroup | None)
     """Compare parameters and buffers over the ranks, or make them the first rank's, in place.
 
     Args:
-        module: The model; its names, shapes and dtypes are alike on all ranks.
+        module: The model; its names, shapes and dtypes are the same on all ranks.
         how: One of `INIT_SYNCS`.
         group: The ranks.
 

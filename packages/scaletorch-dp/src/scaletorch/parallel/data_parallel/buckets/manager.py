@@ -11,7 +11,7 @@ from torch import Tensor
 from ....dist import all_reduce, broadcast, get_comm_device, group_ranks
 from ....dist.errors import MismatchError, NonFiniteError
 from ...pg_manager import describe_rank
-from ..gradients.nonfinite import name_culprits, share_names
+from ..culprits import name_culprits, share_names
 from .bucket import LATE, NONFINITE, UNUSED, Bucket
 from .reduction import Reduction
 from .slot import Slot
@@ -63,7 +63,7 @@ class BucketManager:
         self.order = None
 
     def open(self) -> None:
-        """Look, when a backward begins, at what became of the gradients since the last."""
+        """Follow, when a backward begins, what the user did to the gradients since the last."""
         for bucket in self.buckets:
             bucket.open()
         self._adds = any(slot.has_synchronised for slot in self.slots)
@@ -83,7 +83,7 @@ class BucketManager:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Launch what is left, wait for all, and write every gradient.
+        """Launch the buckets that are left, wait for all, and write every gradient.
 
         One more, small reduction tells which parameters any rank used: one int32 for each. A
         parameter that a reentrant checkpoint used again after its bucket had left is reduced in
@@ -111,7 +111,7 @@ class BucketManager:
             self.reset()
 
     def reset(self) -> None:
-        """Forget what is ready and under way; gradients are not touched."""
+        """Forget which are ready and under way; gradients are not touched."""
         self._next = 0
         for bucket in self.buckets:
             bucket.reset()

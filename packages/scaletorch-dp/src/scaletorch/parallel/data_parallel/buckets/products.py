@@ -15,13 +15,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-# Takes a slot's index, rows and columns, and adds rows @ columns to the gradient; False where it
-# must go the usual way.
+from ...pg_manager.building import (
+    bias_gradient,
+    linear_output,
+    plain_linears,
+    take_forward,
+    weight_factors,
+)
+
+# Takes a slot's index, rows and columns, and adds rows @ columns to the gradient; False if it must
+# go the usual way.
 AddProduct = Callable[[int, Tensor, Tensor], bool]
 
 
 class ProductSink:
-    """Where linear layers leave their products; nowhere in a copy, or once the wrapper is gone."""
+    """Takes the products of linear layers; none in a copy, nor once the wrapper is gone."""
 
     __slots__ = ("__weakref__", "_weights", "add")
 
@@ -50,27 +58,20 @@ def direct_products(
         sink: Takes the products.
 
     Returns:
-        What undoes it; it keeps nothing alive.
+        A function that undoes it; it keeps nothing alive.
     """
     index_of: dict[Tensor, int] = {each: index for index, each in enumerate(parameters)}
-    changed: list[weakref.ref[nn.Module]] = []
-    for each in module.modules():
-        if not isinstance(each, nn.Linear) or type(each).forward is not nn.Linear.forward:
-            continue
-        index = index_of.get(each.weight)
-        if index is not None and "forward" not in vars(each) and each.weight.is_contiguous():
-            # A partial, not a closure, so that a deep copy and pickle take the module along.
-            each.forward = partial(_forward, each, sink, index)  # type: ignore[method-assign]
-            changed.append(weakref.ref(each))
-    return partial(_restore, changed, weakref.ref(sink))
+    undos = []
+    for layer in plain_linears(module):
+        index = index_of.get(layer.weight)
+        if index is not None and layer.weight.is_contiguous():
+            undos.append(take_forward(layer, _forward, sink, index))
+    return partial(_all, undos)
 
 
-def _restore(changed: list[weakref.ref[nn.Module]], sink: weakref.ref[ProductSink]) -> None:
-    for reference in changed:
-        module = reference()
-        forward = None if module is None else vars(module).get("forward")
-        if isinstance(forward, partial) and forward.func is _forward and forward.args[1] is sink():
-            vars(module).pop("forward")
+def _all(undos: Iterable[Callable[[], None]]) -> None:
+    for undo in undos:
+        undo()
 
 
 def _forward(module: nn.Linear, sink: ProductSink, index: int, input: Tensor) -> Tensor:
@@ -104,9 +105,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.to = to
         ctx.save_for_backward(inputs, weight if ctx.needs_input_grad[0] else None)
-        output = F.linear(inputs, weight, bias)
-        # Not a view for autograd, so that it may be changed in place, as by nn.ReLU(inplace=True).
-        return torch.ops.aten._unsafe_view(output, output.shape)  # type: ignore[no-any-return]
+        return linear_output(inputs, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -116,14 +115,14 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_inputs = gradient @ weight
         if ctx.needs_input_grad[1]:
-            of_weight = _weight_gradient(ctx, _rows(gradient).t(), _rows(inputs))
+            of_weight = _weight_gradient(ctx, *weight_factors(gradient, inputs))
         if ctx.needs_input_grad[2]:
-            of_bias = _rows(gradient).sum(0)
+            of_bias = bias_gradient(gradient)
         return of_inputs, of_weight, of_bias, None
 
 
 def _weight_gradient(ctx: Any, rows: Tensor, columns: Tensor) -> Tensor | None:
-    """Return the gradient of the weight, or None where the sink has taken it."""
+    """Return the gradient of the weight, or None if the sink has taken it."""
     sink, index = ctx.to
     if torch.is_grad_enabled() or sink.add is None or not _is_added(ctx.next_functions[1][0]):
         return rows @ columns
@@ -136,7 +135,3 @@ def _is_added(node: Any) -> bool:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad, which takes the gradient for itself
         return False
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])

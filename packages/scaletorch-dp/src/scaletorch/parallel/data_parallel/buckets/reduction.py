@@ -11,14 +11,15 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....dist import Work, all_reduce, get_rank, get_world_size
-from ....dist.collectives.flat import (
+from ....dist.building import (
+    UNKEPT,
+    NodeMemory,
     all_gather_flat,
     even_parts,
     part_of,
     reduce_scatter_flat,
 )
 from ....dist.errors import InvalidArgumentError
-from ....dist.shared_memory.node_memory import UNKEPT, NodeMemory
 
 LEAST = 2**16  # elements for which memory is quicker than messages
 
@@ -31,12 +32,12 @@ class Reduction:
     """One way to reduce.
 
     Attributes:
-        op: ``"sum"`` or ``"mean"`` over the group.
+        op: `"sum"` or `"mean"` over the group.
         group: The ranks; None is this process alone.
-        dtype: What buffers are cast to while they travel; None leaves them as they are.
-        order: ``"any"``, the backend's, or ``"rank"``: each element is what was there before,
+        dtype: To which buffers are cast while they travel; None leaves them as they are.
+        order: `"any"`, the backend's, or `"rank"`: each element is what was there before,
             plus rank 0's, plus rank 1's, and so on, whatever the buckets and the backend.
-        node: What the ranks need to do it in one another's memory, where they can.
+        node: The ranks' common memory, if they are on one host; it takes the place of messages.
     """
 
     op: str
@@ -68,14 +69,14 @@ class Reduction:
         return self.order == "rank"
 
     @property
-    def parts(self) -> int:
-        """Into how many buffers a model is parted at least, if they do not get too small."""
+    def least_buckets(self) -> int:
+        """Into how many buckets a model's gradients go at least, if these do not get too small."""
         # Messages travel while backward goes on; memory is read by whoever computes.
         return 8 if self.node is None else 3
 
     @property
     def multiple(self) -> int:
-        """What a buffer's length is to be a multiple of, where several ranks work on it."""
+        """Of which number a buffer's length is a multiple, so that each rank can have its shard."""
         return self.size if self.ordered else 1
 
     def slot(self) -> int:
@@ -96,7 +97,7 @@ class Reduction:
         return torch.empty(elements, dtype=dtype, device=like.device)
 
     def gather(self, data: Tensor, counts: list[int]) -> Work[Any]:
-        """Start filling a flat tensor, of which every rank has its part, with the parts of all."""
+        """Start filling a flat tensor, of which each rank has its shard, with the shards of all."""
         node = self._node_for(data)
         if node is not None:
             return node.all_gather(data, counts)
@@ -104,7 +105,7 @@ class Reduction:
         return work if isinstance(work, Work) else Work((), lambda: None)
 
     def forget(self) -> None:
-        """Drop what is kept for buffers that are not used any more."""
+        """Drop memory that is kept for buffers which are not used any more."""
         if self.node is not None:
             self.node.forget()
 
@@ -113,7 +114,7 @@ class Reduction:
 
         Args:
             buffer: Flat; its values are used up.
-            before: What the sum begins with, only where it is in rank order.
+            before: With which the sum begins; only if it is in rank order.
         """
         if not buffer.numel():
             return Work((), lambda: buffer)
@@ -130,13 +131,13 @@ class Reduction:
             return Work((work,), lambda: buffer)
         return Work((work,), lambda: buffer.copy_(wire))
 
-    def part(self, buffer: Tensor, counts: list[int], before: Tensor | None) -> Work[Tensor]:
-        """Start reducing a buffer's parts, each to its rank; the work gives this rank's.
+    def shard(self, buffer: Tensor, counts: list[int], before: Tensor | None) -> Work[Tensor]:
+        """Start reducing a buffer's shards, each to its rank; the work gives this rank's.
 
         Args:
             buffer: Flat, read until then.
-            counts: Elements of each rank's part.
-            before: What this rank's sum begins with, only where it is in rank order.
+            counts: Elements of each rank's shard.
+            before: With which this rank's sum begins; only if it is in rank order.
         """
         node = self._node_for(buffer)
         if node is not None:
@@ -147,26 +148,26 @@ class Reduction:
         )
 
     def even(self, elements: int) -> list[int]:
-        """Return counts that part a buffer evenly, the last parts shorter."""
+        """Return each rank's number of elements, even but for the last ones."""
         return even_parts(elements, self.size)
 
     def _in_rank_order(self, buffer: Tensor, before: Tensor | None) -> Work[Tensor]:
         counts = self.even(buffer.numel())
-        parts = self.part(buffer, counts, None if before is None else self._own(before, counts))
+        own = self.shard(buffer, counts, None if before is None else self._own(before, counts))
 
         def finish() -> Tensor:
-            self._own(buffer, counts).copy_(parts.wait())
+            self._own(buffer, counts).copy_(own.wait())
             all_gather_flat(buffer, counts, self.group)
             return buffer
 
         return Work((), finish)
 
     def _own(self, data: Tensor, counts: list[int]) -> Tensor:
-        part = part_of(counts, self.rank)
-        return data[part.start : part.stop]
+        own = part_of(counts, self.rank)
+        return data[own.start : own.stop]
 
     def _node_for(self, data: Tensor) -> NodeMemory | None:
-        """Return how to work on a buffer in memory; None where messages do as well."""
+        """Return the ranks' common memory, or None if messages are as good for this buffer."""
         fits = data.is_cpu and data.numel() >= LEAST and self.dtype is None
         return self.node if fits else None
 
@@ -176,7 +177,7 @@ class Reduction:
 
 
 def check_floating(name: str, dtype: object) -> None:
-    """Refuse what is no floating dtype.
+    """Refuse anything but a floating dtype or None.
 
     Raises:
         InvalidArgumentError: It is another thing than a floating dtype or None.

@@ -1,4 +1,4 @@
-"""One parameter's gradient, parted into what is synchronised and what is this rank's alone."""
+"""One parameter's gradient: the synchronised sum, and apart from it this rank's own."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Place = Callable[["Slot"], Tensor]
 
 
 class Slot:
-    """Keeps the synchronised part of ``parameter.grad`` apart from what this rank adds to it.
+    """Keeps the synchronised sum in `parameter.grad` apart from the gradients of this rank alone.
 
-    Between backward calls the gradient is either synchronised (``local`` is False and nothing is
-    held) or this rank's own since the last synchronisation (``local`` is True): a synchronised
+    Between backward calls the gradient is either synchronised (`local` is False and nothing is
+    held) or this rank's own since the last synchronisation (`local` is True): a synchronised
     gradient that was there before is then held back, and added again by `give`.
 
-    This rank's own gradient lives in a bucket's buffer. Where that has the parameter's dtype,
-    ``parameter.grad`` is a view of it, into which autograd adds; else each backward's gradient is
-    added to the buffer, and stays as ``parameter.grad`` only to show whether it was zeroed.
+    This rank's own gradient lives in a bucket's buffer. If that has the parameter's dtype,
+    `parameter.grad` is a view of it, into which autograd adds; else each backward's gradient is
+    added to the buffer, and stays as `parameter.grad` only to show whether it was zeroed.
 
     Args:
         name: The parameter's name in its module.
@@ -55,19 +55,20 @@ class Slot:
         self._version = 0
 
     def open(self) -> None:
-        """Look, when a backward begins, at what became of this rank's own gradient since `close`.
+        """Follow, when a backward begins, changes of this rank's own gradient since `close`.
 
-        A zero_grad between an unsynchronised backward and the next means the held part too, and
-        reaches only the visible one. The version tells whether the values need a look.
+        A `zero_grad` between an unsynchronised backward and the next is meant for the held sum too,
+        but reaches the visible gradient alone.
         """
         grad = self.parameter.grad
         if grad is None:
             self.local, self._held = False, None
         elif self.local and (grad is not self._shown or grad._version != self._version):
+            # Every write raises the version, so values are only read after one.
             self._follow(grad)
 
     def _follow(self, grad: Tensor) -> None:
-        """Take over what somebody did to the visible gradient."""
+        """Take over a change that somebody made to the visible gradient."""
         zeroed = not grad.any()
         if zeroed and self._held is not None:
             self._held.zero_()  # as on ranks that have not used the parameter since
@@ -89,16 +90,22 @@ class Slot:
     def before_accumulation(self) -> None:
         """Hold a synchronised gradient back, so that autograd starts a new one."""
         if not self.local:
+            # The sum is the same on every rank: added to what travels it would be counted by each.
             if self.parameter.grad is not None:
                 self._held, self.parameter.grad = self.parameter.grad, None
         elif self.parameter.grad is not self._view:
+            # Only shown, as the buffer has another dtype: its values are in the buffer already, and
+            # with None autograd hands over the new gradient alone.
             self.parameter.grad = None
 
     def after_accumulation(self, place: Place) -> bool:
-        """Note that the gradient is now this rank's own; False where autograd gave none.
+        """Note that the gradient is now this rank's own.
 
         Args:
             place: Gives the slot's memory in its bucket's buffer.
+
+        Returns:
+            Whether there is one; autograd may have called the hooks with none.
 
         Raises:
             StateError: The gradient is sparse.
@@ -112,6 +119,7 @@ class Slot:
                 "are synchronised: build its module with sparse=False"
             )
             raise StateError(message)
+        # If it is the view, autograd has added to the buffer in place: nothing is left to do.
         if grad is not self._view or not self.local:
             self._store(grad, place)
         return True
@@ -121,26 +129,27 @@ class Slot:
         return self.buffer_dtype == dtype and self.parameter.dtype == dtype
 
     def add_product(self, rows: Tensor, columns: Tensor, place: Place) -> None:
-        """Add ``rows @ columns``, a matrix of the parameter's shape and dtype, to the gradient."""
+        """Add `rows @ columns`, a matrix of the parameter's shape and dtype, to the gradient."""
         self.before_accumulation()
         if self.local and self._view is not None:
             self._view.addmm_(rows, columns)
+            self.parameter.grad = self._view  # somebody may have put another one in its place
         else:
             self.parameter.grad = torch.mm(rows, columns, out=self._begin(place))
 
-    def take(self, part: Tensor) -> bool:
-        """Leave this rank's own gradient in ``part`` of the buffer, and None to be seen.
+    def take(self, place: Tensor) -> bool:
+        """Leave this rank's own gradient in `place`, its memory in the buffer; show None.
 
         Returns:
-            Whether there is one; else ``part`` is zero.
+            Whether there is one; else `place` is zero.
         """
         local, grad, self.parameter.grad = self.local, self.parameter.grad, None
         if not local:
-            part.zero_()
+            place.zero_()
             if grad is not None:
                 self._held = grad
-        elif grad is not None and grad is not self._view and grad.dtype == part.dtype:
-            part.copy_(grad)  # a hook has put another one in its place
+        elif grad is not None and grad is not self._view and grad.dtype == place.dtype:
+            place.copy_(grad)  # a hook has put another one in its place
         self.local, self._view, self._shown = False, None, None
         return local
 
@@ -155,26 +164,28 @@ class Slot:
         return self._held
 
     def give(self, reduced: Tensor | None, *, with_held: bool = False) -> None:
-        """Set the gradient to the held one plus ``reduced``, which may be changed and kept.
+        """Set the gradient to the held one plus `reduced`, which may be changed and kept.
 
         A gradient that arrived since `take` stays this rank's own, with the sum held.
 
         Args:
-            reduced: None where no rank has one.
+            reduced: None if no rank has one.
             with_held: Whether the held one has been added to it already.
         """
         held, self._held = self._held, None
         if reduced is None:
-            total = held
+            total = held  # nobody has used the parameter: the sum stays as it was, None included
         else:
             total = self._conform(reduced if held is None or with_held else reduced.add_(held))
         if self.local:
+            # A reentrant checkpoint has used the parameter again meanwhile: what is seen is that
+            # gradient, which leaves in the second round, and the sum waits for it.
             self._held = total
         else:
             self.parameter.grad = total
 
     def stand(self, gradient: Tensor) -> None:
-        """Set the gradient to what stands for one that lies elsewhere, the held one with it."""
+        """Set a tensor that stands for a gradient in shards, the held one included."""
         if self.local:
             self._held = gradient
         else:
@@ -210,7 +221,7 @@ class Slot:
             self.parameter.grad = self._view
 
     def _conform(self, grad: Tensor) -> Tensor:
-        """Return ``grad`` in the parameter's dtype and strides, copied only where they differ."""
+        """Return `grad` in the parameter's dtype and strides, copied only if they differ."""
         parameter = self.parameter
         if grad.dtype == parameter.dtype and parameter.is_contiguous():
             return grad

@@ -1,1 +1,1 @@
-"""What is done with summed gradients before a step: norm, clipping, loss scaling."""
+"""Summed gradients before a step: their norm, clipping, loss scaling."""

@@ -8,13 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ....dist import all_gather_object, get_rank
 from ....dist.errors import NonFiniteError
-from ...pg_manager import get_process_group_manager
-from ..shards import settled_shards
-
-Found = list[tuple[str, str]]  # a parameter's name, and a rank's place
-SHOWN = 3  # parameters, and ranks of each, that an error names
+from ..culprits import Found, name_culprits, share_names
+from ..sharding.shards import settled_shards
 
 
 def nonfinite_names(model: nn.Module) -> list[str]:
@@ -40,22 +36,9 @@ def found_on_ranks(
         model: A data-parallel wrapper, or any module.
         group: The ranks to ask.
         place: This rank's; by default its coordinates in the grid, or its number without one.
-        alone: Ask this rank alone, where others have the same.
+        alone: Ask this rank alone, as the others have the same.
     """
     return share_names(nonfinite_names(model), group, place, alone=alone)
-
-
-def share_names(
-    names: list[str], group: ProcessGroup | None, place: str | None = None, *, alone: bool = False
-) -> Found:
-    """Return all ranks' names by rank; arguments as for `found_on_ranks`."""
-    if place is None:
-        manager = get_process_group_manager()
-        rank = get_rank()
-        place = f"rank {rank}" if manager is None else str(manager.grid.coordinates(rank))
-    mine = (place, names)
-    everyone: list[tuple[str, list[str]]] = [mine] if alone else all_gather_object(mine, group)
-    return [(name, place) for place, names in everyone for name in names]
 
 
 def refuse_nonfinite(norm: Tensor, found: Found) -> NoReturn:
@@ -66,18 +49,3 @@ def refuse_nonfinite(norm: Tensor, found: Found) -> NoReturn:
         f"{culprits}. Skip the "
         "step (a GradScaler does by itself), or pass error_if_nonfinite=False"
     )
-
-
-def name_culprits(found: Found) -> str:
-    """Return the first parameters with their ranks as text, empty if there are none."""
-    places: dict[str, list[str]] = {}
-    for name, place in found:
-        places.setdefault(name, []).append(place)
-    shown = [f"{name} on {_first(ranks)}" for name, ranks in places.items()][:SHOWN]
-    more = len(places) - len(shown)
-    return "; ".join(shown) + (f"; and {more} more" if more else "")
-
-
-def _first(ranks: list[str]) -> str:
-    more = len(ranks) - SHOWN
-    return ", ".join(ranks[:SHOWN]) + (f" and {more} more" if more > 0 else "")

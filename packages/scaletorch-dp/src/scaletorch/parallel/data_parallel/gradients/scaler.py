@@ -23,21 +23,21 @@ class GradScaler(torch.amp.GradScaler):
     `step` for as many optimizers and then `update`, also one that has no gradient, or that did
     not `scale` a loss because it has another stage of a pipeline.
 
-    Gradients are whole or float32 shards, whatever the optimizer's ``param_groups`` hold. float16
+    Gradients are whole or float32 shards, whatever the optimizer's `param_groups` hold. float16
     gradients themselves are refused, as by torch: keep parameters, or their shards, in float32.
 
     Args:
         device: Type of the device of the optimizer's tensors; None is that of this process.
         init_scale: The scale to begin with.
-        growth_factor: What the scale is multiplied by after ``growth_interval`` good steps.
-        backoff_factor: What it is multiplied by after a skipped step.
+        growth_factor: By which the scale is multiplied after `growth_interval` good steps.
+        backoff_factor: By which it is multiplied after a skipped step.
         growth_interval: Good steps in a row before the scale grows.
         enabled: If False, nothing is scaled, and steps are the optimizer's.
         group: The ranks that agree, by default all of the current grid.
 
     Raises:
-        InvalidArgumentError: A scale or interval that is not above 0, a ``growth_factor`` of at
-            most 1, or a ``backoff_factor`` that is not between 0 and 1.
+        InvalidArgumentError: A scale or interval that is not above 0, a `growth_factor` of at
+            most 1, or a `backoff_factor` that is not between 0 and 1.
         StateError: Several ranks, and neither a group nor a process group manager.
     """
 
@@ -85,7 +85,7 @@ def _known_device(device: str) -> str:
 
 
 def _check_scale(scale: float, growth: float, backoff: float, interval: int) -> None:
-    """Refuse what would turn gradients round, or never let the scale change as it should."""
+    """Refuse settings that would turn gradients round, or keep the scale from changing."""
     whole = isinstance(interval, int) and not isinstance(interval, bool)
     rules = {
         "init_scale must be a finite number above 0": (scale, _is_number(scale) and scale > 0),

@@ -1,1 +1,1 @@
-"""ZeRO: every rank updates its part of the parameters, and keeps the optimizer's state of it."""
+"""ZeRO: each rank updates its shards of the parameters and keeps the optimizer's state of them."""

@@ -9,26 +9,26 @@ import torch
 from torch import Tensor, nn
 
 from ....dist import Work
-from ....dist.collectives.flat import all_gather_flat, part_of
+from ....dist.building import all_gather_flat, part_of
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
 from ..buckets.bucket import UNUSED, Bucket
 from ..buckets.reduction import Reduction
 from ..buckets.slot import Slot
-from ..shards import Shard
 from .gradient import ShardedGradient
+from .shards import Shard
 
 
 class ShardedBucket(Bucket):
-    """A bucket of which each rank gets its part of the sum, and updates that part.
+    """A bucket of which each rank gets its shard of the sum, and updates that shard.
 
-    The parameters are moved into one flat tensor, of which each rank's part can be gathered.
+    The parameters are moved into one flat tensor, of which each rank's shard can be gathered.
 
     Args:
         slots: The parameters' slots, of one dtype and device.
         dtype: Of the gradients' buffer.
         reduction: How it is reduced, and over whom.
-        whole: Whether a parameter is never cut, for optimizers that look at whole ones.
+        whole: Whether shards are whole parameters, for optimizers that look at whole ones.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class ShardedBucket(Bucket):
             self.adopt(slot)
 
     def open(self) -> None:
-        """Follow what was done to the parameters' gradients as well, which shards do not see."""
+        """Follow changes of the parameters' gradients as well, which shards do not see."""
         super().open()
         for slot in self.slots:
             if not (slot.local or isinstance(slot.parameter.grad, ShardedGradient)):
@@ -62,7 +62,7 @@ class ShardedBucket(Bucket):
             self._forget(slot)
 
     def collect_if_done(self) -> None:
-        """Keep this rank's part of the sum alone, if it is there.
+        """Keep this rank's shard of the sum alone, if it is there.
 
         Ranks may be elsewhere in their programs, so this never waits.
         """
@@ -73,12 +73,12 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def before_step(self) -> None:
-        """Take over what somebody has done to parameters and gradients since the last update.
+        """Take over all changes of parameters and gradients since the last update.
 
         Raises:
             StateError: A parameter has other memory now, or a gradient has not been summed.
         """
-        for slot, place in self._parts(self.values):
+        for slot, place in self._views(self.values):
             if slot.parameter.numel() and slot.parameter.data_ptr() != place.data_ptr():
                 self._refuse(f"{slot.name} has been moved or replaced since its optimizer was "
                              "sharded (by module.to, load_state_dict(assign=True) or .data), and "
@@ -92,7 +92,7 @@ class ShardedBucket(Bucket):
         self._versions = versions
 
     def settle(self) -> None:
-        """Take over what somebody has done to gradients since the last backward.
+        """Take over all changes of gradients since the last backward.
 
         Raises:
             StateError: A gradient has not been summed.
@@ -119,7 +119,7 @@ class ShardedBucket(Bucket):
 
     @torch.no_grad()
     def gather(self) -> Work[Any]:
-        """Write this rank's part into the parameters, and start fetching the others'."""
+        """Write this rank's shard into the parameters, and start fetching the others'."""
         for shard in self.shards:
             if shard.is_master:
                 _flat_range(shard).copy_(shard.tensor.view(-1))
@@ -134,25 +134,25 @@ class ShardedBucket(Bucket):
         buffer = self.values.new_zeros(self.length, dtype=self._shard_dtype())
         buffer[self.own] = self._own_gradients()
         all_gather_flat(buffer, self.counts, self.reduction.group)
-        for slot, part in self._parts(buffer):
+        for slot, view in self._views(buffer):
             if slot.parameter.grad is not None:
-                yield slot, part
+                yield slot, view
 
     def _start(self, reduction: Reduction, buffer: Tensor) -> Work[Tensor]:
         held = reduction.ordered and any(shard.tensor.grad is not None for shard in self.shards)
         before = self._own_gradients() if held else None
         self._before = before
-        return reduction.part(buffer, self.counts, before)
+        return reduction.shard(buffer, self.counts, before)
 
     def _held(self, buffer: Tensor) -> Tensor | None:
-        return None  # what was there before is in the shards
+        return None  # the gradients from before are in the shards
 
     def _give(self, reduced: Tensor, flags: Sequence[int]) -> None:
         reduced = reduced.to(self._shard_dtype())
-        for (slot, part), shard in zip(self._own_parts(reduced), self.shards, strict=True):
+        for (slot, own), shard in zip(self._own_ranges(reduced), self.shards, strict=True):
             if flags[slot.index] == UNUSED:
                 continue
-            gradient = part.view(shard.tensor.shape)
+            gradient = own.view(shard.tensor.shape)
             if shard.tensor.grad is None or self._before is not None:
                 shard.tensor.grad = gradient
             else:
@@ -171,18 +171,18 @@ class ShardedBucket(Bucket):
             tensor.grad = None
 
     def _own_gradients(self) -> Tensor:
-        """Return the gradients of this rank's part, flat, zero where there are none."""
+        """Return the gradients of this rank's shard, flat, zero for parameters without one."""
         own = self.values.new_zeros(self.own.stop - self.own.start, dtype=self._shard_dtype())
-        for (_, part), shard in zip(self._own_parts(own), self.shards, strict=True):
+        for (_, place), shard in zip(self._own_ranges(own), self.shards, strict=True):
             if shard.tensor.grad is not None:
-                part.copy_(shard.tensor.grad.view(-1))
+                place.copy_(shard.tensor.grad.view(-1))
         return own
 
     def _shard_dtype(self) -> torch.dtype:
         return self.shards[0].tensor.dtype if self.shards else _master_dtype(self.values.dtype)
 
-    def _own_parts(self, own: Tensor) -> Iterator[tuple[Slot, Tensor]]:
-        """Yield slot and part of this rank's part of a buffer, for each of its shards."""
+    def _own_ranges(self, own: Tensor) -> Iterator[tuple[Slot, Tensor]]:
+        """Yield slot and range of this rank's shard of a buffer, for each of its shards."""
         at = 0
         for slot, shard in self._placed():
             length = shard.stop - shard.start
@@ -219,9 +219,9 @@ class ShardedBucket(Bucket):
         first = self.slots[0].parameter
         values = self.reduction.empty(self.length, first, first.dtype, self.reduction.slot())
         values.zero_()
-        for slot, part in self._parts(values):
-            part.copy_(slot.parameter)
-            slot.parameter.data = part
+        for slot, view in self._views(values):
+            view.copy_(slot.parameter)
+            slot.parameter.data = view
         return values
 
     def _current_versions(self) -> list[int]:
@@ -233,7 +233,7 @@ def _master_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _follow(shard: Shard) -> None:
-    """Take what was written into a parameter over into its master, where it is another value."""
+    """Take what was written into a parameter over into its master, if it is another value."""
     values, master = _flat_range(shard), shard.tensor.view(-1)
     master.copy_(torch.where(values != master.to(values.dtype), values.to(master.dtype), master))
 

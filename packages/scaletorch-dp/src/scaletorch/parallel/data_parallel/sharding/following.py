@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
-from ..data_parallel import DataParallelBucket
 from .gather import Gathers
 from .gradient import zero
 
@@ -19,16 +18,19 @@ _settling: weakref.WeakKeyDictionary[Optimizer, Gathers] = weakref.WeakKeyDictio
 
 
 def follow(
-    optimizer: Optimizer, model: DataParallelBucket, gathers: Gathers, *, overlap: bool
+    optimizer: Optimizer, gathers: Gathers, before_step: Callable[[], None], *, overlap: bool
 ) -> None:
-    """Let the optimizer's steps read and fetch parameters, and its zero_grad reach the model's."""
-    wrapper = weakref.ref(model)
+    """Let the optimizer's steps read and fetch parameters, and its zero_grad reach the model's.
+
+    Args:
+        optimizer: Its parameters are the shards of the buckets.
+        gathers: Fetches parameters, and knows the buckets.
+        before_step: Called before an update, and before the buckets look at their gradients.
+        overlap: Whether parameters are fetched behind the next forward.
+    """
 
     def ready() -> None:
-        this = wrapper()
-        if this is not None:
-            this.wrapped.refuse_others(this.module)
-            this.wait_for_parameters()
+        before_step()
         for bucket in gathers.buckets:
             bucket.before_step()
 
@@ -54,7 +56,7 @@ def follow(
 
 
 def settle(optimizer: Optimizer) -> None:
-    """Let an optimizer's shards, if it has some, follow what was done to gradients since backward.
+    """Let an optimizer's shards, if it has some, follow all changes of gradients since backward.
 
     Raises:
         StateError: A gradient has not been synchronised.

@@ -16,10 +16,10 @@ _LISTS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 class Gathers:
-    """The parameters under way, and who waits for them: a module's forward for what it may read.
+    """The parameters under way, and who waits for them: a module's forward for those it may read.
 
     That is its own parameters and those of all modules below it, but for the elements of lists,
-    whose own forwards wait. What no forward was seen to wait for is waited for by the root's.
+    whose own forwards wait. The root's forward waits for those that no other was seen to wait for.
 
     Args:
         module: The model.
@@ -44,14 +44,14 @@ class Gathers:
         weakref.finalize(self, _remove, hooks).atexit = False
 
     def start(self) -> None:
-        """Start fetching all, what forward reads first at first; for the root's forward at once."""
+        """Start fetching all, in the order in which forward reads them."""
         for bucket in reversed(self._order):
             self._under_way[bucket] = bucket.gather()
         waited = set().union(*(self._read_by[name] for name in self._seen if name))
         self._read_by[""] |= self.buckets - waited
 
     def before_forward(self, name: str) -> None:
-        """Wait for what the forward of a module may read."""
+        """Wait for the parameters that the forward of a module may read."""
         self._seen.add(name)
         if self._under_way:
             for bucket in self._read_by[name] & self._under_way.keys():
@@ -72,7 +72,7 @@ def _readable(module: nn.Module) -> Iterable[nn.Parameter]:
 
 
 class Waiter:
-    """A hook that waits for what a module's forward may read, or for all; a copy of it does not.
+    """A hook that waits for the parameters of a module's forward, or all; a copy of it does not.
 
     Args:
         gathers: For which; they are not kept alive.

@@ -1,4 +1,4 @@
-"""What ``parameter.grad`` is where the gradient lies in shards over the ranks."""
+"""The tensor that is `parameter.grad` if the gradient lies in shards over the ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...pg_manager import describe_rank
 class ShardedGradient(Tensor):
     """Says that there is a gradient, and refuses to be computed with: no rank has the whole.
 
-    It takes no memory. ``zero_()`` sets the shards of this rank to zero.
+    It takes no memory. `zero_()` sets the shards of this rank to zero.
     """
 
     _shards: Sequence[Tensor]
@@ -24,8 +24,8 @@ class ShardedGradient(Tensor):
         """Stand for the gradient of a parameter.
 
         Args:
-            parameter: Of which shape, dtype and device the gradient is.
-            shards: What this rank's optimizer has of the parameter.
+            parameter: Has the shape, dtype and device of the gradient.
+            shards: The tensors that this rank's optimizer has of the parameter.
         """
         whole: ShardedGradient = torch.Tensor._make_wrapper_subclass(
             cls, parameter.shape, dtype=parameter.dtype, device=parameter.device

@@ -3,6 +3,6 @@
 from .png import to_png
 from .svg import to_svg
 from .terminal import to_text
-from .trace import from_chrome_trace, to_chrome_trace
+from .trace import to_chrome_trace
 
-__all__ = ["from_chrome_trace", "to_chrome_trace", "to_png", "to_svg", "to_text"]
+__all__ = ["to_chrome_trace", "to_png", "to_svg", "to_text"]

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from os import PathLike
 from typing import TYPE_CHECKING
+from xml.etree import ElementTree as Xml
 
 from ....dist.errors import InvalidArgumentError
-from ..schedules.timeline import Timeline
-from .panels import Box, Panel, legend, panels
+from ..schedules.schedule import Timeline
+from .svg import FONT, drawn
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.patches import Rectangle
 
-WIDTH, ROW, AROUND = 12.0, 0.3, 0.7  # inches
-_DIGIT = 0.09  # inches, width of a character, roughly
-_EDGED = 0.03  # inches; edges of narrower boxes would hide them
+_PER_INCH = 72  # units of the SVG, so that a font's size is the same number in both
+_ALIGNED = {"start": "left", "middle": "center", "end": "right"}
 
 
 def to_png(path: str | PathLike[str], *timelines: Timeline, titles: Sequence[str] = ()) -> None:
-    """Write what ``to_svg`` draws into a PNG.
+    """Write the picture of `to_svg` as a PNG.
 
     Args:
         path: The file to write.
@@ -27,52 +28,45 @@ def to_png(path: str | PathLike[str], *timelines: Timeline, titles: Sequence[str
         titles: One for each; none for the names of the schedules.
 
     Raises:
-        InvalidArgumentError: matplotlib is missing, and whatever ``to_svg`` refuses.
+        InvalidArgumentError: Matplotlib is missing, and the errors of `to_svg`.
     """
     try:
+        from matplotlib.collections import PatchCollection
         from matplotlib.figure import Figure
-        from matplotlib.patches import Patch
     except ImportError as error:
         raise InvalidArgumentError(
             'a PNG needs matplotlib: pip install "scaletorch-pp[drawing]"; an SVG needs nothing'
         ) from error
-    shown = panels(timelines, titles)
-    end = max(panel.end for panel in shown)
-    heights = [panel.num_ranks * ROW + AROUND for panel in shown]
-    figure = Figure(figsize=(WIDTH, sum(heights) + AROUND), layout="constrained")
-    rows = figure.subplots(
-        len(shown), sharex=True, squeeze=False, gridspec_kw={"height_ratios": heights}
-    )
-    for axes, panel in zip(rows[:, 0], shown, strict=True):
-        _panel(axes, panel, end)
-    unit = timelines[0].unit
-    rows[-1, 0].set_xlabel(f"time ({unit})" if unit else "time")
-    names = [Patch(color=fill, label=name) for fill, name in legend(shown)]
-    figure.legend(handles=names, loc="outside upper center", ncols=4, frameon=False)
+    root = drawn(timelines, titles)
+    width, height = (float(size) for size in root.attrib["viewBox"].split()[2:])
+    figure = Figure(figsize=(width / _PER_INCH, height / _PER_INCH))
+    axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
+    axes.set_axis_off()
+    # Rectangles as one collection, below lines and texts: each on its own would take milliseconds.
+    boxes = [_box(element) for element in root if element.tag == "rect" and "x" in element.attrib]
+    axes.add_collection(PatchCollection(boxes, match_original=True))
+    for element in root:
+        _write(axes, element)
     figure.savefig(path, dpi=120, format="png")
 
 
-def _panel(axes: Axes, panel: Panel, end: float) -> None:
-    axes.set_title(panel.title, loc="left", fontsize="medium")
-    axes.set(xlim=(0, end), ylim=(panel.num_ranks - 0.5, -0.5))
-    axes.set_yticks(range(panel.num_ranks), [f"rank {rank}" for rank in range(panel.num_ranks)])
-    for rank in range(panel.num_ranks):
-        _row(axes, rank, [box for box in panel.boxes if box.rank == rank], WIDTH / end)
+def _box(element: Xml.Element) -> Rectangle:
+    from matplotlib.patches import Rectangle
+
+    given = element.attrib
+    x, y, width, height = (float(given[name]) for name in ("x", "y", "width", "height"))
+    edge, line = given.get("stroke", "none"), float(given.get("stroke-width", 0))
+    return Rectangle((x, y), width, height, fc=given["fill"], ec=edge, lw=line)
 
 
-def _row(axes: Axes, rank: int, boxes: list[Box], scale: float) -> None:
-    widths = [box.end - box.start for box in boxes]
-    axes.broken_barh(
-        [(box.start, width) for box, width in zip(boxes, widths, strict=True)],
-        (rank - 0.4, 0.8),
-        facecolors=[box.fill for box in boxes],
-        edgecolor="white",
-        linewidth=[0.5 if width * scale > _EDGED else 0 for width in widths],
-    )
-    for box, width in zip(boxes, widths, strict=True):
-        number = str(box.action.micro_batch)
-        if width * scale >= len(number) * _DIGIT + 0.03:
-            axes.text(
-                box.start + width / 2, rank, number, color=box.ink, fontsize=8,
-                horizontalalignment="center", verticalalignment="center",
-            )  # fmt: skip
+def _write(axes: Axes, element: Xml.Element) -> None:
+    given = element.attrib
+    if element.tag == "line":
+        ends = ((float(given["x1"]), float(given["x2"])), (float(given["y1"]), float(given["y2"])))
+        axes.plot(*ends, color=given["stroke"], linewidth=1)
+    elif element.tag == "text":
+        axes.text(
+            float(given["x"]), float(given["y"]), element.text or "", fontsize=FONT,
+            color=given["fill"], horizontalalignment=_ALIGNED[given["text-anchor"]],
+            fontweight=given["font-weight"], verticalalignment="baseline",
+        )  # fmt: skip

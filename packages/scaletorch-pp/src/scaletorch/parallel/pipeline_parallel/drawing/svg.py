@@ -6,8 +6,16 @@ import math
 from collections.abc import Sequence
 from xml.etree import ElementTree as Xml
 
-from ..schedules.timeline import Timeline
-from .panels import Box, Panel, legend, panels, with_unit
+from ..schedules.schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Span,
+    Timeline,
+)
+from .figures import busy, figures, named, num_chunks, with_unit
 
 WIDTH, LEFT, RIGHT = 1000, 60, 20
 ROW, GAP, TITLE, FONT = 24, 4, 34, 11
@@ -16,12 +24,27 @@ _DIGIT = 0.62 * FONT  # width of a character, roughly
 _EDGED = 2  # edges of narrower boxes would hide them
 _TICKS = 12  # at most
 
+KIND_NAMES = {
+    FORWARD: "forward",
+    BACKWARD: "backward",
+    BACKWARD_INPUT: "backward of inputs",
+    BACKWARD_WEIGHT: "backward of weights",
+}
+# Paul Tol's bright scheme: told apart by colour-blind readers too.
+_COLOURS = {
+    FORWARD: (0x44, 0x77, 0xAA),
+    BACKWARD: (0x22, 0x88, 0x33),
+    BACKWARD_INPUT: (0x66, 0xCC, 0xEE),
+    BACKWARD_WEIGHT: (0xCC, 0xBB, 0x44),
+}
+_PALEST = 0.6  # fraction of white in the last chunk
+
 
 def to_svg(*timelines: Timeline, titles: Sequence[str] = ()) -> str:
     """Draw timelines above each other on one time axis, that of the first.
 
     One with another unit of time is scaled until its actions together take as long as those of
-    the first: so a measured step stands below its prediction, and what differs is the idle time.
+    the first: so a measured step stands below its prediction, and only the idle time differs.
 
     Args:
         timelines: Predicted or measured, at least one.
@@ -30,31 +53,54 @@ def to_svg(*timelines: Timeline, titles: Sequence[str] = ()) -> str:
     Raises:
         InvalidArgumentError: No timeline, one without time, or not one title for each.
     """
-    shown = panels(timelines, titles)
-    end = max(panel.end for panel in shown)
-    root = Xml.Element("svg", xmlns="http://www.w3.org/2000/svg")
-    root.attrib |= {"font-family": "sans-serif", "font-size": str(FONT)}
-    Xml.SubElement(root, "rect", width="100%", height="100%", fill="#ffffff")
-    top = _legend(root, shown)
-    for panel in shown:
-        top = _panel(root, panel, top, (WIDTH - LEFT - RIGHT) / end)
-    _axis(root, top, end, timelines[0].unit)
-    root.set("viewBox", f"0 0 {WIDTH} {top + 44:g}")
+    root = drawn(timelines, titles)
     Xml.indent(root)
     return Xml.tostring(root, encoding="unicode") + "\n"
 
 
+def drawn(timelines: Sequence[Timeline], titles: Sequence[str]) -> Xml.Element:
+    """Return the picture of `to_svg` as an element of rectangles, texts and lines."""
+    names = named(timelines, titles)
+    first = timelines[0]
+    units = [1.0 if t.unit == first.unit else busy(first) / busy(t) for t in timelines]
+    end = max(t.makespan * unit for t, unit in zip(timelines, units, strict=True))
+    root = Xml.Element("svg", xmlns="http://www.w3.org/2000/svg")
+    root.attrib |= {"font-family": "sans-serif", "font-size": str(FONT)}
+    Xml.SubElement(root, "rect", width="100%", height="100%", fill="#ffffff")
+    top = _legend(root, timelines)
+    for timeline, name, unit in zip(timelines, names, units, strict=True):
+        title = f"{name}: {figures(timeline)}"
+        if unit != 1:
+            title += f" (1 on the axis is {with_unit(1 / unit, timeline.unit)})"
+        _text(root, LEFT, top + TITLE - 10, title, weight="bold")
+        top = _rows(root, timeline, top + TITLE, unit, (WIDTH - LEFT - RIGHT) / end)
+    _axis(root, top, end, first.unit)
+    root.set("viewBox", f"0 0 {WIDTH} {top + 44:g}")
+    return root
+
+
 def ticks(end: float) -> list[float]:
-    """Return round times from 0 to ``end``, a dozen at most."""
+    """Return round times from 0 to `end`, a dozen at most."""
     power = 10.0 ** math.floor(math.log10(end / _TICKS))
     step = next(power * s for s in (1, 2, 5, 10) if end / (power * s) <= _TICKS)
     return [i * step for i in range(math.floor(end / step) + 1)]
 
 
-def _legend(root: Xml.Element, shown: Sequence[Panel]) -> float:
-    """Draw one box for each kind and chunk, in lines; return where the next thing begins."""
+def _legend(root: Xml.Element, timelines: Sequence[Timeline]) -> float:
+    """Draw one box for each kind and chunk, in lines; return the top of the next thing."""
+    drawn_in = {
+        (list(KIND_NAMES).index(span.action.kind), span.action.chunk, num_chunks(each.schedule))
+        for each in timelines
+        for span in each.spans
+    }
+    several = any(chunk for _, chunk, _ in drawn_in)
+    found: dict[tuple[int, int, str], str] = {}
+    for place, chunk, chunks in drawn_in:
+        kind, text = list(KIND_NAMES.items())[place]
+        name = f"{kind} {text}" + (f", chunk {chunk}" if several else "")
+        found[place, chunk, _colours(Action(kind, 0, chunk), chunks)[0]] = name
     left, top = float(LEFT), 10.0
-    for fill, name in legend(shown):
+    for (_, _, fill), name in sorted(found.items()):
         width = 24 + len(name) * _DIGIT
         if left + width > WIDTH:
             left, top = float(LEFT), top + LEGEND
@@ -64,28 +110,41 @@ def _legend(root: Xml.Element, shown: Sequence[Panel]) -> float:
     return top + LEGEND
 
 
-def _panel(root: Xml.Element, panel: Panel, top: float, scale: float) -> float:
-    _text(root, LEFT, top + TITLE - 10, panel.title, weight="bold")
-    top += TITLE
-    for rank in range(panel.num_ranks):
+def _rows(root: Xml.Element, timeline: Timeline, top: float, unit: float, scale: float) -> float:
+    """Draw one row for each rank; `unit` makes times those of the axis, `scale` columns."""
+    schedule, first = timeline.schedule, min(s.start for s in timeline.spans)
+    for rank in range(schedule.num_ranks):
         row = top + rank * ROW
         _text(root, LEFT - 8, row + 14, f"rank {rank}", anchor="end")
-        _rect(root, LEFT, row, panel.end * scale, ROW - GAP, "#eeeeee")
-    for box in panel.boxes:
-        _box(root, box, top + box.rank * ROW, scale)
-    return top + panel.num_ranks * ROW
+        _rect(root, LEFT, row, timeline.makespan * unit * scale, ROW - GAP, "#eeeeee")
+    for span in timeline.spans:
+        start, end = (span.start - first) * unit, (span.end - first) * unit
+        stage = schedule.stages[span.rank][span.action.chunk]
+        box = span._replace(start=start, end=end)
+        _box(root, box, stage, num_chunks(schedule), top + span.rank * ROW, scale)
+    return top + schedule.num_ranks * ROW
 
 
-def _box(root: Xml.Element, box: Box, top: float, scale: float) -> None:
-    left, width = LEFT + box.start * scale, (box.end - box.start) * scale
-    rect = _rect(root, left, top, width, ROW - GAP, box.fill)
+def _box(root: Xml.Element, span: Span, stage: int, chunks: int, top: float, scale: float) -> None:
+    _, action, start, end = span
+    fill, ink = _colours(action, chunks)
+    left, width = LEFT + start * scale, (end - start) * scale
+    rect = _rect(root, left, top, width, ROW - GAP, fill)
     if width > _EDGED:
         rect.attrib |= {"stroke": "#ffffff", "stroke-width": "0.5"}
-    hover = f"{box.action}, stage {box.stage}: {box.start:.6g} to {box.end:.6g}"
+    hover = f"{action}, stage {stage}: {start:.6g} to {end:.6g}"
     Xml.SubElement(rect, "title").text = hover
-    number = str(box.action.micro_batch)
+    number = str(action.micro_batch)
     if width >= len(number) * _DIGIT + 2:
-        _text(root, left + width / 2, top + 14, number, anchor="middle", fill=box.ink)
+        _text(root, left + width / 2, top + 14, number, anchor="middle", fill=ink)
+
+
+def _colours(action: Action, chunks: int) -> tuple[str, str]:
+    """Return fill and ink; later chunks are paler."""
+    white = _PALEST * action.chunk / max(chunks - 1, 1)
+    red, green, blue = (round(c + (255 - c) * white) for c in _COLOURS[action.kind])
+    ink = "#000000" if 0.3 * red + 0.59 * green + 0.11 * blue > 130 else "#ffffff"
+    return f"#{red:02x}{green:02x}{blue:02x}", ink
 
 
 def _axis(root: Xml.Element, top: float, end: float, unit: str) -> None:

@@ -6,18 +6,25 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ....dist.errors import InvalidArgumentError
-from ..schedules.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action
-from ..schedules.timeline import Span, Timeline
-from .panels import busy, figures, num_chunks, with_unit
+from ..schedules.schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Span,
+    Timeline,
+)
+from .figures import busy, figures, num_chunks, with_unit
 
-WIDTH = 120  # where times have no common unit and no width is given
+WIDTH = 120  # if times have no common unit and no width is given
 _ANSI = {FORWARD: "7;34", BACKWARD: "7;32", BACKWARD_INPUT: "7;36", BACKWARD_WEIGHT: "7;33"}
 _CLOSE = 1e-6  # of a unit: rounding of floats
 
 
 @dataclass(frozen=True)
 class _Scale:
-    """How time becomes columns: ``cell`` columns for each ``unit`` of time, from ``start`` on."""
+    """How time becomes columns: `cell` columns for each `unit` of time, from `start` on."""
 
     start: float
     unit: float
@@ -37,10 +44,10 @@ def to_text(
 ) -> str:
     """Draw one line for each rank, and below it makespan and bubble.
 
-    Where all times are multiples of one unit, every unit is a cell: ``F0`` takes one, ``B0---``
-    two, and ``..`` is idle. Otherwise, or where that is wider than ``width``, columns are shares
+    If all times are multiples of one unit, every unit is a cell: `F0` takes one, `B0---`
+    two, and `..` is idle. Otherwise, or if that is wider than `width`, columns are shares
     of the makespan, and an action without room for its number shows its kind alone. The second of
-    two chunks is in lower case; of more chunks, the later ones are ``F0.1``, ``F0.2`` and so on.
+    two chunks is in lower case; of more chunks, the later ones are `F0.1`, `F0.2` and so on.
 
     Args:
         timeline: Predicted or measured.
@@ -49,7 +56,7 @@ def to_text(
         colour: Colour the actions by kind, with ANSI escapes.
 
     Raises:
-        InvalidArgumentError: The actions take no time, or ``width`` leaves no room for them.
+        InvalidArgumentError: The actions take no time, or `width` leaves no room for them.
     """
     busy(timeline)
     num_ranks = timeline.schedule.num_ranks

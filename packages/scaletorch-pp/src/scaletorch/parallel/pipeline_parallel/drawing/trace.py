@@ -1,19 +1,16 @@
-"""Timelines as a Chrome trace, which Perfetto (https://ui.perfetto.dev) opens, and back."""
+"""Timelines as a Chrome trace, which Perfetto (https://ui.perfetto.dev) opens."""
 
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ....dist.errors import InvalidArgumentError
-from ..schedules.schedule import Action, Schedule
-from ..schedules.timeline import Span, Timeline
-from .panels import busy, figures, named
+from ..schedules.schedule import Timeline
+from .figures import busy, figures, named
 
 MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0, "ns": 1e-3}
-PREDICTED = 1e3  # microseconds of a unit, where nothing was measured
+PREDICTED = 1e3  # microseconds of a unit, if nothing was measured
 
 
 def to_chrome_trace(*timelines: Timeline, titles: Sequence[str] = ()) -> str:
@@ -36,32 +33,6 @@ def to_chrome_trace(*timelines: Timeline, titles: Sequence[str] = ()) -> str:
         events += _names(process, timeline, name)
         events += _actions(process, timeline, _microseconds(timeline, timelines))
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
-
-
-def from_chrome_trace(text: str) -> list[Timeline]:
-    """Return the timelines of a trace that ``to_chrome_trace`` wrote, in microseconds.
-
-    Events of others (those of a profiler, say) are left out. A rank's actions are in the order of
-    their starts.
-
-    Raises:
-        InvalidArgumentError: No JSON, or nothing of ours in it.
-    """
-    try:
-        events = json.loads(text)["traceEvents"]
-    except (ValueError, TypeError, KeyError) as error:
-        raise InvalidArgumentError(
-            "expected the JSON of a Chrome trace, an object with 'traceEvents'"
-        ) from error
-    names, processes = {}, defaultdict(list)
-    for event in events:
-        if event.get("name") == "process_name":
-            names[event["pid"]] = event["args"]["name"]
-        if event.get("ph") == "X" and {"kind", "stage", "chunk"} <= event.get("args", {}).keys():
-            processes[event["pid"]].append(event)
-    if not processes:
-        raise InvalidArgumentError("the trace has no action of a pipeline")
-    return [_timeline(names.get(pid, str(pid)), processes[pid]) for pid in sorted(processes)]
 
 
 def _microseconds(timeline: Timeline, timelines: Sequence[Timeline]) -> float:
@@ -101,20 +72,3 @@ def _actions(process: int, timeline: Timeline, scale: float) -> Iterator[dict[st
             "dur": (end - start) * scale,
             "args": {**action._asdict(), "stage": stage},
         }
-
-
-def _timeline(name: str, events: list[dict[str, Any]]) -> Timeline:
-    stages: dict[int, dict[int, int]] = defaultdict(dict)
-    spans = []
-    for event in sorted(events, key=lambda e: (e["tid"], e["ts"])):
-        rank, args = event["tid"], event["args"]
-        stages[rank][args["chunk"]] = args["stage"]
-        action = Action(args["kind"], args["micro_batch"], args["chunk"])
-        spans.append(Span(rank, action, event["ts"], event["ts"] + event["dur"]))
-    schedule = Schedule(
-        name,
-        1 + max(s.action.micro_batch for s in spans),
-        tuple(tuple(stages[r][c] for c in sorted(stages[r])) for r in sorted(stages)),
-        tuple(tuple(s.action for s in spans if s.rank == r) for r in sorted(stages)),
-    )
-    return Timeline(schedule, tuple(spans), "us")

@@ -1,1 +1,1 @@
-"""Executes a program: what actions give each other, as messages between ranks."""
+"""The runtime: a rank's program executed, and the messages between ranks."""

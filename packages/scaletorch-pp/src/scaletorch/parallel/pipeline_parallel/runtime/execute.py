@@ -20,8 +20,8 @@ class Task(NamedTuple):
     Attributes:
         action: The action.
         stage: Its stage.
-        needs: What another stage's action has to have made.
-        makes: What other stages get from it.
+        needs: Key of the output of another stage's action that it needs; None if it needs none.
+        makes: Key of its own output for another stage; None if there is no such stage.
     """
 
     action: Action
@@ -62,7 +62,7 @@ def in_steps(
 
 
 def task_of(action: Action, stage: int, num_stages: int) -> Task:
-    """Return what an action needs and makes."""
+    """Return an action with the keys of its input and its output."""
     kind, micro_batch, _ = action
     if kind == BACKWARD_WEIGHT:
         return Task(action, stage, None, None)
@@ -74,11 +74,11 @@ def task_of(action: Action, stage: int, num_stages: int) -> Task:
 
 
 def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Task], None], watch: Watch) -> None:
-    """Start each step's messages, wait for what its task needs, and run it.
+    """Start each step's messages, wait for the input of its task, and run it.
 
-    If anything raises on any rank, all ranks raise. What is left of the messages still passes,
-    without contents, so that no rank waits in vain and none is left over for the next step. Where
-    a guard is on it tells all ranks instead, also those outside the pipeline that wait for these.
+    If anything raises on any rank, all ranks raise. The messages that are left still pass,
+    without contents, so that no rank waits in vain and none is left over for the next step. If a
+    guard is on, it tells all ranks instead, also those outside the pipeline that wait for these.
 
     Raises:
         StageError: Another rank has failed.
@@ -94,7 +94,7 @@ def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Task], None], watc
                     mail.wait(task.needs)
                 watch.look()
                 run(task)
-        mail.finish()
+        mail.finish()  # in the try: a last message that fails fails the step too
     except RankFaultError:  # all ranks know it, and no message of theirs comes any more
         raise
     except Exception as error:
@@ -106,6 +106,8 @@ def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Task], None], watc
         if text is not None and isinstance(error, StageError):
             raise StageError(text) from None
         raise
+    # Every rank asks at the end of every step, also if all went well here: a rank whose part was
+    # done early learns of the others' failures only so, and all of them raise in the same step.
     text = watch.settle(None)
     if text is not None:
         raise StageError(text)
@@ -114,10 +116,12 @@ def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Task], None], watc
 def _let_pass(
     steps: Sequence[Step], mail: Mail, watch: Watch, error: Exception, task: Task | None
 ) -> str | None:
-    """Let what is left of a step's messages pass; return what the first that failed has said."""
+    """Let the messages that are left pass; return the message of the first rank that failed."""
     with suppress(Exception):  # the others wait for messages, whether they can be told or not
         where = "its last messages" if task is None else f"{task.action} of this step"
         watch.report(error, where)
+    # Those that have begun are under way as they are; all later ones pass empty, in their order,
+    # so that sends and receives still pair on both sides.
     mail.skip([message for step in steps for message in step.messages][mail.begun :])
     mail.finish()
     return watch.settle(error)

@@ -20,11 +20,11 @@ ANSWER = 5.0  # seconds that the store gets: the process that holds it may have 
 
 
 class StageError(ScaletorchError, RuntimeError):
-    """A stage on another rank raised in the middle of a step; the message has what it raised."""
+    """A stage on another rank raised in the middle of a step; the message has that error."""
 
 
 class Watch:
-    """What the ranks of a pipeline tell each other of a step's failure.
+    """The word of a step's failure, passed among the ranks of a pipeline.
 
     Args:
         group: The pipeline; None in one process.
@@ -61,7 +61,7 @@ class Watch:
             error.add_note(f"Before that, {first}")
 
     def settle(self, error: Exception | None) -> str | None:
-        """End the step, on all ranks; return what the first that failed has said, if one did."""
+        """End the step, on all ranks; return the message of the first that failed, or None."""
         if self._group is None:
             return None
         failed = torch.tensor([error is not None], device=get_comm_device(self._group))
@@ -71,7 +71,7 @@ class Watch:
         return self._first() or texts[0]
 
     def _first(self) -> str | None:
-        """Return what the first that failed has said."""
+        """Return the message of the first rank that failed, or None."""
         return self._ask(lambda s: s.get(self._key).decode() if s.check([self._key]) else None)
 
     def _ask(self, question: Callable[[Any], str | None]) -> str | None:
@@ -102,7 +102,7 @@ def _text(error: Exception, where: str) -> str:
 
 
 def _store() -> Any:
-    """Return where all ranks meet; there is none under MPI."""
+    """Return the store where all ranks meet, or None under MPI."""
     try:
         return distributed_c10d._get_default_store()
     except ValueError:

@@ -1,9 +1,9 @@
-"""What travels between two stages: one tensor or several, and their form."""
+"""Values that travel between two stages: their tensors, their form, and autocast's dtypes."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,7 +34,7 @@ class TensorForm(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """The form of what a stage passes on.
+    """The form of the value that a stage passes on.
 
     Attributes:
         tensors: Its tensors, in order.
@@ -62,14 +62,14 @@ NOTHING = Form(())
 
 
 def tensors_in(hidden: Hidden) -> list[Tensor]:
-    """Return the tensors of what a stage passes on, in order."""
+    """Return the tensors of the value that a stage passes on, in order."""
     if isinstance(hidden, Tensor):
         return [hidden]
     return list(hidden.values()) if isinstance(hidden, dict) else list(hidden)
 
 
 def is_hidden(value: Any) -> bool:
-    """Tell whether it is a container of tensors alone, two or more, as a stage may pass on."""
+    """Return whether it is a container of tensors alone, two or more, as a stage may pass on."""
     if type(value) not in (tuple, list, dict) or len(value) < 2:
         return False
     entries = value.values() if isinstance(value, dict) else value
@@ -77,15 +77,47 @@ def is_hidden(value: Any) -> bool:
     return all(isinstance(e, Tensor) for e in entries) and all(isinstance(n, str) for n in names)
 
 
+def main_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Any) -> str:
+    """Return the place or name of the argument that is the hidden states, or the first tensor."""
+    if args and args[0] is received:
+        return "0"
+    entries = {**{str(place): arg for place, arg in enumerate(args)}, **kwargs}
+    same = (name for name, value in entries.items() if value is received)
+    alike = (n for n, value in entries.items() if isinstance(value, Tensor) or is_hidden(value))
+    return next(same, None) or next(alike, None) or next(iter(entries), "0")
+
+
+def tensor_of(value: Any) -> Tensor:
+    """Return the tensor that carries the result of a module: itself, or the first in a container.
+
+    Raises:
+        InvalidArgumentError: There is none.
+    """
+    entries = tensors_of(value) if isinstance(value, Tensor | Mapping | tuple | list) else []
+    if not entries:
+        came = type(value).__name__
+        message = f"{describe_rank()}: expected a module to return a tensor, got {came}"
+        raise InvalidArgumentError(message)
+    return entries[0]
+
+
+def tensors_of(output: Any) -> list[Tensor]:
+    """Return the tensors of a forward's output: itself, or those directly in its container."""
+    if isinstance(output, Tensor):
+        return [output]
+    entries = output.values() if isinstance(output, Mapping) else output
+    return [entry for entry in entries if isinstance(entry, Tensor)]
+
+
 def signature(value: Any) -> Hashable:
-    """Return what a forward may decide by: a tensor's shape and dtype, a plain value itself."""
+    """Return the facts that a forward may decide by: shape and dtype, or a plain value itself."""
     if isinstance(value, Tensor):
         return tuple(value.shape), value.dtype
     return value if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
 def form_of(hidden: Hidden) -> Form:
-    """Return the form of what a stage passes on."""
+    """Return the form of the value that a stage passes on."""
     forms = tuple(TensorForm(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_in(hidden))
     if isinstance(hidden, Tensor):
         return Form(forms)
@@ -93,7 +125,7 @@ def form_of(hidden: Hidden) -> Form:
 
 
 def fits(hidden: Hidden, form: Form) -> bool:
-    """Tell whether something has a form."""
+    """Return whether something has a form."""
     if isinstance(hidden, Tensor) and form.container is None and form.tensors:
         shape, dtype, requires_grad = form.tensors[0]
         same = hidden.shape == shape and hidden.dtype == dtype
@@ -132,7 +164,7 @@ def to_header(form: Form | None) -> Tensor:
 
 
 def from_header(header: Tensor) -> Form | None:
-    """Read what `to_header` wrote."""
+    """Read a form that `to_header` wrote."""
     fields = json.loads(bytes(header.cpu().tolist()))
     if fields is None:
         return None
@@ -141,3 +173,16 @@ def from_header(header: Tensor) -> Form | None:
         tuple(TensorForm(tuple(s), getattr(torch, d), g) for s, d, g in fields["tensors"]),
         tuple(container) if isinstance(container, list) else container,
     )
+
+
+def autocasts(device: torch.device) -> bool:
+    """Return whether autocast is on for this kind of device; false if it has no autocast."""
+    available = torch.amp.is_autocast_available(device.type)
+    return available and torch.is_autocast_enabled(device.type)
+
+
+def as_autocast(tensor: Tensor) -> Tensor:
+    """Cast a tensor as autocast casts the input of a linear layer."""
+    if tensor.dtype == torch.float64 or not autocasts(tensor.device):
+        return tensor
+    return tensor.to(torch.get_autocast_dtype(tensor.device.type))

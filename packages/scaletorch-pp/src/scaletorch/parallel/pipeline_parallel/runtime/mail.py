@@ -1,4 +1,4 @@
-"""What the actions of a step give each other: on one rank, and by messages between ranks."""
+"""Outputs of a step's actions on their way to the next: on one rank, or by messages to another."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Make = Callable[[tuple[TensorForm, ...]], list[Tensor]]
 
 
 class Key(NamedTuple):
-    """What an action made: the stage that made it, of which micro-batch, a gradient or not."""
+    """The name of an output: the stage that made it, its micro-batch, whether it is a gradient."""
 
     stage: int
     micro_batch: int
@@ -40,7 +40,7 @@ class Key(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What travels to or from another rank of the pipeline."""
+    """An output that travels to or from another rank of the pipeline."""
 
     key: Key
     peer: int
@@ -48,15 +48,15 @@ class Message(NamedTuple):
 
 
 class Mail:
-    """What was made and not used yet, in one step.
+    """The outputs of one step that were made and not used yet.
 
     The first message of a form (from one stage, for micro-batches of one signature) comes after a
-    header that tells it; from then on both sides know it. A gradient has the form of that which it
-    is the gradient of.
+    header that tells it; from then on both sides know it. A gradient has the form of the tensors
+    that it belongs to.
 
     Args:
         posts: How tensors travel.
-        signatures: For each micro-batch what its forms depend on.
+        signatures: For each micro-batch the facts that its forms depend on.
         forms: The forms known so far, kept from step to step.
     """
 
@@ -65,21 +65,24 @@ class Mail:
         self._forms = [forms.setdefault(signature, {}) for signature in signatures]
         self._made: dict[Key, Hidden] = {}
         self._coming: dict[Key, Parcel] = {}
-        self._void: list[tuple[dict[int, Form], int]] = []  # of which there is none to come
+        # Forms that this step noted as NOTHING because a stage failed: forgotten at its end, so
+        # that the next step, which may go well, sends their headers.
+        self._void: list[tuple[dict[int, Form], int]] = []
         self.begun = 0  # messages so far, in the order of the program
 
     def may_receive_early(self, stages: Iterable[int]) -> bool:
-        """Tell whether receives of what these stages pass on may begin before their turn.
+        """Return whether receives of these stages' outputs may begin before their turn.
 
-        Not where a header is to come, nor in batches: a batch waits for those before it, and two
-        ranks that both receive first would wait for each other.
+        They may not if a header is to come, nor in batches: a batch waits for those before it, and
+        two ranks that both receive first would wait for each other.
         """
+        # Micro-batches of one signature share one dict of forms: each is looked at once.
         kinds = {id(forms): forms for forms in self._forms}.values()
         known = all(stage in forms for forms in kinds for stage in stages)
         return known and not self._posts.in_batches
 
     def put(self, key: Key, value: Hidden) -> None:
-        """Keep what an action made until it is sent, or another stage of this rank takes it.
+        """Keep an output until it is sent, or another stage of this rank takes it.
 
         Raises:
             InvalidArgumentError: It has another form than last time.
@@ -94,7 +97,7 @@ class Mail:
         self._made[key] = value
 
     def start(self, messages: Sequence[Message]) -> None:
-        """Begin to send and receive; where a form is not known yet, wait for its header."""
+        """Begin to send and receive; if a form is not known yet, wait for its header."""
         for key, peer, receives in messages:
             if receives:
                 self._receive(key, peer, self._empty)
@@ -116,7 +119,7 @@ class Mail:
         self._posts.flush()
 
     def wait(self, key: Key) -> None:
-        """Wait until what another action made is here."""
+        """Wait until the output of another action is here."""
         if key in self._coming:
             works = self._coming[key].works
             while works:
@@ -132,7 +135,7 @@ class Mail:
             del forms[stage]
 
     def take_hidden(self, key: Key) -> Hidden:
-        """Return what the stage before passed on: leaves that require grad where it did.
+        """Return the output of the stage before: leaves, which require grad if its tensors did.
 
         Raises:
             StageError: It has failed.
@@ -140,6 +143,7 @@ class Mail:
         parcel = self._coming.pop(key, None)
         if parcel is None:
             made = self._made.pop(key)
+            # Another stage of this rank: detached, so that each stage has a backward of its own.
             form, tensors = form_of(made), [tensor.detach() for tensor in tensors_in(made)]
         else:
             form, tensors = self._forms[key.micro_batch][key.stage], parcel.tensors
@@ -151,13 +155,13 @@ class Mail:
         return contained(tensors, form)
 
     def take_gradients(self, key: Key) -> list[Tensor]:
-        """Return what the stage behind made: gradients of all that requires one, in order."""
+        """Return the output of the stage behind: a gradient of each tensor that requires one."""
         parcel = self._coming.pop(key, None)
         return tensors_in(self._made.pop(key)) if parcel is None else parcel.tensors
 
     def _send(self, key: Key, peer: int) -> None:
         made = self._made.pop(key)
-        if not key.gradient:
+        if not key.gradient:  # a gradient needs no header: the other side made its form
             self._tell(key, made, peer)
         for tensor in tensors_in(made):
             self._posts.send(tensor, peer)
@@ -200,6 +204,7 @@ class Mail:
             self._forms[key.micro_batch][key.stage] = form
 
     def _due(self, key: Key) -> tuple[TensorForm, ...]:
+        # The gradient that stage s makes is that of the output of stage s - 1.
         form = self._forms[key.micro_batch].get(key.stage - key.gradient, NOTHING)
         return form.gradients if key.gradient else form.tensors
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....dist import exchange, get_comm_device
-from ....dist.collectives.peer import Handle, Peer
+from ....dist.building import Handle, Peer
 
 IN_FLIGHT = 8  # sends under way before the first is waited for: what they hold stays in memory
 
@@ -24,7 +24,7 @@ class Parcel(NamedTuple):
 
 
 class Posts:
-    """Starts messages, and holds what is sent until it is through.
+    """Starts messages, and holds the tensors that are sent until they are through.
 
     On the CPU each message is on its own, and the order of receives among sends does not matter. On
     devices with streams the messages between two actions go as one batch, in the order of the
@@ -33,7 +33,7 @@ class Posts:
     Args:
         ranks: Global ranks of the pipeline, in order.
         group: Their process group; None in one process.
-        device: Where tensors are received.
+        device: Device on which tensors are received.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Posts:
         return parcel
 
     def flush(self) -> None:
-        """Begin with what has been gathered for a batch."""
+        """Begin with the messages gathered for a batch."""
         sends, receives = self._batch
         if sends or receives:
             work = exchange(sends, receives, self._group, async_op=True)
@@ -82,7 +82,7 @@ class Posts:
             self._under_way.popleft()[0].wait()
 
     def _gather(self, side: int, tensor: Tensor, peer: int) -> None:
-        """Add a message to the batch, or to the next one where it has such a one already.
+        """Add a message to the batch, or to the next one if it has one of that rank already.
 
         NCCL runs the second message to a rank after the first one from there, which may be an
         answer to the second.

@@ -1,17 +1,15 @@
-"""Schedules as values: what each rank computes, in which order."""
+"""Schedules as values: the actions of each rank, in order."""
 
-from .check import Report, ScheduleError, check, check_programs
+from .alternating import interleaved_1f1b, one_f_one_b, zb_h1
+from .check import Report, check
+from .choose import SCHEDULES, Builder
 from .files import from_csv, from_json, to_csv, to_json
-from .interleaved import interleaved_1f1b
 from .messages import Receive, Send, derive_messages
-from .one_f_one_b import one_f_one_b
-from .schedule import Action, Schedule
+from .numbering import ScheduleError
+from .schedule import Action, Schedule, Span, Timeline
 from .simulate import Costs, simulate
 from .sweeps import afab, forward_only, looped_breadth_first
-from .table import SCHEDULES, Builder
-from .timeline import Span, Timeline
 from .v_shape import dualpipe_v, zb_v
-from .zero_bubble import zb_h1
 
 __all__ = [
     "SCHEDULES",
@@ -27,7 +25,6 @@ __all__ = [
     "Timeline",
     "afab",
     "check",
-    "check_programs",
     "derive_messages",
     "dualpipe_v",
     "forward_only",

@@ -1,4 +1,4 @@
-"""The proof that a schedule runs to its end and computes every gradient, before any rank starts."""
+"""A schedule checked, before any rank starts: it runs to its end and computes every gradient."""
 
 from __future__ import annotations
 
@@ -7,25 +7,22 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .numbering import ScheduleError, number
-from .programs import check_programs
 from .schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Schedule
-from .simulate import Costs, run
+from .simulate import proven
 
-__all__ = ["Report", "ScheduleError", "check", "check_programs"]
-
+# By how much an action changes the number of activations that its rank keeps.
 KEPT = {FORWARD: 1, BACKWARD: -1, BACKWARD_INPUT: 0, BACKWARD_WEIGHT: -1}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a checked schedule costs.
+    """Memory, computations and messages of a schedule.
 
     Attributes:
         peak_live: For each rank the most activations, of one stage and micro-batch each, that it
-            keeps at a time for their backward; none in a schedule of forwards only.
-        actions: How many actions of each kind, all ranks together.
-        messages: How many messages go from one rank to another.
+            keeps at a time for their backward; 0 in a schedule of forwards only.
+        actions: The number of actions of each kind, all ranks together.
+        messages: The number of messages from one rank to another.
     """
 
     peak_live: tuple[int, ...]
@@ -41,10 +38,9 @@ def check(schedule: Schedule) -> Report:
     circle. The messages that `derive_messages` adds keep this so.
 
     Raises:
-        ScheduleError: It is not; the message says what is wrong, and on which rank.
+        ScheduleError: It is not; the message says why, and on which rank.
     """
-    numbered = number(schedule)
-    run(numbered, Costs())
+    numbered, _ = proven(schedule)
     kinds = [[kind for kind, _, _ in actions] for actions in schedule.ranks]
     peaks = (max(accumulate(map(KEPT.__getitem__, rank)), default=0) for rank in kinds)
     return Report(

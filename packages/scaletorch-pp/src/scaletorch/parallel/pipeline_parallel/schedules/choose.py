@@ -1,19 +1,35 @@
-"""Which schedule a pipeline runs, and so which stages its ranks have."""
+"""Schedules by name, and the schedule that a pipeline runs."""
 
 from __future__ import annotations
 
-from ....dist.errors import InvalidArgumentError
-from . import SCHEDULES, Builder, Schedule
-from .schedule import BACKWARD_WEIGHT
+from collections.abc import Callable, Mapping
 
+from ....dist.errors import InvalidArgumentError
+from .alternating import interleaved_1f1b, one_f_one_b, zb_h1
+from .schedule import BACKWARD_WEIGHT, Schedule
+from .sweeps import afab, forward_only, looped_breadth_first
+from .v_shape import dualpipe_v, zb_v
+
+Builder = Callable[[int, int], Schedule]  # (ranks, micro-batches)
 AnySchedule = str | Builder | Schedule
+
+SCHEDULES: Mapping[str, Builder] = {
+    "afab": afab,
+    "1f1b": one_f_one_b,
+    "interleaved_1f1b": interleaved_1f1b,
+    "looped_bfs": looped_breadth_first,
+    "zb_h1": zb_h1,
+    "zb_v": zb_v,
+    "dualpipe_v": dualpipe_v,
+    "forward_only": forward_only,
+}
 
 
 def built(schedule: AnySchedule, num_ranks: int, num_micro_batches: int) -> Schedule:
     """Return the schedule of a step.
 
     Raises:
-        InvalidArgumentError: No such name, or a schedule of other sizes.
+        InvalidArgumentError: An unknown name, or a schedule of other sizes.
     """
     if isinstance(schedule, str):
         if schedule not in SCHEDULES:
@@ -40,13 +56,13 @@ def built(schedule: AnySchedule, num_ranks: int, num_micro_batches: int) -> Sche
 
 
 def stages_of(schedule: AnySchedule, num_ranks: int) -> tuple[tuple[tuple[int, ...], ...], bool]:
-    """Return each rank's stages, chunk by chunk, and whether the schedule parts backwards.
+    """Return each rank's stages, chunk by chunk, and whether the schedule splits backwards.
 
     Raises:
-        InvalidArgumentError: No such name, or a schedule for another number of ranks.
+        InvalidArgumentError: An unknown name, or a schedule for another number of ranks.
     """
-    # Of others, as many micro-batches as it takes to see each kind of action.
+    # A function is asked for as many micro-batches as it takes to see each kind of action.
     count = schedule.num_micro_batches if isinstance(schedule, Schedule) else 4 * num_ranks
     example = built(schedule, num_ranks, count)
-    parts = any(action.kind == BACKWARD_WEIGHT for rank in example.ranks for action in rank)
-    return example.stages, parts
+    splits = any(action.kind == BACKWARD_WEIGHT for rank in example.ranks for action in rank)
+    return example.stages, splits

@@ -18,7 +18,7 @@ _FIELDS = {"name": str, "num_micro_batches": int, "stages": list, "ranks": list}
 
 
 def to_csv(schedule: Schedule) -> str:
-    """Write a line for each rank: its stages, as ``0 7``, then its actions, as ``F3`` or ``B0.1``.
+    """Write a line for each rank: its stages, as `0 7`, then its actions, as `F3` or `B0.1`.
 
     The schedule's name is not in it.
     """
@@ -30,27 +30,32 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """Read what `to_csv` writes; empty cells and lines are skipped, so that bubbles may be drawn.
+    """Read the text of `to_csv`; empty cells and lines are skipped, so that bubbles may be drawn.
 
     Args:
         text: The file's text. The step has as many micro-batches as its actions name.
-        name: What to call the schedule.
+        name: Name of the schedule.
 
     Raises:
         InvalidArgumentError: A cell that is not of the rank's stages or actions, with its row and
             column, both from 1; no actions at all; or stages that are not each there once.
     """
-    stages: list[list[int]] = []
-    ranks: list[tuple[Action, ...]] = []
-    for row, cells in enumerate(csv.reader(text.splitlines()), 1):
-        if any(map(str.strip, cells)):
-            stages.append(_read_stages(cells[0], row))
-            ranks.append(_read_row(cells, row, len(stages[-1])))
+    lines = enumerate(csv.reader(text.splitlines()), 1)
+    rows = [(row, cells) for row, cells in lines if any(map(str.strip, cells))]
+    stages = [_read_stages(cells[0], row) for row, cells in rows]
     _require_each_stage_once(stages)
+    ranks = tuple(
+        tuple(
+            _read_action(cell.strip(), f"row {row}, column {column}", len(own))
+            for column, cell in enumerate(cells[1:], 2)
+            if cell.strip()
+        )
+        for (row, cells), own in zip(rows, stages, strict=True)
+    )
     if not any(ranks):
         raise InvalidArgumentError("a schedule needs actions, got none in any row")
     num_micro_batches = 1 + max(action.micro_batch for actions in ranks for action in actions)
-    return Schedule(name, num_micro_batches, tuple(map(tuple, stages)), tuple(ranks))
+    return Schedule(name, num_micro_batches, tuple(map(tuple, stages)), ranks)
 
 
 def to_json(schedule: Schedule) -> str:
@@ -67,7 +72,7 @@ def to_json(schedule: Schedule) -> str:
 
 
 def from_json(text: str) -> Schedule:
-    """Read what `to_json` writes.
+    """Read the text of `to_json`.
 
     Raises:
         InvalidArgumentError: Not such an object; an action that the rank cannot have, with its
@@ -94,14 +99,6 @@ def _read_stages(cell: str, row: int) -> list[int]:
         message = f"expected the rank's stages, such as 0 or 0 7, got {cell!r}"
         raise InvalidArgumentError(f"row {row}, column 1: {message}")
     return [int(stage) for stage in cell.split()]
-
-
-def _read_row(cells: list[str], row: int, num_chunks: int) -> tuple[Action, ...]:
-    return tuple(
-        _read_action(cell.strip(), f"row {row}, column {column}", num_chunks)
-        for column, cell in enumerate(cells[1:], 2)
-        if cell.strip()
-    )
 
 
 def _read_fields(text: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What ranks send and receive, derived from the actions that they run."""
+"""The messages between ranks, derived from the actions that they run."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from .numbering import Numbered, number
+from .numbering import Numbered
 from .schedule import Action, Schedule
-from .simulate import Costs, Times, run
+from .simulate import Times, proven
 
 
 class Send(NamedTuple):
-    """This rank sends what one of its actions made.
+    """A message that carries the output of one of this rank's actions.
 
     Attributes:
         peer: The rank that receives it.
         stage: The stage that made it, on both sides.
-        micro_batch: Of which micro-batch.
-        gradient: Whether it is the gradient of hidden states, not hidden states; it goes from
-            stage s to s - 1, and hidden states to s + 1.
+        micro_batch: Its micro-batch.
+        gradient: Whether it is the gradient of hidden states, which goes from stage s to s - 1;
+            otherwise it is hidden states, which go from s to s + 1.
     """
 
     peer: int
@@ -28,18 +28,18 @@ class Send(NamedTuple):
     gradient: bool
 
     def __str__(self) -> str:
-        """Write it as ``send F3 of stage 0 to rank 1``, a gradient as ``send B3 ...``."""
+        """Return text such as `send F3 of stage 0 to rank 1`, or `send B3 ...` of a gradient."""
         return f"send {_made(self)} to rank {self.peer}"
 
 
 class Receive(NamedTuple):
-    """This rank receives what an action of another made; the attributes are those of `Send`.
+    """The same message as the rank at its other end sees it.
 
     Attributes:
         peer: The rank that sends it.
-        stage: The stage that made it.
-        micro_batch: Of which micro-batch.
-        gradient: Whether it is a gradient.
+        stage: The stage that made it, on both sides.
+        micro_batch: Its micro-batch.
+        gradient: Whether it is a gradient, as in `Send`.
     """
 
     peer: int
@@ -48,12 +48,11 @@ class Receive(NamedTuple):
     gradient: bool
 
     def __str__(self) -> str:
-        """Write it as ``receive F3 of stage 0 from rank 1``."""
+        """Return text such as `receive F3 of stage 0 from rank 1`."""
         return f"receive {_made(self)} from rank {self.peer}"
 
 
 Operation = Action | Send | Receive
-Programs = Sequence[Sequence[Operation]]
 
 
 def _made(message: Send | Receive) -> str:
@@ -66,28 +65,18 @@ def derive_messages(schedule: Schedule) -> tuple[tuple[Operation, ...], ...]:
 
     Returns:
         Each rank's program. An output is sent right after the action that made it, other messages
-        aside; it is received where the receiver, by the times of `simulate`, waits for it or has
+        aside; it is received when the receiver, by the times of `simulate`, waits for it or has
         just ended an action. Between two stages of one rank nothing is sent.
 
     Raises:
         ScheduleError: A schedule that `check` refuses.
     """
-    numbered = number(schedule)
-    times = run(numbered, Costs())
-    return tuple(_program(numbered, times, rank) for rank in range(schedule.num_ranks))
+    numbered, times = proven(schedule)
+    return tuple(program_of(numbered, times, rank) for rank in range(schedule.num_ranks))
 
 
-def derive_program(schedule: Schedule, rank: int) -> tuple[Operation, ...]:
-    """Return what `derive_messages` has for one rank, in less time.
-
-    Raises:
-        ScheduleError: A schedule that `check` refuses.
-    """
-    numbered = number(schedule)
-    return _program(numbered, run(numbered, Costs()), rank)
-
-
-def _program(numbered: Numbered, times: Times, rank: int) -> tuple[Operation, ...]:
+def program_of(numbered: Numbered, times: Times, rank: int) -> tuple[Operation, ...]:
+    """Return one rank's program of a schedule that is `proven`."""
     # All actions and messages stand in one order over all ranks: an action at its start, a message
     # at the end of the action that made it, before the actions that start then; messages of one
     # time by block and micro-batch. Each program is its rank's part of that order. So ranks cannot
@@ -101,7 +90,7 @@ def _program(numbered: Numbered, times: Times, rank: int) -> tuple[Operation, ..
     slots = [slot for b in blocks for slot in range(b * size, (b + 1) * size)]
     slots.sort(key=times.ends.__getitem__)
     half = numbered.schedule.num_stages
-    rows = {
+    rows = {  # for each block the kind of its messages here, the peer, the stage, if gradients
         b: (Send, owners[b + 1], numbered.stage(b), b > half)
         if owners[b] == rank
         else (Receive, owners[b], numbered.stage(b), b > half)

@@ -1,9 +1,9 @@
 """A schedule's actions as whole numbers, so that large schedules are checked in little time.
 
-Every action has a slot, ``block * num_micro_batches + micro_batch``. With S stages the blocks are:
+Every action has a slot, `block * num_micro_batches + micro_batch`. With S stages the blocks are:
 0 the data, 1 to S the forwards of stages 0 to S - 1, S + 1 to 2 S the backwards (of inputs) of
 stages S - 1 down to 0, 2 S + 1 to 3 S the weight backwards of stages 0 to S - 1. So a forward or a
-backward in slot x always consumes what slot x - num_micro_batches made.
+backward in slot x always consumes the output of slot x - num_micro_batches.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ WHOLE, SPLIT = 1, 2  # how an action's slot was filled; only a backward of input
 
 
 class ScheduleError(InvalidArgumentError):
-    """A schedule that cannot run, or would not compute every gradient; it says what and where."""
+    """A schedule that cannot run, or would not compute every gradient; the message says where."""
 
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """A schedule of which each action is in range, there once, and in order on its rank.
+    """A schedule whose every action is in range, present once, and in order on its rank.
 
     Attributes:
         schedule: The schedule itself.
         owners: The rank of each block; that of the data is rank 0.
         slots: Each rank's actions as slots.
         filled: For each slot 0, WHOLE or SPLIT.
-        forward_only: No backward at all.
+        forward_only: Whether there is no backward at all.
         crossings: The blocks whose output goes to another rank.
     """
 
@@ -42,7 +42,7 @@ class Numbered:
     crossings: list[int]
 
     def name(self, slot: int) -> str:
-        """Write an action as ``F3``, without its chunk."""
+        """Return an action as text such as `F3`, without its chunk."""
         block, micro_batch = divmod(slot, self.schedule.num_micro_batches)
         backward = BACKWARD_INPUT if self.filled[slot] == SPLIT else BACKWARD
         kinds = (FORWARD, backward, BACKWARD_WEIGHT)
@@ -114,7 +114,11 @@ def _of_rank(schedule: Schedule, rank: int, filled: bytearray) -> list[int]:
 
 
 def _rows(schedule: Schedule, rank: int) -> dict[tuple[str, int], tuple[int, int, int, int]]:
-    """For each kind and chunk: first slot, that of what it needs, how that is filled, how it is."""
+    """Return four numbers for each kind and chunk of a rank.
+
+    The first slot of its actions, the first slot of those that they need, how these must be filled,
+    and how the action fills its own slot.
+    """
     size, num_stages = schedule.num_micro_batches, schedule.num_stages
     rows = {}
     for chunk, stage in enumerate(schedule.stages[rank]):

@@ -1,6 +1,6 @@
-"""A schedule as a value: the ordered actions of every rank, and who has which stages.
+"""Schedules as values: the ordered actions of every rank, its stages, and when each action runs.
 
-It says only what is computed and in which order; what is sent and received follows from it.
+A schedule says only what is computed and in which order; the messages follow from it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ MOST_FORWARDS = 5_000_000  # of all ranks together; about a gigabyte of actions
 
 
 class Action(NamedTuple):
-    """What a rank computes at a time.
+    """One computation of a rank.
 
     Attributes:
-        kind: "F" forward, "B" backward, or its two parts, "I" for the gradient of the inputs and
-            "W" for those of the weights.
-        micro_batch: Of which micro-batch, from 0.
-        chunk: Of which of the rank's stages, from 0.
+        kind: "F" forward, "B" backward, or the two halves of a backward, "I" for the gradient of
+            the inputs and "W" for those of the weights.
+        micro_batch: Its micro-batch, from 0.
+        chunk: The place of its stage among the rank's stages, from 0.
     """
 
     kind: str
@@ -35,17 +35,17 @@ class Action(NamedTuple):
     chunk: int = 0
 
     def __str__(self) -> str:
-        """Write it as ``F3``, and of later chunks as ``F3.1``."""
+        """Return text such as `F3`, or `F3.1` of the second chunk."""
         chunk = f".{self.chunk}" if self.chunk else ""
         return f"{self.kind}{self.micro_batch}{chunk}"
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """What every rank of a pipeline computes in a step, in its order.
+    """The actions of every rank of a pipeline in one step, in order.
 
     Attributes:
-        name: What it is called.
+        name: Its name.
         num_micro_batches: Micro-batches of the step.
         stages: Each rank's stages, chunk by chunk.
         ranks: Each rank's actions.
@@ -76,13 +76,65 @@ class Schedule:
         }
 
     def __str__(self) -> str:
-        """Write one line for each rank."""
+        """Return one line for each rank."""
         return "\n".join(" ".join(map(str, actions)) for actions in self.ranks)
 
 
+class Span(NamedTuple):
+    """One action on its rank, in any one unit of time."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All actions of a step with their times, predicted or measured.
+
+    Attributes:
+        schedule: The schedule that ran.
+        spans: Its actions, those of each rank in order.
+        unit: Name of the unit of time, for pictures.
+    """
+
+    schedule: Schedule
+    spans: tuple[Span, ...]
+    unit: str = ""
+
+    @property
+    def makespan(self) -> float:
+        """Time from the first start to the last end."""
+        return max(s.end for s in self.spans) - min(s.start for s in self.spans)
+
+    @property
+    def bubble(self) -> float:
+        """Fraction of all ranks' time in which they compute nothing, 0 to 1."""
+        busy = sum(s.end - s.start for s in self.spans)
+        return 1 - busy / (self.makespan * self.schedule.num_ranks)
+
+
 def one_stage_each(num_ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return stages of which rank r has the r-th."""
+    """Return the stages of each rank if rank r has stage r alone."""
     return tuple((rank,) for rank in range(num_ranks))
+
+
+def looped_stages(num_ranks: int, num_chunks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of each rank if rank r of N has r, r + N, r + 2N and so on.
+
+    Raises:
+        InvalidArgumentError: Fewer than one chunk.
+    """
+    if num_chunks < 1:
+        raise InvalidArgumentError(f"every rank needs at least 1 chunk, got {num_chunks}")
+    num_stages = num_ranks * num_chunks
+    return tuple(tuple(range(rank, num_stages, num_ranks)) for rank in range(num_ranks))
+
+
+def v_stages(num_ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Return the stages of each rank if rank r of N has r and 2N - 1 - r: down and up again."""
+    return tuple((rank, 2 * num_ranks - 1 - rank) for rank in range(num_ranks))
 
 
 def of_kind(kind: str, micro_batches: Iterable[int], chunk: int = 0) -> list[Action]:

@@ -1,4 +1,4 @@
-"""When every action would run, and whether all of them can."""
+"""The times at which actions would run, and the proof that all of them can."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, dataclass
 from itertools import starmap
+from typing import NamedTuple
 
 from ....dist.errors import InvalidArgumentError
 from .numbering import SPLIT, Numbered, ScheduleError, number
-from .schedule import Schedule
-from .timeline import Span, Timeline
+from .schedule import Schedule, Span, Timeline
 
 SHOWN = 4  # ranks of a cycle that a message names
 
@@ -20,16 +20,16 @@ class Costs:
     """Times of actions and messages, in any one unit.
 
     Attributes:
-        forward: Of F.
-        backward: Of B.
-        backward_input: Of I.
-        backward_weight: Of W.
-        message: From the end of an action until its output has reached another rank.
-        stages: Factor of each stage on its actions' times; none for equal stages.
+        forward: Time of an F.
+        backward: Time of a B.
+        backward_input: Time of an I.
+        backward_weight: Time of a W.
+        message: Time from the end of an action until its output has reached another rank.
+        stages: Factor of each stage on its actions' times; empty if all stages are equal.
 
     Raises:
-        InvalidArgumentError: An action's time or a factor that is not positive, a message's that
-            is negative, or one that is not finite.
+        InvalidArgumentError: A time or a factor that is not finite, an action's time or a factor
+            that is not positive, or a negative time of a message.
     """
 
     forward: float = 1.0
@@ -49,12 +49,23 @@ class Costs:
             )
 
 
-@dataclass(frozen=True, slots=True)
-class Times:
-    """Start and end by slot; -1 where nothing runs."""
+class Times(NamedTuple):
+    """Start and end of each slot; -1 if nothing runs in it."""
 
     starts: list[float]
     ends: list[float]
+
+
+def proven(schedule: Schedule) -> tuple[Numbered, Times]:
+    """Return a schedule in numbers with its times at the default costs, if it runs to its end.
+
+    `check` reports it and `derive_messages` derives the messages from it.
+
+    Raises:
+        ScheduleError: It is incomplete, out of order, or ranks wait for each other in a circle.
+    """
+    numbered = number(schedule)
+    return numbered, run(numbered, Costs())
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -63,8 +74,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     Sending and receiving take no time of a rank: messages travel beside the computation.
 
     Args:
-        schedule: What to run.
-        costs: Times of actions and messages; a backward twice a forward where not given.
+        schedule: The schedule.
+        costs: Times of actions and messages; None takes a backward for twice a forward.
 
     Raises:
         ScheduleError: A schedule that `check` refuses.
@@ -74,13 +85,16 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     times = run(numbered, costs or Costs())
     spans: list[Span] = []
     for rank, (actions, slots) in enumerate(zip(schedule.ranks, numbered.slots, strict=True)):
-        starts, ends = map(times.starts.__getitem__, slots), map(times.ends.__getitem__, slots)
+        starts, ends = (map(moments.__getitem__, slots) for moments in times)
         spans += starmap(Span, zip([rank] * len(slots), actions, starts, ends, strict=True))
     return Timeline(schedule, tuple(spans))
 
 
 def run(numbered: Numbered, costs: Costs) -> Times:
-    """Run every rank's actions in order, a rank at a time until it lacks an input.
+    """Return the times of a schedule: every rank runs its actions in order.
+
+    Ranks are played one after another: a rank goes on until an input has not been made yet, and is
+    played again once the action that makes it has run.
 
     Raises:
         ScheduleError: Ranks that wait for each other; it names them and their actions.
@@ -88,12 +102,13 @@ def run(numbered: Numbered, costs: Costs) -> Times:
     """
     needs, delays = _inputs(numbered, costs.message)
     durations = _durations(numbered, costs)
-    ends = [-1.0] * len(needs)
+    ends = [-1.0] * len(needs)  # below 0: not run yet
     ends[: numbered.schedule.num_micro_batches] = [0.0] * numbered.schedule.num_micro_batches
     starts = list(ends)
     reached = [0] * len(numbered.slots)
     free = [0.0] * len(numbered.slots)
-    waiting: dict[int, int] = {}  # who needs the output of a slot
+    # The rank that waits for a slot: one at most, since each output is the input of one action.
+    waiting: dict[int, int] = {}
     ready = list(range(len(numbered.slots)))
     while ready:
         rank = ready.pop()
@@ -106,6 +121,8 @@ def run(numbered: Numbered, costs: Costs) -> Times:
                 waiting[needs[slot]] = rank
                 reached[rank] = place
                 break
+            # In the order of a rank's actions its times never go back: each begins when the one
+            # before has ended, or later, when its input is there.
             arrival += delays[slot]
             starts[slot] = now = arrival if arrival > now else now
             ends[slot] = now = now + durations[slot]
@@ -114,13 +131,13 @@ def run(numbered: Numbered, costs: Costs) -> Times:
         else:
             reached[rank] = len(slots)
         free[rank] = now
-    if waiting:
+    if waiting:  # nobody can go on, and these have actions left: they wait for each other
         raise _deadlock(numbered, reached)
     return Times(starts, ends)
 
 
 def _inputs(numbered: Numbered, message: float) -> tuple[list[int], list[float]]:
-    """Return for each slot the one whose output it needs, and how long that travels."""
+    """Return for each slot the slot whose output it needs, and the time that this travels."""
     size, blocks = numbered.schedule.num_micro_batches, 2 * numbered.schedule.num_stages
     weights = blocks // 2 * size
     # Forwards of stage 0 need data. So do, here, weight backwards: their order is known to hold.
@@ -171,8 +188,9 @@ def deadlock(
 
     Args:
         schedule: For its name.
-        rank: One that waits for ever.
-        wait: What such a rank waits for, as "waits at B0 for B0 of stage 1 on", and on which rank.
+        rank: A rank that waits for ever.
+        wait: Returns what a rank waits for, as "waits at B0 for B0 of stage 1 on", and the rank
+            that it waits for.
     """
     met: list[int] = []
     while rank not in met:

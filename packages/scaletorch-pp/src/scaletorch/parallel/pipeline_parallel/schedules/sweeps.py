@@ -4,8 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .chunks import looped_stages
-from .schedule import BACKWARD, FORWARD, Action, Schedule, of_kind, one_stage_each, require_sizes
+from .schedule import (
+    BACKWARD,
+    FORWARD,
+    Action,
+    Schedule,
+    looped_stages,
+    of_kind,
+    one_stage_each,
+    require_sizes,
+)
 
 
 def forward_only(

@@ -6,8 +6,15 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import count
 
-from .chunks import v_stages
-from .schedule import BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule, require_sizes
+from .schedule import (
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    Schedule,
+    require_sizes,
+    v_stages,
+)
 
 
 def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -54,7 +61,7 @@ def _v_shape(
 ) -> Schedule:
     """Write the order for enough micro-batches and leave out those that are not there.
 
-    Micro-batches do not need each other's results, so what is left of an order that finishes
+    Micro-batches do not need each other's results, so the rest of an order that finishes
     finishes too, no later and with no more kept alive.
     """
     require_sizes(num_ranks, num_micro_batches, num_chunks=2)

@@ -18,22 +18,22 @@ def distribute_layers(
 ) -> list[range]:
     """Spread layers over stages in order; every stage gets one, and none is lost.
 
-    Without costs by count: where they do not divide, earlier stages get one more, since the last
+    Without costs by count: if they do not divide, earlier stages get one more, since the last
     one has the head and the loss. With costs the largest stage's total is as small as can be; of
     all such ways the most even one (least sum of squared totals) is taken, and of these the one
     whose earlier stages have more layers. The sums are exact, so every rank finds the same.
 
     Args:
-        num_layers: layers of the model.
-        pp_size: stages of the pipeline.
-        costs: what is before the layers, each layer, and what is after them: num_layers + 2 finite
+        num_layers: Layers of the model.
+        pp_size: Stages of the pipeline.
+        costs: Of all before the layers, of each layer, and of all after them: num_layers + 2 finite
             numbers from 0 of any one unit.
 
     Returns:
         Each stage's layer indices.
 
     Raises:
-        InvalidArgumentError: a stage would have no layer, or costs that do not fit.
+        InvalidArgumentError: A stage would have no layer, or costs that do not fit.
 
     Example:
         >>> distribute_layers(8, 3)
@@ -79,7 +79,7 @@ class _Way(NamedTuple):
 def _best(costs: Sequence[int], num_stages: int, enough: int) -> _Way:
     """Return the stages with the least (largest total, sum of squared totals).
 
-    Totals up to ``enough`` count as equally large: with the largest total of the best way, that
+    Totals up to `enough` count as equally large: with the largest total of the best way, that
     leaves the most even of the best ones.
     """
     upto = list(accumulate(costs, initial=0))

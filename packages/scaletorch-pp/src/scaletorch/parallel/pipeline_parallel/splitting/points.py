@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from .tree import called_modules, check_name, children, has_parameters, is_placed, listing
+from .modules import called_modules, check_name, children, has_parameters, is_placed, listing
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +27,7 @@ def cut_at(model: nn.Module, points: tuple[str, ...]) -> tuple[tuple[str, ...], 
     turn) and the points themselves; any other module stays on all stages.
 
     Raises:
-        InvalidArgumentError: points that are unknown, named twice or out of order, or a stage
+        InvalidArgumentError: Points that are unknown, named twice or out of order, or a stage
             without parameters.
     """
     for name in points:

@@ -9,9 +9,8 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from .balance import distribute_layers, parameter_costs
-from .parts import Parts, check_parts, find_parts
+from .modules import Parts, called_modules, check_parts, children, find_parts, within
 from .points import cut_at
-from .tree import called_modules, children, within
 
 __all__ = ["Placement", "Split", "distribute_layers", "infer_split", "layers_of", "place", "within"]
 
@@ -21,18 +20,18 @@ class Split:
     """Which modules a pipeline cuts, by dotted names; all others stay on every stage.
 
     Either a description of the model, whose layers are spread over any number of stages, or the
-    points at which it is cut. What is left out of a description is inferred (`infer_split`).
+    points at which it is cut. Fields left out of a description are inferred (`infer_split`).
 
     Args:
-        first: modules before the layers (the embedding): on the first stage alone.
-        layers: the list of layers that is spread over the stages; None infers it, and ``first`` and
-            ``last`` too where neither is given.
-        last: modules after the layers (norm, head): on the last stage alone.
-        points: instead of all these, the modules that begin the second, third, ... stage, in the
+        first: Modules before the layers (the embedding): on the first stage alone.
+        layers: The list of layers that is spread over the stages; None infers it, and `first` and
+            `last` too if neither is given.
+        last: Modules after the layers (norm, head): on the last stage alone.
+        points: Instead of all these, the modules that begin the second, third, ... stage, in the
             order in which the model registers them. A point inside a module cuts that module
             between its children, so the module must call them in this order and do nothing else.
-        costs: how layers are spread: None by count; or numbers, of all of ``first`` together, of
-            each layer, and of all of ``last`` (`measure_costs` measures them), so that the most
+        costs: How layers are spread: None by count; or numbers, of all of `first` together, of
+            each layer, and of all of `last` (`measure_costs` measures them), so that the most
             expensive stage is as cheap as can be; or "parameters": their numbers of parameters.
             That balances memory. It is close to the time of layers and of a head, tied or not,
             while an embedding has many parameters and takes no time.
@@ -63,7 +62,7 @@ class Split:
         return f"Split({', '.join(shown)})"
 
     def describes(self) -> bool:
-        """Tell whether it names any module."""
+        """Return whether it names any module."""
         return bool(self.first or self.layers is not None or self.last)
 
 
@@ -72,8 +71,8 @@ class Placement:
     """A split applied to a number of stages.
 
     Attributes:
-        split: where the model is cut, with what was inferred.
-        stages: each stage's modules, in forward order; every other stage passes through them. None
+        split: The split, with the names that were inferred.
+        stages: Each stage's modules, in forward order; every other stage passes through them. None
             is inside another, and each has a forward of its own.
     """
 
@@ -85,6 +84,12 @@ class Placement:
         for stage, names in enumerate(self.stages):
             yield from ((name, stage) for name in names)
 
+    def ends(self, model: nn.Module, stage: int) -> tuple[nn.Module | None, nn.Module | None]:
+        """Return a stage's first and last module; None for those that begin or end the model."""
+        names, last = self.stages[stage], stage == len(self.stages) - 1
+        entry = None if stage == 0 else model.get_submodule(names[0])
+        return entry, None if last else model.get_submodule(names[-1])
+
     def stages_of(self, name: str) -> tuple[int, ...]:
         """Stages that hold the module or parameter of this dotted name."""
         for module, stage in self.homes():
@@ -94,10 +99,10 @@ class Placement:
 
 
 def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
-    """Check or infer where ``model`` is cut, and spread its modules over the stages.
+    """Check or infer the split of `model`, and spread its modules over the stages.
 
     Raises:
-        InvalidArgumentError: names or costs that do not fit the model, a model whose layers cannot
+        InvalidArgumentError: Names or costs that do not fit the model, a model whose layers cannot
             be told, or a stage without layers.
     """
     if split is not None and not isinstance(split, Split):
@@ -119,7 +124,7 @@ def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
 
 
 def infer_split(model: nn.Module) -> Split:
-    """Find the layers of a plain module and what stands before and after them.
+    """Find the layers of a plain module and the modules before and after them.
 
     The layers are its one outermost `nn.ModuleList` with parameters. Their siblings, and those of
     each module around them, belong to the first stage if registered before and to the last stage if
@@ -127,16 +132,16 @@ def infer_split(model: nn.Module) -> Split:
     weights). Any other module without parameters, such as a rotary embedding, stays on all stages.
 
     Raises:
-        InvalidArgumentError: no such list, or several.
+        InvalidArgumentError: No such list, or several.
     """
     return _with_parts(Split(), find_parts(model))
 
 
 def layers_of(model: nn.Module, split: Split | None = None) -> tuple[str, ...]:
-    """Return the names of the layers of ``model``, in order.
+    """Return the names of the layers of `model`, in order.
 
     Raises:
-        InvalidArgumentError: the split does not fit, or names no layers and none can be told.
+        InvalidArgumentError: The split does not fit, or names no layers and none can be told.
     """
     _, layers, _ = _parts(model, split or Split())
     return tuple(children(model.get_submodule(layers), f"{layers}."))

@@ -10,8 +10,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ..splitting.modules import has_parameters
 from ..splitting.split import Placement
-from ..splitting.tree import has_parameters
 
 if TYPE_CHECKING:
     from .examination import Examination
@@ -23,8 +23,9 @@ class Passage:
     Attributes:
         active: Whether one is; a recomputed one is not.
         furthest: The last stage of which it has met a module, in place or not.
-        received: What the stage before has passed on.
-        examined: What examines it, the first time.
+        received: The hidden states from the stage before.
+        examined: The examination of the first forward of a kind, or None.
+        ids: The ids that the model was given, if they are not what was received.
     """
 
     def __init__(self) -> None:
@@ -32,12 +33,13 @@ class Passage:
         self.furthest = 0
         self.received: Any = None
         self.examined: Examination | None = None
+        self.ids: Any = None
 
     def reach(self, stage: int, where: str) -> None:
         """Note that the forward has come to a module with parameters.
 
         Raises:
-            InvalidArgumentError: It was further already: what it runs twice is on one stage alone.
+            InvalidArgumentError: It was further already: it runs a module of one stage twice.
         """
         if self.active and stage < self.furthest:
             raise InvalidArgumentError(
@@ -51,16 +53,17 @@ class Passage:
 class PassThrough(nn.Module):
     """Stands for a module of another stage: returns its first argument.
 
-    Where that is None, as ids are beside embeddings that are given, it returns the hidden states
-    that are among the others. An embedding that is given ids, not hidden states, returns zero: what
-    a model adds to hidden states, such as embedded positions, was added on the first stage. Plain
-    attributes of the module (numbers, strings) are kept, since forwards read them.
+    If that is None, as ids are beside embeddings that are given, it returns the hidden states
+    that are among the others; for the ids that the model was given, those that were received. An
+    embedding that is given other ids, not hidden states, returns zero: what a model adds to hidden
+    states, such as embedded positions, was added on the first stage. Plain attributes of the module
+    (numbers, strings) are kept, since forwards read them.
 
     Args:
-        replaced: the module that it stands for; not kept.
-        where: what it was and where it is, for messages.
-        stage: where it is.
-        passage: the forward that runs it.
+        replaced: The module that it stands for; not kept.
+        where: Its name and place, for messages.
+        stage: Its stage.
+        passage: The forward that runs it.
     """
 
     def __init__(
@@ -91,6 +94,8 @@ class PassThrough(nn.Module):
         value = args[0] if args else next(iter(kwargs.values()))
         if value is None and any(entry is passage.received for entry in kwargs.values()):
             value = passage.received
+        if passage.ids is not None and passage.received is not None and value is passage.ids:
+            value = passage.received  # which was made of them
         if self._embeds and isinstance(value, Tensor) and not value.is_floating_point():
             value = torch.zeros((), device=value.device)
         if passage.examined is None or not self._changes or (self._drops and self._drops_nothing()):
@@ -103,7 +108,7 @@ class PassThrough(nn.Module):
         return not self.training or not self.p
 
     def __getattr__(self, name: str) -> Any:
-        """Say where the module is when something of it is missing here."""
+        """Say where the module is if an attribute of it is missing here."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -112,7 +117,7 @@ class PassThrough(nn.Module):
             raise AttributeError(message) from error
 
     def extra_repr(self) -> str:
-        """Name what it stands for."""
+        """Name the module that it stands for."""
         return self._where
 
 
@@ -120,7 +125,7 @@ class Chunks:
     """The stages of one rank in one model: one of them at a time is there, or all.
 
     Attributes:
-        selected: Which one is meant, the first where all are there.
+        selected: The chunk that is meant, the first if all are there.
     """
 
     def __init__(self, stages: tuple[int, ...], switches: list[_Switch]) -> None:
@@ -146,7 +151,7 @@ class Chunks:
         self._all = True
 
     def _take_up(self) -> None:
-        """Keep what has been put in place of modules since, such as adapters around them."""
+        """Take note of modules that were put in place of others since, such as adapters."""
         for index, (siblings, name, home, _, stand_in) in enumerate(self._switches):
             self._switches[index] = siblings, name, home, siblings[name], stand_in
 
@@ -161,13 +166,13 @@ def cut(
     stages: tuple[int, ...],
     passage: Passage | None = None,
 ) -> Chunks:
-    """Leave only one rank's modules in ``model``; nothing keeps the others alive.
+    """Leave only one rank's modules in `model`; nothing keeps the others alive.
 
     Args:
-        model: the whole model; changed in place, names stay.
-        placement: which module belongs to which stage.
-        stages: the rank's stages, chunk by chunk.
-        passage: what the stand-ins tell of each forward.
+        model: The whole model; changed in place, names stay.
+        placement: Which module belongs to which stage.
+        stages: The rank's stages, chunk by chunk.
+        passage: The forward that runs, to which the stand-ins tell its position.
     """
     switches: list[_Switch] = []
     for name, home in placement.homes():

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
-from ..runtime.forms import is_hidden
+from ..runtime.forms import main_argument
 from .stand_ins import StandIns, tensors_within
 
 _BESIDE = (
@@ -30,22 +30,25 @@ class Examination:
 
     Args:
         modules: The stage's modules by name, in order; between them the model's own code runs.
-        received: What the stage before has passed on; None on the first stage.
+        received: The hidden states from the stage before; None on the first stage.
         last: Whether it is the model's last stage.
+
+    Attributes:
+        entered: Whether the stage's first module has been called.
     """
 
     def __init__(self, modules: Mapping[str, nn.Module], received: Any, *, last: bool) -> None:
-        self.left = received  # what the module that was called last has returned
+        self.left = received  # the output of the module that was called last
         self.stand_ins = StandIns()
         self.stand_ins.add(received)
         self._modules, self._received = modules, received
         self._exit = None if last else list(modules.values())[-1]
-        self._entered = received is None
+        self.entered = received is None
         self._inside = 0
         self._on = False  # whether stand-ins are followed
 
     def leaves(self) -> list[Tensor]:
-        """Return what is trained by way of this stage's modules alone, and what was received."""
+        """Return the parameters of this stage's modules, and the tensors that were received."""
         parameters = [p for module in self._modules.values() for p in module.parameters()]
         return [*parameters, *tensors_within(self._received)]
 
@@ -55,7 +58,7 @@ class Examination:
 
         Raises:
             InvalidArgumentError: A module gets what it would not get in one process, or the model's
-                own code fails, which it may do because of what is not on this stage.
+                own code fails, which may be because this stage lacks modules.
         """
         with ExitStack() as stack:
             stack.enter_context(_uncompiled())
@@ -77,11 +80,11 @@ class Examination:
                 raise InvalidArgumentError(_failed(error)) from error
 
     def stand_in(self, value: Any) -> Any:
-        """Return what a module of another stage returns for its argument."""
+        """Return the output of another stage's module for its argument."""
         return value if self.stand_ins.over else self.stand_ins.of(value)
 
     def check_output(self, output: Any) -> None:
-        """Check what the model returns on the last stage.
+        """Check the model's output on the last stage.
 
         Raises:
             InvalidArgumentError: It holds a stand-in.
@@ -96,8 +99,8 @@ class Examination:
                 return
             self._pause()
             entries = {**{str(place): arg for place, arg in enumerate(args)}, **kwargs}
-            if not self._entered:  # the hidden states, which `HiddenFlow` compares
-                self._entered = True
+            if not self.entered:  # the hidden states, which `HiddenFlow` compares
+                self.entered = True
                 entries.pop(main_argument(args, kwargs, self.left), None)
             for argument, value in entries.items():
                 if self.stand_ins.hold(value):
@@ -120,7 +123,7 @@ class Examination:
             self._on = True
 
     def _pause(self) -> None:
-        """Leave what runs inside a module alone: it may be compiled, and it may communicate."""
+        """Leave code inside a module alone: it may be compiled, and it may communicate."""
         if self._on and _get_current_dispatch_mode() is self.stand_ins:  # and no other on top
             self.stand_ins.__exit__(None, None, None)  # type: ignore[no-untyped-call]
             self._on = False
@@ -128,16 +131,6 @@ class Examination:
     def _end(self) -> None:
         self._go_on()  # a compiled layer that has failed may have left half of it on
         self._pause()
-
-
-def main_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Any) -> str:
-    """Return the place or name of the argument that is the hidden states: else the first tensor."""
-    if args and args[0] is received:
-        return "0"
-    entries = {**{str(place): arg for place, arg in enumerate(args)}, **kwargs}
-    same = (name for name, value in entries.items() if value is received)
-    alike = (n for n, value in entries.items() if isinstance(value, Tensor) or is_hidden(value))
-    return next(same, None) or next(alike, None) or next(iter(entries), "0")
 
 
 def _uncompiled() -> AbstractContextManager[object]:

@@ -12,11 +12,6 @@ from torch.autograd.graph import Node, get_gradient_edge
 _HOOKS_OF_MODULES = {"BackwardHookFunctionBackward", "RegisterPostBackwardFunctionBackward"}
 
 
-def hooks_on(tensors: Iterable[Tensor]) -> int:
-    """Count the hooks that change or see the gradients of tensors."""
-    return sum(len(tensor._backward_hooks or ()) for tensor in tensors)
-
-
 def trained_beside(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
     """Return the leaves, mostly parameters, that outputs depend on not through inputs."""
     nodes = _between(outputs, inputs)
@@ -24,10 +19,10 @@ def trained_beside(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[
 
 
 def hands_on_gradients(given: Sequence[Tensor], received: Sequence[Tensor]) -> bool:
-    """Tell whether the gradients of tensors are those of the tensors that they were made from.
+    """Return whether the gradients of tensors are those of the tensors that they were made from.
 
-    A trial with numbers that every dtype can hold; what was given has the values of what was
-    received, one by one.
+    A trial with numbers that every dtype can hold; the given tensors have the values of the
+    received ones, one by one.
     """
     pairs = [
         (ours, theirs)

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
-from ..runtime.forms import Hidden, is_hidden, tensors_in
-from .compare import (
-    changed_message,
-    collected_message,
-    gradient_message,
-    handed_on,
-    refuse_changed,
+from ...pg_manager import describe_rank
+from ..runtime.forms import (
+    Hidden,
+    is_hidden,
+    main_argument,
     tensor_of,
+    tensors_in,
     tensors_of,
 )
 from .cut import Passage
-from .examination import Examination, main_argument
-from .gradient import hands_on_gradients, hooks_on, trained_beside
+from .examination import Examination
+from .gradient import hands_on_gradients, trained_beside
 
 
 class HiddenFlow:
@@ -28,15 +28,15 @@ class HiddenFlow:
 
     Every stage runs the model's whole forward, with the modules of other stages left out. Code that
     changes the hidden states between these modules (a scale, a dropout, an added position), or
-    their gradients, would so run once on every stage instead of once. What stands before a stage's
-    first module is compared in each forward; what comes after the last one is the next stage's to
-    compare, and the last one's to do.
+    their gradients, would so run once on every stage instead of once. Code before a stage's first
+    module is checked in each forward; code after its last module is the next stage's to check, and
+    the last stage's to run.
 
     Args:
-        stage: which stage.
-        entry: its first module; None where nothing before it has been left out.
-        exit: its last module; None where nothing after it has been left out.
-        passage: the forward that runs it.
+        stage: The stage.
+        entry: Its first module; None if nothing before it has been left out.
+        exit: Its last module; None if nothing after it has been left out.
+        passage: The forward that runs it.
     """
 
     def __init__(
@@ -54,17 +54,23 @@ class HiddenFlow:
         if exit is not None:
             exit.register_forward_hook(self._leave)
 
-    def start(self, received: Any, examination: Examination | None = None) -> None:
-        """Take note of what the stage's forward is called with, and of what examines it."""
+    def start(self, received: Any, examination: Examination | None = None, ids: Any = None) -> None:
+        """Take note of the argument of the stage's forward, and of its examination.
+
+        Args:
+            received: The hidden states from the stage before.
+            examination: The examination of the forward, if it is one.
+            ids: The ids that the model's forward is given in place of hidden states.
+        """
         self._received, self._versions = received, _versions(received)
         passage = self._passage
         passage.active, passage.furthest = True, 0
-        passage.received, passage.examined = received, examination
+        passage.received, passage.examined, passage.ids = received, examination, ids
 
     def passed_on(self, output: Any) -> Hidden:
-        """Return what a stage that is not the last passes on, out of what its forward returned.
+        """Return the hidden states that a stage but the last passes on, out of its output.
 
-        That is what its last module returned: a tensor, or a container of tensors alone.
+        They are the output of its last module: a tensor, or a container of tensors alone.
 
         Raises:
             InvalidArgumentError: The forward returned something else.
@@ -77,10 +83,10 @@ class HiddenFlow:
             hidden: Hidden = output if is_hidden(output) else tensor_of(output)
             return hidden
         if versions != _versions(left):
-            raise InvalidArgumentError(changed_message("after the last layer", "last"))
-        hidden = handed_on(left, output)
-        if hooks != hooks_on(_tensors(left)):
-            raise InvalidArgumentError(gradient_message("after the last layer", "last"))
+            raise InvalidArgumentError(_changed_message("after the last layer", "last"))
+        hidden = _handed_on(left, output)
+        if hooks != _hooks_on(_tensors(left)):
+            raise InvalidArgumentError(_gradient_message("after the last layer", "last"))
         if examination is not None:
             self._refuse_trained_beside(examination, output, hidden)
         return hidden
@@ -91,7 +97,7 @@ class HiddenFlow:
             self._copies = self._copies or any(_versions(self._copy))
         self._received = self._left = self._copy = None
         passage = self._passage
-        passage.active, passage.received, passage.examined = False, None, None
+        passage.active, passage.received, passage.examined, passage.ids = False, None, None, None
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Only the first call counts: a layer may be shared by several places, and it may be
@@ -104,9 +110,9 @@ class HiddenFlow:
         main = main_argument(args, kwargs, received)
         given: Any = kwargs[main] if main in kwargs else args[int(main)] if args else None
         if self._versions != _versions(received):
-            raise InvalidArgumentError(changed_message("before the first layer", "first"))
+            raise InvalidArgumentError(_changed_message("before the first layer", "first"))
         if given is not received:
-            refuse_changed(given, received)
+            _refuse_changed(given, received)
         if torch.is_grad_enabled():
             self._compare_gradients(given, received)
         if self._passage.examined is None and not self._copies:
@@ -123,7 +129,7 @@ class HiddenFlow:
             InvalidArgumentError: There is such code.
         """
         theirs = _tensors(received)
-        changed = bool(hooks_on(theirs))
+        changed = bool(_hooks_on(theirs))
         if given is not received:
             ours = _tensors(given) if is_hidden(received) else [tensor_of(given)]
             changed |= [t.requires_grad for t in ours] != [t.requires_grad for t in theirs]
@@ -131,22 +137,131 @@ class HiddenFlow:
                 beside = trained_beside(ours, theirs)
                 changed = bool(beside) or not hands_on_gradients(ours, theirs)
         if changed:
-            raise InvalidArgumentError(gradient_message("before the first layer", "first"))
+            raise InvalidArgumentError(_gradient_message("before the first layer", "first"))
 
     def _refuse_trained_beside(self, examination: Examination, output: Any, hidden: Hidden) -> None:
         own = {id(leaf) for leaf in examination.leaves()}
+        first = tensors_in(hidden)[0]
         for tensor in tensors_of(output):
             if any(id(leaf) in own for leaf in trained_beside([tensor], tensors_in(hidden))):
-                raise InvalidArgumentError(collected_message(tensor))
+                skips = tensor is output and not _same_tensor(tensor, first)
+                raise InvalidArgumentError(
+                    _skipped_message() if skips else _collected_message(tensor)
+                )
 
     def _leave(self, module: nn.Module | None, args: tuple[Any, ...], output: Any) -> None:
         if self._passage.active:
             self._left, self._versions = output, _versions(output)
-            self._hooks = hooks_on(_tensors(output))
+            self._hooks = _hooks_on(_tensors(output))
+
+
+def _handed_on(left: Any, output: Any) -> Hidden:
+    """Return the hidden states that the forward hands on of its last module's output.
+
+    A tensor may have been computed with since: between layers the next stage would refuse that, and
+    code after the last layer counts on the last stage alone.
+
+    Raises:
+        InvalidArgumentError: None that can be told, or tensors beside it.
+    """
+    if output is left and isinstance(output, Tensor):  # by far the most frequent case
+        return output
+    if is_hidden(left) and type(output) is type(left) and _same(left, output):
+        hidden: Hidden = left
+        return hidden
+    if output is left and not isinstance(left, Tensor) and len(left) > 1:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: layers must pass on a tensor, or a tuple, list or dict of "
+            f"tensors alone, got a {type(left).__name__} with something else in it, or of a "
+            "class of its own; leave that out, or put it into a tensor"
+        )
+    carrier, first = tensor_of(output), tensor_of(left)
+    if first is not left and not _same(first, carrier):
+        raise InvalidArgumentError(_changed_message("after the last layer", "last"))
+    _refuse_collected(output, carrier)
+    return first
+
+
+def _refuse_changed(given: Any, received: Any) -> None:
+    """Refuse hidden states that are not those which a stage has received.
+
+    Raises:
+        InvalidArgumentError: They are others.
+    """
+    if is_hidden(received):
+        changed = not is_hidden(given) or not _same(received, given)
+    else:
+        changed = isinstance(received, Tensor) and not _same(received, tensor_of(given))
+    if changed:
+        raise InvalidArgumentError(_changed_message("before the first layer", "first"))
+
+
+def _refuse_collected(output: Any, carrier: Tensor) -> None:
+    """Refuse tensors to train by, beside the hidden states: they would end on this stage.
+
+    Raises:
+        InvalidArgumentError: There is one.
+    """
+    for entry in [] if isinstance(output, Tensor) else tensors_of(output):
+        if entry.requires_grad and not _same_tensor(entry, carrier):
+            raise InvalidArgumentError(_collected_message(entry))
+
+
+def _same(a: Hidden, b: Hidden) -> bool:
+    ours, theirs = tensors_in(a), tensors_in(b)
+    return len(ours) == len(theirs) and all(map(_same_tensor, ours, theirs))
+
+
+def _same_tensor(a: Tensor, b: Tensor) -> bool:
+    if a is b:
+        return True
+    if a.shape != b.shape:
+        return False
+    if a.data_ptr() == b.data_ptr() and a.dtype == b.dtype:
+        return True
+    return torch.equal(a.detach(), b.detach().to(a.dtype))
+
+
+def _changed_message(where: str, part: str) -> str:
+    """Say that values change."""
+    return (
+        f"{describe_rank()}: the model's forward changes the hidden states {where} of this stage, "
+        "in code or modules that every stage runs, so it would happen once per stage; put it into "
+        f"a module and name that in Split({part}=...), or into the layers (a residual around them)"
+    )
+
+
+def _gradient_message(where: str, part: str) -> str:
+    """Say that gradients change."""
+    return (
+        f"{describe_rank()}: the model's forward changes the gradient of hidden states {where} of "
+        "this stage, and not their values (detach, a hook, a factor taken back by a detached copy, "
+        "a parameter of zeros or ones), in code that every stage runs, so it would happen once per "
+        f"stage; put it into a module and name that in Split({part}=...), or into the layers"
+    )
+
+
+def _collected_message(tensor: Tensor) -> str:
+    """Say that a tensor to train by would be lost."""
+    return (
+        f"{describe_rank()}: the model's forward returns a tensor with a gradient of shape "
+        f"{tuple(tensor.shape)} beside the hidden states, made by this stage's layers alone "
+        "(such as an auxiliary loss): it would be lost here; let layers pass it on, with "
+        "the hidden states in one tuple"
+    )
+
+
+def _skipped_message() -> str:
+    """Say that the output of a layer goes past the layers of other stages."""
+    return (
+        f"{describe_rank()}: the model's forward computes, after the last layer of this stage, "
+        "with what an earlier one returned (a skip connection), which other stages have not; let "
+        "layers pass it on, with the hidden states in one tuple"
+    )
 
 
 def _copied(hidden: Any) -> Any:
-    """Return hidden states in other memory; what is not hidden states as it is."""
+    """Return hidden states in other memory, and any other value as it is."""
     if isinstance(hidden, Tensor):
         return hidden.clone()
     if not is_hidden(hidden):
@@ -163,3 +278,8 @@ def _tensors(value: Any) -> list[Tensor]:
 def _versions(value: Any) -> list[int]:
     """Return numbers that change when tensors are changed in place."""
     return [0 if tensor.is_inference() else tensor._version for tensor in _tensors(value)]
+
+
+def _hooks_on(tensors: Iterable[Tensor]) -> int:
+    """Count the hooks that change or see the gradients of tensors."""
+    return sum(len(tensor._backward_hooks or ()) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""What stands for another stage's tensors, followed through the model's own code."""
+"""Stand-ins for another stage's tensors, followed through the model's own code."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _READS = {"_local_scalar_dense", "equal"}  # a tensor's values become Python's
 class StandIns(TorchDispatchMode):
     """Knows the tensors that stand for those of another stage, and all that is computed from them.
 
-    Hidden states that a stage has received are what one process has on their way into the stage's
-    first module alone; anywhere else that has another tensor. So it is with what a module of
-    another stage returns here. While the mode is on, memory that results of these are written to
-    counts as theirs.
+    The hidden states that a stage has received are those of one process on their way into the
+    stage's first module alone; anywhere else one process has another tensor. So it is with the
+    output of another stage's module here. While the mode is on, memory that results of these are
+    written to counts as theirs.
 
     Attributes:
         over: Whether the rest of the forward is another stage's.
@@ -44,11 +44,11 @@ class StandIns(TorchDispatchMode):
             self._memory[_key(memory)] = memory
 
     def hold(self, value: Any) -> bool:
-        """Tell whether a value is or contains a stand-in."""
+        """Return whether a value is or contains a stand-in."""
         return any(_key(_memory(tensor)) in self._memory for tensor in tensors_within(value))
 
     def of(self, value: Any) -> Any:
-        """Return what a module of another stage returns for its argument: a stand-in."""
+        """Return the output of another stage's module for its argument: a stand-in."""
         if isinstance(value, Tensor):
             if not self.hold(value):
                 value = value.clone()
@@ -105,7 +105,7 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> lis
 
 
 def _memory(tensor: Tensor) -> Any:
-    """Return a tensor's memory, or itself where it has none of its own, as sparse ones."""
+    """Return a tensor's memory, or itself if it has none of its own, as sparse ones."""
     try:
         return tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):

@@ -15,7 +15,7 @@ from ...pg_manager import describe_rank
 from ..splitting.split import Placement
 
 Message = tuple[Tensor, int]
-HELD, FROZEN = 1, 2  # what an owner says of its gradient and parameter
+HELD, FROZEN = 1, 2  # bits of an owner's flag: it has a gradient; its parameter is frozen
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +23,10 @@ class Tie:
     """One parameter that several ranks hold.
 
     Attributes:
-        names: all its names in the whole model.
-        owners: places in the pipeline of the ranks that hold it, ascending.
-        parameter: the parameter itself; None on other ranks.
-        trained: whether it required grad when the model was split.
+        names: All its names in the whole model.
+        owners: Places in the pipeline of the ranks that hold it, ascending.
+        parameter: The parameter itself; None on other ranks.
+        trained: Whether it required grad when the model was split.
     """
 
     names: tuple[str, ...]
@@ -43,10 +43,10 @@ def find_ties(
     The list has the same order on every rank.
 
     Args:
-        model: the whole model.
-        placement: which module belongs to which stage.
-        homes: the rank's place in the pipeline of each stage.
-        rank: this rank's place.
+        model: The whole model.
+        placement: Which module belongs to which stage.
+        homes: The rank's place in the pipeline of each stage.
+        rank: This rank's place.
     """
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -65,10 +65,10 @@ class TiedGradients:
     """Keeps the parameters that several ranks hold one and the same.
 
     Args:
-        ties: all ties of the pipeline, in the same order on every rank.
-        ranks: global ranks of the pipeline, in order.
-        rank: this rank's place in it.
-        group: the pipeline's process group.
+        ties: All ties of the pipeline, in the same order on every rank.
+        ranks: Global ranks of the pipeline, in order.
+        rank: This rank's place in it.
+        group: The pipeline's process group.
     """
 
     def __init__(
@@ -76,11 +76,13 @@ class TiedGradients:
     ) -> None:
         self.ties = tuple(ties)
         self._ranks, self._rank, self._group = ranks, rank, group
+        # Gradients are sums over the owners only after `sync`. What was summed by an earlier `sync`
+        # is set aside at `begin`, so that `.grad` holds this rank's own gradients alone until the
+        # next `sync`, which adds it back: summed twice it would count once more for each owner.
         self._earlier: dict[nn.Parameter, Tensor] = {}
-        self._pending = False
-        self._left: dict[
-            nn.Parameter, Tensor | None
-        ] = {}  # gradients as the last postponed step left them
+        self._pending = False  # a step was postponed: `.grad` holds gradients not summed yet
+        # Gradients as the last postponed step left them: any other has been dropped since.
+        self._left: dict[nn.Parameter, Tensor | None] = {}
 
     def share_values(self) -> None:
         """Give every owner the first owner's values, as one process would have."""
@@ -95,10 +97,29 @@ class TiedGradients:
                     recvs.append((data, self._ranks[owners[0]]))
         self._exchange(sends, recvs)
 
+    def check(self, held: Iterable[nn.Parameter]) -> None:
+        """Check that the parameters that several ranks hold are still this rank's.
+
+        Args:
+            held: This rank's parameters now.
+
+        Raises:
+            StateError: Another parameter is in the place of one of them.
+        """
+        own = [tie for tie in self.ties if tie.parameter is not None]
+        found = set(held) if own else set()
+        for tie in own:
+            if tie.parameter not in found:
+                raise StateError(
+                    f"{describe_rank()}: {tie.names[0]}, which several ranks hold, has been "
+                    "replaced by another parameter, so its gradients would not be summed; copy "
+                    "values into it (load_state_dict without assign=True)"
+                )
+
     def begin(self) -> None:
         """Set gradients of earlier, already summed backwards aside, so that none is summed twice.
 
-        Called before the first backward of an accumulation; ``sync`` adds them back.
+        Called before the first backward of an accumulation; `sync` adds them back.
         """
         if self._pending:  # the last accumulation goes on: its gradients have not been summed
             self._forget_dropped()
@@ -110,17 +131,19 @@ class TiedGradients:
                 parameter.grad = None
 
     def postpone(self) -> None:
-        """Leave this step's gradients to the next ``sync``."""
+        """Leave this step's gradients to the next `sync`."""
         self._pending = True
         for parameter in self._earlier:
-            if parameter.grad is None:  # so that it shows if somebody drops it
+            # The user may drop all gradients before the next step (zero_grad). That must drop what
+            # is set aside too, and shows only on a `.grad` that is there.
+            if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
         self._left = {parameter: parameter.grad for parameter, _ in self._own()}
 
     def sync(self) -> None:
         """Sum gradients over the owners, in rank order: the same bits on each of them.
 
-        An owner without a gradient counts as zeros; where no owner has one it stays None.
+        An owner without a gradient counts as zeros; if no owner has one it stays None.
 
         Raises:
             StateError: One owner has frozen it since, and another one has not.
@@ -131,24 +154,29 @@ class TiedGradients:
             for tie in self.ties
             if tie.parameter is not None and tie.trained
         ]
-        parts = [[self._part(p, owner) for owner in owners] for p, owners in trained]
+        gradients = [[self._gradient_of(p, owner) for owner in owners] for p, owners in trained]
         sends: list[Message] = []
         recvs: list[Message] = []
-        for (_, owners), tensors in zip(trained, parts, strict=True):
+        for (_, owners), tensors in zip(trained, gradients, strict=True):
             own = tensors[owners.index(self._rank)]
             for owner, theirs in zip(owners, tensors, strict=True):
                 if owner != self._rank:
                     sends += [(tensor, self._ranks[owner]) for tensor in own]
                     recvs += [(tensor, self._ranks[owner]) for tensor in theirs]
         self._exchange(sends, recvs)
-        for (parameter, owners), tensors in zip(trained, parts, strict=True):
+        # Each owner adds all owners' gradients itself, in rank order, so all of them have equal
+        # bits; and each sees all flags, so all of them raise, or none.
+        for (parameter, owners), tensors in zip(trained, gradients, strict=True):
             self._require_all_trained(parameter, owners, tensors)
             parameter.grad = _total(tensors, self._earlier.pop(parameter, None))
 
     def _require_all_trained(
-        self, parameter: nn.Parameter, owners: Sequence[int], parts: Sequence[tuple[Tensor, Tensor]]
+        self,
+        parameter: nn.Parameter,
+        owners: Sequence[int],
+        gradients: Sequence[tuple[Tensor, Tensor]],
     ) -> None:
-        frozen = [o for o, (_, flag) in zip(owners, parts, strict=True) if int(flag) & FROZEN]
+        frozen = [o for o, (_, flag) in zip(owners, gradients, strict=True) if int(flag) & FROZEN]
         if 0 < len(frozen) < len(owners):
             raise StateError(
                 f"{describe_rank()}: ranks {frozen} of the pipeline have frozen a parameter of "
@@ -157,7 +185,7 @@ class TiedGradients:
             )
 
     def _forget_dropped(self) -> None:
-        """Forget what was set aside of gradients that have been set to None or zero since."""
+        """Forget earlier gradients of parameters whose gradient was set to None or zero since."""
         for parameter in list(self._earlier):
             gradient = parameter.grad
             same = gradient is not None and gradient is self._left.get(parameter)
@@ -167,7 +195,7 @@ class TiedGradients:
     def _own(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
         return [(tie.parameter, tie.owners) for tie in self.ties if tie.parameter is not None]
 
-    def _part(self, parameter: nn.Parameter, owner: int) -> tuple[Tensor, Tensor]:
+    def _gradient_of(self, parameter: nn.Parameter, owner: int) -> tuple[Tensor, Tensor]:
         """Return an owner's gradient and whether it has one; empty ones to receive another's."""
         frozen = FROZEN * (not parameter.requires_grad)
         flag = torch.full((1,), frozen, dtype=torch.uint8, device=parameter.device)
@@ -183,14 +211,14 @@ class TiedGradients:
             exchange(sends, recvs, group=self._group)
 
 
-def _total(parts: Sequence[tuple[Tensor, Tensor]], earlier: Tensor | None) -> Tensor | None:
+def _total(gradients: Sequence[tuple[Tensor, Tensor]], earlier: Tensor | None) -> Tensor | None:
     """Add in the given order, in float32 at least, and round once."""
-    if not any(int(flag) & HELD for _, flag in parts):
+    if not any(int(flag) & HELD for _, flag in gradients):
         return earlier
-    dtype = parts[0][0].dtype
+    dtype = gradients[0][0].dtype
     wide = torch.promote_types(dtype, torch.float32)
-    total = parts[0][0].to(wide, copy=True)
-    for gradient, _ in parts[1:]:
+    total = gradients[0][0].to(wide, copy=True)
+    for gradient, _ in gradients[1:]:
         total += gradient
     if earlier is not None:
         total += earlier

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..steps.autocast import as_autocast
+from ...pg_manager.building import (
+    bias_gradient,
+    linear_output,
+    plain_linears,
+    take_forward,
+    weight_factors,
+)
+from ..runtime.forms import as_autocast
 
 Inputs = tuple[Tensor, Tensor]  # of a linear layer, and the gradient of its output
 
@@ -31,7 +37,7 @@ class WeightGradients:
         """Leave the gradient of a weight for later.
 
         Args:
-            weight: [out, in], a leaf; ``inputs @ weight.T`` was the output.
+            weight: [out, in], a leaf; `inputs @ weight.T` was the output.
             inputs: [..., in].
             gradient: [..., out], that of the output.
         """
@@ -49,14 +55,14 @@ class Deferral:
     """Where weight gradients of a stage's linear layers go: nowhere special, unless `into` is set.
 
     Attributes:
-        into: What collects those of the forward that is running, or running again.
+        into: Collects those of the forward that is running, or running again.
     """
 
     def __init__(self) -> None:
         self.into: WeightGradients | None = None
 
     def gradients(self) -> list[Tensor]:
-        """Return what is kept for weights of the backward that is running."""
+        """Return the tensors that the running backward keeps for weights."""
         return [] if self.into is None else self.into.gradients()
 
     def to(
@@ -65,7 +71,7 @@ class Deferral:
         """Let the forwards in this context leave their weight gradients for later.
 
         Args:
-            into: What collects them; None computes them at once.
+            into: Collects them; None computes them at once.
             backward: Whether it is their backward that runs in this context.
         """
         return nullcontext() if into is None else self._collect(into, backward)
@@ -80,17 +86,12 @@ class Deferral:
 
 
 def defer_weight_gradients(model: nn.Module, deferral: Deferral) -> None:
-    """Let every `nn.Linear` of a model compute its weight's gradient later, where that is asked.
+    """Let every `nn.Linear` of a model compute its weight's gradient later, if that is asked.
 
-    Only layers that use `nn.Linear`'s own forward do; what others compute in a backward they
-    compute at once.
+    Only layers that use `nn.Linear`'s own forward do; all others compute it at once.
     """
-    for module in model.modules():
-        if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-            continue
-        if "forward" not in vars(module):
-            # A partial, not a closure, so that a deep copy and pickle take module and deferral too.
-            module.forward = partial(_forward, module, deferral)  # type: ignore[method-assign]
+    for layer in plain_linears(model):
+        take_forward(layer, _forward, deferral)
 
 
 def _forward(module: nn.Linear, deferral: Deferral, input: Tensor) -> Tensor:
@@ -120,9 +121,7 @@ class _Linear(torch.autograd.Function):
         ctx.later = later
         # Saved for its version alone too: autograd refuses weights that were changed in between.
         ctx.save_for_backward(inputs, later[0])
-        output = F.linear(inputs, as_autocast(later[0].detach()), bias)
-        # Not a view for autograd, so that it may be changed in place, as by nn.ReLU(inplace=True).
-        return torch.ops.aten._unsafe_view(output, output.shape)  # type: ignore[no-any-return]
+        return linear_output(inputs, as_autocast(later[0].detach()), bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -131,7 +130,7 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[0]:
             of_inputs = gradient @ weight.to(gradient.dtype)
         if ctx.needs_input_grad[1]:
-            of_bias = _rows(gradient).sum(0)
+            of_bias = bias_gradient(gradient)
         weight, into = ctx.later
         if into.open:  # and not a gradient that the model takes in its own forward
             into.leave(weight, inputs, gradient)
@@ -148,8 +147,5 @@ class _Later(torch.autograd.Function):
     def backward(ctx: Any, _: Tensor) -> tuple[Tensor | None, ...]:
         inputs, gradient = ctx.inputs
         ctx.inputs = None
-        return _rows(gradient).t() @ _rows(inputs), None
-
-
-def _rows(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1, tensor.shape[-1])
+        rows, columns = weight_factors(gradient, inputs)
+        return rows @ columns, None

@@ -1,1 +1,1 @@
-"""One step: its micro-batches, what its actions do, its loss and its times."""
+"""One step: its micro-batches, the work of its actions, its loss and its times."""

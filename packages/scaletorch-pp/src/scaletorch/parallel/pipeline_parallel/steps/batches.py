@@ -13,8 +13,7 @@ from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.forms import Hidden, signature
-from .autocast import autocasts
+from ..runtime.forms import Hidden, autocasts, signature
 from .loss import Batch
 
 # Entries of a micro-batch that the model's forward is not given by keyword.
@@ -23,13 +22,13 @@ NOT_PASSED = ("input_ids", "labels")
 
 @dataclass(frozen=True)
 class MicroBatches:
-    """What a step runs on.
+    """The input of a step.
 
     Attributes:
         batches: The micro-batches.
-        device: Where they are computed.
-        shape: Which shape hidden states must have; None takes any.
-        dtype: Which dtype they must have, or are cast to under autocast; None takes any.
+        device: Device that computes them.
+        shape: Shape that hidden states must have; None takes any.
+        dtype: Dtype that they must have, or are cast to under autocast; None takes any.
     """
 
     batches: list[Batch]
@@ -38,14 +37,20 @@ class MicroBatches:
     dtype: torch.dtype | None = None
 
     def inputs(self, micro_batch: int, hidden: Hidden | None) -> tuple[Any, dict[str, Any]]:
-        """Return what a stage's forward is given: ``hidden`` or the ids, and all else by name."""
+        """Return the arguments of a stage's forward: `hidden` or the ids, and all else by name."""
         batch = self.batches[micro_batch]
         entries = {name: self._here(v) for name, v in batch.items() if name not in NOT_PASSED}
         return self._here(batch["input_ids"]) if hidden is None else hidden, entries
 
+    def ids(self, micro_batch: int) -> Tensor | None:
+        """Return a micro-batch's `input_ids`, or None if they are not integers."""
+        ids = self.batches[micro_batch]["input_ids"]
+        integers = isinstance(ids, Tensor) and not ids.is_floating_point()
+        return self._here(ids) if integers else None
+
     @cached_property
     def signatures(self) -> list[Hashable]:
-        """For each micro-batch, what the form of its hidden states depends on."""
+        """For each micro-batch the facts that the form of its hidden states depends on."""
         cast = autocasts(self.device) and torch.get_autocast_dtype(self.device.type)
         mode = torch.is_grad_enabled(), cast, cast and self.dtype
         return [
@@ -54,7 +59,7 @@ class MicroBatches:
         ]
 
     def describe(self) -> list[str]:
-        """Write what all ranks must have alike, in few lines."""
+        """Return, in few lines, the facts that must be the same on all ranks."""
         lines = [
             f"{len(self.batches)} micro-batches",
             f"hidden states {self.shape} of {self.dtype}",
@@ -97,7 +102,7 @@ def read(data_loader: Iterable[Batch], *, with_labels: bool) -> list[Batch]:
     """Return this step's micro-batches.
 
     Raises:
-        InvalidArgumentError: none at all, or one that lacks an entry.
+        InvalidArgumentError: None at all, or one that lacks an entry.
     """
     batches = list(data_loader)
     needed = ("input_ids", "labels") if with_labels else ("input_ids",)
@@ -127,10 +132,10 @@ def read(data_loader: Iterable[Batch], *, with_labels: bool) -> list[Batch]:
 
 
 def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return ``shape`` as a tuple.
+    """Return `shape` as a tuple.
 
     Raises:
-        InvalidArgumentError: not a sequence of positive ints.
+        InvalidArgumentError: Not a sequence of positive ints.
     """
     sizes = tuple(shape) if isinstance(shape, Sequence) else ()
     if not sizes or not all(isinstance(size, int) and size > 0 for size in sizes):
@@ -142,10 +147,10 @@ def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def checked_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return ``dtype``.
+    """Return `dtype`.
 
     Raises:
-        InvalidArgumentError: not a floating point dtype.
+        InvalidArgumentError: Not a floating point dtype.
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         message = f"dtype is that of the hidden states, such as torch.bfloat16, got {dtype!r}"

@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup
 
 from ....dist import all_gather_object, broadcast
 from ..runtime.execute import Task
-from ..schedules import Builder, forward_only
-from ..stages.compare import tensor_of
+from ..runtime.forms import tensor_of
+from ..schedules.choose import Builder
+from ..schedules.sweeps import forward_only
 from .loss import Batch
 from .step import StepArguments, agreed_step, execute_plan, stages_of_step, unwrap
 from .work import Stages
@@ -31,25 +32,25 @@ def pipeline_forward(
 ) -> list[Tensor]:
     """Run micro-batches forward through the stages, without gradients.
 
-    The model's mode is left as it is: call ``model.eval()`` before, where it matters.
+    The model's mode is left as it is: call `model.eval()` before, if it matters.
 
     Args:
-        model: a `PipelineParallel`, or wrappers around one; the outermost is called.
-        data_loader: micro-batches with ``input_ids``; ``labels`` are not needed.
-        tensor_shapes: shape of one micro-batch's hidden states, [B, L, H]; None takes any.
-        device: where the stage computes; None is where its parameters are.
-        dtype: dtype of hidden states; None takes any.
-        everywhere: return the outputs on every rank, not on that of the last stage alone.
-        group: the ranks in order; None is the model's own group.
+        model: A `PipelineParallel`, or wrappers around one; the outermost is called.
+        data_loader: Micro-batches with `input_ids`; `labels` are not needed.
+        tensor_shapes: Shape of one micro-batch's hidden states, [B, L, H]; None takes any.
+        device: Device on which the stage computes; None is that of its parameters.
+        dtype: Dtype of hidden states; None takes any.
+        everywhere: Return the outputs on every rank, not on that of the last stage alone.
+        group: The ranks in order; None is the model's own group.
 
     Returns:
         The model's output (its first tensor, such as logits [B, L, V]) for each micro-batch, on the
-        rank of the last stage; nothing elsewhere unless ``everywhere``.
+        rank of the last stage; nothing elsewhere unless `everywhere`.
 
     Raises:
-        InvalidArgumentError: a bad argument, or a stage's output that was announced otherwise.
-        MismatchError: ranks that differ in micro-batches or their shapes.
-        StageError: another rank has failed; the message has its error.
+        InvalidArgumentError: A bad argument, or a stage's output that was announced otherwise.
+        MismatchError: Ranks that differ in micro-batches or their shapes.
+        StageError: Another rank has failed; the message has its error.
     """
     pipeline = unwrap(model)[1]
     arguments = StepArguments(model, data_loader, tensor_shapes, device, dtype, group)

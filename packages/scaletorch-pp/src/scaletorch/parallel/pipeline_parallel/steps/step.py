@@ -13,17 +13,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import get_comm_device, group_ranks, guard
-from ....dist.agreement import agree
+from ....dist.building import agree
 from ....dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
 from ..runtime.execute import Step, Task, execute, in_steps
 from ..runtime.faults import Watch
 from ..runtime.mail import Mail
 from ..runtime.posts import Posts
-from ..schedules import Schedule, check
 from ..schedules.choose import AnySchedule, built
-from ..schedules.messages import derive_program
-from ..schedules.schedule import FORWARD, Action
+from ..schedules.messages import program_of
+from ..schedules.schedule import FORWARD, Action, Schedule
+from ..schedules.simulate import proven
 from ..stages.stage import PipelineParallel
 from .batches import MicroBatches, checked_dtype, checked_shape, read
 from .loss import Batch, LossFunction, token_mean_loss
@@ -35,7 +35,7 @@ AHEAD = 4
 
 
 class StepArguments(NamedTuple):
-    """What a train step is called with; see `train_step_pipeline`."""
+    """The arguments of a train step; see `train_step_pipeline`."""
 
     model: nn.Module
     data_loader: Iterable[Batch]
@@ -71,16 +71,17 @@ def train_step(
         "this train step", arguments, schedule, with_labels=with_labels, require=_require_training
     )
     if with_labels:
-        loss_fn = token_mean_loss(inputs.batches, inputs.device)
+        group = _same_ranks(pipeline, arguments.group)
+        loss_fn = token_mean_loss(inputs.batches, inputs.device, group)
     with deferred_sync(wrappers) as switches:
-        pipeline.set_earlier_gradients_aside()
+        pipeline.runtime.tied.begin()
         stages = stages_of_step(arguments, inputs)
         training = Training(stages, loss_fn, switches, plan.schedule.ranks[pipeline.rank])
         execute_plan(plan, stages, training.run)
         if all(switches.values()):
             pipeline.sync_tied_gradients()
         else:  # the wrapper has not summed this step's gradients yet: a later step will
-            pipeline.postpone_tied_gradients()
+            pipeline.runtime.tied.postpone()
     return training.total
 
 
@@ -93,19 +94,19 @@ def agreed_step(
     require: Callable[[nn.Module, Schedule], None] | None = None,
     facts: Iterable[str] = (),
 ) -> tuple[Plan, MicroBatches]:
-    """Return the plan of a step and what it runs on, compared over the ranks of the pipeline.
+    """Return the plan of a step and its input, compared over the ranks of the pipeline.
 
     Args:
-        subject: What is compared, for messages.
+        subject: Name of the step, for messages.
         arguments: The step's.
-        schedule: Which one; None is the pipeline's own.
+        schedule: The schedule; None is the pipeline's own.
         with_labels: Whether micro-batches need labels.
-        require: Raises where a model and a schedule cannot be used for this.
-        facts: What else must be alike.
+        require: Raises if a model and a schedule cannot be used for this.
+        facts: Other facts that must be the same on all ranks.
 
     Raises:
-        InvalidArgumentError: a bad argument.
-        MismatchError: ranks that differ, or another rank has a mistake.
+        InvalidArgumentError: A bad argument.
+        MismatchError: Ranks that differ, or another rank has a mistake.
     """
     pipeline = unwrap(arguments.model)[1]
     group = _same_ranks(pipeline, arguments.group)
@@ -119,13 +120,15 @@ def agreed_step(
         pipeline.check_ties()
         if require is not None:
             require(arguments.model, plan.schedule)
-        recorded = " recorded" * (pipeline.recorder is not None)
+        recorded = " recorded" * (pipeline.runtime.timed is not None)
         lines += [*inputs.describe(), plan.text + recorded]
     except Exception as found:  # a data loader may raise anything; the others must learn of it
         error = found
         if not isinstance(found, ScaletorchError) and guard.tell(found):
             raise
-    pipeline.forget_forms(agree(subject, lines, group, error=error, note=pipeline.trained()))
+    runtime = pipeline.runtime
+    note = runtime.note_parameters(pipeline)
+    runtime.forget_forms(agree(subject, lines, group, error=error, note=note))
     return plan, inputs
 
 
@@ -134,7 +137,7 @@ def stages_of_step(arguments: StepArguments, inputs: MicroBatches) -> Stages:
     pipeline = unwrap(arguments.model)[1]
     group = _same_ranks(pipeline, arguments.group)
     posts = Posts(pipeline.ranks, group, inputs.device)
-    mail = Mail(posts, inputs.signatures, pipeline.forms)
+    mail = Mail(posts, inputs.signatures, pipeline.runtime.forms)
     return Stages(arguments.model, pipeline, inputs, mail, group)
 
 
@@ -142,14 +145,14 @@ def execute_plan(plan: Plan, stages: Stages, perform: Callable[[Task], None]) ->
     """Execute this rank's part of a plan.
 
     Raises:
-        StageError: another rank has failed.
+        StageError: Another rank has failed.
     """
     pipeline, mail = stages.pipeline, stages.mail
-    if pipeline.recorder is not None:
-        perform = pipeline.recorder.watch(plan.schedule, perform)
-
+    runtime = pipeline.runtime
+    if runtime.timed is not None:
+        perform = runtime.timed(plan.schedule, perform)
     steps = plan.steps[mail.may_receive_early(plan.crossings)]
-    watch = Watch(stages.group, f"{pipeline.name} {next(pipeline.serials)}")
+    watch = Watch(stages.group, f"{runtime.name} {next(runtime.serials)}")
     try:
         execute(steps, mail, perform, watch)
     finally:
@@ -173,14 +176,13 @@ def _inputs(
 
 @lru_cache(maxsize=64)
 def _plan(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank: int) -> Plan:
-    """Prove a schedule, and derive what one rank executes.
+    """Prove a schedule, and derive the program of one rank.
 
     Raises:
-        ScheduleError: it would not run to its end, or not compute every gradient.
+        ScheduleError: It would not run to its end, or not compute every gradient.
     """
     chosen = built(schedule, num_ranks, num_micro_batches)
-    check(chosen)
-    program = derive_program(chosen, rank)
+    program = program_of(*proven(chosen), rank)
     digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
     parted = partial(in_steps, program, chosen.stages[rank], chosen.num_stages)
     messages = [operation for operation in program if not isinstance(operation, Action)]
@@ -225,7 +227,7 @@ def unwrap(model: nn.Module) -> tuple[list[nn.Module], PipelineParallel]:
     """Return the wrappers around a `PipelineParallel`, outermost first, and itself.
 
     Raises:
-        InvalidArgumentError: there is none beneath ``model``.
+        InvalidArgumentError: There is none beneath `model`.
     """
     wrappers: list[nn.Module] = []
     inner: Any = model

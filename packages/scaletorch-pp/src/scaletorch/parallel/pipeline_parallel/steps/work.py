@@ -1,4 +1,4 @@
-"""What the actions of a schedule do on one rank: forward, loss, backward."""
+"""The work of a schedule's actions on one rank: forward, loss, backward."""
 
 from __future__ import annotations
 
@@ -13,12 +13,11 @@ from torch.distributed import ProcessGroup
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.execute import Task
-from ..runtime.forms import Hidden
+from ..runtime.forms import Hidden, autocasts
 from ..runtime.mail import Mail
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action
 from ..stages.stage import PipelineParallel
 from ..stages.weights import WeightGradients
-from .autocast import autocasts
 from .batches import MicroBatches
 from .loss import LossFunction
 
@@ -27,13 +26,13 @@ SYNC_SWITCH = "require_backward_grad_sync"
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """A rank's stages and what they run on.
+    """A rank's stages and their input.
 
     Attributes:
         model: The outermost module: its forward and backward are called.
         pipeline: The stages within.
         inputs: The micro-batches.
-        mail: What stages give each other.
+        mail: Outputs on their way between stages.
         group: The pipeline's ranks.
     """
 
@@ -44,14 +43,19 @@ class Stages:
     group: ProcessGroup | None
 
     def forward(self, task: Task) -> tuple[Hidden | None, Any]:
-        """Run a stage on a micro-batch; return what it was given by another stage, and its output.
+        """Run a stage on a micro-batch; return the hidden states it was given, and its output.
 
-        What is not the model's output is passed on.
+        An output that is not the model's is passed on.
         """
         hidden = None if task.needs is None else self.mail.take_hidden(task.needs)
         self.pipeline.select(task.action.chunk)
         first, entries = self.inputs.inputs(task.action.micro_batch, hidden)
-        output = self.model(first, **entries)
+        runtime = self.pipeline.runtime
+        runtime.ids = self.inputs.ids(task.action.micro_batch)
+        try:
+            output = self.model(first, **entries)
+        finally:
+            runtime.ids = None
         if task.makes is not None:
             output = self.inputs.checked(output)
             self.mail.put(task.makes, output)
@@ -60,12 +64,12 @@ class Stages:
 
 @dataclass(slots=True)
 class Training:
-    """What the actions of a training schedule do.
+    """The work of the actions of a training schedule.
 
     Attributes:
         stages: This rank's stages.
         loss_fn: Loss of one micro-batch; not used before the last stage.
-        switches: Wrappers whose gradient sync waits for the last backward, and what it was.
+        switches: Wrappers whose gradient sync waits for the last backward, with its own value.
         actions: This rank's actions of the step.
         total: The sum of the losses so far, 0-d.
     """
@@ -91,7 +95,7 @@ class Training:
         self.total = torch.zeros((), dtype=wide, device=self.stages.inputs.device)
 
     def run(self, task: Task) -> None:
-        """Run a task; what it needs is here."""
+        """Run a task whose input is here."""
         kind, micro_batch, chunk = task.action
         into = self._later.get((micro_batch, chunk))
         if kind == FORWARD:
@@ -105,7 +109,7 @@ class Training:
 
     def _forward(self, task: Task, into: WeightGradients | None) -> None:
         _, micro_batch, chunk = task.action
-        with self.stages.pipeline.deferral.to(into):
+        with self.stages.pipeline.runtime.deferral.to(into):
             hidden, output = self.stages.forward(task)
         if task.makes is None and self.loss_fn is not None:
             output = checked_loss(self.loss_fn(output, self.stages.inputs.batches[micro_batch]))
@@ -119,7 +123,7 @@ class Training:
         gradients = None if task.needs is None else mail.take_gradients(task.needs)
         hidden, output = self._live.pop((micro_batch, chunk))
         pipeline.select(chunk)  # a recomputed forward may look for its modules
-        with pipeline.deferral.to(into, backward=True):
+        with pipeline.runtime.deferral.to(into, backward=True):
             made = self._backward(hidden, output, gradients)
         if task.makes is not None:
             mail.put(task.makes, made)
@@ -143,7 +147,7 @@ def checked_loss(loss: Any) -> Tensor:
     """Return a micro-batch's loss as a 0-d tensor.
 
     Raises:
-        InvalidArgumentError: not a tensor of one element, or one without a gradient.
+        InvalidArgumentError: Not a tensor of one element, or one without a gradient.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss.reshape(())

@@ -39,7 +39,7 @@ class Cut:
 
     @property
     def packed(self) -> tuple[Cut, ...]:
-        """How each of several packed lengths is cut; this cut itself where there is one."""
+        """How each of several packed lengths is cut; this cut itself if there is one length."""
         return (self,)
 
     @property
@@ -105,7 +105,7 @@ def head_cuts(query: int, key_value: int, size: int) -> tuple[Cut, Cut]:
 
 
 def nearest_divisors(length: int, size: int, most: int | None = None) -> tuple[int, ...]:
-    """Return the divisors of `length` next to `size`: below, itself, above, where there are any.
+    """Return the divisors of `length` next to `size`: below, itself, above, if there are any.
 
     None is above `most`.
     """
@@ -118,7 +118,7 @@ def nearest_divisors(length: int, size: int, most: int | None = None) -> tuple[i
 
 
 def legal_sizes(length: int, size: int, most: int | None = None) -> str:
-    """Say which tensor-parallel sizes near `size` divide `length` and are not above `most`."""
+    """Return a text that names the tensor-parallel sizes near `size` that fit."""
     numbers = [str(d) for d in nearest_divisors(length, size, most)]
     return f"the nearest legal tp sizes are {' and '.join(numbers)}" if numbers else "none is legal"
 

@@ -50,7 +50,7 @@ class Fused:
             object.__setattr__(self, "parts", lengths)
 
     def misfit(self, length: int) -> str | None:
-        """Say why a length does not consist of these parts; None where it does."""
+        """Return why a length does not consist of these parts, or None if it does."""
         if isinstance(self.parts, int):
             uneven = length % self.parts
             return f"its {length} features are not {self.parts} equal parts" if uneven else None

@@ -1,9 +1,9 @@
-"""What the sharded layers have in common: where they come from and how they are cut."""
+"""The base of the sharded layers: how one is made of a plain layer, and how it is cut."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -13,10 +13,10 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import axis_group, describe_rank
-from ..copies import not_pickled
 from ..cuts.cut import Cut, require_shares, share_cut
 from ..optimizers import watch
 from ..regions.sequence_shares import SequenceShares
+from ..regions.surround import not_pickled
 from ..regions.uncompiled import gather, reduce
 
 # A whole parameter -> the dim it was cut along, how, and this rank's shard: tied ones stay tied.
@@ -33,7 +33,7 @@ class TensorParallelLayer(nn.Module):
         tp_size: Number of these ranks; with 1 the layer is a plain one.
         tp_rank: This rank's place among them.
         cut: How the divided size is cut, and which part each rank has.
-        sequence: How sequences are shared out between regions; None where every rank has them.
+        sequence: How sequences are shared out between regions; None if every rank has them whole.
     """
 
     plain_class: ClassVar[type[nn.Module]]  # what it is a shard of
@@ -66,7 +66,7 @@ class TensorParallelLayer(nn.Module):
         """Build this rank's shard of a plain module, which stays as it is.
 
         Dtype, device, `requires_grad`, training mode and hooks are the plain module's; what is
-        not sharded (a row-parallel bias; everything where tp is 1) is the same Parameter.
+        not sharded (a row-parallel bias; everything if tp is 1) is the same Parameter.
 
         Args:
             module: An `nn.Linear` or `nn.Embedding`, equal on every rank.
@@ -107,12 +107,12 @@ class TensorParallelLayer(nn.Module):
 
     @classmethod
     def takes(cls, module: nn.Module) -> bool:
-        """Tell whether `module` is of the kind this is a shard of."""
+        """Return whether `module` is of the kind that this is a shard of."""
         return type(module) is cls.plain_class
 
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
-        """Say why `module` cannot become this layer; None where it can."""
+        """Return why `module` cannot become this layer, or None if it can."""
         if not cls.takes(module):
             return f"it is a {type(module).__name__}, not a {cls.plain_class.__name__} itself"
         if "forward" in vars(module):
@@ -154,9 +154,25 @@ class TensorParallelLayer(nn.Module):
                 f"those of the given cut belong to ranks {shared[0].ranks}"
             )
 
-    def _build(self, plain: nn.Module, group: ProcessGroup | None, **options: Any) -> None:
-        """Become this rank's shard of a layer drawn whole, as one process would draw it."""
-        vars(self).update(vars(plain))
+    def _build(
+        self,
+        draw: Callable[[], nn.Module],
+        size: int,
+        group: ProcessGroup | None,
+        options: Mapping[str, Any],
+    ) -> None:
+        """Become this rank's shard of a new layer.
+
+        Args:
+            draw: Makes the whole layer, so that its values are those of one process.
+            size: Its size that is divided over the ranks.
+            group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
+            options: The layer's own.
+        """
+        super().__init__()
+        group = axis_group("tp", group)
+        self._check(size, group, {})
+        vars(self).update(vars(draw()))
         self._shard(group, {}, options)
 
     def _shard(
@@ -203,7 +219,7 @@ class TensorParallelLayer(nn.Module):
         return self.sequence.leave(partial)
 
     def take(self, whole: Tensor, dim: int) -> Tensor:
-        """Return this rank's shard of a whole tensor, a view where it is in one piece."""
+        """Return this rank's shard of a whole tensor, a view if it is contiguous there."""
         return self.cut.take(whole, dim, self.tp_rank)
 
     def join(self, shard: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
@@ -222,7 +238,7 @@ class TensorParallelLayer(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled, which `torch.save(model)` does."""
-        raise not_pickled(self)
+        raise not_pickled(type(self).__name__)
 
     def _check_parameters(self) -> None:
         """Refuse a shard of which a parameter was replaced by what is computed from others.

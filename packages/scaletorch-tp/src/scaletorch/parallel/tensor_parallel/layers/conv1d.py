@@ -13,13 +13,6 @@ from .base import Memo, TensorParallelLayer
 from .linear import ColumnParallelLinear, RowParallelLinear
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """Tell a Conv1D by its name and structure, since its library may be absent."""
-    sizes = getattr(module, "nx", None), getattr(module, "nf", None)
-    weight = module._parameters.get("weight")
-    return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == sizes
-
-
 class Transposed(TensorParallelLayer):
     """What both layers have in common, before the class of the layer for torch's own linear."""
 
@@ -29,8 +22,10 @@ class Transposed(TensorParallelLayer):
 
     @classmethod
     def takes(cls, module: nn.Module) -> bool:
-        """Tell whether `module` is of the kind this is a shard of."""
-        return is_conv1d(module)
+        """Return whether `module` is a Conv1D by name and structure: its library may be absent."""
+        sizes = getattr(module, "nx", None), getattr(module, "nf", None)
+        weight = module._parameters.get("weight")
+        return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == sizes
 
     def _matrix(self) -> Tensor:
         return self.weight.t()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -10,7 +11,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional
 
 from ....dist.errors import InvalidArgumentError
-from ...pg_manager import axis_group
 from .base import TensorParallelLayer
 
 
@@ -57,21 +57,18 @@ class VocabParallelEmbedding(TensorParallelLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        group = axis_group("tp", group)
-        self._check(num_embeddings, group, {})
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
             raise InvalidArgumentError(
                 f"padding_idx {padding_idx} is not a row of a table of {num_embeddings}; "
                 f"choose from {-num_embeddings} to {num_embeddings - 1}"
             )
         sizes = (num_embeddings, embedding_dim, padding_idx, max_norm, norm_type)
-        plain = nn.Embedding(*sizes, device=device, dtype=dtype)
-        self._build(plain, group)
+        draw = partial(nn.Embedding, *sizes, device=device, dtype=dtype)
+        self._build(draw, num_embeddings, group, {})
 
     @classmethod
     def misfit(cls, module: nn.Module) -> str | None:
-        """Say why `module` cannot become this layer; None where it can."""
+        """Return why `module` cannot become this layer, or None if it can."""
         used = [n for n in ("scale_grad_by_freq", "sparse") if getattr(module, n, None)]
         if used and type(module) is cls.plain_class:
             return f"it uses {', '.join(used)}, which is not supported on shards"
@@ -117,7 +114,7 @@ class ScaledVocabParallelEmbedding(VocabParallelEmbedding):
 
     @classmethod
     def takes(cls, module: nn.Module) -> bool:
-        """Tell whether `module` is one, by name and structure: its library may be absent."""
+        """Return whether `module` is one, by name and structure: its library may be absent."""
         kind = type(module)
         named = kind.__name__.endswith("ScaledWordEmbedding") and kind.__bases__ == (nn.Embedding,)
         return named and isinstance(getattr(module, "embed_scale", None), Tensor | float | int)

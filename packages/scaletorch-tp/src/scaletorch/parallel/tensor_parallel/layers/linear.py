@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -9,7 +10,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
-from ...pg_manager import axis_group
 from ..regions.overlap import linear_to_main_grad
 from ..regions.random import end_sharded_random
 from ..regions.region import enter, overlapped_linear
@@ -63,14 +63,12 @@ class ColumnParallelLinear(TensorParallelLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        group = axis_group("tp", group)
-        self._check(out_features, group, {})
-        plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._build(plain, group, gather_output=gather_output, async_all_reduce=async_all_reduce)
+        draw = partial(nn.Linear, in_features, out_features, bias, device=device, dtype=dtype)
+        options = {"gather_output": gather_output, "async_all_reduce": async_all_reduce}
+        self._build(draw, out_features, group, options)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map [..., in_features] to [..., out_features / tp], or to the whole where gathered."""
+        """Map [..., in_features] to [..., out_features / tp], or to the whole if gathered."""
         self._check_input(x, self.in_features, "every rank takes the whole input")
         if self.tp_size == 1:
             return functional.linear(x, self._matrix(), self.bias)
@@ -144,11 +142,8 @@ class RowParallelLinear(TensorParallelLayer):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
-        group = axis_group("tp", group)
-        self._check(in_features, group, {})
-        plain = nn.Linear(in_features, out_features, bias, device=device, dtype=dtype)
-        self._build(plain, group, input_is_parallel=input_is_parallel)
+        draw = partial(nn.Linear, in_features, out_features, bias, device=device, dtype=dtype)
+        self._build(draw, in_features, group, {"input_is_parallel": input_is_parallel})
 
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features / tp], or the whole input, to the whole [..., out_features]."""

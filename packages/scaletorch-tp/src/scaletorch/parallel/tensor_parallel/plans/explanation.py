@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Literal
-
-from .table import table
 
 Operation = Literal["all_reduce", "all_gather", "reduce_scatter"]
 
 # Sent by each rank of a ring, in units of the whole tensor times (tp - 1) / tp.
 _RING: dict[Operation, int] = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1}
+
+WIDTH = 100  # columns of a screen
+
+# After a blank or a dot, but not inside of a size such as 4 x 4.
+_BREAKS = re.compile(r"(?<=[ .])(?!x )(?<! x )")
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +26,9 @@ class ExplainedParameter:
 
     Attributes:
         name: The parameter's; every name of a tied one is listed.
-        style: Its module's style; "" where the plan does not name that.
+        style: Its module's style; "" if the plan does not name that.
         shape: The whole's.
-        dim: The dim it is sharded along; None where every rank has the whole.
+        dim: The dim it is sharded along; None if every rank has the whole.
         local_shapes: Each rank's.
     """
 
@@ -93,7 +97,7 @@ class Explanation:
         return dict(layers)
 
     def bytes_sent(self, tokens: int, element_size: int) -> int:
-        """Return what each rank sends where collectives run as rings.
+        """Return the bytes that each rank sends if collectives run as rings.
 
         Of a whole tensor that is (tp - 1) / tp for an all_gather and for a reduce_scatter, and
         both for an all_reduce: sequence parallelism sends the same for each region.
@@ -159,3 +163,40 @@ def _formula(communications: Sequence[Communication]) -> str:
     fixed = sum(c.fixed for c in communications)
     terms = [f"{per_token} T"] * bool(per_token) + [str(fixed)] * bool(fixed)
     return " + ".join(terms) or "0"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """Return lines of columns; equal rows, as layers have, are one with their number.
+
+    Cells are broken at blanks and dots if the lines would be longer than `WIDTH`.
+    """
+    counted = Counter(map(tuple, rows))
+    cells = [(*head, "times"), *((*row, str(times)) for row, times in counted.items())]
+    widths = _widths(cells)
+    return [
+        "  ".join(part.ljust(width) for part, width in zip(parts, widths, strict=True)).rstrip()
+        for row in cells
+        for parts in zip_longest(*map(_wrap, row, widths), fillvalue="")
+    ]
+
+
+def _widths(cells: Sequence[Sequence[str]]) -> list[int]:
+    """Return how wide columns are: the widest gives way first, and names in front do last."""
+    columns = list(zip(*cells, strict=True))
+    widths = [max(map(len, column)) for column in columns]
+    excess = sum(widths) + 2 * (len(widths) - 1) - WIDTH
+    for index in (*sorted(range(1, len(widths)), key=lambda i: -widths[i]), 0):
+        pieces = (piece.rstrip() for cell in columns[index] for piece in _BREAKS.split(cell))
+        spared = min(max(excess, 0), widths[index] - max(map(len, pieces)))
+        widths[index] -= spared
+        excess -= spared
+    return widths
+
+
+def _wrap(cell: str, width: int) -> list[str]:
+    lines = [""]
+    for piece in _BREAKS.split(cell):
+        if len((lines[-1] + piece).rstrip()) > width:
+            lines.append("")
+        lines[-1] += piece
+    return [line.rstrip() for line in lines]

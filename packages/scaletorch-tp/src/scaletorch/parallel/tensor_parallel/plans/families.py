@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ..cuts.fused import Fused
-from .plan import Divide, Plan, match_plan, matching
-from .recognised import Recognised
+from .plan import Divide, Match, Plan, match_plan, matching
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class Family:
         may_lack: Patterns that need not match.
         complete: Patterns of modules in which every parameter must be the plan's: one that is
             not (a router) would get a part of its gradient only.
-        foreign: Attributes by which a module of ``heads`` says that it is laid out otherwise.
+        foreign: Attributes by which a module of `heads` says that it is laid out otherwise.
         heads: Pattern of a module -> its projections, whose outputs are cut at head borders.
             What sums gradients in it must be of the size of one head.
     """
@@ -34,6 +34,23 @@ class Family:
     complete: tuple[str, ...] = ()
     foreign: frozenset[str] = frozenset()
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+class Recognised(NamedTuple):
+    """What is known of a model for which no plan was given.
+
+    Attributes:
+        name: What messages call that knowledge.
+        matches: What is sharded.
+        complete: Names of modules in which every parameter must be among the matches.
+        heads: Name of an attention module -> its projections, cut at head borders. What sums
+            gradients in it must be of the size of one head.
+    """
+
+    name: str
+    matches: list[Match]
+    complete: tuple[str, ...]
+    heads: Mapping[str, tuple[str, ...]]
 
 
 LLAMA = Family(
@@ -111,7 +128,7 @@ FAMILIES: tuple[Family, ...] = (LLAMA, GPT2, GPT_NEOX)
 
 
 def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | None:
-    """Say which module lays its heads out in another way than the family; None where none."""
+    """Return which module lays its heads out in another way than the family, or None."""
     for name in (n for pattern in family.heads for n in matching(pattern, names)):
         found = family.foreign & vars(model.get_submodule(name)).keys()
         if found:
@@ -144,3 +161,20 @@ def find_family(model: nn.Module) -> Recognised:
         f"and is of no known model family: {'; '.join(missing)}; "
         "pass plan={'pattern of module names': 'column' | 'row' | 'vocab' | ...}"
     )
+
+
+def check_complete(modules: Mapping[str, nn.Module], known: Recognised) -> None:
+    """Refuse a model that has parameters where its family has none.
+
+    Raises:
+        InvalidArgumentError: It has.
+    """
+    planned = {m.module for m in known.matches if not isinstance(m.style, Divide)}
+    for name in known.complete:
+        for inner, module in modules[name].named_modules(prefix=name):
+            if module not in planned and module._parameters:
+                raise InvalidArgumentError(
+                    f"the names are those of {known.name}, but '{inner}' has "
+                    f"parameters {sorted(module._parameters)} that its plan does not know; "
+                    "pass a plan of your own"
+                )

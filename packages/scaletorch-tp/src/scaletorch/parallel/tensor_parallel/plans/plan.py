@@ -5,21 +5,22 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
+from ..cuts.cut import Cut
 from ..cuts.fused import Fused
 from ..layers.base import TensorParallelLayer
 from ..layers.conv1d import ColumnParallelConv1D, RowParallelConv1D
 from ..layers.embedding import ScaledVocabParallelEmbedding, VocabParallelEmbedding
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..regions.random import CommonRandom, ShardedRandom
-from ..regions.sequence import JoinSequence
-from ..regions.sum_grad import SumGradients
 from ..regions.surround import Surrounded
+from ..sharing.sequence import JoinSequence
+from ..sharing.sum_grad import SumGradients
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -64,7 +65,7 @@ STYLES: Mapping[
     "sharded": ShardedRandom,
 }
 
-# A style's layer -> those it stands for where the plain module is of another class than torch's.
+# A style's layer -> those it stands for if the plain module is of another class than torch's.
 VARIANTS: Mapping[type[TensorParallelLayer], tuple[type[TensorParallelLayer], ...]] = {
     ColumnParallelLinear: (ColumnParallelConv1D,),
     RowParallelLinear: (RowParallelConv1D,),
@@ -74,80 +75,97 @@ VARIANTS: Mapping[type[TensorParallelLayer], tuple[type[TensorParallelLayer], ..
 
 @dataclass(frozen=True, slots=True)
 class Match:
-    """A module of the model, and the pattern of the plan that speaks for it."""
+    """A module of the model and all that the plan says of it, looked up once.
+
+    Attributes:
+        name: The module's first name.
+        module: The module.
+        pattern: The pattern of the plan that names it.
+        style: Its style in the plan.
+        layer: The class that the module becomes, or None if it keeps its own.
+        options: The options of that layer.
+        mixin: The class that comes before the module's own, or None.
+        lengths: The lengths that are divided over the ranks: one, or of a fused layer one for
+            each packed part; none if there is no layer or a misfit.
+        misfit: Why the module cannot become that layer, or None if it can.
+        cut: How all of `lengths` are cut; None before `resolve` and without a layer.
+    """
 
     name: str
     module: nn.Module
     pattern: str
     style: Style
+    layer: type[TensorParallelLayer] | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    mixin: type[Surrounded] | None = None
+    lengths: tuple[int, ...] = ()
+    misfit: str | None = None
+    cut: Cut | None = None
 
     @property
-    def layer(self) -> type[TensorParallelLayer] | None:
-        """What the module becomes; None where it stays of its class."""
-        style = _named_style(self.style)
-        if not isinstance(style, tuple):
-            return None
-        variants = VARIANTS.get(style[0], ())
-        return next((layer for layer in variants if layer.takes(self.module)), style[0])
+    def place(self) -> str:
+        """The words by which messages name it."""
+        return f"module '{self.name}' (pattern '{self.pattern}', style {self.style!r})"
 
     @property
-    def options(self) -> Mapping[str, Any]:
-        """The options of that layer."""
-        style = _named_style(self.style)
-        return style[1] if isinstance(style, tuple) else {}
+    def is_column(self) -> bool:
+        """Whether it becomes a column-parallel layer whose output is a shard."""
+        return self.becomes(ColumnParallelLinear) and not self.options.get("gather_output")
 
     @property
-    def mixin(self) -> type[Surrounded] | None:
-        """What comes before the module's class by its style alone."""
-        style = _named_style(self.style)
-        return style if isinstance(style, type) else None
+    def is_row(self) -> bool:
+        """Whether it becomes a row-parallel layer whose input is a shard."""
+        takes_shards = bool(self.options.get("input_is_parallel", True))
+        return self.becomes(RowParallelLinear) and takes_shards
 
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Length of each part that is divided over the ranks: one, but of a fused layer more."""
-        if self.layer is None:
-            return ()
-        length = int(getattr(self.module, self.layer.sharded_size))
-        return self.style.lengths(length) if isinstance(self.style, Fused) else (length,)
-
-    def misfit(self) -> str | None:
-        """Say why the module cannot become its layer; None where it can, or becomes none."""
-        layer = self.layer
-        reason = None if layer is None else layer.misfit(self.module)
-        if layer is None or reason or not isinstance(self.style, Fused):
-            return reason
-        return self.style.misfit(int(getattr(self.module, layer.sharded_size)))
+    def becomes(self, layer: type[TensorParallelLayer]) -> bool:
+        """Return whether the module becomes this layer or a variant of it."""
+        return self.layer is not None and issubclass(self.layer, layer)
 
 
-def _named_style(
-    style: Style,
-) -> tuple[type[TensorParallelLayer], Mapping[str, Any]] | type[Surrounded] | None:
+Matches = Mapping[nn.Module, Match]
+
+
+def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
+    """Return the match of a module with all that its style, which is known, means for it."""
     if isinstance(style, Divide):
-        return None
-    return STYLES[style.style if isinstance(style, Fused) else style]
+        return Match(name, module, pattern, style)
+    meaning = STYLES[style.style if isinstance(style, Fused) else style]
+    if not isinstance(meaning, tuple):
+        return Match(name, module, pattern, style, mixin=meaning)
+    kind, options = meaning
+    layer = next((each for each in VARIANTS.get(kind, ()) if each.takes(module)), kind)
+    lengths: tuple[int, ...] = ()
+    misfit = layer.misfit(module)
+    if misfit is None:
+        length = int(getattr(module, layer.sharded_size))
+        misfit = style.misfit(length) if isinstance(style, Fused) else None
+        if misfit is None:
+            lengths = style.lengths(length) if isinstance(style, Fused) else (length,)
+    return Match(name, module, pattern, style, layer, options, None, lengths, misfit)
 
 
-def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern of dotted names.
+def children_of(module: nn.Module, matches: Matches) -> list[Match]:
+    """Return the matches of a module's children that become sharded layers."""
+    mine = (matches[child] for child in module.children() if child in matches)
+    return [match for match in mine if match.layer is not None]
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the dotted names that a pattern matches as a whole.
 
     `*` and `?` stand for any text and one character inside one component, a component `**` for
     any number of components, none included; "" is the root module.
     """
-    parts = pattern.split(".") if pattern else []
     wild = {"*": "[^.]*", "?": "[^.]"}
-    return re.compile(
+    compiled = re.compile(
         "".join(
             r"(?:[^.]+\.)*"
-            if part == "**"
-            else "".join(wild.get(c, re.escape(c)) for c in part) + r"\."
-            for part in parts
+            if component == "**"
+            else "".join(wild.get(c, re.escape(c)) for c in component) + r"\."
+            for component in (pattern.split(".") if pattern else [])
         )
     )
-
-
-def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the names that the pattern matches as a whole."""
-    compiled = compile_pattern(pattern)
     return [name for name in names if compiled.fullmatch(f"{name}." if name else "")]
 
 
@@ -167,7 +185,7 @@ def match_plan(model: nn.Module, plan: Plan, may_lack: frozenset[str] = frozense
             raise InvalidArgumentError(_no_match(pattern, modules))
         for name in names:
             module = modules[name]
-            other = matches.setdefault(module, Match(name, module, pattern, style))
+            other = matches.setdefault(module, look_up(name, module, pattern, style))
             if other.pattern != pattern:
                 raise InvalidArgumentError(
                     f"two patterns of the plan match module '{name}': '{other.pattern}' "
@@ -176,26 +194,23 @@ def match_plan(model: nn.Module, plan: Plan, may_lack: frozenset[str] = frozense
     return [matches[module] for module in model.modules() if module in matches]
 
 
-def find_mixins(matches: Sequence[Match]) -> dict[nn.Module, type[Surrounded]]:
-    """Return the mixins that modules of a matched plan get.
+def with_mixins(matches: Sequence[Match]) -> list[Match]:
+    """Return the matches with the mixins that follow from where modules are.
 
     A module named by `Divide` works on this rank's heads and draws as a sharded one does, unless
-    it holds sharded layers deeper than its children: then it is a block or a whole model, that
+    it holds sharded layers deeper than its children: then it is a block or a whole model, which
     also works on whole activations. A replicated module inside a sharded one draws in common.
     """
     layers = {match.module for match in matches if match.layer is not None}
-    mixins: dict[nn.Module, type[Surrounded]] = {}
-    for match in matches:
-        module = match.module
-        if match.mixin is not None:
-            mixins[module] = match.mixin
-        elif isinstance(match.style, Divide):
-            deeper = layers.intersection(module.modules()) - {*module.children()}
-            mixins |= {} if deeper else {module: ShardedRandom}
+    mixins = {match.module: match.mixin for match in matches if match.mixin is not None}
+    for match in (m for m in matches if isinstance(m.style, Divide)):
+        if not layers.intersection(match.module.modules()) - {*match.module.children()}:
+            mixins[match.module] = ShardedRandom
     sharded = [module for module, mixin in mixins.items() if mixin is ShardedRandom]
     within = {inner for module in sharded for inner in module.modules()}
     common = (m.module for m in matches if m.style == "replicate" and m.module in within)
-    return mixins | dict.fromkeys(common, CommonRandom)
+    mixins |= dict.fromkeys(common, CommonRandom)
+    return [replace(match, mixin=mixins.get(match.module)) for match in matches]
 
 
 def _check_style(pattern: str, style: Style) -> None:

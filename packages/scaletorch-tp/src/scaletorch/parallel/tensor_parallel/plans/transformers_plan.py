@@ -13,9 +13,9 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ..cuts.fused import Fused
-from .heads import has_heads, head_length, is_column, is_row
-from .plan import Match, Style
-from .recognised import Recognised
+from .attention import has_heads, head_length_of
+from .families import Recognised
+from .plan import Match, Matches, Style, children_of, look_up
 
 # Their style -> ours; what is missing here cannot be done.
 TRANSFORMERS_STYLES: Mapping[str, Style] = {
@@ -45,7 +45,7 @@ def own_plan(model: nn.Module) -> dict[str, str]:
 
 
 def find_own_plan(model: nn.Module) -> Recognised | None:
-    """Match the model's own plan; None where it has none, or one for its head alone.
+    """Match the model's own plan; None if it has none, or one for its head alone.
 
     Raises:
         InvalidArgumentError: It gives a module an unknown style, or shards a single parameter, or
@@ -56,7 +56,7 @@ def find_own_plan(model: nn.Module) -> Recognised | None:
     matches = _match(plan, modules)
     if all(match.style in _OF_THE_HEAD for match in matches.values()):
         return None
-    for name in (n for n, _ in model.named_parameters() if n.rpartition(".")[0] not in plan):
+    for name, _ in model.named_parameters():
         pattern = _pattern(plan, name)
         if pattern is not None and plan[pattern] != "replicate":
             raise InvalidArgumentError(
@@ -68,7 +68,7 @@ def find_own_plan(model: nn.Module) -> Recognised | None:
         matches.setdefault(match.module, match)
     _check_rows(modules, matches, heads)
     for name in heads:  # dropout there is of this rank's heads
-        matches.setdefault(modules[name], Match(name, modules[name], name, "sharded"))
+        matches.setdefault(modules[name], look_up(name, modules[name], name, "sharded"))
     _check_regions(modules, matches)
     ordered = [matches[module] for module in model.modules() if module in matches]
     return Recognised(f"{type(model).__name__}._tp_plan", ordered, (), heads)
@@ -86,7 +86,7 @@ def _plans(module: nn.Module) -> Iterator[Mapping[str, str]]:
 
 
 def _pattern(plan: Mapping[str, str], name: str) -> str | None:
-    """Return what matches a name: `*` stands for a number, and for nothing else."""
+    """Return the pattern that matches a name: `*` stands for a number, and for nothing else."""
     generic = re.sub(r"\d+", "*", name)
     return next((pattern for pattern in (name, generic) if pattern in plan), None)
 
@@ -106,32 +106,30 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
         style = TRANSFORMERS_STYLES[theirs]
         if style == "row" and isinstance(module, nn.Embedding):
             style = "vocab"  # rows of a table are its words
-        matches.setdefault(module, Match(name, module, pattern, style))
+        matches.setdefault(module, look_up(name, module, pattern, style))
     return matches
 
 
 def _attentions(
-    modules: Mapping[str, nn.Module], matches: Mapping[nn.Module, Match]
+    modules: Mapping[str, nn.Module], matches: Matches
 ) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Yield the modules that work on this rank's heads, and their sharded projections."""
     for name, module in modules.items():
         children = dict(module.named_children())
         mine = {n: matches[child] for n, child in children.items() if child in matches}
-        columns = tuple(n for n, match in mine.items() if is_column(match))
-        rows = any(is_row(match) for match in mine.values())
+        columns = tuple(n for n, match in mine.items() if match.is_column)
+        rows = any(match.is_row for match in mine.values())
         called = f"{name.rpartition('.')[2]} {type(module).__name__}".lower()
         named = "attn" in called or "attention" in called
         if columns and rows and (has_heads(module) or named):
             yield name, columns
 
 
-def _check_rows(
-    modules: Mapping[str, nn.Module], matches: Mapping[nn.Module, Match], heads: Iterable[str]
-) -> None:
+def _check_rows(modules: Mapping[str, nn.Module], matches: Matches, heads: Iterable[str]) -> None:
     """Refuse attention with two row layers: behind the first some of it is whole, some is not."""
     for name in heads:
         children = modules[name].named_children()
-        rows = [n for n, child in children if child in matches and is_row(matches[child])]
+        rows = [n for n, child in children if child in matches and matches[child].is_row]
         if len(rows) > 1:
             raise InvalidArgumentError(
                 f"the model's own plan (_tp_plan) makes several layers of '{name}' row-parallel, "
@@ -145,26 +143,25 @@ def _norms(
 ) -> Iterator[Match]:
     """Yield norms over a head of which each rank sees its own heads only."""
     for attention, projections in heads.items():
-        query = modules[f"{attention}.{projections[0]}"]
-        length = head_length(modules[attention], int(getattr(query, "out_features", 0)))
+        length = head_length_of(modules, attention, projections)
         for child in _NORMS_OF_HEADS:
             norm = modules.get(f"{attention}.{child}")
             sizes = () if norm is None else tuple(p.numel() for p in norm.parameters())
             if norm is not None and sizes and {*sizes} == {length}:
                 name = f"{attention}.{child}"
-                yield Match(name, norm, name, "replicate_sum_grad")
+                yield look_up(name, norm, name, "replicate_sum_grad")
 
 
-def _check_regions(modules: Mapping[str, nn.Module], matches: Mapping[nn.Module, Match]) -> None:
+def _check_regions(modules: Mapping[str, nn.Module], matches: Matches) -> None:
     """Refuse parameters next to sharded layers that fit any number of features.
 
     They may work on this rank's part, as an activation with a parameter does, where each rank has
     a part of their gradient only. One as long as a whole input or output works on these.
     """
     for name, module in modules.items():
-        mine = [matches[child] for child in module.children() if child in matches]
-        columns = [match for match in mine if is_column(match)]
-        rows = [match for match in mine if is_row(match)]
+        mine = children_of(module, matches)
+        columns = [match for match in mine if match.is_column]
+        rows = [match for match in mine if match.is_row]
         if not columns or not rows:
             continue
         wholes = {getattr(match.module, "in_features", 0) for match in columns}
@@ -179,9 +176,7 @@ def _check_regions(modules: Mapping[str, nn.Module], matches: Mapping[nn.Module,
                 )
 
 
-def _beside(
-    module: nn.Module, matches: Mapping[nn.Module, Match]
-) -> Iterator[tuple[str, nn.Parameter]]:
+def _beside(module: nn.Module, matches: Matches) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters of a module and of children in which the plan names nothing."""
     yield from module.named_parameters(recurse=False)
     for name, child in module.named_children():
@@ -189,11 +184,11 @@ def _beside(
             yield from child.named_parameters(prefix=name)
 
 
-def _tied(modules: Mapping[str, nn.Module], matches: Mapping[nn.Module, Match]) -> Iterator[Match]:
+def _tied(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[Match]:
     """Yield the other side of a tied embedding and head of which the plan names one."""
     sharded = {m.module.weight for m in matches.values() if m.layer is not None}
     styles: dict[type[nn.Module], Style] = {nn.Embedding: "vocab", nn.Linear: "column_gather"}
     for name, module in modules.items():
         style = next((s for kind, s in styles.items() if isinstance(module, kind)), None)
         if style is not None and module not in matches and module.weight in sharded:
-            yield Match(name, module, name, style)
+            yield look_up(name, module, name, style)

@@ -1,4 +1,4 @@
-"""Gradients of weights, computed late, and where they are added: float32 main gradients.
+"""Gradients of weights that are computed late, and the float32 main gradients that sum them.
 
 The sum of many micro-batches' gradients needs more digits than a 16-bit weight has.
 """
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ....dist.errors import StateError
+from ...pg_manager.building import bias_gradient, weight_factors
 
 # Of each call of a layer: the gradient of its output [..., out], and its input [..., in].
 Products = Sequence[tuple[Tensor, Tensor]]
@@ -50,7 +51,7 @@ def weight_grad(products: Products, main_grad: Tensor | None = None) -> Tensor |
     """
     total: Tensor | None = None
     for grad, x in products:
-        rows, columns = _rows(grad).t(), _rows(x)
+        rows, columns = weight_factors(grad, x)
         if main_grad is None:
             total = rows.mm(columns) if total is None else total.addmm(rows, columns)
         elif main_grad.dtype == x.dtype:
@@ -65,15 +66,11 @@ def bias_grad(products: Products, main_grad: Tensor | None = None) -> Tensor | N
     total: Tensor | None = None
     for grad, _ in products:
         if main_grad is None:
-            part = _rows(grad).sum(0)
-            total = part if total is None else total + part
+            own = bias_gradient(grad)
+            total = own if total is None else total + own
         else:
-            main_grad.add_(_rows(grad).sum(0, dtype=main_grad.dtype))
+            main_grad.add_(bias_gradient(grad, main_grad.dtype))
     return total
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1])
 
 
 def add_own(parameter: Tensor) -> None:

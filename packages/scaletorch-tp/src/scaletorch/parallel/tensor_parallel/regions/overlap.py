@@ -30,8 +30,8 @@ class Entrance:
     Args:
         x: [..., in]; what every rank has, or with `sizes` this rank's share of a sequence.
         operands: Weight [out, in] and bias [out] of each layer.
-        group: Ranks over which the gradient of `x` is summed; None where it is not.
-        sizes: How many tokens each rank has, where `x` is a share of a sequence.
+        group: Ranks over which the gradient of `x` is summed; None if it is not summed.
+        sizes: How many tokens each rank has, if `x` is a shard of a sequence.
 
     Attributes:
         x: The whole, which the layers multiply.
@@ -46,7 +46,7 @@ class Entrance:
         group: ProcessGroup | None,
         sizes: Sequence[int] | None = None,
     ) -> None:
-        enter: Any = _Enter
+        enter: Any = Enter
         self._operands = operands
         self._waiting: dict[Hashable, list[tuple[Tensor, Tensor]]] = {key: [] for key in operands}
         flat = [each for pair in operands.values() for each in pair]
@@ -54,7 +54,7 @@ class Entrance:
 
     def linear(self, key: Hashable) -> Tensor:
         """Return the whole input times a layer's weight, plus its bias: [..., out]."""
-        multiply: Any = _Multiply
+        multiply: Any = Multiply
         out: Tensor = multiply.apply(self.x, *self._operands[key], self._waiting[key])
         return out
 
@@ -68,7 +68,7 @@ def linear_to_main_grad(x: Tensor, weight: Tensor) -> Tensor:
     return Entrance(x, {"layer": (weight, None)}, None).linear("layer")
 
 
-class _Enter(torch.autograd.Function):
+class Enter(torch.autograd.Function):
     """Identity or all-gather forward; sum or reduce-scatter backward, and the weights' gradients.
 
     Weights are inputs only so that autograd takes their gradients from here.
@@ -83,28 +83,32 @@ class _Enter(torch.autograd.Function):
         sizes: Sequence[int] | None,
         *operands: Tensor | None,
     ) -> Tensor:
+        """Return the whole `x`."""
         ctx.waiting, ctx.group, ctx.sizes = waiting, group, sizes
         ctx.main_grads = [getattr(each, "main_grad", None) for each in operands]
         return x.view_as(x) if sizes is None else collectives.all_gather(x, DIM, group, sizes=sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Sum the gradient of `x`, and compute those of the weights meanwhile."""
         (grad,) = grads
         x_needed, _, _, _, *needed = ctx.needs_input_grad
-        if torch.is_grad_enabled():  # then the products gave the gradients of their weights
+        if torch.is_grad_enabled():  # with create_graph the products gave their weights' gradients
             summed = _summed(grad, ctx.group, ctx.sizes) if x_needed else None
             return summed, None, None, None, *(None for _ in needed)
+        # All products have run, since each gave its part of `grad`: the sum can leave now, and the
+        # weights' gradients are computed while it travels.
         arrive = send(grad, ctx.group, ctx.sizes) if x_needed else None
         found: list[Tensor | None] = []
         for products in ctx.waiting:
             for compute in (weight_grad, bias_grad):
                 at = len(found)
                 found.append(compute(products, ctx.main_grads[at]) if needed[at] else None)
-            products.clear()
+            products.clear()  # a second backward of a retained graph begins anew
         return None if arrive is None else arrive(), None, None, None, *found
 
 
-class _Multiply(torch.autograd.Function):
+class Multiply(torch.autograd.Function):
     """A linear layer that leaves the gradients of its weight and bias to the entrance."""
 
     @staticmethod
@@ -115,12 +119,14 @@ class _Multiply(torch.autograd.Function):
         bias: Tensor | None,
         waiting: list[tuple[Tensor, Tensor]],
     ) -> Tensor:
+        """Return `x` times the weight, plus the bias."""
         ctx.waiting = waiting
         ctx.save_for_backward(x, weight)
         return functional.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Hand the products on to the entrance."""
         (grad,) = grads
         x, weight = ctx.saved_tensors
         if not x.dtype == weight.dtype == grad.dtype:  # autocast computed in the output's dtype

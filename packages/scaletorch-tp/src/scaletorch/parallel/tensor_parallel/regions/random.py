@@ -1,4 +1,4 @@
-"""Random draws under tensor parallelism: alike on whole activations, each rank's own on shards.
+"""Random draws under tensor parallelism: the same on whole activations, each rank's own on shards.
 
 Ranks of the axis share a seed, so their default generators are one common stream. A module that
 works on shards (attention over this rank's heads) must draw from a stream of this rank's own.
@@ -31,8 +31,8 @@ _common: ContextVar[States | None] = ContextVar("_common", default=None)
 def sharded_random(group: ProcessGroup | None = None) -> Iterator[None]:
     """Let the body draw from a random stream of this rank's own, on the CPU and the accelerator.
 
-    Its seed is drawn from torch's default CPU generator, which advances alike on all ranks;
-    so recomputation by `torch.utils.checkpoint`, which restores that, draws the same again. A
+    Its seed is drawn from torch's default CPU generator, which advances equally on all ranks; so
+    recomputation by `torch.utils.checkpoint`, which restores that, draws the same again. A
     row-parallel layer in the body ends it early, since it makes activations whole. With one rank
     nothing is drawn and nothing changes.
 
@@ -80,7 +80,7 @@ def common_random() -> Iterator[None]:
 
 @uncompiled
 def end_sharded_random() -> None:
-    """Go on with the common stream where it was left; nothing where it is in use."""
+    """Go on with the common stream from its last state; do nothing if it is in use."""
     common = _common.get()
     if common is not None:
         _set_states(common)
@@ -110,7 +110,7 @@ class CommonRandom(Surrounded):
 
 
 def _accelerator() -> Any:
-    """Return torch's module of the accelerator in use, None where the CPU is alone."""
+    """Return torch's module of the accelerator in use, or None if there is the CPU alone."""
     device = torch.accelerator.current_accelerator()
     module = None if device is None else torch.get_device_module(device)
     # One that this process never used is left asleep: what runs here draws nothing on it.

@@ -51,6 +51,8 @@ class _Running:
 
     def once(self, x: Tensor, call: Callable[..., T], *args: Any) -> T:
         """Return `call(x, *args)`, made for the first layer that takes in `x`."""
+        # An input changed in place, or seen again under no_grad, is another one. The entry keeps
+        # `x` alive, so that no other tensor can get its id while the region runs.
         key = call, id(x), x._version, torch.is_grad_enabled()
         if key not in self.entries:
             self.entries[key] = _Entry(x, call(x, *args))
@@ -69,7 +71,7 @@ def enter(x: Tensor, group: ProcessGroup | None, sequence: SequenceShares | None
     Args:
         x: What every rank has; or a share of a sequence, or what a `Region` made of it.
         group: Ranks of the tensor-parallel axis.
-        sequence: How sequences are shared out; None where every rank has `x`.
+        sequence: How sequences are shared out; None if every rank has the whole.
     """
     running = _running.get()
     if sequence is not None:  # a region gathers at its beginning, and sums there in backward
@@ -81,7 +83,7 @@ def enter(x: Tensor, group: ProcessGroup | None, sequence: SequenceShares | None
 def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
     """Return a column-parallel layer's output [..., out / tp], made to overlap in backward.
 
-    None where its input is not what entered, or needs no gradient: there is nothing to overlap.
+    None if its input is not what entered, or needs no gradient: there is nothing to overlap.
     """
     if not _needs_grad(x):
         return None
@@ -91,6 +93,7 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
     elif layer not in running.overlapping:  # another module's, called from here
         entrance = None
     elif layer.sequence is not None:
+        # The region gathered one tensor; a layer called with another has nothing to overlap with.
         entrance = running.gathered if running.gathered and running.gathered.x is x else None
     else:
         entrance = running.once(x, _entrance, running.overlapping)
@@ -98,7 +101,7 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
 
 
 def region_runs() -> bool:
-    """Tell whether the forward of a `Region` is running."""
+    """Return whether the forward of a `Region` is running."""
     return _running.get() is not None
 
 
@@ -121,6 +124,7 @@ class Region(Surrounded):
             columns = [each for each in children if hasattr(each, "gather_output")]
             widths = {int(getattr(each, "in_features", 0)) for each in columns}
             gather = partial(_gather, running, self._sequence)
+            # Widths tell the hidden states from a mask or from positions.
             inputs = Inputs(own_class(self).__name__, widths, self._sequence)
             args, kwargs = inputs.changed(gather, args, kwargs)
         token = _running.set(running)
@@ -138,7 +142,7 @@ class Region(Surrounded):
 
 @uncompiled
 def _gather(running: _Running, sequence: SequenceShares, x: Tensor) -> Tensor:
-    """Return the whole sequence, entered for the overlapping layers where there are any."""
+    """Return the whole sequence, entered for the overlapping layers if there are any."""
     if not running.overlapping or not _needs_grad(x):
         return sequence.enter(x)
     running.gathered = _entrance(x, running.overlapping)

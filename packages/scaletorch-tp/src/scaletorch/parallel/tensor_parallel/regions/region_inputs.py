@@ -1,4 +1,4 @@
-"""What a module is called with, where hidden states are shares of sequences: which tensor they are.
+"""Which tensor of a module's arguments is its hidden states, if these are shards of sequences.
 
 The module is to see them whole. What else it is called with is either no sequence or cannot be
 told from one: a second sequence may be whole, or a share, of this length or another.
@@ -6,12 +6,13 @@ told from one: a second sequence may be whole, or a share, of this length or ano
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .sequence_shares import SequenceShares
@@ -49,7 +50,7 @@ class Inputs:
         if hidden is None:
             raise InvalidArgumentError(self._without(args, kwargs))
         length = sum(self.shares.sizes(hidden))
-        for other in _tensors((args, kwargs)):
+        for other in tensors_in((args, kwargs)):
             if other is not hidden:
                 self._check(other, hidden, length)
         whole = change(hidden)
@@ -68,7 +69,7 @@ class Inputs:
         )
 
     def _without(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> str:
-        shapes = ", ".join(str(tuple(x.shape)) for x in _tensors((args, kwargs))) or "none"
+        shapes = ", ".join(str(tuple(x.shape)) for x in tensors_in((args, kwargs))) or "none"
         width = " or ".join(map(str, sorted({*self.widths}))) or "H"
         return (
             f"{describe_rank()}: with sequence parallelism {self.name} must be called with its "
@@ -96,14 +97,3 @@ class Inputs:
                 f"{tuple(other.shape)}, made for this rank's {own} of {whole} tokens; make it from "
                 f"the ids, which are whole, or {_WAY_OUT}"
             )
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in arguments, also in containers."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, tuple | list):
-        for each in value:
-            yield from _tensors(each)
-    elif isinstance(value, dict):
-        yield from _tensors([*value.values()])

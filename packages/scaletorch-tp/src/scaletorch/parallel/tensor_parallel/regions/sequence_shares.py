@@ -32,7 +32,7 @@ class SequenceShares:
 
     @property
     def own(self) -> int | None:
-        """Tokens of this rank in the last forward, where the length is known."""
+        """Tokens of this rank in the last forward, or None if the length is not known."""
         return None if self.length is None else self.sizes_of(self.length)[self.rank]
 
     @property
@@ -47,7 +47,7 @@ class SequenceShares:
 
     @uncompiled
     def join(self, x: Tensor) -> Tensor:
-        """Return the whole sequence of a share, for what every rank then does alike."""
+        """Return the whole sequence of a share, for what every rank then computes in full."""
         end_sharded_random()  # what follows draws for whole activations
         return gather(x, DIM, self.holder.group, sizes=self.sizes(x))
 
@@ -99,5 +99,5 @@ class SequenceShares:
 
 
 def _in_backward() -> bool:
-    """Tell whether autograd runs this: a recomputation."""
+    """Return whether autograd runs this: a recomputation."""
     return torch._C._current_graph_task_id() != -1

@@ -1,6 +1,6 @@
-"""Errors of torch about shapes, told in words of sequence parallelism where that may be the cause.
+"""Errors of torch about shapes, explained if sequence parallelism may be their cause.
 
-A model's own code fails so where it mixes a share of the hidden states with something whole.
+A model's own code fails so when it mixes a share of the hidden states with something whole.
 """
 
 from __future__ import annotations

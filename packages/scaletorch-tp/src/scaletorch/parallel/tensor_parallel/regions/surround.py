@@ -12,7 +12,8 @@ from typing import Any, Self, TypeVar
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ..copies import not_pickled
+from ....dist.errors import StateError
+from ...pg_manager import describe_rank
 from .uncompiled import uncompiled
 
 M = TypeVar("M", bound=nn.Module)
@@ -55,7 +56,7 @@ class Surrounded(nn.Module):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled, which `torch.save(model)` does."""
-        raise not_pickled(self)
+        raise not_pickled(type(self).__name__)
 
 
 def surround(module: M, mixin: type[Surrounded], group: ProcessGroup | None) -> M:
@@ -74,12 +75,21 @@ def own_class(module: nn.Module) -> type[nn.Module]:
 
 
 def cannot_surround(module: nn.Module, mixin: type[Surrounded]) -> str | None:
-    """Say why `module` cannot get `mixin`; None where it can."""
+    """Return why `module` cannot get `mixin`, or None if it can."""
     if isinstance(module, mixin):
         return "it has this style already"
     if "forward" in vars(module):
         return "its forward was replaced on the instance: apply tensor parallelism before that"
     return None
+
+
+def not_pickled(name: str) -> StateError:
+    """Return the error of a module that `pickle`, or `torch.save`, was asked to write down."""
+    return StateError(
+        f"{describe_rank()}: a {name} cannot be pickled, as tensor parallelism "
+        "ties it to this rank's process group: save a state_dict, gather_state_dict(model) for "
+        "the whole model's, and load it into a model made anew; copy.deepcopy works"
+    )
 
 
 def _subclass(mixin: type[Surrounded], own: type[nn.Module]) -> type[Any]:

@@ -32,12 +32,16 @@ def around_compiled(call: Callable[P, R]) -> Callable[P, R]:
 
 
 def _outside(call: Callable[P, R], recursive: bool) -> Callable[P, R]:
-    # torch's own decorator would import the compiler right here, which takes seconds.
+    # `torch.compiler.disable` imports the compiler when it decorates, which takes seconds of every
+    # program that never compiles. So decorating waits until the compiler is there: it traces the
+    # first call of `outside`, finds `is_compiling` true, and meets `_hide_all`, which it cannot
+    # trace. That frame then runs in Python, and hides every decorated function, since one that
+    # was not called yet would cost a graph and a break of its own.
     hidden: list[Callable[P, R]] = []
 
     def hide() -> None:
         dynamo = importlib.import_module("torch._dynamo.decorators")
-        dynamo.skip(outside)
+        dynamo.skip(outside)  # from now on this wrapper itself is not traced either
         hidden[:] = [dynamo.disable(call) if recursive else dynamo.skip(call)]
 
     @functools.wraps(call)
@@ -51,7 +55,7 @@ def _outside(call: Callable[P, R], recursive: bool) -> Callable[P, R]:
 
 
 def compiles() -> bool:
-    """Tell whether this process has compiled around anything that is decorated here."""
+    """Return whether this process has compiled around anything that is decorated here."""
     return bool(_hidden)
 
 

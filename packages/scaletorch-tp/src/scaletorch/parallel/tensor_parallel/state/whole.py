@@ -28,7 +28,7 @@ class ParameterCut(NamedTuple):
 
 
 def shard_dims(model: nn.Module) -> dict[str, int | None]:
-    """Return parameter name -> the dim it is sharded along, None where every rank has the whole.
+    """Return parameter name -> the dim it is sharded along, None if every rank has the whole.
 
     Every name of a tied parameter is listed.
     """
@@ -38,7 +38,7 @@ def shard_dims(model: nn.Module) -> dict[str, int | None]:
 
 
 def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
-    """Return this rank's shard of a whole tensor, as a view where it can be one.
+    """Return this rank's shard of a whole tensor, as a view if it can be one.
 
     Args:
         model: A model with tensor-parallel layers.
@@ -193,7 +193,7 @@ def _gather(tensor: Tensor, cut: ParameterCut | None, group: ProcessGroup | None
 
 
 def check_names(problem: str, names: Iterable[str]) -> None:
-    """Refuse names, where there are any."""
+    """Refuse names if there are any."""
     names = sorted(names)
     if names:
         raise InvalidArgumentError(f"{describe_rank()}: {problem} {', '.join(names)}")

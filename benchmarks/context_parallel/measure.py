@@ -1,0 +1,97 @@
+"""Measures attention by every method on one rank; every rank runs this in the same way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaletorch.parallel.context_parallel import LAYOUTS, attention
+from scaletorch.parallel.context_parallel.methods.choose import volumes
+
+from ..harness.checks import check
+from ..harness.gauges import exposed, peak, sent
+from ..harness.turns import Run, Spent, repeated, timed
+from .tables import ALONE, Figures, Size
+
+RANKS, HEADS, HEAD_DIM = 2, 8, 64
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+# In bfloat16 one process itself loses 2e-2 of dK and dV at 32,768 positions, a ring half.
+BOUNDS = {"float32": 1e-5, "bfloat16": 5e-2}
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a sequence is divided, and how ranks attend."""
+
+    method: str
+    layout: str
+
+    def formula(self, size: Size) -> int:
+        """Return the bytes that each rank sends."""
+        length, dtype = size.length // RANKS, DTYPES[size.dtype]
+        volume = volumes(HEADS, HEADS, length, HEAD_DIM, ranks=RANKS, dtype=dtype)[self.method]
+        return sum(volume) if size.backward else volume.forward
+
+
+WAYS = {
+    "ring, zigzag": Way("ring", "zigzag"),
+    "ring, contiguous": Way("ring", "contiguous"),
+    "all_gather, zigzag": Way("all_gather", "zigzag"),
+    "ulysses": Way("ulysses", "zigzag"),
+}
+
+
+def step(attend: Callable[..., Tensor], inputs: list[Tensor], backward: bool) -> list[Tensor]:
+    """Return the output of [1, H, L, D] inputs, and the gradients of all three."""
+    if not backward:
+        with torch.no_grad():
+            return [attend(*inputs[:3])]
+    leaves = [x.detach().requires_grad_() for x in inputs[:3]]
+    out = attend(*leaves)
+    out.backward(inputs[3])
+    return [out.detach(), *(torch.as_tensor(x.grad) for x in leaves)]
+
+
+def prepare(size: Size) -> dict[str, Run]:
+    """Return each way's step, after a look at its results."""
+    generator = torch.Generator().manual_seed(1)
+    shape = 1, HEADS, size.length, HEAD_DIM
+    whole = [torch.randn(shape, generator=generator).to(DTYPES[size.dtype]) for _ in range(4)]
+    plain = partial(F.scaled_dot_product_attention, is_causal=True)
+    alone = partial(step, plain, whole, size.backward)
+    expected, runs = alone(), {}
+    for name, way in WAYS.items():
+        held = LAYOUTS[way.layout](size.length, RANKS).positions(dist.get_rank())
+        own = [x[:, :, held].contiguous() for x in whole]
+        attend = partial(attention, causal=True, layout=way.layout, method=way.method)
+        runs[name] = partial(step, partial(attend, group=dist.group.WORLD), own, size.backward)
+        check(name, runs[name](), [x[:, :, held] for x in expected], BOUNDS[size.dtype])
+    return runs | {ALONE: alone if dist.get_rank() == 0 else lambda: None}  # the others wait
+
+
+def waiting(run: Run) -> float:
+    """Return the share of a call's time that this thread communicates or waits for it."""
+    start = time.perf_counter()
+    spent = exposed(run)
+    return spent / (time.perf_counter() - start)
+
+
+def measure(size: Size, repeats: int) -> dict[str, Figures]:
+    """Measure every way on this rank."""
+    runs = prepare(size)
+    times = repeated(timed, runs, repeats)
+    return {name: figures(name, size, run, times[name]) for name, run in runs.items()}
+
+
+def figures(name: str, size: Size, run: Run, times: list[Spent]) -> Figures:
+    """Measure all of a way but its times, and put it together with them."""
+    formula = WAYS[name].formula(size) if name in WAYS else 0
+    waits = [waiting(run) for _ in range(max(1, len(times) // 3))]
+    return Figures(sent(run), formula, peak(run), times, waits)

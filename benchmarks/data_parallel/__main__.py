@@ -1,0 +1,151 @@
+"""Gradients equal on two ranks, and whole steps, by our wrappers and by torch's.
+
+Two ranks of one thread, over gloo. Every repeat runs a step of each way, shuffled, in the same
+processes. A step lets go of the last gradients, computes new ones and makes them equal on both
+ranks; in part D an optimizer follows, and three steps in a row are timed.
+
+    python -m benchmarks.data_parallel --out data_parallel.md
+    python -m benchmarks.data_parallel --quick --part A D
+    python -m benchmarks.data_parallel --slow                # as root: see harness/links.py
+
+A. One backward a step, of a model of 21 M parameters and one of 105 M.
+B. Four micro-batches a step, which accumulate.
+C. The same in bfloat16, with gradients that accumulate and are summed in float32.
+D. Steps with AdamW, and its state shared out over the ranks or not.
+E. Memory, on new ranks for each way.
+F. (``--slow``) A small model on links of 10 ms each way, and on links of 100 Mbit/s.
+
+Of the ranks the slower counts. Ratios are medians of each repeat's own, and quartiles.
+
+- CPU ms: of all threads of the busier rank. It tells more than ms where others use the cores.
+- differ: largest relative difference of a parameter's gradient from DDP's; in C from the exact
+  sum of the bfloat16 gradients of all micro-batches and ranks (a way that computes a norm in
+  another precision, as autocast does, has another such sum); in D of all parameters after two
+  steps from those of the first way.
+- communication ms: time in which any collective is under way, from its call to its completion, of
+  steps apart, in which each call is recorded. Hidden: the share of it in which the thread that
+  computes is in its forward or backward and waits for none. DDP is seen through a hook.
+- MiB: the most that the process had resident in three steps, above what it had with the model; in
+  the third of them no buckets are ordered anew, and it is what is compared with compute alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from scaletorch.dist import RankPool
+from scaletorch.dist.testing import preload
+
+from ..harness.ranks import run_on_links
+from ..harness.tables import machine, publish
+from .checks import Plan
+from .measure import Memory, measure, memory
+from .models import Size
+from .tables import peaks, times
+
+RANKS = 2
+MIDDLE = Size(dim=512, layers=6, length=512)
+LARGE = Size(dim=1024, layers=8, length=128)
+SMALL = Size(dim=256, layers=4, length=1024, batch=4)
+LINKS = {"10 ms each way": (0.01, None), "100 Mbit/s": (0.0, 12.5e6)}
+Part = Callable[[bool], Iterator[str]]
+
+
+def backward(quick: bool) -> Iterator[str]:
+    """Compare gradients of one backward."""
+    yield timed(Plan("gradients", MIDDLE, 2 if quick else 9, recorded=1 if quick else 2))
+    if not quick:
+        yield timed(Plan("gradients", LARGE, 5, recorded=2))
+
+
+def accumulation(quick: bool) -> Iterator[str]:
+    """Compare gradients of four micro-batches."""
+    size = replace(MIDDLE, micro_batches=4)
+    yield timed(Plan("gradients", replace(size, length=128) if quick else size, 1 if quick else 4))
+    if not quick:
+        yield timed(Plan("gradients", replace(LARGE, length=64, micro_batches=4), 3))
+
+
+def mixed(quick: bool) -> Iterator[str]:
+    """Compare float32 gradients of bfloat16 parameters."""
+    size = replace(MIDDLE, micro_batches=4, dtype="bfloat16")
+    yield timed(Plan("mixed", size, 1 if quick else 7, recorded=0 if quick else 1))
+
+
+def training(quick: bool) -> Iterator[str]:
+    """Compare whole steps."""
+    if quick:
+        yield timed(Plan("training", MIDDLE, 1))
+        return
+    yield timed(Plan("training", MIDDLE, 4, recorded=1, burst=3))
+    size = replace(MIDDLE, dtype="bfloat16")
+    yield timed(Plan("mixed training", size, 4, recorded=1, burst=3))
+
+
+def memories(quick: bool) -> Iterator[str]:
+    """Compare peaks of memory."""
+    size = replace(MIDDLE, dtype="bfloat16")
+    plans = [
+        Plan("gradients", MIDDLE, 0),
+        Plan("mixed", replace(size, micro_batches=4), 0),
+        Plan("training", MIDDLE, 0),
+        Plan("mixed training", size, 0),
+    ]
+    for plan in plans[: 1 if quick else None]:
+        yield peaks(plan, {name: on_new_ranks(plan, name) for name in plan.ways})
+
+
+def slow(quick: bool) -> Iterator[str]:
+    """Compare gradients on slow links."""
+    plan = Plan("slow", SMALL, 2 if quick else 5, recorded=1)
+    for what, (latency, bandwidth) in LINKS.items():
+        found = run_on_links(measure, RANKS, latency, bandwidth, plan)
+        yield times(plan, found, f", {what}")
+
+
+def timed(plan: Plan) -> str:
+    """Measure on new ranks, and write a table."""
+    with RankPool(RANKS, timeout=None) as pool:
+        return times(plan, pool.run(measure, plan))
+
+
+def on_new_ranks(plan: Plan, name: str) -> list[Memory]:
+    """Measure one way's memory."""
+    with RankPool(RANKS, timeout=None) as pool:
+        return pool.run(memory, plan, name)
+
+
+PARTS: dict[str, Part] = {
+    "A": backward, "B": accumulation, "C": mixed, "D": training, "E": memories, "F": slow,
+}  # fmt: skip
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--part", nargs="+", choices=PARTS, help="of A to E; all")
+    parser.add_argument("--slow", action="store_true", help="part F alone")
+    parser.add_argument("--quick", action="store_true", help="less of all, in two minutes")
+    parser.add_argument("--out", type=Path, help="file that gets the tables too")
+    options = parser.parse_args()
+    preload("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim")
+    parts = ["F"] if options.slow else options.part or list("ABCDE")
+    publish(report(parts, options.quick), options.out)
+
+
+def report(parts: list[str], quick: bool) -> Iterator[str]:
+    """Yield what to print."""
+    yield f"{RANKS} ranks, {machine()}"
+    for part in parts:
+        start = time.perf_counter()
+        yield f"\n## {part}. {PARTS[part].__doc__}"
+        yield from PARTS[part](quick)
+        yield f"\n{time.perf_counter() - start:.0f} s"
+
+
+if __name__ == "__main__":
+    main()

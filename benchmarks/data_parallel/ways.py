@@ -1,0 +1,169 @@
+"""The ways to train one model on all ranks: tables of wrappers and optimizers, by name."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed import ProcessGroup
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW, Optimizer
+
+from scaletorch.parallel.data_parallel import (
+    DataParallelBucket,
+    DataParallelNaive,
+    shard_optimizer,
+)
+
+from .alternatives import (
+    AutocastDDP,
+    FlatAllReduce,
+    MainGradients,
+    MainGradientsDDP,
+    fsdp2,
+)
+from .trainer import Way
+
+ALONE, DDP, OURS = "compute alone", "DDP", "ours"  # our ways' names begin with the last
+KNOWN = inspect.signature(DataParallelBucket).parameters
+ADAMW: dict[str, Any] = {"lr": 1e-4, "foreach": True}
+
+
+def _alone(model: nn.Module, group: ProcessGroup) -> nn.Module:
+    return model
+
+
+def _ddp(model: nn.Module, group: ProcessGroup, **options: Any) -> nn.Module:
+    return DistributedDataParallel(model, process_group=group, **options)
+
+
+def _ours(model: nn.Module, group: ProcessGroup, **options: Any) -> nn.Module:
+    return DataParallelBucket(model, group=group, **options)
+
+
+def _at_the_end(model: nn.Module, group: ProcessGroup, **options: Any) -> nn.Module:
+    """Wrap it with no overlap: where wrappers share a group, ours leave all to backward's end."""
+    wrapper: Any = _ours(model, group, **options)
+    wrapper.neighbours = [_ours(nn.Linear(1, 1), group)]
+    return wrapper  # type: ignore[no-any-return]
+
+
+def _naive(model: nn.Module, group: ProcessGroup) -> nn.Module:
+    return DataParallelNaive(model, group=group)
+
+
+def _adamw(module: nn.Module, group: ProcessGroup) -> Optimizer:
+    return AdamW(module.parameters(), **ADAMW)
+
+
+def _zero_adamw(module: nn.Module, group: ProcessGroup, **options: Any) -> Optimizer:
+    every: Any = {"process_group": group, **ADAMW, **options}
+    return ZeroRedundancyOptimizer(module.parameters(), AdamW, **every)
+
+
+def _sharded_adamw(module: Any, group: ProcessGroup, **options: Any) -> Optimizer:
+    return shard_optimizer(_adamw(module, group), module, **options)
+
+
+def _gradients_only(module: nn.Module, group: ProcessGroup) -> Optimizer:
+    """Share out the gradients, of float32 then, and update nothing."""
+    optimizer: Any = _sharded_adamw(module, group)
+    optimizer.step = lambda: None
+    return optimizer  # type: ignore[no-any-return]
+
+
+def _of_ours(options: Mapping[str, Mapping[str, Any]]) -> dict[str, Way]:
+    """Return ways with options of our wrapper, but for those that it does not know."""
+    return {
+        name: Way(partial(_ours, **each))
+        for name, each in options.items()
+        if each.keys() <= KNOWN.keys()
+    }
+
+
+GRADIENTS = {
+    ALONE: Way(_alone),
+    DDP: Way(_ddp),
+    "DDP, views": Way(partial(_ddp, gradient_as_bucket_view=True)),
+    "DDP, 100 MB": Way(partial(_ddp, bucket_cap_mb=100)),
+    "flat all-reduce": Way(FlatAllReduce),
+    "FSDP2": Way(fsdp2),
+    **_of_ours(
+        {
+            OURS: {},
+            f"{OURS}, mean": {"op": "mean"},
+            f"{OURS}, 2**22": {"bucket_size": 2**22},
+            f"{OURS}, rank order": {"order": "rank"},
+        }
+    ),
+}
+
+_ours_mixed = partial(_ours, grad_type=torch.float32)
+
+# bfloat16 parameters whose gradients accumulate and are summed in float32, which DDP of a
+# bfloat16 model does not. The fairest of these is DDP with main gradients: what ours promises,
+# with DDP's overlap. FSDP2 and autocast keep float32 parameters, as an optimizer would want.
+# What ours leaves in parameter.grad is rounded to bfloat16 once; shards of it are not.
+MIXED = {
+    ALONE: Way(_alone),
+    "main gradients, flat all-reduce": Way(MainGradients),
+    "DDP with main gradients": Way(MainGradientsDDP),
+    "DDP of float32, autocast": Way(AutocastDDP),
+    "FSDP2, mixed": Way(partial(fsdp2, mixed=True)),
+    **_of_ours(
+        {
+            OURS: {"grad_type": torch.float32},
+            f"{OURS}, 2**22": {"grad_type": torch.float32, "bucket_size": 2**22},
+        }
+    ),
+    f"{OURS}, sharded": Way(_ours_mixed, _gradients_only),
+}
+
+TRAINING = {
+    ALONE: Way(_alone, _adamw),
+    DDP: Way(_ddp, _adamw),
+    "FSDP2": Way(fsdp2, _adamw),
+    "DDP, ZeroRedundancyOptimizer": Way(_ddp, _zero_adamw),
+    "DDP, ZeroRedundancyOptimizer, views": Way(
+        partial(_ddp, gradient_as_bucket_view=True),
+        partial(_zero_adamw, parameters_as_bucket_view=True),
+    ),
+    OURS: Way(_ours, _adamw),
+    f"{OURS}, sharded": Way(_ours, _sharded_adamw),
+    f"{OURS}, sharded, overlap": Way(_ours, partial(_sharded_adamw, overlap=True)),
+    f"{OURS}, sharded, stage 2": Way(_ours, partial(_sharded_adamw, stage=2)),
+}
+
+# Float32 masters of bfloat16 parameters: each way has them, and updates them.
+MIXED_TRAINING = {
+    ALONE: Way(_alone, _adamw),
+    "DDP of float32, autocast": Way(AutocastDDP, _adamw),
+    "DDP of float32, autocast, ZeroRedundancyOptimizer": Way(
+        AutocastDDP, partial(_zero_adamw, parameters_as_bucket_view=True)
+    ),
+    "FSDP2, mixed": Way(partial(fsdp2, mixed=True), _adamw),
+    f"{OURS}, sharded": Way(_ours_mixed, _sharded_adamw),
+    f"{OURS}, sharded, overlap": Way(_ours_mixed, partial(_sharded_adamw, overlap=True)),
+    f"{OURS}, sharded, stage 2": Way(_ours_mixed, partial(_sharded_adamw, stage=2)),
+}
+
+SMALL = 2**18  # elements, 1 MiB: a small model has few of the usual buckets
+SLOW = {
+    ALONE: Way(_alone),
+    "flat all-reduce": Way(FlatAllReduce),
+    DDP: Way(_ddp),
+    "DDP, 1 MB": Way(partial(_ddp, bucket_cap_mb=1)),
+    **_of_ours({OURS: {}, f"{OURS}, 2**18": {"bucket_size": SMALL}}),
+    f"{OURS}, 2**18, no overlap": Way(partial(_at_the_end, bucket_size=SMALL)),
+    f"{OURS}, naive": Way(_naive),
+}
+
+TABLES = {
+    "gradients": GRADIENTS, "mixed": MIXED, "training": TRAINING, "slow": SLOW,
+    "mixed training": MIXED_TRAINING,
+}  # fmt: skip

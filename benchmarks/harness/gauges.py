@@ -1,0 +1,152 @@
+"""What a call costs beside time as a whole: bytes sent, time in communication, peak memory."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from scaletorch.dist.transport.neighbours import Neighbours
+from scaletorch.dist.transport.node_memory import NodeMemory
+
+from .turns import Run
+
+# Python code communicates by these, whatever it calls them through: methods of groups and works
+# (some of which torch renamed), and operators.
+METHOD = re.compile("reduce|gather|scatter|all_?to_?all|^send$|^recv$")
+OPERATORS = (
+    "all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single",
+    "wait_tensor",
+)  # fmt: skip
+PLACES: list[tuple[Any, str]] = [
+    *((dist.ProcessGroup, name) for name in dir(dist.ProcessGroup) if METHOD.search(name)),
+    *((torch.ops._c10d_functional, name) for name in OPERATORS),
+    (dist.Work, "wait"),
+]
+SILENT = ("barrier", "wait_tensor", "_wrap_tensor_autograd")  # operators that send no tensor
+TWICE = ("allreduce_", "all_reduce")  # a reduce_scatter and an all_gather
+DIRECT = {"send": 1, "recv_": 0}  # how often what one rank passes to another is sent
+
+
+class _Count(TorchDispatchMode):
+    """Adds up what each collective sends, at the dispatcher, which all of them pass."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.sent = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        if DTensor in types:  # what it makes of the call comes here again
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")[2]
+        if "c10d" in func.namespace and name not in SILENT:
+            whole = max(map(_bytes, (*args, result)))
+            passes, size = 2 if name in TWICE else 1, dist.get_world_size()
+            direct = DIRECT.get(name)
+            self.sent += passes * whole * (size - 1) // size if direct is None else direct * whole
+        return result
+
+    def read(self, memory: Any, data: Tensor, rank: int, address: int) -> None:
+        """Count what a rank reads out of another's memory: as much is read of its own."""
+        self.sent += data.nbytes if rank != memory.group.rank() else 0
+
+    def pass_on(self, passes: int) -> Callable[..., None]:
+        """Return what counts a call through memory that all ranks map."""
+
+        def count(memory: Any, data: Tensor, counts: Sequence[int], **_: Any) -> None:
+            own = counts[memory.group.rank()] * data.element_size()
+            self.sent += passes * own * (memory.group.size() - 1)
+
+        return count
+
+
+def _bytes(value: object) -> int:
+    """Return the size of a tensor, or of all tensors in lists."""
+    tensors = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def sent(run: Run) -> int:
+    """Return the bytes that this rank sends in a call, were each collective a ring over all ranks.
+
+    Of n ranks, all_gather, reduce_scatter and all_to_all of B bytes (the larger of what goes in
+    and what comes out) send B (n - 1) / n; all_reduce sends twice as much, on two ranks B. What
+    goes through the memory of this host is counted by what ranks read and write there of others.
+    """
+    count = _Count()
+    with count, ExitStack() as stack:
+        for owner, name, note in (
+            (Neighbours, "read", count.read),
+            (NodeMemory, "all_reduce", count.pass_on(2)),
+            (NodeMemory, "reduce_scatter", count.pass_on(1)),
+            (NodeMemory, "all_gather", count.pass_on(1)),
+        ):
+            stack.enter_context(mock.patch.object(owner, name, _noted(getattr(owner, name), note)))
+        run()
+    return count.sent
+
+
+def _noted(call: Callable[..., Any], note: Callable[..., None]) -> Callable[..., Any]:
+    """Return a call of which each is noted, with its arguments."""
+
+    @wraps(call)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        note(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return wrapper
+
+
+def exposed(run: Run) -> float:
+    """Return the seconds of a call that this thread spends in communication or waiting for it."""
+    spent = 0.0
+
+    def timed(call: Any) -> Any:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            nonlocal spent
+            start = time.perf_counter()
+            result = call(*args, **kwargs)
+            spent += time.perf_counter() - start
+            return result
+
+        return wrapper
+
+    with ExitStack() as stack:
+        for owner, name in PLACES:
+            change = mock.patch.object(owner, name, timed(getattr(owner, name)))
+            stack.enter_context(change)
+        dist.barrier()
+        spent = 0.0  # the barrier's own
+        run()
+    return spent
+
+
+def peak(run: Run) -> int:
+    """Return the bytes of tensors alive at most in a call, above those from before it.
+
+    They are what torch's CPU allocator handed out; what gloo buffers is not in it.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    results: Any = profiler.profiler
+    events = [event for event in results.kineto_results.events() if event.name() == "[memory]"]
+    alive = most = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        most = max(most, alive)
+    return most

@@ -1,0 +1,131 @@
+"""Measures a Llama block divided over the ranks; every rank runs this in the same way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from scaletorch.models.llama import Block, LlamaConfig, rotary_tables
+
+from ..harness.checks import check
+from ..harness.gauges import exposed, peak, sent
+from ..harness.turns import Run, of_slowest_rank, repeated, seconds
+from .ways import NORMS, WAYS, Finish, nothing
+
+RANKS = 2
+HEAD_DIM = 64
+LEAST, MOST = 15, 200  # repeats
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BOUNDS = {"float32": 1e-4, "bfloat16": 1e-1}
+ALONE = "one process"
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a block is run on."""
+
+    hidden: int
+    batch: int
+    length: int
+    dtype: str
+
+    def formula(self, sequence: bool) -> int:
+        """Return the bytes that two ranks need to send, each."""
+        tokens, norms = self.batch * self.length, len(NORMS) if sequence else 0
+        return (4 * tokens + norms) * self.hidden * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of one way; a list has one entry for each repeat.
+
+    Attributes:
+        sent: bytes.
+        peak: bytes.
+        seconds: of forward and backward.
+        exposed: seconds in communication.
+    """
+
+    sent: int
+    peak: int
+    seconds: list[float]
+    exposed: list[float]
+
+
+def make(size: Size) -> Block:
+    """Return the whole block, the same on every rank."""
+    torch.manual_seed(0)
+    heads = size.hidden // HEAD_DIM
+    config = LlamaConfig(
+        hidden_size=size.hidden, intermediate_size=size.hidden * 3, num_heads=heads,
+        num_kv_heads=heads,
+    )  # fmt: skip
+    return Block(config).to(DTYPES[size.dtype])
+
+
+def own_share(x: Tensor) -> Tensor:
+    """Return this rank's share of a sequence [B, L, H]."""
+    return x.chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()
+
+
+def step(
+    block: nn.Module, x: Tensor, tables: tuple[Tensor, Tensor], finish: Finish = nothing
+) -> tuple[Tensor, Tensor]:
+    """Run forward and backward; return the output and the input's gradient, shaped as ``x``.
+
+    Args:
+        block: the block.
+        x: [B, L, H], or this rank's share of the sequence.
+        tables: of the rotary embedding.
+        finish: is called with the block after backward.
+    """
+    x = x.detach().requires_grad_()
+    out = block(x, *tables)
+    out.sum().backward()
+    finish(block)
+    for parameter in block.parameters():
+        parameter.grad = None
+    return out.detach(), torch.as_tensor(x.grad)
+
+
+def prepare(size: Size) -> dict[str, Run]:
+    """Return each way's step, after a look at its results."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(size.batch, size.length, size.hidden, generator=generator)
+    x = x.to(DTYPES[size.dtype])
+    tables = rotary_tables(torch.arange(size.length)[None], HEAD_DIM, 1e4, torch.float32)
+    whole = make(size)
+    alone = partial(step, whole, x, tables)
+    expected, runs = alone(), {}
+    for name, way in WAYS.items():
+        change = own_share if way.sequence else Tensor.contiguous
+        block = way.divide(copy.deepcopy(whole))
+        runs[name] = partial(step, block, change(x), tables, way.finish)
+        check(name, runs[name](), tuple(map(change, expected)), BOUNDS[size.dtype])
+    return runs | {ALONE: alone if dist.get_rank() == 0 else lambda: None}  # the others wait
+
+
+def count_repeats(runs: Mapping[str, Run], budget: float) -> int:
+    """Return how often to run all ways for about ``budget`` seconds each, the same on all ranks."""
+    (spent,) = of_slowest_rank([sum(map(seconds, runs.values()))])
+    return min(MOST, max(LEAST, int(budget * len(runs) / spent)))
+
+
+def measure(size: Size, budget: float) -> dict[str, Figures]:
+    """Measure every way on this rank, for about ``budget`` seconds each."""
+    runs = prepare(size)
+    repeats = count_repeats(runs, budget)
+    times = repeated(seconds, runs, repeats)
+    waits = repeated(exposed, runs, repeats // 3)
+    # Gloo's threads may free what they sent late: the lesser of two peaks is the way's own.
+    peaks = {name: min(peak(run) for _ in range(2)) for name, run in runs.items()}
+    return {
+        name: Figures(sent(run), peaks[name], times[name], waits[name])
+        for name, run in runs.items()
+    }

@@ -1,0 +1,25 @@
+"""What `scaletorch.compose` takes of this package beside its users' names.
+
+Recorded and versioned like the rest: a patch release changes nothing here.
+"""
+
+from .alone import each_alone
+from .layouts.layout import layout_of_whole
+from .layouts.order import DEFAULT
+from .models.calls import require_computable
+from .models.looking import apart, looking
+from .models.settings import asked, note_shards
+from .models.suspects import Calls, find_suspect
+
+__all__ = [
+    "DEFAULT",
+    "Calls",
+    "apart",
+    "asked",
+    "each_alone",
+    "find_suspect",
+    "layout_of_whole",
+    "looking",
+    "note_shards",
+    "require_computable",
+]

@@ -1,0 +1,142 @@
+"""What all kernels share: the dtype of sums, the operands of backward, and the merge.
+
+A kernel attends to one block of keys. `merge_into` puts the results of blocks together.
+
+Shapes: out [B, H, L, D], lse [B, H, L]; lse is the natural logarithm of the sum of exponentials,
+−inf if a row has seen nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..masks.blocks import Band
+
+Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v
+
+
+def statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype in which sums over keys and over ranks are kept for inputs of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class Operands(NamedTuple):
+    """Operands of the backward of attention over some keys, in the order of PyTorch's operators.
+
+    Attributes:
+        grad_out: Gradient of the merged output [B, H, L, Dv].
+        q: Queries [B, H, L, D].
+        k: Keys [B, K, S, D]; K divides H.
+        v: Values [B, K, S, Dv].
+        out: Merged output [B, H, L, Dv], in q's dtype or in `statistics_dtype`.
+        lse: Merged log-sum-exp [B, H, L].
+    """
+
+    grad_out: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    out: Tensor
+    lse: Tensor
+
+    def part(self, rows: slice, keys: slice) -> Operands:
+        """Return those of some rows and keys."""
+        grad_out, q, out, lse = (x[:, :, rows] for x in (self.grad_out, self.q, self.out, self.lse))
+        return Operands(grad_out, q, self.k[:, :, keys], self.v[:, :, keys], out, lse)
+
+
+def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return x in this dtype and with stride 1 in the last dim, which kernels take for granted."""
+    x = x.to(dtype)
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def expanded(x: Tensor, heads: int) -> Tensor:
+    """Return keys or values [B, K, S, D] once for every query head, [B, H, S, D]."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def summed(grad: Tensor, kv_heads: int) -> Tensor:
+    """Return gradients [B, H, S, D] of expanded heads as [B, K, S, D], in `statistics_dtype`."""
+    dtype = statistics_dtype(grad.dtype)
+    if grad.shape[1] == kv_heads:
+        return grad.to(dtype)
+    return torch.unflatten(grad, 1, (kv_heads, -1)).sum(2, dtype=dtype)
+
+
+def without_unseeing_rows(lse: Tensor) -> Tensor:
+    """Return lse with +inf for −inf: weights exp(score − lse) of such rows are 0, and not NaN."""
+    return lse.masked_fill(lse == -torch.inf, torch.inf)
+
+
+Fits = Callable[[Tensor, Tensor, Tensor, Band], bool]
+Forward = Callable[[Tensor, Tensor, Tensor, float, Band], tuple[Tensor, Tensor]]
+Backward = Callable[[Operands, float, Band], Gradients]
+
+
+class Kernel(NamedTuple):
+    """How one block is computed: see `forward` and `backward` of `kernels.table`.
+
+    Attributes:
+        name: Its name, for people.
+        fits: Whether the kernel can compute these q, k, v and band.
+        forward: (q, k, v, scale, band) -> out, lse.
+        backward: (operands, scale, band) -> dq, dk, dv.
+    """
+
+    name: str
+    fits: Fits
+    forward: Forward
+    backward: Backward
+
+
+def update_out_and_lse(
+    out: Tensor | None, lse: Tensor | None, block_out: Tensor, block_lse: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge attention over one more block of keys into the result over the blocks before.
+
+    Rows of which neither side has seen anything (both lse −inf) keep out as it is and lse −inf.
+
+    Args:
+        out: Merged output so far [B, H, L, D]; None before the first block.
+        lse: Its log-sum-exp [B, H, L]; None before the first block.
+        block_out: The block's output [B, H, L, D].
+        block_lse: The block's log-sum-exp [B, H, L].
+
+    Returns:
+        The new out and lse, in float32 (float64 for float64); no argument is changed.
+    """
+    dtype = statistics_dtype(block_lse.dtype)
+    block_out, block_lse = block_out.to(dtype), block_lse.to(dtype)
+    if out is None or lse is None:
+        return block_out, block_lse
+    out, lse = out.to(dtype), lse.to(dtype)
+    share = _share(lse, block_lse)
+    return out + share * (block_out - out), torch.logaddexp(lse, block_lse)
+
+
+def merge_into(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merge as `update_out_and_lse` does, in place: `out` and `lse` become the new ones.
+
+    A quarter of the time, and no new memory of out's size. `out` and `lse` are in
+    `statistics_dtype`, and may be views, so that a block of some rows is merged into these alone.
+
+    Args:
+        out: Merged output so far [B, H, L, D]; 0 before the first block.
+        lse: Its log-sum-exp [B, H, L]; −inf before the first block.
+        block_out: The block's output [B, H, L, D].
+        block_lse: The block's log-sum-exp [B, H, L].
+    """
+    out.lerp_(block_out.to(out.dtype), _share(lse, block_lse).to(out.dtype))
+    torch.logaddexp(lse, block_lse, out=lse)
+
+
+def _share(lse: Tensor, block_lse: Tensor) -> Tensor:
+    """Return the block's weight in the merged result [B, H, L, 1]."""
+    # −inf minus −inf is NaN: such a row takes nothing of the block.
+    gap = torch.where(block_lse == -torch.inf, block_lse, block_lse - lse)
+    return torch.sigmoid(gap).unsqueeze(-1)

@@ -1,0 +1,73 @@
+"""Packed documents of one sequence: their beginnings, positions and targets."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import IGNORED, describe_rank
+from .mask import Mask
+
+CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")  # documents of a batch, by name
+
+Documents = tuple[int, ...]  # where they begin, and the length: (0, a, ..., length)
+
+
+def read_documents(cu_seqlens: Sequence[int] | Tensor, length: int | None = None) -> Documents:
+    """Return cumulative lengths as integers.
+
+    Args:
+        cu_seqlens: Where documents begin, and where the last ends.
+        length: Where that must be, if it is known.
+
+    Raises:
+        InvalidArgumentError: A tensor that is not 1-d or not of integers, or they do not ascend
+            from 0 to `length`.
+    """
+    if isinstance(cu_seqlens, Tensor) and (cu_seqlens.ndim != 1 or cu_seqlens.is_floating_point()):
+        message = (
+            f"{describe_rank()}: cu_seqlens must be a 1-d tensor of integers; it is "
+            f"{cu_seqlens.dtype} {list(cu_seqlens.shape)}"
+        )
+        raise InvalidArgumentError(message)
+    values = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    try:
+        documents = tuple(map(operator.index, values))
+    except TypeError as error:
+        message = f"{describe_rank()}: cu_seqlens must be integers (0, a, ..., length): {error}"
+        raise InvalidArgumentError(message) from error
+    Mask(causal=True, documents=documents)  # refuses others than ascend from 0
+    if length not in (None, documents[-1]):
+        message = (
+            f"{describe_rank()}: cu_seqlens must end with the length of the sequences, {length}; "
+            f"it ends with {documents[-1]}"
+        )
+        raise InvalidArgumentError(message)
+    return documents
+
+
+def positions_within(documents: Documents, device: torch.device | str | None = None) -> Tensor:
+    """Return each position counted from where its document begins, int64 [length]."""
+    bounds = torch.tensor(documents, device=device)
+    starts = bounds[:-1].repeat_interleave(bounds.diff())
+    return torch.arange(documents[-1], device=device) - starts
+
+
+def next_labels(labels: Tensor, documents: Documents) -> Tensor:
+    """Return the target of each position: the next label of its own document.
+
+    Args:
+        labels: [B, length], each position's own label.
+        documents: Where documents begin, and the length.
+
+    Returns:
+        [B, length]; -100 at each document's end.
+    """
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    targets[:, [end - 1 for end in documents[1:] if end]] = IGNORED
+    return targets

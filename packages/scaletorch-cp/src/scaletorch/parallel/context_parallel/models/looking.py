@@ -1,0 +1,84 @@
+"""Running a model to see what it computes, and leaving it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+
+# Below this a parameter may hide what it multiplies: a branch that begins as zero, a scale of 1e-6.
+_SMALL = 1e-3
+
+
+@contextmanager
+def looking(model: nn.Module) -> Iterator[None]:
+    """Let forwards of `model` show what they compute, without dropout and without gradients.
+
+    Parameters that are nearly zero have other values meanwhile, so that nothing hides behind them.
+    Afterwards mode, parameters, buffers and random generators are what they were.
+    """
+    first = next(model.parameters(), torch.empty(0))
+    devices = [] if first.device.type == "cpu" else [first.device]
+    kind = first.device.type if devices else "cuda"
+    modes = {module: module.training for module in model.modules()}
+    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad(), _buffers_kept(model):
+        enlarged = _enlarged(model)
+        try:
+            model.eval()
+            yield
+        finally:
+            for module, mode in modes.items():
+                module.training = mode
+            for parameter, value in enlarged:
+                parameter.zero_() if value is None else parameter.copy_(value)
+
+
+def apart(a: Tensor, b: Tensor) -> bool:
+    """Return whether two results of one shape differ by more than rounding can."""
+    if a.shape != b.shape:
+        return True
+    if not a.is_floating_point():
+        return not torch.equal(a, b)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    a, b, bound = a.to(wide), b.to(wide), torch.finfo(a.dtype).eps ** 0.5
+    different = ~((a == b) | (a.isnan() & b.isnan()))
+    if not different.any():
+        return False
+    largest = a.nan_to_num(0.0, 0.0, 0.0).abs().max()
+    close = (a - b)[different].abs() <= bound * largest
+    return not bool(close.all())
+
+
+def _enlarged(model: nn.Module) -> list[tuple[nn.Parameter, Tensor | None]]:
+    """Fill parameters that are nearly zero; return them with their values, None for zeros."""
+    changed: list[tuple[nn.Parameter, Tensor | None]] = []
+    for parameter in model.parameters():
+        if not parameter.is_floating_point() or not parameter.numel() or parameter.is_meta:
+            continue
+        largest = parameter.abs().max()
+        if largest < _SMALL:
+            changed.append((parameter, parameter.clone() if largest > 0 else None))
+            numbers = torch.arange(parameter.numel(), device=parameter.device)
+            pattern = numbers.double().cos_().mul_(0.5 / max(parameter.shape[-1:] or (1,)) ** 0.5)
+            parameter.copy_(pattern.view_as(parameter))
+    return changed
+
+
+@contextmanager
+def _buffers_kept(model: nn.Module) -> Iterator[None]:
+    """Put back all buffers, and what they held."""
+    registered = [(module, dict(module._buffers)) for module in model.modules()]
+    held = {
+        each: each.clone() for _, own in registered for each in own.values() if each is not None
+    }
+    try:
+        yield
+    finally:
+        for module, own in registered:
+            module._buffers.clear()
+            module._buffers.update(own)
+        for each, value in held.items():
+            if not (each.is_meta or torch.equal(each, value)):
+                each.copy_(value)

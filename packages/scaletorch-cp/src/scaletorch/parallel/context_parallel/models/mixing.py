@@ -1,0 +1,145 @@
+"""Asking a model, in its first forward, whether it mixes the positions of its shard.
+
+Outside of attention a rank has to compute each position from that position alone. So what the model
+is called with runs twice, with attention in which each position sees itself: as it is, and with
+other tokens at half of the places. At the other half nothing may change.
+
+Positions that a model counts itself are not found so: it may know its place among the ranks.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....dist import all_gather_object
+from ....dist.building import agree, tensors_in
+from ..alone import each_alone
+from .looking import apart, looking
+from .settings import Settings, refusal, settings_of
+from .suspects import Calls, find_suspect
+
+Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
+_MIXES, _UNSEEN = 1, 2  # what a rank notes
+
+
+def require_apart(
+    model: nn.Module,
+    forward: Callable[..., Any],
+    given: Arguments,
+    settings: Settings,
+    turned_on: Callable[[Settings, Mapping[str, Any]], AbstractContextManager[Any]],
+) -> None:
+    """Refuse a model that mixes the positions of its shard outside of attention.
+
+    It is asked once, if it is called with ids [B, L] or positions, integers, and returns
+    tensors [B, L, ...], and if none of its modules was replaced since it became context
+    parallel (as by the stages of a pipeline, which are asked otherwise).
+
+    Args:
+        model: What became context parallel.
+        forward: Its own forward, which takes the model first.
+        given: What it is called with.
+        settings: Its own.
+        turned_on: Lets attention be over the whole sequence.
+
+    Raises:
+        InvalidArgumentError: It does, on every rank of the ring.
+    """
+    ids = _ids(given)
+    if ids is None or any(settings_of(module) is None for module in model.modules()):
+        return
+    shape = ids.shape
+    own, others = _halves(shape[1])
+    changed = _changed(given, shape, own, others)
+
+    def run(*calls: Arguments) -> list[list[Tensor]]:
+        with each_alone(), looking(model), turned_on(settings, given[1]):
+            outputs = [forward(model, *args, **kwargs) for args, kwargs in calls]
+        return [[x for x in tensors_in(out) if x.shape[:2] == shape] for out in outputs]
+
+    def same(a: Tensor, b: Tensor) -> bool:
+        dims = [dim for dim, size in enumerate(a.shape) if size == shape[1]]
+        if a.shape != b.shape or not dims:
+            return True
+        kept = own.to(a.device)
+        return any(not apart(a.index_select(d, kept), b.index_select(d, kept)) for d in dims)
+
+    try:
+        before, after = run(given, changed)
+    except Exception:  # the forward itself will say why
+        before = after = []
+    mixes = len(before) == len(after) and not all(map(same, before, after))
+    note = _MIXES if mixes else 0 if ids.unique().numel() > 1 else _UNSEEN
+    notes = agree("whether the model mixes positions", [], settings.ring.group, note=note)
+    settings.asked = _UNSEEN not in notes
+    if _MIXES in notes:
+        _refuse(model, partial(run, given, given, changed), same, settings)
+
+
+def _ids(given: Arguments) -> Tensor | None:
+    """Return the first integers [B, L] among arguments; None without two positions."""
+    found = (x for x in tensors_in(given) if x.ndim == 2 and not x.is_floating_point())
+    ids = next((x for x in found if x.dtype != torch.bool), None)
+    return None if ids is None or ids.shape[1] < 2 else ids
+
+
+def _halves(length: int) -> tuple[Tensor, Tensor]:
+    """Return the places that are kept and those that get other tokens, the same on all ranks."""
+    drawn = torch.randperm(length, generator=torch.Generator().manual_seed(length))
+    return drawn[: length // 2], drawn[length // 2 :]
+
+
+def _changed(given: Arguments, shape: tuple[int, ...], own: Tensor, others: Tensor) -> Arguments:
+    """Return arguments with, at other places, what stands at those that are kept.
+
+    Tokens that only change places would leave a mean over all of them as it is.
+    """
+    taken = own.repeat(2)[: len(others)]
+
+    def changed(value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.shape[:2] != shape:
+            return value
+        places, sources = others.to(value.device), taken.to(value.device)
+        return value.index_copy(1, places, value.index_select(1, sources))
+
+    args, kwargs = given
+    return tuple(map(changed, args)), {name: changed(value) for name, value in kwargs.items()}
+
+
+def _refuse(
+    model: nn.Module,
+    run: Callable[[], list[list[Tensor]]],
+    same: Callable[[Tensor, Tensor], bool],
+    settings: Settings,
+) -> None:
+    """Run again, writing down what each module computes; raise on every rank.
+
+    Raises:
+        InvalidArgumentError: Always, but where the model draws random numbers without being asked
+            to: nothing can be told then, and a warning says so.
+    """
+    with Calls(model) as calls:
+        first, again, _ = run()
+    found = any(apart(a, b) for a, b in zip(first, again, strict=True)), find_suspect(calls, same)
+    everyone = all_gather_object(found, settings.ring.group)
+    if any(drawn for drawn, _ in everyone):
+        warnings.warn(
+            "this model draws random numbers in eval mode, so that it cannot be told whether it "
+            "mixes the positions of its shard",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    where = next((text for _, text in everyone if text), "the model's own code")
+    raise refusal(
+        f"{where} computes a position from others than itself, by more than attention: a "
+        "convolution, a recurrence, pooling, a cumulative sum. It would see this rank's shard "
+        "alone. Mix positions by F.scaled_dot_product_attention, or keep sequences whole"
+    )

@@ -1,0 +1,217 @@
+"""One batch of sequences over ranks, of any length: one object owns their layout and documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import IGNORED, describe_rank
+from ..pg_manager.building import mean_over
+from .attention import attention
+from .cp_comms import ring_of
+from .layouts.layout import named_layout
+from .layouts.order import DEFAULT
+from .layouts.sharding import batch_shape, is_sequence, shard_batch, unshard_sequence
+from .masks.documents import CU_SEQLENS, next_labels, positions_within, read_documents
+from .models.settings import Told, telling
+from .models.transformers_attention import adopted
+
+
+class ShardedSequences:
+    """The sequences of a batch, each in shards over the ranks, and all that depends on their order.
+
+    Lengths that do not divide are padded inside. Padding is seen by nothing, has no target and
+    is in no answer.
+
+    Attributes:
+        layout: Which positions each rank holds.
+        documents: Where packed documents begin, and the length: (0, a, ..., length), or None.
+        ring: The ranks.
+
+    Example:
+        >>> sequences = ShardedSequences(input_ids.shape[1])
+        >>> mine = sequences.shard({"input_ids": input_ids, "labels": input_ids})
+        >>> logits = model(mine["input_ids"], mine["position_ids"])  # calls sequences.attention
+        >>> loss = F.cross_entropy(logits.mT, mine["labels"], reduction="sum")
+        >>> sequences.loss(loss, (mine["labels"] != -100).sum()).backward()
+    """
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        layout: str = DEFAULT,
+        cu_seqlens: Sequence[int] | Tensor | None = None,
+        group: ProcessGroup | None = None,
+    ) -> None:
+        """Divide the positions among the ranks.
+
+        Args:
+            length: Length of the whole sequences.
+            layout: A name of `LAYOUTS`.
+            cu_seqlens: Where packed documents begin in the whole sequence, and its length:
+                integers (0, a, ..., length), the same for all sequences of the batch.
+            group: The ranks; by default the manager's cp axis.
+
+        Raises:
+            InvalidArgumentError: A length below 1, no such layout, or documents that do not
+                ascend from 0 to the length.
+            NotInGroupError: This rank is outside `group`.
+            StateError: Several ranks, and neither a group nor a process group manager.
+        """
+        if length < 1:
+            message = f"{describe_rank()}: sequences need a length of at least 1; it is {length}"
+            raise InvalidArgumentError(message)
+        self.ring = ring_of(group)
+        self.layout = named_layout(layout, length, self.ring.size)
+        self.documents = None if cu_seqlens is None else read_documents(cu_seqlens, length)
+
+    def shard(self, batch: Mapping[str, Any], *, shifted: bool = False) -> dict[str, Any]:
+        """Return a batch with this rank's shard of every sequence in it, [B, padded length / N].
+
+        Args:
+            batch: `input_ids` [B, length], the same on every rank. `labels` [B, length] if
+                there are any, NOT shifted: `labels[:, i]` is the label of `input_ids[:, i]`, as
+                the models of transformers take them. `position_ids` [B, length] or [1, length];
+                made if they are absent. Any other tensor [B, length] is a sequence as well;
+                everything else is passed on: `cu_seq_lens_q`, `cu_seq_lens_k` and `cu_seqlens`
+                must be these documents.
+            shifted: The labels are targets already: `labels[:, i]` is that of `input_ids[:, i]`.
+
+        Returns:
+            A new dict. `labels` are the targets, shifted before they were cut: the next label
+            of the same document, and -100 at each document's end; compute the loss of them as
+            they are. `position_ids` count within each document. Padding has label -100, and 0
+            in all else.
+
+        Raises:
+            InvalidArgumentError: No `input_ids` [B, length], labels or position_ids of another
+                shape, or other documents.
+        """
+        shape = batch_shape(batch)
+        if shape[1] != self.layout.length:
+            message = (
+                f"{describe_rank()}: these are sequences of {self.layout.length} positions, and "
+                f"input_ids are {list(shape)}"
+            )
+            raise InvalidArgumentError(message)
+        self._require_documents(batch)
+        whole, documents = dict(batch), self.documents or (0, shape[1])
+        if whole.get("position_ids") is None:
+            ids = positions_within(documents, whole["input_ids"].device)
+            whole["position_ids"] = ids.expand(shape)
+        if whole.get("labels") is not None and not shifted:
+            whole["labels"] = next_labels(whole["labels"], documents)
+        padded = {
+            name: self._padded(name, value) if is_sequence(name, value, shape) else value
+            for name, value in whole.items()
+        }
+        return shard_batch(padded, self.ring.group, layout=self.layout)
+
+    @contextmanager
+    def inside(self, model: nn.Module) -> Iterator[None]:
+        """Let every attention inside `model` be over these sequences, for as long as this lasts.
+
+        Their padding is seen by nothing, and each position sees its own document. Run forward
+        and backward inside: backward may compute attention again.
+
+        Args:
+            model: A model that `apply_context_parallel` was called on, over the same ranks; or
+                one that holds such a model.
+
+        Raises:
+            StateError: No part of it is context parallel, or it runs inside others already.
+            InvalidArgumentError: It is context parallel over other ranks.
+        """
+        told = Told(self.layout, self.documents or (0, self.layout.length))
+        with telling(model, told, self.ring), adopted(model, for_a_while=self.ring.size == 1):
+            yield
+
+    def attention(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        causal: bool = True,
+        scale: float | None = None,
+        window: int | None = None,
+        method: str = "auto",
+    ) -> Tensor:
+        """Attend to the whole sequence, each position to its own document: see `attention`.
+
+        Args:
+            q: This rank's queries [B, H, L, D] in float16, bfloat16, float32 or float64.
+            k: Its keys [B, K, L, D]; K divides H.
+            v: Its values [B, K, L, D].
+            causal: Each position sees itself and those before it.
+            scale: Factor of the scores; 1 / sqrt(D) by default.
+            window: How many positions each one sees, up to itself.
+            method: "ring", "all_gather", "ulysses", "hybrid", or "auto".
+
+        Returns:
+            The output [B, H, L, D] for this rank's queries; 0 for padding.
+
+        Raises:
+            InvalidArgumentError: What does not fit together, or an unknown method.
+            MismatchError: The ranks' shapes, dtypes or options differ; raised on every rank.
+        """
+        return attention(
+            q, k, v, causal=causal, scale=scale, window=window, cu_seqlens=self.documents,
+            layout=self.layout, method=method, group=self.ring.group,
+        )  # fmt: skip
+
+    def loss(self, sum: Tensor, count: Tensor | int) -> Tensor:
+        """Return the mean loss of all ranks' tokens, the same on every rank.
+
+        Each rank's backward gives its own part of the gradients: sum them over the ranks.
+
+        Args:
+            sum: Sum of this rank's token losses, 0-d floating point.
+            count: How many tokens it is the sum of; may be 0.
+
+        Returns:
+            The ranks' sums over their counts; 0, with gradients of 0, if no rank has a token.
+        """
+        return mean_over(sum, count, self.ring.group if self.ring.size > 1 else None)
+
+    def unshard(self, x: Tensor, dim: int = 1) -> Tensor:
+        """Join the ranks' shards into the whole, in order and without padding, on every rank.
+
+        Args:
+            x: This rank's shard, of equal shape on all ranks; any dtype.
+            dim: The sequence dim.
+
+        Raises:
+            InvalidArgumentError: No such dim, or one of another length than a rank's shard.
+        """
+        return unshard_sequence(x, dim, self.ring.group, layout=self.layout)
+
+    def positions(self, device: torch.device | str | None = None) -> Tensor:
+        """Return this rank's positions in the whole, int64 [L]; from the length on is padding."""
+        return self.layout.positions(self.ring.index, device)
+
+    def _require_documents(self, batch: Mapping[str, Any]) -> None:
+        own = self.documents or (0, self.layout.length)
+        for name in CU_SEQLENS:
+            value = batch.get(name)
+            if value is None:
+                continue
+            found = read_documents(value, self.layout.length)
+            if found != own:
+                message = (
+                    f"{describe_rank()}: the batch's {name} are {found}, and these sequences have "
+                    f"documents {own}; tell them once, as ShardedSequences(..., cu_seqlens={name})"
+                )
+                raise InvalidArgumentError(message)
+
+    def _padded(self, name: str, value: Tensor) -> Tensor:
+        missing = self.layout.padded_length - self.layout.length
+        return F.pad(value, (0, missing), value=IGNORED if name == "labels" else 0)

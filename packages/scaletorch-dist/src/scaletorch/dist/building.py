@@ -1,0 +1,43 @@
+"""What the strategies take of this package beside its users' names, for whoever builds another.
+
+Agreement over ranks, sums and messages that a strategy puts together itself, memory that the ranks
+of a host share, and functions that ranks find by name. It is recorded and versioned like the rest:
+a patch release changes nothing here, so that wheels of one series work together. All that is in no
+such module is this package's own.
+"""
+
+from .agreement import agree, caught
+from .collectives.flat import all_gather_flat, reduce_scatter_flat
+from .collectives.peer import Handle, Peer
+from .data_devices import tensors_in
+from .differences import relative_error, worst
+from .naming import name_ranks
+from .ranks.locate import Locator, locate
+from .ranks.report import without_coordinates
+from .transport.joining import node_memory
+from .transport.node_memory import UNKEPT, NodeMemory
+from .wire.sums import even_parts, part_of, sum_dtype
+from .world.one_per_process import one_per_process
+
+__all__ = [
+    "UNKEPT",
+    "Handle",
+    "Locator",
+    "NodeMemory",
+    "Peer",
+    "agree",
+    "all_gather_flat",
+    "caught",
+    "even_parts",
+    "locate",
+    "name_ranks",
+    "node_memory",
+    "one_per_process",
+    "part_of",
+    "reduce_scatter_flat",
+    "relative_error",
+    "sum_dtype",
+    "tensors_in",
+    "without_coordinates",
+    "worst",
+]

@@ -1,0 +1,183 @@
+"""The collective that exchanges: all_to_all, of one tensor or of two lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..errors import InvalidArgumentError, MismatchError
+from ..transport.ways import way_of
+from ..wire.backend import as_bytes, gather_ints, on_wire, process_group
+from ..wire.checks import checking, compare, tells_failure
+from ..wire.sums import as_one
+from ..wire.work import Work, settled
+from ..world.info import group_ranks
+from .arguments import check_list, check_target, check_tensor
+
+Group = ProcessGroup | None
+
+
+@overload
+def all_to_all(data: Tensor, group: Group = ..., async_op: Literal[False] = ...) -> Tensor: ...
+@overload
+def all_to_all(data: Tensor, group: Group = ..., *, async_op: Literal[True]) -> Work[Tensor]: ...
+@overload
+def all_to_all(
+    send_list: Sequence[Tensor],
+    recv_list: Sequence[Tensor],
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> None: ...
+@overload
+def all_to_all(
+    send_list: Sequence[Tensor],
+    recv_list: Sequence[Tensor],
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Work[None]: ...
+@tells_failure
+def all_to_all(*args: Any, **options: Any) -> Any:
+    """Send every rank its own block, and collect the blocks of all ranks for this one.
+
+    `all_to_all(data, group=None, async_op=False)` cuts dim 0 into as many blocks as there are
+    ranks and returns the received ones joined along dim 0. The sizes of all ranks are compared
+    first (one small message), so that a dim that does not divide is an error on every rank.
+
+    `all_to_all(send_list, recv_list, group=None, async_op=False)` sends tensor i to the group's
+    rank i and fills tensor j from its rank j. The list to *send* comes first: torch.distributed
+    has it the other way round. Shapes may differ from pair to pair, and nothing is compared.
+
+    Args:
+        args: the tensor to cut, the same shape and dtype on every rank; or the list to send and
+            the list to fill.
+        options: `group` (the default group by default); `async_op` (return a Work at once, whose
+            `wait()` returns the tensor, or None once the list is filled).
+
+    Returns:
+        The joined blocks in the first form, None in the second.
+
+    Raises:
+        InvalidArgumentError: dim 0 does not divide, on any rank; or the lists do not fit.
+        MismatchError: the ranks' shapes or dtypes differ (first form).
+        NotInGroupError: this rank is outside the group.
+    """
+    data = args[0] if args else options.get("data")
+    if isinstance(data, Tensor):
+        return _all_to_all(*args, **options)
+    lists = "send_list" in options or isinstance(data, Sequence)
+    if not lists or not (len(args) > 1 or "recv_list" in options):
+        message = (
+            "all_to_all needs a tensor, or a list to send and one to receive into, "
+            f"got {type(data).__name__}"
+        )
+        raise InvalidArgumentError(message)
+    return _all_to_all_lists(*args, **options)
+
+
+def _all_to_all(data: Tensor, group: Group = None, async_op: bool = False) -> Tensor | Work[Tensor]:
+    check_tensor(data, "all_to_all")
+    members = process_group(group)
+    if data.dim() == 0:
+        message = "all_to_all cuts dim 0, which a tensor without dims does not have"
+        raise InvalidArgumentError(message)
+    if members is None or members.size() == 1:
+        return settled((), partial(_copied, data), async_op)
+    if checking():
+        compare(members, "all_to_all", data)
+    _check_blocks(data, members)
+    if data.numel() == 0:
+        return settled((), partial(_copied, data), async_op)
+    sent = on_wire(data, members)
+    done = partial(_moved, data.device)
+    return way_of(sent, members, async_op).all_to_all(sent, done, async_op)
+
+
+def _check_blocks(data: Tensor, members: ProcessGroup) -> None:
+    """Compare dim 0, and what one row takes, over the ranks."""
+    size = members.size()
+    row = data[0].numel() * data.element_size() if data.size(0) else 0
+    rows = gather_ints((data.size(0), row), members)
+    if all(length % size == 0 for length, _ in rows) and rows.count(rows[0]) == size:
+        return
+    lengths = ", ".join(
+        f"rank {rank}: {length}"
+        for rank, (length, _) in zip(group_ranks(members), rows, strict=True)
+    )
+    if any(length % size for length, _ in rows):
+        message = (
+            f"all_to_all cuts dim 0 into {size} equal blocks, one a rank, which {size} must "
+            f"divide; dim 0 is {lengths}: pad it, or use all_to_all(send_list, recv_list)"
+        )
+        raise InvalidArgumentError(message)
+    message = (
+        f"all_to_all needs one shape and dtype on every rank; dim 0 is {lengths}, and a row takes "
+        f"{', '.join(str(taken) for _, taken in rows)} bytes: use all_to_all(send_list, recv_list)"
+    )
+    raise MismatchError(message)
+
+
+def _all_to_all_lists(
+    send_list: Sequence[Tensor],
+    recv_list: Sequence[Tensor],
+    group: Group = None,
+    async_op: bool = False,
+) -> Work[None] | None:
+    members = process_group(group)
+    size, rank = (1, 0) if members is None else (members.size(), members.rank())
+    check_list(send_list, size, "all_to_all", "send_list")
+    check_list(recv_list, size, "all_to_all", "recv_list")
+    for entry in recv_list:
+        check_target(entry, "all_to_all", "recv_list")
+    to_self, from_self = send_list[rank], recv_list[rank]
+    check_list([from_self], 1, "all_to_all", f"recv_list[{rank}]", like=to_self)
+    if members is None or size == 1:
+        return settled((), partial(_keep_own, from_self, to_self), async_op)
+    sent = [as_bytes(on_wire(entry, members)) for entry in send_list]
+    counts = [entry.numel() * entry.element_size() for entry in recv_list]
+    if checking():
+        compare(members, "all_to_all with lists")
+        _compare_pairs([part.numel() for part in sent], counts, members)
+    joined = as_one(sent)
+    sizes = [part.numel() for part in sent]
+    done = partial(_distribute, recv_list, counts)
+    return way_of(joined, members, True).exchange(joined, sizes, counts, done, async_op)
+
+
+def _compare_pairs(sent: list[int], received: list[int], members: ProcessGroup) -> None:
+    """Compare what every rank sends to every other with what that one expects."""
+    rows = gather_ints((*sent, *received), members)
+    ranks, size = group_ranks(members), len(rows)
+    wrong = [
+        f"rank {ranks[i]} sends {rows[i][j]} bytes to rank {ranks[j]}, which expects "
+        f"{rows[j][size + i]}"
+        for i in range(size)
+        for j in range(size)
+        if rows[i][j] != rows[j][size + i]
+    ]
+    if wrong:
+        raise MismatchError(f"all_to_all lists do not match: {'; '.join(wrong)}")
+
+
+def _distribute(targets: Sequence[Tensor], counts: list[int], received: Tensor) -> None:
+    for target, part in zip(targets, received.split(counts), strict=True):
+        if part.storage_offset() % target.element_size():  # a dtype wants its alignment
+            part = part.clone()
+        target.detach().copy_(part.view(target.dtype).view(target.shape))
+
+
+def _moved(device: torch.device, received: Tensor) -> Tensor:
+    return received.to(device)
+
+
+def _copied(data: Tensor) -> Tensor:
+    return data.detach().clone(memory_format=torch.contiguous_format)
+
+
+def _keep_own(target: Tensor, source: Tensor) -> None:
+    target.detach().copy_(source.detach())

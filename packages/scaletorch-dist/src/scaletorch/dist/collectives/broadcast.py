@@ -1,0 +1,135 @@
+"""Collectives that one rank feeds: broadcast and scatter."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, overload
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..errors import InvalidArgumentError
+from ..transport.ways import arrived, way_of
+from ..wire.backend import broadcast_ints, on_wire, process_group
+from ..wire.checks import checking, compare, tells_failure
+from ..wire.work import Work, nothing, settled
+from .arguments import check_list, check_member, check_target
+
+Group = ProcessGroup | None
+
+
+@overload
+def broadcast(
+    data: Tensor, src: int = ..., group: Group = ..., async_op: Literal[False] = ...
+) -> None: ...
+@overload
+def broadcast(
+    data: Tensor, src: int = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work[None]: ...
+@tells_failure
+def broadcast(
+    data: Tensor, src: int = 0, group: Group = None, async_op: bool = False
+) -> Work[None] | None:
+    """Copy `data` of rank `src` into that of every rank.
+
+    Args:
+        data: filled in place; the same shape and dtype on every rank.
+        src: global rank to copy from.
+        group: the default group by default.
+        async_op: return a Work at once; `data` is right after its `wait()`.
+
+    Raises:
+        NotInGroupError: `src` or this rank is outside the group.
+    """
+    check_target(data, "broadcast")
+    members = process_group(group)
+    mine = check_member(src, "src", group)
+    if members is not None and checking():
+        compare(members, "broadcast", data, f"src={src}")
+    if members is None or members.size() == 1 or data.numel() == 0:
+        return settled((), nothing, async_op)
+    buffer = on_wire(data, members)
+    there = mine or buffer.data_ptr() == data.data_ptr()
+    done = arrived if there else partial(_home, data.detach())
+    return way_of(buffer, members, async_op).broadcast(buffer, src, done, async_op)
+
+
+@overload
+def scatter(
+    data: Tensor,
+    scatter_list: Sequence[Tensor] | None = ...,
+    src: int = ...,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> None: ...
+@overload
+def scatter(
+    data: Tensor,
+    scatter_list: Sequence[Tensor] | None = ...,
+    src: int = ...,
+    group: Group = ...,
+    *,
+    async_op: Literal[True],
+) -> Work[None]: ...
+@tells_failure
+def scatter(
+    data: Tensor,
+    scatter_list: Sequence[Tensor] | None = None,
+    src: int = 0,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work[None] | None:
+    """Copy entry i of the list on rank `src` into `data` of the group's rank i.
+
+    The list is known on `src` alone, so whether it fits is sent first: a bad one is an error on
+    every rank.
+
+    Args:
+        data: filled in place; the same shape and dtype on every rank.
+        scatter_list: on `src`, one tensor a rank like `data`; elsewhere ignored.
+        src: global rank that has the list.
+        group: the default group by default.
+        async_op: return a Work at once; `data` is right after its `wait()`.
+
+    Raises:
+        InvalidArgumentError: the list does not fit; on every rank.
+        NotInGroupError: `src` or this rank is outside the group.
+    """
+    check_target(data, "scatter")
+    members = process_group(group)
+    mine = check_member(src, "src", group)
+    size = 1 if members is None else members.size()
+    if members is not None and checking():
+        compare(members, "scatter", data, f"src={src}")
+    _check_list_of_root(scatter_list, data, src, mine, members)
+    if members is None or size == 1 or data.numel() == 0:
+        source = scatter_list[0] if scatter_list else data
+        return settled((), partial(_home, data.detach(), source.detach()), async_op)
+    entries = [on_wire(entry, members) for entry in scatter_list or ()] if mine else None
+    buffer = on_wire(data, members)
+    done = partial(_home, data.detach())
+    return way_of(buffer, members, async_op).scatter(buffer, entries, src, done, async_op)
+
+
+def _check_list_of_root(tensors: Any, data: Tensor, src: int, mine: bool, members: Group) -> None:
+    """Check what only rank `src` has, and raise on every rank."""
+    size = 1 if members is None else members.size()
+    error = None
+    if mine:
+        try:
+            check_list(tensors, size, "scatter", "scatter_list", like=data)
+        except InvalidArgumentError as found:
+            error = found
+    if members is not None and size > 1:
+        (bad,) = broadcast_ints([int(error is not None)], src, members)
+        if bad and error is None:
+            message = f"scatter: the list of rank {src} does not fit; its error says how"
+            raise InvalidArgumentError(message)
+    if error is not None:
+        raise error
+
+
+def _home(data: Tensor, buffer: Tensor) -> None:
+    if buffer.data_ptr() != data.data_ptr():
+        data.copy_(buffer)

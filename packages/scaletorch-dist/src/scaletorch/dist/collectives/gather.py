@@ -1,0 +1,157 @@
+"""Collectives that collect: all_gather and gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..errors import InvalidArgumentError
+from ..transport.ways import way_of
+from ..wire.backend import on_wire, process_group
+from ..wire.checks import checking, compare, tells_failure
+from ..wire.work import Work, settled
+from .arguments import check_list, check_member, check_target, check_tensor
+
+Group = ProcessGroup | None
+
+
+@overload
+def all_gather(
+    data: Tensor, group: Group = ..., async_op: Literal[False] = ...
+) -> list[Tensor]: ...
+@overload
+def all_gather(
+    data: Tensor, group: Group = ..., *, async_op: Literal[True]
+) -> Work[list[Tensor]]: ...
+@overload
+def all_gather(
+    tensor_list: Sequence[Tensor],
+    tensor: Tensor,
+    group: Group = ...,
+    async_op: Literal[False] = ...,
+) -> None: ...
+@overload
+def all_gather(
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = ..., *, async_op: Literal[True]
+) -> Work[None]: ...
+@tells_failure
+def all_gather(*args: Any, **options: Any) -> Any:
+    """Collect a tensor from every rank, in the group's order.
+
+    `all_gather(data, group=None, async_op=False)` returns a list of new tensors, parts of one
+    block of memory; `all_gather(tensor_list, tensor, group=None, async_op=False)` fills a list.
+
+    Args:
+        args: this rank's tensor, the same shape and dtype on every rank; in the second form after
+            the list to fill.
+        options: `group` (the default group by default); `async_op` (return a Work at once, whose
+            `wait()` returns the list, or None once the given one is filled).
+
+    Returns:
+        The list in the first form, None in the second.
+
+    Raises:
+        InvalidArgumentError: no tensor, or a list that does not fit.
+        NotInGroupError: this rank is outside the group.
+    """
+    data = args[0] if args else options.get("data")
+    if isinstance(data, Tensor):
+        return _all_gather(*args, **options)
+    lists = "tensor_list" in options or isinstance(data, Sequence)
+    if not lists or not (len(args) > 1 or "tensor" in options):
+        message = (
+            f"all_gather needs a tensor, or a list to fill and a tensor, got {type(data).__name__}"
+        )
+        raise InvalidArgumentError(message)
+    return _all_gather_into(*args, **options)
+
+
+def _all_gather(
+    data: Tensor, group: Group = None, async_op: bool = False
+) -> list[Tensor] | Work[list[Tensor]]:
+    check_tensor(data, "all_gather")
+    members = process_group(group)
+    if members is not None and checking():
+        compare(members, "all_gather", data)
+    if members is None or members.size() == 1 or data.numel() == 0:
+        return settled((), partial(_alone, data, members), async_op)
+    own = on_wire(data, members)
+    done = partial(_listed, data.device)
+    return way_of(own, members, async_op).all_gather(own, done, async_op)
+
+
+def _all_gather_into(
+    tensor_list: Sequence[Tensor], tensor: Tensor, group: Group = None, async_op: bool = False
+) -> Work[None] | None:
+    check_tensor(tensor, "all_gather", "tensor")
+    members = process_group(group)
+    size = 1 if members is None else members.size()
+    check_list(tensor_list, size, "all_gather", "tensor_list", like=tensor)
+    for entry in tensor_list:
+        check_target(entry, "all_gather", "tensor_list")
+    if members is not None and checking():
+        compare(members, "all_gather", tensor)
+    if members is None or size == 1 or tensor.numel() == 0:
+        return settled((), partial(_fill, tensor_list, [tensor.detach()] * size), async_op)
+    own = on_wire(tensor, members)
+    done = partial(_fill, tensor_list)
+    return way_of(own, members, async_op).all_gather(own, done, async_op)
+
+
+@overload
+def gather(
+    data: Tensor, dst: int = ..., group: Group = ..., async_op: Literal[False] = ...
+) -> list[Tensor]: ...
+@overload
+def gather(
+    data: Tensor, dst: int = ..., group: Group = ..., *, async_op: Literal[True]
+) -> Work[list[Tensor]]: ...
+@tells_failure
+def gather(
+    data: Tensor, dst: int = 0, group: Group = None, async_op: bool = False
+) -> list[Tensor] | Work[list[Tensor]]:
+    """Collect a tensor from every rank on rank `dst`.
+
+    Args:
+        data: this rank's tensor, the same shape and dtype on every rank.
+        dst: global rank that gets the list.
+        group: the default group by default.
+        async_op: return a Work at once, whose `wait()` returns the list.
+
+    Returns:
+        On `dst` a list of new tensors in the group's order, elsewhere `[]`.
+
+    Raises:
+        InvalidArgumentError: no tensor.
+        NotInGroupError: `dst` or this rank is outside the group.
+    """
+    check_tensor(data, "gather")
+    members = process_group(group)
+    mine = check_member(dst, "dst", group)
+    if members is not None and checking():
+        compare(members, "gather", data, f"dst={dst}")
+    if members is None or members.size() == 1 or data.numel() == 0:
+        return settled((), partial(_alone, data, members, mine), async_op)
+    own = on_wire(data, members)
+    done = partial(_listed, data.device, mine=mine)
+    return way_of(own, members, async_op).gather(own, dst, done, async_op)
+
+
+def _alone(data: Tensor, members: Group, mine: bool = True) -> list[Tensor]:
+    count = 1 if members is None else members.size()
+    copies = count if mine else 0
+    return [data.detach().clone(memory_format=torch.contiguous_format) for _ in range(copies)]
+
+
+def _listed(device: torch.device, rows: Tensor, mine: bool = True) -> list[Tensor]:
+    return list(rows.to(device).unbind(0)) if mine else []
+
+
+def _fill(targets: Sequence[Tensor], sources: Any) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.detach().copy_(source)

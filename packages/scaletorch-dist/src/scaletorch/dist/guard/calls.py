@@ -1,0 +1,107 @@
+"""What a call is to the ledger: a text, a checksum of it, and the line that made it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from types import CodeType, FrameType
+from typing import Any
+from zlib import crc32
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..wire.checks import describe
+
+KNOWN = 4096  # descriptions of calls that are kept
+_TEXT = 140  # bytes of a description
+
+_PACKAGE = __name__.rpartition(".dist.")[0] + "."  # this library, also in a vendored copy
+_SKIPPED = (_PACKAGE, "torch.", "contextlib", "functools")
+
+# By identity: to hash code takes a microsecond. The code is kept, so that no other gets its place.
+_inside: dict[int, tuple[bool, CodeType]] = {}
+_sites: dict[tuple[int, int], tuple[bytes, int]] = {}
+
+Description = tuple[int, bytes]  # checksum of all that must be the same on every member, and text
+
+
+class Descriptions(dict[Any, Description]):
+    """The descriptions of calls, which are made once: most programs repeat the same few.
+
+    The recorder looks them up itself, since another Python call would be a tenth of its time.
+    """
+
+    def add_collective(self, key: Any, size: int, call: str, facts: Sequence[Any]) -> Description:
+        """Describe a collective of a group of `size` ranks."""
+        text = describe(call, *facts)
+        strides = [
+            str(list(fact.stride()))
+            for fact in facts
+            if isinstance(fact, Tensor) and not fact.is_contiguous()
+        ]
+        shown = f"{text} strides {', '.join(strides)}" if strides else text
+        return self._keep(key, f"{text} {size}", shown)
+
+    def add_message(self, key: Any, data: Tensor, peer: int, sends: bool) -> Description:
+        """Describe one end of a message; of its shape the number of elements counts."""
+        shape = describe("", data)[1:-1]
+        way = f"send({shape}) to" if sends else f"recv({shape}) from"
+        return self._keep(key, f"{data.dtype} {data.numel()}", f"{way} rank {peer}")
+
+    def _keep(self, key: Any, same: str, text: str) -> Description:
+        data = text.encode(errors="backslashreplace")
+        if len(data) > _TEXT:
+            data = data[: _TEXT - 4] + " …".encode()
+        found = crc32(same.encode(errors="backslashreplace")), data
+        try:
+            hash(key)
+        except TypeError:
+            return found
+        if len(self) >= KNOWN:
+            self.clear()
+        self[key] = found
+        return found
+
+
+def fact_key(fact: Any) -> Any:
+    """Return a key for a fact of a call; the dtype, shape and strides are that of a tensor."""
+    if isinstance(fact, Tensor):
+        return fact.dtype, fact.shape, fact.stride()
+    if isinstance(fact, (list, tuple)):
+        return tuple(map(fact_key, fact))
+    return type(fact), fact
+
+
+def group_label(group: ProcessGroup) -> str:
+    """Return a group's name for people: `tp` for one whose description is `scaletorch_tp`."""
+    name = (group.group_desc or "").removeprefix("scaletorch_")
+    if name in ("", "undefined"):
+        name = f"group {group.group_name}"
+    return "the default group" if name == "default_pg" else name
+
+
+def call_site() -> tuple[bytes, int]:
+    """Return the first frame outside this library and torch, and a checksum of it.
+
+    Returns:
+        `file.py:33 in function`, cut if it is long.
+    """
+    frame: FrameType = sys._getframe(3)  # beyond the recorder
+    while True:
+        code = frame.f_code
+        known = _inside.get(id(code))
+        if known is None:
+            name = frame.f_globals.get("__name__", "")
+            known = _inside[id(code)] = name.startswith(_SKIPPED), code
+        outer = frame.f_back
+        if not known[0] or outer is None:
+            break
+        frame = outer
+    key = id(code), frame.f_lasti
+    site = _sites.get(key)
+    if site is None:
+        file = "/".join(code.co_filename.rsplit("/", 2)[-2:])[-40:]
+        text = f"{file}:{frame.f_lineno} in {code.co_name}".encode()[:72]
+        site = _sites[key] = text, crc32(text)
+    return site

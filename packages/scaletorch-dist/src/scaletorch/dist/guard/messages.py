@@ -1,0 +1,128 @@
+"""What the monitor and the ranks say to one another, and the connection that carries it.
+
+Every message is a line of JSON, its name and its fields: nothing is pickled.
+"""
+# ruff: noqa: UP014 - a table
+
+from __future__ import annotations
+
+import contextlib
+import json
+import socket
+from typing import Any, NamedTuple
+
+from .facts import Fault
+
+LONGEST = 1 << 22  # bytes of a line
+_CHUNK = 1 << 16
+
+Tail = list[list[Any]]  # the values of the last entries
+Counts = dict[str, int]
+Marks = dict[str, list[tuple[int, int, int]]]
+Steps = list[tuple[int, list[tuple[str, int, int]]]]
+
+# From a rank: it is here; its news (see `Report`); its answer to a question; it ends, by an
+# exception or well; a look at another process (see `Sign`); a fault of the guard itself.
+Hello = NamedTuple(
+    "Hello", [("token", str), ("rank", int), ("pid", int), ("host", int), ("label", str)]
+)
+News = NamedTuple("News", [
+    ("channels", dict[str, list[Any]]), ("counts", Counts), ("marks", Marks), ("steps", Steps),
+    ("waits", list[list[Any]]), ("free", int), ("foreign", bool),
+])  # fmt: skip
+Answer = NamedTuple("Answer", [("number", int), ("tail", Tail), ("stack", str)])
+Raised = NamedTuple("Raised", [("what", str), ("headline", str), ("tail", Tail)])
+Bye = NamedTuple("Bye", [("tail", Tail)])
+Signs = NamedTuple("Signs", [("rank", int), ("state", str), ("faults", int), ("seconds", float)])
+Off = NamedTuple("Off", [("why", str)])
+
+# From the monitor, which passes `Off` on, and tells of a `Fault`: all are here, and rank 0's
+# process if it is on the same host; a question; look at a process; log a warning; all have ended.
+Welcome = NamedTuple("Welcome", [("first", int | None)])
+Ask = NamedTuple("Ask", [("number", int)])
+Look = NamedTuple("Look", [("rank", int), ("pid", int)])
+Warn = NamedTuple("Warn", [("text", str)])
+End = NamedTuple("End", [])
+
+Message = (
+    Hello | News | Answer | Raised | Bye | Signs | Off
+    | Welcome | Ask | Look | Warn | Fault | End
+)  # fmt: skip
+_KINDS = {kind.__name__: kind for kind in Message.__args__}
+
+
+class Connection:
+    """One end of a socket that carries messages.
+
+    Args:
+        sock: The socket; it is read when it is ready.
+        longest: Bytes of a line that are accepted.
+        patience: Seconds until the other side counts as gone if it does not read.
+
+    Attributes:
+        open: Whether the other side may still say something.
+        broken: Whether it has sent anything but messages.
+        rank: The rank at the other side, or None if it has not said so yet.
+    """
+
+    def __init__(
+        self, sock: socket.socket, *, longest: int = LONGEST, patience: float = 2.0
+    ) -> None:
+        sock.settimeout(patience)
+        with contextlib.suppress(OSError):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.longest = longest
+        self.open = True
+        self.broken = False
+        self.rank: int | None = None
+        self._buffer = b""
+
+    def fileno(self) -> int:
+        """Return the descriptor, for selectors."""
+        return self.sock.fileno()
+
+    def send(self, *messages: Message) -> bool:
+        """Send messages at once; return False if the other side is gone."""
+        lines = [
+            json.dumps([type(message).__name__, *message], separators=(",", ":")) + "\n"
+            for message in messages
+        ]
+        try:
+            self.sock.sendall("".join(lines).encode())
+        except OSError:
+            return False
+        return True
+
+    def receive(self) -> list[Message]:
+        """Return the messages that have come, after the socket has become ready to be read."""
+        try:
+            data = self.sock.recv(_CHUNK)
+        except (TimeoutError, InterruptedError):
+            return []
+        except OSError:
+            data = b""
+        if not data:
+            self.open = False
+            return []
+        *lines, self._buffer = (self._buffer + data).split(b"\n")
+        if max(map(len, (*lines, self._buffer))) > self.longest:
+            lines = [b"a line too long"]
+        try:
+            return [_decode(json.loads(line)) for line in lines]
+        except (TypeError, ValueError, KeyError, RecursionError):
+            self.open, self.broken = False, True
+            return []
+
+    def close(self) -> None:
+        """Close the socket."""
+        self.open = False
+        with contextlib.suppress(OSError):
+            self.sock.close()
+
+
+def _decode(values: Any) -> Message:
+    """Return the message that was sent; the values of its fields are not looked at."""
+    name, *fields = values
+    message: Message = _KINDS[name](*fields)
+    return message

@@ -1,0 +1,137 @@
+"""How the ranks start the monitor and find it: over their group, in two small collectives."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import threading
+from typing import IO, NamedTuple, cast
+
+import torch
+import torch.distributed as c10d
+from torch.distributed import ProcessGroup
+
+from ..errors import StateError
+from ..launchers.interfaces import is_loopback
+from ..wire.backend import gather_ints, host_device
+from .folders import choose_folder, make_private, remove_old
+from .messages import Connection, Hello
+from .processes import host_number
+
+_WIDTH = 1024  # bytes of the text that rank 0 sends
+_CONNECT = 30.0  # s
+_READS = 60.0  # s that the monitor may be too busy to hear a rank
+
+# Without this package's own `__init__`, which has torch: in a tenth of a second.
+_BOOT = (
+    "import importlib, sys, types\n"
+    "package = types.ModuleType({package!r})\n"
+    "package.__path__ = [{folder!r}]\n"
+    "sys.modules[{package!r}] = package\n"
+    "importlib.import_module({package!r} + '.monitor').serve()\n"
+)
+
+
+class Agreed(NamedTuple):
+    """The result of `start_monitor`, the same on every rank."""
+
+    folder: str = ""  # of the ledgers
+    address: str = ""  # where the monitor listens
+    port: int = 0
+    token: str = ""  # the secret of its ranks
+    failed: str = ""  # why there is no monitor, if so
+
+
+def start_monitor(group: ProcessGroup, folder: str | None, limits: dict[str, float]) -> Agreed:
+    """Start the monitor beside the first rank, and agree where it is; every rank calls it.
+
+    Args:
+        group: The ranks that are guarded.
+        folder: Where to keep the ledgers, or None for a temporary folder.
+        limits: The limits of the monitor's picture.
+
+    Raises:
+        StateError: The folder is somebody else's.
+    """
+    hosts = {host for (host,) in gather_ints((host_number(),), group)}
+    said = b""
+    if group.rank() == 0:
+        try:
+            own = _start(choose_folder(folder), group.size(), limits, alone=len(hosts) == 1)
+        except (OSError, ValueError) as error:  # no port, or no process: told to every rank
+            own = Agreed(failed=str(error)[: _WIDTH // 2] or type(error).__name__)
+        said = json.dumps(own).encode()
+    data = torch.frombuffer(bytearray(said.ljust(_WIDTH)), dtype=torch.uint8)
+    data = data.to(host_device(group))
+    c10d.broadcast(data, c10d.get_process_group_ranks(group)[0], group)
+    agreed = Agreed(*json.loads(bytes(data.tolist())))
+    if not agreed.failed and make_private(agreed.folder) and folder is None:
+        remove_old(os.path.dirname(agreed.folder))
+    return agreed
+
+
+def _start(folder: str, size: int, limits: dict[str, float], *, alone: bool) -> Agreed:
+    listener, address = _listen(alone=alone)
+    agreed = Agreed(folder, address, listener.getsockname()[1], secrets.token_hex(16))
+    with listener:
+        arguments = {"listener": listener.fileno(), "token": agreed.token, "size": size}
+        _run_monitor(listener, {**arguments, "folder": folder, **limits})
+    return agreed
+
+
+def _listen(*, alone: bool) -> tuple[socket.socket, str]:
+    """Listen on loopback if all ranks are here, else at the address that the master's name has."""
+    master = os.environ.get("MASTER_ADDR", "")
+    if alone:
+        address = "127.0.0.1"
+    elif master and not is_loopback(master):
+        address = socket.gethostbyname(master)
+    else:
+        address = socket.gethostbyname(socket.gethostname())
+    try:
+        return socket.create_server((address, 0), backlog=4096), address
+    except OSError:  # an address that is translated on the way here
+        return socket.create_server(("", 0), backlog=4096), address
+
+
+def _run_monitor(listener: socket.socket, arguments: dict[str, object]) -> None:
+    """Run the monitor in a process that has this one's listener, and nothing else of it.
+
+    It ends when all ranks have hung up, and does not mind Ctrl-C.
+    """
+    boot = _BOOT.format(package=__package__, folder=os.path.dirname(os.path.abspath(__file__)))
+    process = subprocess.Popen(
+        [sys.executable, "-S", "-P", "-c", boot],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,  # whoever reads a rank's output does not wait for this process
+        stderr=subprocess.DEVNULL,
+        pass_fds=(listener.fileno(),),
+        cwd="/",
+        start_new_session=True,
+    )
+    # Through its input, since other users can read its command line.
+    with cast(IO[bytes], process.stdin) as words:
+        words.write(json.dumps(arguments).encode())
+    threading.Thread(target=process.wait, name="scaletorch-guard-reaper", daemon=True).start()
+
+
+def connect(agreed: Agreed, hello: Hello) -> Connection:
+    """Connect to the monitor.
+
+    Raises:
+        StateError: It cannot be reached.
+    """
+    address, port = agreed.address, agreed.port
+    try:
+        sock = socket.create_connection((address, port), timeout=_CONNECT)
+    except OSError as error:
+        raise StateError(
+            f"cannot reach the guard's monitor on rank 0 at {address}:{port}: {error}"
+        ) from error
+    connection = Connection(sock, patience=_READS)
+    connection.send(hello)
+    return connection

@@ -1,0 +1,120 @@
+"""How the monitor's picture of the job changes with every message."""
+
+from __future__ import annotations
+
+from itertools import count
+from typing import Any
+
+from .facts import MISSED, PERIOD, WORK, Channel, Entry, Picture, Report, Sign, Wait, news_period
+from .ledger import tails
+from .messages import Answer, Bye, Message, News, Raised, Signs, Tail
+from .mismatch import drop_agreed
+
+REMEMBERED = 64  # marks, and ends of steps, of a rank that nobody has compared with yet
+AGAIN = 1.0  # s after which a question that was not answered is asked again
+
+_numbers = count(1)
+
+
+def new_picture(size: int, *, warn: float, patience: float, silence: float = 10.0) -> Picture:
+    """Return the picture of a job of `size` ranks of which nothing is known yet."""
+    missed = MISSED * news_period(size)
+    reports = {rank: Report(rank, patience=missed) for rank in range(size)}
+    return Picture(reports, {}, warn, patience, silence)
+
+
+def new_question(report: Report, now: float, *, afresh: bool = False) -> int | None:
+    """Return the number of a new question to a rank, or None while one is under way."""
+    if report.question is not None and now - report.question[1] < AGAIN and not afresh:
+        return None
+    report.question = next(_numbers), now
+    return report.question[0]
+
+
+def to_examine(picture: Picture, now: float) -> list[int]:
+    """Return the ranks that are late to speak, and whose processes must be looked at now."""
+    due = [
+        report
+        for report in picture.reports.values()
+        if report.alive and now - report.heard > report.patience / 4
+        if now - report.examined >= PERIOD
+    ]
+    for report in due:
+        report.examined = now
+    return [report.rank for report in due]
+
+
+def lose(report: Report, what: str, left: dict[str, dict[int, Entry]] | None, now: float) -> None:
+    """Write down a death: how it came, and the last calls in the ledger of the dead rank."""
+    report.end, report.ended, report.what = "death", now, what
+    report.tails = left or {}
+
+
+def update(picture: Picture, rank: int, message: Message, now: float) -> None:
+    """Write down a message of a rank."""
+    report = picture.reports[rank]
+    report.heard, report.stopped = now, None
+    report.signs.clear()
+    match message:
+        case News():
+            _take_news(picture, report, message, now)
+        case Answer():
+            report.tails, report.stack = _tails(message.tail), message.stack
+            if report.question is not None and report.question[0] == message.number:
+                report.asked, report.question = report.question[1], None
+        case Raised() if report.alive:
+            report.end, report.ended, report.what = "exception", now, message.what
+            report.headline, report.tails = message.headline, _tails(message.tail)
+        case Bye() if report.alive:
+            report.end, report.ended, report.tails = "finished", now, _tails(message.tail)
+        case Signs():
+            _take_sign(picture.reports[message.rank], Sign(now, *message[1:]))
+
+
+def _take_sign(report: Report, sign: Sign) -> None:
+    """Keep the signs since a process last worked on data, or waited for a disk."""
+    if sign.state == "T":
+        report.stopped = sign.time if report.stopped is None else report.stopped
+        report.still = sign.time
+        report.signs.clear()
+        return
+    report.stopped = None
+    if report.able(sign.time):
+        return
+    signs = report.signs
+    if signs and (sign.faults - signs[0].faults >= WORK or sign.state not in "SR"):
+        report.signs = [sign]
+    else:
+        report.signs = [*signs[:1], *signs[1:][-REMEMBERED:], sign]
+
+
+def _take_news(picture: Picture, report: Report, news: News, now: float) -> None:
+    channels = picture.channels
+    for key, (label, members, message) in news.channels.items():
+        channels.setdefault(key, Channel(label, tuple(members), message))
+    report.counts |= news.counts
+    for key, marks in news.marks.items():
+        own = report.marks.setdefault(key, {})
+        # The two ends of a message come from lines of their own: their lines are not compared.
+        ends = channels[key].message
+        own |= {made: (rolling, 0 if ends else sites) for made, rolling, sites in marks}
+        _forget(own, REMEMBERED)
+    for step, states in news.steps:
+        report.step = step
+        report.steps |= {(step, key): (made, rolling) for key, made, rolling in states}
+    _forget(report.steps, REMEMBERED * max(1, len(channels)))
+    report.waits = [Wait(*values) for values in news.waits]
+    report.since = {w.number: report.since.get(w.number, now) for w in report.waits}
+    report.free, report.foreign = news.free, news.foreign
+    if news.marks or news.steps:
+        drop_agreed(picture)
+
+
+def _tails(values: Tail) -> dict[str, dict[int, Entry]]:
+    return tails([Entry(*own) for own in values])
+
+
+def _forget(known: dict[Any, Any], limit: int) -> None:
+    """Forget the oldest."""
+    for key in list(known)[: max(0, len(known) - limit)]:
+        del known[key]

@@ -1,0 +1,122 @@
+"""Moving bytes whose number differs from rank to rank: heads first, then no more than there is."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..collectives.gather import gather
+from ..collectives.messages import exchange
+from ..transport.ways import arrived, way_of
+from ..wire.backend import gather_ints, host_device
+from ..world.info import group_ranks
+
+Buffer = bytearray | memoryview
+
+PIECE = 1 << 30  # bytes in one message: some backends count in 31 bits
+LONGEST_ERROR = 2000  # characters of an error's text that travel
+SMALL = 1 << 16  # bytes up to which filling up costs less than a message a rank
+
+
+def broadcast_bytes(content: Buffer, src: int, members: ProcessGroup) -> None:
+    """Fill `content`, as long on every rank, with that of global rank `src`."""
+    data = torch.frombuffer(content, dtype=torch.uint8)
+    wire = data.to(host_device(members))
+    way = way_of(wire, members)
+    for piece in wire.split(PIECE):
+        way.broadcast(piece, src, arrived, False)
+    _home(data, wire)
+
+
+def all_gather_bytes(own: Buffer, lengths: list[int], members: ProcessGroup) -> list[Buffer]:
+    """Return every rank's bytes.
+
+    Args:
+        own: this rank's; changed.
+        lengths: of every rank's, none of them 0.
+        members: the ranks.
+    """
+    longest = max(lengths)
+    if longest <= SMALL or (longest <= PIECE and longest * len(lengths) <= 1.25 * sum(lengths)):
+        return _all_gather_filled_up(own, lengths, members)
+    parts: list[Buffer] = []
+    for rank, length in zip(group_ranks(members), lengths, strict=True):
+        parts.append(own if rank == c10d.get_rank() else bytearray(length))
+        broadcast_bytes(parts[-1], rank, members)
+    return parts
+
+
+def _filled_up(own: Buffer, longest: int, members: ProcessGroup) -> Tensor:
+    filled = torch.frombuffer(own, dtype=torch.uint8)
+    if len(own) < longest:
+        filled = torch.cat((filled, filled.new_zeros(longest - len(own))))
+    return filled.to(host_device(members))
+
+
+def _all_gather_filled_up(own: Buffer, lengths: list[int], members: ProcessGroup) -> list[Buffer]:
+    longest = max(lengths)
+    filled = _filled_up(own, longest, members)
+    content = bytearray(len(lengths) * longest)
+    rows = torch.frombuffer(content, dtype=torch.uint8)
+    wire = rows.to(filled.device)
+    wire.view(len(lengths), longest)[members.rank()] = filled
+    way_of(wire, members).gather_flat(wire, [longest] * len(lengths), arrived, False)
+    _home(rows, wire)
+    view = memoryview(content)
+    starts = range(0, len(content), longest)
+    return [view[start : start + n] for start, n in zip(starts, lengths, strict=True)]
+
+
+def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGroup) -> list[Buffer]:
+    """Return every rank's bytes on global rank `dst`, nothing elsewhere.
+
+    Args:
+        own: this rank's.
+        lengths: of every rank's, none of them 0.
+        dst: who gets them.
+        members: the ranks.
+    """
+    longest, device = max(lengths), host_device(members)
+    if longest <= SMALL:
+        rows = gather(_filled_up(own, longest, members), dst, members)
+        return [_read(row, n) for row, n in zip(rows, lengths, strict=False)]
+    if c10d.get_rank() != dst:
+        wire = torch.frombuffer(own, dtype=torch.uint8).to(device)
+        exchange(sends=[(piece, dst) for piece in wire.split(PIECE)], group=members)
+        return []
+    ranks = group_ranks(members)
+    parts = [own if r == dst else bytearray(n) for r, n in zip(ranks, lengths, strict=True)]
+    hosts = [torch.frombuffer(part, dtype=torch.uint8) for part in parts]
+    wires = [host.to(device) for host in hosts]
+    arrivals = [
+        (piece, rank)
+        for rank, wire in zip(ranks, wires, strict=True)
+        if rank != dst
+        for piece in wire.split(PIECE)
+    ]
+    exchange(recvs=arrivals, group=members)
+    for host, wire in zip(hosts, wires, strict=True):
+        _home(host, wire)
+    return parts
+
+
+def errors_of_all(error: str | None, members: ProcessGroup) -> list[str]:
+    """Return the errors of all ranks, each with its rank; every rank of the group calls it."""
+    content = bytearray((error or "")[:LONGEST_ERROR].encode(errors="backslashreplace") or b"\0")
+    lengths = [length for (length,) in gather_ints((len(content),), members)]
+    texts = [bytes(text).decode() for text in all_gather_bytes(content, lengths, members)]
+    ranks = group_ranks(members)
+    return [f"rank {r}: {text}" for r, text in zip(ranks, texts, strict=True) if text != "\0"]
+
+
+def _read(data: Tensor, length: int) -> bytearray:
+    content = bytearray(length)
+    torch.frombuffer(content, dtype=torch.uint8).copy_(data[:length])
+    return content
+
+
+def _home(host: Tensor, wire: Tensor) -> None:
+    if wire.data_ptr() != host.data_ptr():
+        host.copy_(wire)

@@ -1,1 +1,0 @@
-"""Tensors that the ranks of one host read and write in one another's memory."""

@@ -1,0 +1,269 @@
+"""How tensors travel: by a group's backend, by host memory or by levels of nodes.
+
+What every call takes: contiguous tensors on the group's device, packed by a recipe where they are
+reduced, and `done`, which is given the result and returns what the caller promised. An asynchronous
+call returns a `Work` that does both, a synchronous one returns what `done` does.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, TypeVar, overload
+
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..errors import StateError
+from ..wire.backend import (
+    MOVABLE,
+    Route,
+    all_gather_single,
+    all_to_all_single,
+    movable,
+    raw_all_reduce,
+    raw_broadcast,
+    raw_gather,
+    raw_reduce,
+    raw_scatter,
+    reduce_scatter_single,
+    route,
+)
+from ..wire.recipes import Recipe, reduce_blocks
+from ..wire.work import Work, settled
+from ..world.group import info_of, infos
+from ..world.info import group_ranks
+from . import neighbours
+from .by_memory import MemoryWay, memory_way
+
+T = TypeVar("T")
+Done = Callable[[Tensor], T]
+
+
+@overload
+def way_of(data: Tensor, group: ProcessGroup, async_op: Literal[True]) -> Way: ...
+@overload
+def way_of(data: Tensor, group: ProcessGroup, async_op: bool = ...) -> Way | MemoryWay: ...
+def way_of(data: Tensor, group: ProcessGroup, async_op: bool = False) -> Way | MemoryWay:
+    """Return how a call's tensor travels; every rank of the group asks, and for as many bytes.
+
+    Args:
+        data: The tensor, on the group's device.
+        group: The ranks.
+        async_op: Whether the call is to return at once.
+    """
+    try:
+        info = infos[group]
+    except KeyError:
+        info = info_of(group)
+    device = "cpu" if data.is_cpu else data.device.type
+    if device == "cpu":
+        if info.levels is not None:
+            return info.levels  # type: ignore[no-any-return]
+        if not async_op and data.nbytes >= neighbours.LEAST:
+            memory = memory_way(group)
+            if memory is not None:
+                return memory
+    try:
+        return info.ways[device]  # type: ignore[no-any-return]
+    except KeyError:
+        found = info.ways[device] = Way(group, route(data, group))
+        return found
+
+
+def arrived(result: object) -> None:
+    """Finish what has its result in its place."""
+
+
+class Way:
+    """How tensors of one kind of device travel on one group: by its backend.
+
+    Attributes:
+        route: With which backend, and what that lacks.
+        spoils: Whether `reduce` may leave partial results in the tensors of other ranks.
+    """
+
+    __slots__ = ("_known", "route")
+
+    spoils = True
+
+    def __init__(self, group: ProcessGroup, route: Route) -> None:
+        self._known = weakref.ref(group)  # groups live for as long as others hold them
+        self.route = route
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The ranks."""
+        group = self._known()
+        if group is None:
+            raise StateError("the process group has been destroyed")
+        return group
+
+    def all_reduce(
+        self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
+    ) -> T | Work[T]:
+        """Reduce a tensor over the ranks; its own values may be used up."""
+        if recipe.run in self.route.lacks:
+            return self.reduce_here(buffer, recipe, done, async_op)
+        handle = raw_all_reduce(buffer, recipe.raw, self._known(), async_op)
+        return Work((handle,), partial(done, buffer)) if async_op else done(buffer)
+
+    def reduce(
+        self, buffer: Tensor, dst: int, recipe: Recipe, done: Done[T], async_op: bool
+    ) -> T | Work[T]:
+        """Reduce a tensor to global rank `dst`; elsewhere `done` is given any values."""
+        if recipe.run in self.route.lacks:
+            return self.reduce_here(buffer, recipe, done, async_op)
+        handle = raw_reduce(buffer, dst, recipe.raw, self.group, async_op)
+        return settled((handle,), partial(done, buffer), async_op)
+
+    def reduce_scatter(
+        self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
+    ) -> T | Work[T]:
+        """Reduce to each rank its shard of a flat tensor, which is not packed yet.
+
+        Args:
+            data: The shards in rank order; it is not changed.
+            counts: Elements of each rank's shard.
+            recipe: How to reduce them.
+            done: Is given this rank's shard, packed; 16-bit floats may come as float32.
+            async_op: Return a Work at once.
+        """
+        group = self.group
+        own = counts[group.rank()]
+        native = self.route.backend != "gloo" and min(counts) == max(counts)
+        if native and self.route.lacks.isdisjoint((recipe.run, "reduce_scatter")):
+            packed = recipe.pack(data)
+            output = packed.new_empty(own)
+            handle = reduce_scatter_single(output, packed, recipe.raw, group, async_op)
+            return settled((handle,), partial(done, output), async_op, keep=packed)
+        # Direct exchange, then one pass over what came: quicker on TCP, and in rank order.
+        finish = partial(_reduced, size=len(counts), recipe=recipe, done=done)
+        return self.exchange(data, counts, [own] * len(counts), finish, async_op)
+
+    def all_gather(self, own: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
+        """Collect the tensors of all ranks, of one shape, in rows of one new tensor."""
+        group = self.group
+        rows = own.new_empty((group.size(), *own.shape))
+        flat = movable(rows).view(-1)
+        handle = all_gather_single(flat, movable(own).view(-1), group, async_op)
+        return settled((handle,), partial(done, rows), async_op, keep=own)
+
+    def gather_flat(
+        self, data: Tensor, counts: Sequence[int], done: Done[T], async_op: bool
+    ) -> T | Work[T]:
+        """Fill a flat tensor, of which every rank has its own shard, with those of all.
+
+        Args:
+            data: The shards in rank order.
+            counts: Elements of each rank's shard.
+            done: Is given `data`.
+            async_op: Return a Work at once.
+        """
+        if not data.numel():
+            return settled((), partial(done, data), async_op)
+        group, shards = self.group, data.split(list(counts))
+        if min(counts) == max(counts):
+            own = shards[group.rank()].clone()
+            handles = [all_gather_single(movable(data), movable(own), group, async_op)]
+            return settled(handles, partial(done, data), async_op, keep=own)
+        ranks = group_ranks(group)
+        filled = [(rank, one) for rank, one in zip(ranks, shards, strict=True) if one.numel()]
+        handles = [raw_broadcast(movable(one), rank, group, async_op) for rank, one in filled]
+        return settled(handles, partial(done, data), async_op)
+
+    def gather(self, own: Tensor, dst: int, done: Done[T], async_op: bool) -> T | Work[T]:
+        """Collect the tensors of all ranks on global rank `dst`, as rows of one new tensor.
+
+        Elsewhere `done` is given a tensor without rows, or the same ones.
+        """
+        if "gather" in self.route.lacks:
+            return self.all_gather(own, done, async_op)
+        group, mine = self.group, self._is_mine(dst)
+        rows = own.new_empty((group.size() if mine else 0, *own.shape))
+        entries = [movable(row) for row in rows.unbind(0)] if mine else None
+        handle = raw_gather(movable(own), entries, dst, group, async_op)
+        return settled((handle,), partial(done, rows), async_op, keep=own)
+
+    def broadcast(self, buffer: Tensor, src: int, done: Done[T], async_op: bool) -> T | Work[T]:
+        """Fill a tensor with that of global rank `src`."""
+        handle = raw_broadcast(movable(buffer), src, self.group, async_op)
+        return settled((handle,), partial(done, buffer), async_op)
+
+    def scatter(
+        self,
+        buffer: Tensor,
+        entries: Sequence[Tensor] | None,
+        src: int,
+        done: Done[T],
+        async_op: bool,
+    ) -> T | Work[T]:
+        """Fill a tensor with this rank's entry of the list of global rank `src`."""
+        raw = None if entries is None else [movable(entry) for entry in entries]
+        handle = raw_scatter(movable(buffer), raw, src, self.group, async_op)
+        return settled((handle,), partial(done, buffer), async_op, keep=entries)
+
+    def all_to_all(self, sent: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
+        """Send block i of a tensor, cut evenly in its memory, to rank i; collect those for here."""
+        received = sent.new_empty(sent.shape)
+        handle = all_to_all_single(
+            movable(received), movable(sent), None, None, self.group, async_op
+        )
+        return settled((handle,), partial(done, received), async_op, keep=sent)
+
+    def exchange(
+        self,
+        data: Tensor,
+        counts: Sequence[int],
+        received_counts: Sequence[int],
+        done: Done[T],
+        async_op: bool,
+    ) -> T | Work[T]:
+        """Send rank i its part of a flat tensor; `done` is given those for this rank, joined.
+
+        Args:
+            data: Of any dtype; the parts in rank order.
+            counts: Elements for each rank.
+            received_counts: Elements from each rank.
+            done: Is given what comes.
+            async_op: Return a Work at once.
+        """
+        received = data.new_empty(sum(received_counts))
+        scale = 1 if data.dtype in MOVABLE else data.element_size()
+        handle = all_to_all_single(
+            movable(received),
+            movable(data),
+            [count * scale for count in received_counts],
+            [count * scale for count in counts],
+            self.group,
+            async_op,
+        )
+        return settled((handle,), partial(done, received), async_op, keep=data)
+
+    def _is_mine(self, rank: int) -> bool:
+        group = self.group
+        return group_ranks(group)[group.rank()] == rank
+
+    def reduce_here(
+        self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
+    ) -> T | Work[T]:
+        """Gather everybody's tensor and reduce them on this rank, in rank order.
+
+        For what a backend lacks, and for two ranks far apart: as many bytes, in one step of two.
+        """
+        size = self.group.size()
+        rows = buffer.new_empty(size * buffer.numel())
+        flat = movable(buffer).view(-1)
+        handle = all_gather_single(movable(rows), flat, self.group, async_op)
+        finish = partial(_reduced_rows, rows.view(size, -1), recipe.run, done)
+        return settled((handle,), finish, async_op, keep=buffer)
+
+
+def _reduced(received: Tensor, size: int, recipe: Recipe, done: Done[T]) -> T:
+    packed = recipe.pack(received)
+    return _reduced_rows(packed.view(size, packed.numel() // size), recipe.run, done)
+
+
+def _reduced_rows(rows: Tensor, run: str, done: Done[T]) -> T:
+    return done(reduce_blocks(rows, run))

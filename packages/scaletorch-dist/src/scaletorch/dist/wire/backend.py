@@ -1,0 +1,158 @@
+"""What everything here takes from torch.distributed, and how a tensor travels on a group."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as c10d
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ..devices import comm_entry, entry_of_backend, get_comm_device
+from ..members import require_member
+from ..world.group import info_of, infos
+from ..world.info import get_world_size
+from . import port
+
+
+def _first(*names: str) -> str:
+    for name in names:
+        if hasattr(c10d, name):
+            return name
+    message = f"this build of torch.distributed has none of {', '.join(names)}"
+    raise ImportError(message)
+
+
+def _told(name: str) -> Callable[..., Any]:
+    """Return a call of torch.distributed that may block, so that a guard can free it.
+
+    It is looked up whenever it is made: vendors' plugins, and tests, put their own in its place.
+    """
+
+    @functools.wraps(getattr(c10d, name))
+    def run(*args: Any, **options: Any) -> Any:
+        call = getattr(c10d, name)
+        return call(*args, **options) if port.guard is None else port.run_told(call, args, options)
+
+    return run
+
+
+# torch 2.13 renamed these two; the old names warn there.
+all_gather_single = _told(_first("all_gather_single", "all_gather_into_tensor"))
+reduce_scatter_single = _told(_first("reduce_scatter_single", "reduce_scatter_tensor"))
+all_to_all_single = _told("all_to_all_single")
+raw_all_reduce = _told("all_reduce")
+raw_barrier = _told("barrier")
+raw_broadcast = _told("broadcast")
+raw_gather = _told("gather")
+raw_reduce = _told("reduce")
+raw_scatter = _told("scatter")
+
+# Dtypes that every backend moves as they are; others travel as bytes.
+MOVABLE = frozenset(
+    getattr(torch, name)
+    for name in ("float16", "bfloat16", "float32", "float64", "uint8", "int32", "int64")
+)
+
+
+def process_group(group: ProcessGroup | None) -> ProcessGroup | None:
+    """Return the group a call runs on: None where this is one process without torch.distributed.
+
+    Raises:
+        NotInGroupError: this rank is outside `group`.
+    """
+    if group is None:
+        if c10d.is_initialized():
+            return c10d.group.WORLD
+        get_world_size()  # says so, once, where this process was launched as one of many
+        return None
+    if not isinstance(group, ProcessGroup):
+        require_member(group)
+    return group
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """How tensors of one device travel on one group.
+
+    Attributes:
+        backend: with which backend.
+        lacks: collectives and reductions that it lacks.
+        native: whether it takes them where they are; else they are copied to its device first.
+    """
+
+    backend: str
+    lacks: frozenset[str]
+    native: bool
+
+
+def route(data: Tensor, group: ProcessGroup) -> Route:
+    """Return how `data` travels on `group`."""
+    device = "cpu" if data.is_cpu else data.device.type
+    try:
+        return infos[group].routes[device]  # type: ignore[no-any-return]
+    except KeyError:
+        found = info_of(group).routes[device] = _find_route(device, group)
+        return found
+
+
+def _find_route(device: str, group: ProcessGroup) -> Route:
+    config = c10d.get_backend_config(group)
+    backend = dict(part.split(":", 1) for part in config.split(",")).get(device)
+    # Gloo knows only some of its collectives on accelerators: there it gets copies on the CPU.
+    native = backend is not None and (device == "cpu" or backend != "gloo")
+    backend = backend if native and backend else comm_entry(group)[1]
+    entry = entry_of_backend(backend)
+    return Route(backend, frozenset() if entry is None else entry.lacks, native)
+
+
+def on_wire(data: Tensor, group: ProcessGroup) -> Tensor:
+    """Return `data` detached, contiguous, on the group's device: the same memory where it is so."""
+    if data.requires_grad:
+        data = data.detach()
+    if not route(data, group).native:
+        data = data.to(get_comm_device(group))
+    if data.is_conj():
+        data = data.resolve_conj()
+    if data.is_neg():
+        data = data.resolve_neg()
+    return data.contiguous()
+
+
+def movable(data: Tensor) -> Tensor:
+    """Return a contiguous tensor, as bytes where a backend may not know its dtype."""
+    return data if data.dtype in MOVABLE else as_bytes(data)
+
+
+def as_bytes(data: Tensor) -> Tensor:
+    """View a contiguous tensor as flat uint8, which every backend can move."""
+    # One element may claim to be contiguous with any stride, which a change of dtype refuses.
+    flat = data.as_strided((1,), (1,)) if data.numel() == 1 else data.view(-1)
+    return flat.view(torch.uint8)
+
+
+def host_device(group: ProcessGroup) -> torch.device:
+    """Return the device for small things that the host reads: the CPU where the group has one."""
+    cpu = torch.device("cpu")
+    return cpu if route(torch.empty(0, device=cpu), group).native else get_comm_device(group)
+
+
+def gather_ints(values: Sequence[int], group: ProcessGroup) -> list[list[int]]:
+    """Return every rank's numbers, as many on each; the host waits for them."""
+    own = torch.tensor(values, dtype=torch.int64, device=host_device(group))
+    rows = own.new_empty((group.size(), len(values)))
+    all_gather_single(rows.view(-1), own, group=group)
+    result: list[list[int]] = rows.tolist()
+    return result
+
+
+def broadcast_ints(values: Sequence[int], src: int, group: ProcessGroup) -> list[int]:
+    """Return the numbers of global rank `src`, as many as every rank gives."""
+    data = torch.tensor(values, dtype=torch.int64, device=host_device(group))
+    raw_broadcast(data, src, group)
+    result: list[int] = data.tolist()
+    return result

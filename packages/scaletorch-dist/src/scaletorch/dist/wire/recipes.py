@@ -1,0 +1,158 @@
+"""How a tensor of some dtype is reduced by a backend that knows fewer dtypes and operations.
+
+A recipe packs the tensor into a dtype that every backend reduces, names the operation to run there,
+and unpacks the result. Packing makes the result right and the same on every rank: integers that a
+backend does not know are widened, the mean of integers is exact, bools stay 0 and 1, and a NaN
+survives min and max (backends lose it, or not, by rank).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .ops import COMPLEX, FLOATS, REDUCE_OPS, WIDENED, Op, check_dtype, op_name
+from .sums import sum_dtype
+
+Pack = Callable[[Tensor], Tensor]
+Unpack = Callable[[Tensor, int], Tensor]
+
+
+def _keep(data: Tensor, size: int = 1) -> Tensor:
+    return data
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """What to run instead.
+
+    Attributes:
+        name: the operation that was asked for.
+        run: the operation to run on the packed tensor.
+        raw: torch's ReduceOp for it.
+        pack: contiguous tensor → tensor to reduce (the same one where nothing changes).
+        unpack: reduced tensor, number of ranks → result; any dtype that converts to the wanted one.
+        plain: neither packs nor unpacks: the backend reduces the tensor as it is.
+    """
+
+    name: str
+    run: str
+    raw: Any
+    pack: Pack
+    unpack: Unpack
+    plain: bool
+
+
+def _make(name: str, run: str, pack: Pack = _keep, unpack: Unpack = _keep) -> Recipe:
+    plain = pack is _keep and unpack is _keep
+    return Recipe(name, run, REDUCE_OPS[run], pack, unpack, plain)
+
+
+@cache
+def recipe_for(op: Op, dtype: torch.dtype) -> Recipe:
+    """Return how to reduce a tensor of `dtype` with `op`.
+
+    Raises:
+        InvalidArgumentError: unknown operation, or one without a meaning for the dtype.
+    """
+    name = op_name(op)
+    check_dtype(name, dtype)
+    if dtype == torch.bool:
+        return _make(name, _BOOL[name], pack=partial(_to, dtype=torch.uint8))
+    if dtype in FLOATS or dtype in COMPLEX:
+        return _float_recipe(name, dtype)
+    if name == "mean":
+        pack = partial(_to, dtype=torch.int64)
+        return _make(name, "sum", pack=pack, unpack=_truncated_mean)
+    wide = WIDENED.get(dtype)
+    widen: Pack = _keep if wide is None else partial(_to, dtype=wide)
+    return _make(name, name, pack=widen)
+
+
+# Bools as 0 and 1: a sum is "any", a product "all", and so the truncated mean is "all" too.
+_BOOL = {
+    "sum": "max",
+    "mean": "min",
+    "product": "min",
+    "min": "min",
+    "max": "max",
+    "band": "min",
+    "bor": "max",
+    "bxor": "bxor",
+}
+
+
+def _float_recipe(name: str, dtype: torch.dtype) -> Recipe:
+    if name == "mean":
+        # The sum of float16 may leave its range where the mean does not.
+        pack = partial(_to, dtype=torch.float32) if dtype == torch.float16 else _keep
+        return _make(name, "sum", pack=pack, unpack=_mean)
+    if name in ("min", "max"):
+        wide = torch.float64 if dtype == torch.float64 else torch.float32
+        pack = partial(_to_keys, wide=wide, greatest=name == "max")
+        return _make(name, name, pack=pack, unpack=partial(_from_keys, wide=wide))
+    return _make(name, name)
+
+
+def _to(data: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.to(dtype)
+
+
+def _mean(total: Tensor, size: int) -> Tensor:
+    return total.div_(size)
+
+
+def _truncated_mean(total: Tensor, size: int) -> Tensor:
+    return total.div_(size, rounding_mode="trunc")
+
+
+def _to_keys(data: Tensor, wide: torch.dtype, greatest: bool) -> Tensor:
+    """Return integers in the order of the floats, NaN beyond all (at the end that wins)."""
+    integer = torch.int64 if wide == torch.float64 else torch.int32
+    limits = torch.iinfo(integer)
+    keys = _flip_negative(data.to(wide).view(integer))
+    return keys.masked_fill_(data.isnan(), limits.max if greatest else limits.min)
+
+
+def _from_keys(keys: Tensor, size: int, wide: torch.dtype) -> Tensor:
+    return _flip_negative(keys).view(wide)
+
+
+def _flip_negative(bits: Tensor) -> Tensor:
+    """Flip all bits but the sign of negative numbers; it is its own inverse."""
+    limits = torch.iinfo(bits.dtype)
+    return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
+
+
+_STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "sum": Tensor.add_,
+    "product": Tensor.mul_,
+    "min": lambda total, block: torch.minimum(total, block, out=total),
+    "max": lambda total, block: torch.maximum(total, block, out=total),
+    "band": Tensor.bitwise_and_,
+    "bor": Tensor.bitwise_or_,
+    "bxor": Tensor.bitwise_xor_,
+}
+
+
+def reduce_blocks(blocks: Tensor | Sequence[Tensor], run: str = "sum") -> Tensor:
+    """Reduce packed blocks over dim 0 on this rank, from the first to the last.
+
+    16-bit floats are reduced in float32 and returned so.
+    """
+    return reduce_into_first(
+        [blocks[0].to(sum_dtype(blocks[0].dtype), copy=True), *blocks[1:]], run
+    )
+
+
+def reduce_into_first(blocks: Sequence[Tensor], run: str = "sum") -> Tensor:
+    """Reduce packed blocks in the first one itself, if that is of the dtype to reduce in."""
+    total = blocks[0].to(sum_dtype(blocks[0].dtype))
+    for block in blocks[1:]:
+        _STEPS[run](total, block)
+    return total

@@ -1,0 +1,59 @@
+"""Flat tensors of which every rank has a part: cut, joined, and added up on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+
+def part_of(counts: Sequence[int], rank: int) -> range:
+    """Return the elements of a rank's part."""
+    ends = list(accumulate(counts, initial=0))
+    return range(ends[rank], ends[rank + 1])
+
+
+def even_parts(elements: int, parts: int) -> list[int]:
+    """Return counts that part so many elements evenly, the last parts shorter."""
+    share = -(-elements // parts)
+    return [max(min(share, elements - share * at), 0) for at in range(parts)]
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Return the dtype of a sum: float32 for 16-bit floats."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def fold(blocks: Sequence[Tensor] | Tensor, start: Tensor | None, divisor: int) -> Tensor:
+    """Add blocks from the first to the last, in float32 at least, behind ``start``."""
+    dtype = sum_dtype(blocks[0].dtype)
+    if start is not None:
+        total = start.to(dtype, copy=True)
+        for block in blocks:
+            total += block if divisor == 1 else block.to(dtype) / divisor
+        return total
+    if len(blocks) == 1:
+        total = blocks[0].to(dtype, copy=True)
+    else:
+        total = torch.add(blocks[0].to(dtype), blocks[1])
+    for block in blocks[2:]:
+        total += block
+    return total if divisor == 1 else total.div_(divisor)
+
+
+def as_one(entries: Sequence[Tensor]) -> Tensor:
+    """Return flat contiguous tensors of one dtype joined, to be read only.
+
+    Nothing is copied where they lie one after another in one memory, as the chunks of a tensor do.
+    """
+    filled = [entry for entry in entries if entry.numel()]
+    if not filled:
+        return entries[0]
+    memory, end = filled[0].untyped_storage().data_ptr(), filled[0].data_ptr()
+    for entry in filled:
+        if entry.data_ptr() != end or entry.untyped_storage().data_ptr() != memory:
+            return torch.cat(filled)
+        end += entry.nbytes
+    return filled[0].as_strided((sum(entry.numel() for entry in filled),), (1,))

@@ -1,0 +1,174 @@
+"""Ranks of this node: local rank and size, and the group of the node."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import weakref
+
+import torch
+import torch.distributed as c10d
+from torch.distributed import ProcessGroup
+
+from ..devices import get_comm_device
+from ..errors import InvalidArgumentError, StateError
+from ..launchers.environment import find_environment, read_placement
+from ..launchers.host import this_host
+from .group import forget_nodes, info_of
+from .info import get_rank, get_timeout, get_world_size, is_distributed
+
+_DIGEST = 16  # bytes that stand for a node
+_local: tuple[weakref.ref[ProcessGroup], ProcessGroup] | None = None
+
+
+def get_local_rank(group: ProcessGroup | None = None) -> int:
+    """This process's rank among those of its node; 0 without torch.distributed.
+
+    It is the launcher's where that says it. Otherwise, and for an explicit group (where it counts
+    that group's ranks), the first call compares host names, so that all its ranks must make it.
+    """
+    return _local_place(group)[0]
+
+
+def get_local_size(group: ProcessGroup | None = None) -> int:
+    """Number of ranks on this node, found as `get_local_rank` does; 1 without torch.distributed."""
+    return _local_place(group)[1]
+
+
+def _local_place(group: ProcessGroup | None) -> tuple[int, int]:
+    rank = get_rank(group)  # also refuses outsiders
+    if not is_distributed():
+        return 0, 1
+    place = _place_by_launcher() if group is None else None
+    if place is not None:
+        return place
+    nodes = nodes_of(group)
+    neighbours = [other for other, node in enumerate(nodes) if node == nodes[rank]]
+    return neighbours.index(rank), len(neighbours)
+
+
+def _place_by_launcher() -> tuple[int, int] | None:
+    """(local rank, local size) if the environment has both and is about this very group."""
+    environment = find_environment()
+    if environment is None:
+        return None
+    placement = read_placement(environment.launcher)
+    if (placement.rank, placement.world_size) != (get_rank(), get_world_size()):
+        return None
+    if placement.local_rank is None or placement.local_size is None:
+        return None
+    return placement.local_rank, placement.local_size
+
+
+def nodes_of(group: ProcessGroup | None) -> list[bytes]:
+    """A digest of each rank's node, in group order; gathered on the first call."""
+    key = c10d.group.WORLD if group is None else group
+    if key is None:
+        return [b""]
+    info = info_of(key)
+    if info.nodes is None:
+        device = torch.device("cpu")
+        if device not in key._device_types:
+            device = get_comm_device(key)
+        own = torch.tensor(list(_node_digest()), dtype=torch.uint8, device=device)
+        rows = [torch.empty_like(own) for _ in range(key.size())]
+        c10d.all_gather(rows, own, group=key)
+        info.nodes = [bytes(row.tolist()) for row in rows]
+    return info.nodes
+
+
+def _node_digest() -> bytes:
+    """The same on all processes of a node and on no other node."""
+    # Two torchruns on one host are two nodes to everyone else.
+    ranks = [os.environ.get(name, "") for name in ("GROUP_RANK", "SLURM_NODEID")]
+    parts = [str(this_host()), *ranks]
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=_DIGEST).digest()
+
+
+def init_local_group(node_rank: int | None = None, num_gpus_per_node: int | None = None) -> None:
+    """Create the group of this node's ranks; every rank calls it, after `init_dist`.
+
+    Args:
+        node_rank: which node this is, for nodes of consecutive ranks; None finds the ranks by
+            comparing nodes.
+        num_gpus_per_node: ranks on each node; goes with `node_rank`.
+
+    Raises:
+        StateError: it exists already.
+        InvalidArgumentError: this rank is not among the ranks of that node.
+    """
+    global _local
+    if not is_distributed():
+        return
+    if _current_local() is not None:
+        raise StateError(
+            "init_local_group() was called before: get_local_group() returns the group"
+        )
+    nodes = _all_nodes(node_rank, num_gpus_per_node)
+    world = c10d.group.WORLD
+    if world is None:
+        return
+    own = world
+    if len(nodes) > 1:  # every rank makes every node's group, so that torch names them alike
+        groups = [c10d.new_group(ranks, timeout=get_timeout()) for ranks in nodes]
+        own = next(g for g, ranks in zip(groups, nodes, strict=True) if get_rank() in ranks)
+    _local = weakref.ref(world), own
+    wait_for_connections()
+
+
+def wait_for_connections() -> None:
+    """Wait until every rank has connected the groups that were just made.
+
+    Gloo connects when a group is made, and does not wait for the others: a rank that soon leaves
+    would break off the connecting of slower ones.
+    """
+    world = c10d.group.WORLD
+    if world is not None and torch.device("cpu") in world._device_types:
+        c10d.all_reduce(torch.zeros(1), group=world)
+
+
+def _all_nodes(node_rank: int | None, per_node: int | None) -> list[list[int]]:
+    """Ranks of each node, in the order of their first ranks."""
+    rank, world_size = get_rank(), get_world_size()
+    if node_rank is None and per_node is None:
+        members: dict[bytes, list[int]] = {}
+        for other, node in enumerate(nodes_of(None)):
+            members.setdefault(node, []).append(other)
+        return list(members.values())
+    if node_rank is None or per_node is None:
+        raise InvalidArgumentError("node_rank and num_gpus_per_node go together; pass both or none")
+    if per_node < 1 or rank // per_node != node_rank:
+        raise InvalidArgumentError(
+            f"rank {rank} of {world_size} is not on node {node_rank} of nodes with {per_node} "
+            "consecutive ranks each: call init_local_group() without arguments to have nodes found"
+        )
+    starts = range(0, world_size, per_node)
+    return [list(range(start, min(start + per_node, world_size))) for start in starts]
+
+
+def get_local_group() -> ProcessGroup | None:
+    """The group that `init_local_group` created; None without torch.distributed.
+
+    Raises:
+        StateError: it was not created.
+    """
+    if not is_distributed():
+        return None
+    group = _current_local()
+    if group is None:
+        raise StateError("there is no local group yet: call init_local_group() on every rank first")
+    return group
+
+
+def _current_local() -> ProcessGroup | None:
+    """The local group, unless the default group it belongs to is gone."""
+    if _local is None or _local[0]() is not c10d.group.WORLD:
+        return None
+    return _local[1]
+
+
+def forget_local_group() -> None:
+    """Let go of the local group before the default group is destroyed."""
+    global _local
+    _local = None
+    forget_nodes()

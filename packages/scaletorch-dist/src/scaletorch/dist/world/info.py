@@ -1,0 +1,147 @@
+"""Who and where this process is; every function also works with no process group at all."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as c10d
+from torch.distributed import ProcessGroup
+
+from ..devices import comm_entry
+from ..errors import InvalidArgumentError
+from ..launchers.environment import launched_world_size
+from ..members import require_member
+from .group import info_of
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_warned = False
+
+
+def is_distributed() -> bool:
+    """Whether torch.distributed is initialised in this process."""
+    return c10d.is_available() and c10d.is_initialized()
+
+
+def _active(group: ProcessGroup | None) -> bool:
+    """Whether there is a group to ask; outsiders are refused, forgotten launches warned of."""
+    require_member(group)
+    if is_distributed():
+        return True
+    _warn_if_launched()
+    return False
+
+
+def _warn_if_launched() -> None:
+    """Say once that many processes were launched and that each takes itself for the only one."""
+    global _warned
+    if _warned:
+        return
+    size = launched_world_size()
+    if size > 1:
+        _warned = True
+        warnings.warn(
+            f"this process was launched as one of {size}, but torch.distributed is not "
+            "initialised, so that each works alone: call init_dist() first",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+
+def expect_one_process() -> None:
+    """Give no such warning from now on: the program has ended its group and goes on alone."""
+    global _warned
+    _warned = True
+
+
+def get_world_size(group: ProcessGroup | None = None) -> int:
+    """Number of ranks in a group (None: all); 1 without torch.distributed."""
+    return c10d.get_world_size(group) if _active(group) else 1
+
+
+def get_rank(group: ProcessGroup | None = None) -> int:
+    """This process's rank in a group (None: all); 0 without torch.distributed."""
+    return c10d.get_rank(group) if _active(group) else 0
+
+
+def get_dist_info(group: ProcessGroup | None = None) -> tuple[int, int]:
+    """(rank, world size), the rank first; (0, 1) without torch.distributed."""
+    return get_rank(group), get_world_size(group)
+
+
+def get_backend(group: ProcessGroup | None = None) -> str | None:
+    """Backend that a group communicates with ('gloo', 'nccl' …); None without torch.distributed.
+
+    Where a group has one for the CPU and one for the accelerator, it is the accelerator's.
+    """
+    return comm_entry(group)[1] if _active(group) else None
+
+
+def is_main_process(group: ProcessGroup | None = None) -> bool:
+    """Whether this is rank 0 of a group (None: all); True without torch.distributed."""
+    return get_rank(group) == 0
+
+
+def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
+    """Decorate a function so that it runs on global rank 0 alone; elsewhere it returns None.
+
+    Raises:
+        InvalidArgumentError: it cannot be called.
+    """
+    if not callable(func):
+        message = f"master_only decorates a function, got {type(func).__name__}"
+        raise InvalidArgumentError(message)
+
+    @functools.wraps(func)
+    def run_on_master(*args: P.args, **kwargs: P.kwargs) -> R | None:
+        return func(*args, **kwargs) if is_main_process() else None
+
+    return run_on_master
+
+
+def get_default_group() -> ProcessGroup | None:
+    """The group of all ranks; None without torch.distributed."""
+    return c10d.group.WORLD if is_distributed() else None
+
+
+def group_ranks(group: ProcessGroup | None = None) -> tuple[int, ...]:
+    """Global ranks of a group (None: all) in group order; (0,) without torch.distributed."""
+    if not _active(group):
+        return (0,)
+    chosen = c10d.group.WORLD if group is None else group
+    info = info_of(chosen)  # type: ignore[arg-type]
+    if not info.ranks:  # torch makes a new list at every call, which takes long in large worlds
+        info.ranks = tuple(c10d.get_process_group_ranks(chosen))
+    return info.ranks
+
+
+def get_timeout(group: ProcessGroup | None = None) -> timedelta:
+    """The timeout that a group (None: the default one) was created with.
+
+    Pass it to `new_group`, which does not inherit it. Without torch.distributed it is torch's
+    default.
+    """
+    if not is_distributed():
+        return c10d.distributed_c10d.default_pg_timeout
+    require_member(group)
+    chosen = c10d.group.WORLD if group is None else group
+    devices = [torch.device(comm_entry(group)[0]), *chosen._device_types]  # type: ignore[union-attr]
+    for device in devices:  # some vendors' backends do not say, but gloo beside them does
+        timeout = _timeout_of(chosen._get_backend(device))  # type: ignore[union-attr]
+        if timeout is not None:
+            return timeout
+    return c10d.distributed_c10d.default_pg_timeout
+
+
+def _timeout_of(backend: Any) -> timedelta | None:
+    try:
+        timeout: timedelta | None = backend.options._timeout
+    except (AttributeError, RuntimeError):  # it has no options, or options without a timeout
+        return None
+    return timeout

@@ -1,0 +1,20 @@
+"""Names that `scaletorch.compose` and checkpoints take of this package beside its users'.
+
+Recorded and versioned like the rest: a patch release changes nothing here.
+"""
+
+from .culprits import name_culprits
+from .gradients.nonfinite import found_on_ranks
+from .gradients.norm import clip_by, norm_over
+from .sharding.gradient import ShardedGradient
+from .sharding.shards import is_sharded, settled_shards
+
+__all__ = [
+    "ShardedGradient",
+    "clip_by",
+    "found_on_ranks",
+    "is_sharded",
+    "name_culprits",
+    "norm_over",
+    "settled_shards",
+]

@@ -1,0 +1,96 @@
+"""The tensors that an optimizer updates on this rank: parameters, or this rank's ranges of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from ....dist.errors import InvalidArgumentError
+from .gradient import ShardedGradient
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """A flat range of one parameter, and the tensor that the optimizer has for it.
+
+    Attributes:
+        name: The parameter's name in the model.
+        parameter: The parameter itself.
+        start: First element of the range in `parameter.flatten()`.
+        stop: One past the last.
+        tensor: The parameter itself, or a float32 (at least) tensor of `stop - start` elements:
+            flat, or of the parameter's shape if it is whole. Its `grad` is the gradient.
+        replicated: Whether every rank of the data-parallel group has the same; else no other has
+            any of its elements.
+    """
+
+    name: str
+    parameter: nn.Parameter
+    start: int
+    stop: int
+    tensor: Tensor
+    replicated: bool
+
+    @property
+    def is_master(self) -> bool:
+        """Whether `tensor` has values of its own, of more digits than the parameter's."""
+        return self.tensor.dtype != self.parameter.dtype
+
+
+def parameter_shards(model: nn.Module) -> list[Shard]:
+    """Return the shards that an optimizer of the model updates on this rank, by parameter.
+
+    Args:
+        model: A data-parallel wrapper, whose optimizer `shard_optimizer` may have sharded, or any
+            module. Frozen parameters are left out; a shared one has its first name.
+    """
+    found: list[Shard] | None = getattr(model, "optimizer_shards", None)
+    if found is not None:
+        return list(found)
+    return [
+        Shard(name, each, 0, each.numel(), each, replicated=True)
+        for name, each in model.named_parameters()
+        if each.requires_grad
+    ]
+
+
+def settled_shards(model: nn.Module) -> list[Shard]:
+    """Return the shards whose gradients count in the norm on this rank.
+
+    Those are the `parameter_shards`, after all changes of gradients since backward have reached
+    them, and parameters that were frozen with a gradient, as for torch's function.
+
+    Raises:
+        InvalidArgumentError: `model` is no module.
+        StateError: A gradient that lies in shards has not been synchronised.
+    """
+    check_module(model)
+    settle = getattr(model, "settle_gradients", None)
+    if settle is not None:
+        settle()
+    shards = parameter_shards(model)
+    listed = {id(shard.parameter) for shard in shards}
+    return shards + [
+        Shard(name, each, 0, each.numel(), each, replicated=True)
+        for name, each in model.named_parameters()
+        if not each.requires_grad
+        and id(each) not in listed
+        and isinstance(each.grad, Tensor)
+        and not isinstance(each.grad, ShardedGradient)
+    ]
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """Whether ranks have shards of some parameter; the same on every rank of the group."""
+    return getattr(model, "optimizer_shards", None) is not None
+
+
+def check_module(model: object) -> None:
+    """Refuse anything but a module.
+
+    Raises:
+        InvalidArgumentError: It is none.
+    """
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(f"model must be a module, got {type(model).__name__}")

@@ -1,0 +1,292 @@
+"""One call that shards any optimizer over the data-parallel ranks."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...dist.building import agree, caught
+from ...dist.errors import InvalidArgumentError, StateError
+from ..pg_manager import describe_rank
+from .buckets.bucket import Bucket
+from .buckets.manager import BucketManager
+from .buckets.slot import Slot
+from .data_parallel import DataParallelBucket
+from .sharding.bucket import ShardedBucket
+from .sharding.following import follow
+from .sharding.gather import Gathers
+from .sharding.shards import Shard, check_module
+
+# They treat all elements the same way, so that a shard may begin anywhere. Others get whole ones.
+ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam",
+                 "RMSprop", "Rprop", "SGD")
+)  # fmt: skip
+# They look at all parameters at once, or want sparse gradients.
+REFUSED = frozenset(getattr(torch.optim, name) for name in ("LBFGS", "SparseAdam"))
+
+
+def shard_optimizer(
+    optimizer: Optimizer, model: DataParallelBucket, *, stage: int = 1, overlap: bool = False
+) -> Optimizer:
+    """Let each rank update its shards of the parameters and keep their state, in place.
+
+    The optimizer's `param_groups` then hold this rank's shards: ranges of parameters, flat, or
+    whole parameters for an optimizer that is not known to treat all elements the same way. Those of
+    16-bit parameters are float32 masters. Their `grad` is the sum over the ranks when a
+    synchronised backward returns, and `parameter.grad` says only that there is one. Schedulers
+    work as ever, gradient scalers if they agree over the ranks, as `GradScaler` here does;
+    `parameter_shards` names the shards.
+
+    Parameters that the optimizer does not have, and those that `model.tied_parameters` names
+    (tied across pipeline stages), stay as they were: summed whole, and updated on every rank.
+
+    Args:
+        optimizer: Any of `torch.optim`, or another that updates each parameter by itself.
+        model: The wrapper of its parameters.
+        stage: 1 shards the optimizer's state; 2 the gradients too: each backward sums them into
+            the shards, also inside `no_sync`, and none is kept whole.
+        overlap: Whether updated parameters are fetched behind the next forward, each before the
+            module that has it is called. Then read parameters after `optimizer.step()` by
+            `state_dict()` only, or after `model.wait_for_parameters()`.
+
+    A further call lets another optimizer take over the shards.
+
+    Returns:
+        The optimizer.
+
+    Raises:
+        InvalidArgumentError: Another stage, or an optimizer that cannot be sharded or has none of
+            the model's parameters.
+        StateError: Gradients are under way, parameters share memory, or they were sharded for
+            another optimizer and this one needs them whole.
+        MismatchError: The ranks' optimizers differ.
+
+    Source: ZeRO, https://arxiv.org/abs/1910.02054.
+    """
+    if not isinstance(model, DataParallelBucket):
+        raise InvalidArgumentError(
+            f"model must be a DataParallelBucket, got {type(model).__name__}: wrap the model first"
+        )
+    manager = model.bucket_manager
+    _agree(optimizer, manager, stage, overlap, caught(_check, optimizer, model, stage))
+    _shard_rest(optimizer, model)
+    buckets = _buckets_of(optimizer, manager)
+    manager.eager = manager.eager or stage == 2
+    for bucket in buckets:
+        bucket.keeps_buffer = stage == 1
+    shards = _all_shards(manager)
+    gathers = Gathers(model.module, buckets)
+    model.use_shards(shards, gathers)
+    known = {id(slot.parameter) for slot in manager.slots}
+    _replace_parameters(optimizer, shards, known)
+    follow(optimizer, gathers, _settled(weakref.ref(model)), overlap=overlap)
+    return optimizer
+
+
+def _settled(model: weakref.ref[DataParallelBucket]) -> Callable[[], None]:
+    """Return a function that makes a model ready for an update, as long as it is alive."""
+
+    def before_step() -> None:
+        this = model()
+        if this is not None:
+            this.wrapped.refuse_others(this.module)
+            this.wait_for_parameters()
+
+    return before_step
+
+
+def _shard_rest(optimizer: Optimizer, model: DataParallelBucket) -> None:
+    """Put the parameters that the optimizer has, and no other has sharded, into sharded buckets."""
+    manager, whole = model.bucket_manager, _needs_whole(optimizer)
+    sharded = [each for each in manager.buckets if isinstance(each, ShardedBucket)]
+    slots = _slots_to_shard(optimizer, model)
+    sharded += [
+        ShardedBucket(each.slots, each.dtype, manager.reduction, whole=whole)
+        for each in manager.fill(slots)
+    ]
+    settled = {slot.index for bucket in sharded for slot in bucket.slots}
+    rest = manager.fill(slot for slot in _in_order(manager) if slot.index not in settled)
+    manager.use_settled([*sharded, *rest])
+
+
+def _slots_to_shard(optimizer: Optimizer, model: DataParallelBucket) -> list[Slot]:
+    taken = _parameters_of(optimizer)
+    tied = set(getattr(model, "tied_parameters", ()))
+    return [
+        slot
+        for bucket in model.bucket_manager.buckets
+        if not isinstance(bucket, ShardedBucket)
+        for slot in bucket.slots
+        if id(slot.parameter) in taken and slot.name not in tied
+    ]
+
+
+def _buckets_of(optimizer: Optimizer, manager: BucketManager) -> list[ShardedBucket]:
+    taken = _parameters_of(optimizer)
+    return [
+        bucket
+        for bucket in manager.buckets
+        if isinstance(bucket, ShardedBucket)
+        and any(id(slot.parameter) in taken for slot in bucket.slots)
+    ]
+
+
+def _parameters_of(optimizer: Optimizer) -> set[int]:
+    return {id(each) for group in optimizer.param_groups for each in group["params"]}
+
+
+def _parameters_known(model: DataParallelBucket) -> set[int]:
+    """Return the model's parameters, and what stands for them in an optimizer by now."""
+    known = {id(slot.parameter) for slot in model.bucket_manager.slots}
+    return known | {id(shard.tensor) for shard in model.optimizer_shards or ()}
+
+
+def _needs_whole(optimizer: Optimizer) -> bool:
+    return type(optimizer) not in ELEMENTWISE
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Return this rank's parameters' whole gradients, gathered if they lie in shards.
+
+    All ranks of the data-parallel group call it. Parameters without a gradient are left out.
+    """
+    check_module(model)
+    if isinstance(model, DataParallelBucket):
+        model.settle_gradients()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    for bucket in _buckets(model):
+        if isinstance(bucket, ShardedBucket):
+            found |= {slot.name: part for slot, part in bucket.whole_gradients()}
+    return found
+
+
+def _buckets(model: nn.Module) -> Iterable[Bucket]:
+    manager = getattr(model, "bucket_manager", None)
+    return manager.buckets if isinstance(manager, BucketManager) else ()
+
+
+def _in_order(manager: BucketManager) -> list[Slot]:
+    return [slot for bucket in manager.buckets for slot in bucket.slots]
+
+
+def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
+    if stage not in (1, 2):
+        raise InvalidArgumentError(
+            f"stage must be 1 (optimizer state) or 2 (gradients too), got {stage!r}; for sharded "
+            "parameters use fully_shard of torch over the data-parallel axis"
+        )
+    if type(optimizer) in REFUSED:
+        raise InvalidArgumentError(
+            f"{type(optimizer).__name__} cannot be sharded: it looks at all parameters at once, "
+            "or at sparse gradients; take another optimizer"
+        )
+    manager = model.bucket_manager
+    if not _parameters_of(optimizer) & _parameters_known(model):
+        raise InvalidArgumentError(
+            "the optimizer has none of the model's parameters that require grad: make it of "
+            "model.parameters()"
+        )
+    shards = {id(shard.tensor) for shard in model.optimizer_shards or () if not shard.replicated}
+    if shards & _parameters_of(optimizer):
+        raise StateError("this optimizer is sharded already")
+    if any(slot.local for slot in manager.slots):
+        raise StateError(
+            f"{describe_rank()}: gradients are accumulated that have not been synchronised; shard "
+            "the optimizer before the first backward"
+        )
+    if any(each.whole < _needs_whole(optimizer) for each in _buckets_of(optimizer, manager)):
+        raise StateError(
+            f"{describe_rank()}: parameters were cut for another optimizer, and "
+            f"{type(optimizer).__name__} needs them whole: wrap the model anew"
+        )
+    _refuse_shared_memory(model, _slots_to_shard(optimizer, model))
+
+
+def _agree(
+    optimizer: Optimizer,
+    manager: BucketManager,
+    stage: int,
+    overlap: bool,
+    error: Exception | None,
+) -> None:
+    names = {id(slot.parameter): slot.name for slot in manager.slots}
+    lines = [f"{type(optimizer).__name__}, stage={stage}, overlap={overlap}"]
+    for at, group in enumerate(optimizer.param_groups):
+        lines += [f"group {at} has {names.get(id(p), 'another')}" for p in group["params"]]
+    agree("the optimizer to shard", lines, manager.reduction.group, error=error)
+
+
+def _refuse_shared_memory(model: nn.Module, slots: Iterable[Slot]) -> None:
+    """Refuse parameters that another tensor of the model is a view of: they are to be moved."""
+    moved = {id(slot.parameter): slot.name for slot in slots}
+    each = {id(t): t for t in [*model.parameters(), *model.buffers()] if t.numel()}
+    ranges = sorted((*_memory(tensor), key) for key, tensor in each.items() if not tensor.is_meta)
+    end, owner = 0, 0
+    for start, stop, key in ranges:
+        if start < end and (key in moved or owner in moved):
+            raise StateError(
+                f"{describe_rank()}: {moved.get(key) or moved[owner]} shares memory with another "
+                "tensor of the model, which would no longer follow it; make them one parameter, "
+                "or separate ones"
+            )
+        if stop > end:
+            end, owner = stop, key
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    """Return the addresses at which a tensor's memory begins and ends."""
+    if tensor.layout is not torch.strided:
+        return 0, 0
+    last = sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _all_shards(manager: BucketManager) -> list[Shard]:
+    found: dict[str, list[Shard]] = {}
+    for bucket in manager.buckets:
+        for slot in bucket.slots:
+            each = slot.parameter
+            found[slot.name] = [Shard(slot.name, each, 0, each.numel(), each, replicated=True)]
+        if isinstance(bucket, ShardedBucket):
+            for slot in bucket.slots:
+                found[slot.name] = [s for s in bucket.shards if s.name == slot.name]
+    return [shard for slot in manager.slots for shard in found[slot.name]]
+
+
+def _replace_parameters(optimizer: Optimizer, shards: Iterable[Shard], known: set[int]) -> None:
+    """Put shards in the place of parameters, and the shards of their state in that of the state."""
+    of: dict[int, list[Shard]] = {key: [] for key in known}
+    for shard in shards:
+        of[id(shard.parameter)].append(shard)
+    for group in optimizer.param_groups:
+        replaced = []
+        for each in group["params"]:
+            if id(each) not in of:  # not of this model
+                replaced.append(each)
+                continue
+            replaced += [_stand_in(shard) for shard in of[id(each)]]
+            state = optimizer.state.pop(each, None)
+            for shard in of[id(each)] if state else []:
+                optimizer.state[shard.tensor] = {k: _cut(v, shard) for k, v in state.items()}
+        group["params"] = replaced
+        group.pop("param_names", None)
+
+
+def _stand_in(shard: Shard) -> Tensor:
+    """Return the tensor that the optimizer has for a parameter, which says so, for checks."""
+    if shard.tensor is not shard.parameter:
+        shard.tensor.stands_for = shard.parameter  # type: ignore[attr-defined]
+    return shard.tensor
+
+
+def _cut(value: Any, shard: Shard) -> Any:
+    if not isinstance(value, Tensor) or value.shape != shard.parameter.shape:
+        return value.clone() if isinstance(value, Tensor) else value
+    return value.reshape(-1)[shard.start : shard.stop].view(shard.tensor.shape).clone()

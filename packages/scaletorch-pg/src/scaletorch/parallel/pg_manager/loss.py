@@ -1,0 +1,143 @@
+"""The one loss rule: token losses are summed, and divided by the tokens of the global batch.
+
+Every strategy, the pipeline's default loss and `scaletorch.compose` take it from here. The mean is
+the global one, the same on every rank; each rank's backward gives its own gradients, which are to
+be summed over the ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from ...dist import all_reduce, functional, get_comm_device
+from ...dist.errors import InvalidArgumentError
+from .axis import axis_group, describe_rank
+
+IGNORED = -100
+"""The label of a token that does not count."""
+
+
+def token_loss_sum(logits: Tensor, labels: Tensor) -> Tensor:
+    """Return the sum of the cross entropies of all valid tokens, in float32 at least.
+
+    Args:
+        logits: [B, L, V] floating point.
+        labels: [B, L] int64, aligned with the logits, -100 for tokens that do not count.
+
+    Raises:
+        InvalidArgumentError: Shapes that do not belong together.
+    """
+    if logits.shape[:-1] != labels.shape:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: labels of shape {tuple(labels.shape)} do not fit an output of "
+            f"shape {tuple(logits.shape)}: expected [B, L] and [B, L, V]; pass loss_fn=... for "
+            "another loss"
+        )
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return F.cross_entropy(
+        logits.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum"
+    )
+
+
+def global_token_count(
+    labels: Tensor | Iterable[Tensor],
+    ignore_index: int = IGNORED,
+    group: ProcessGroup | None = None,
+) -> int:
+    """Count the valid tokens of the global batch.
+
+    Args:
+        labels: This rank's labels as the loss sees them, integers of any shape; or those of all
+            micro-batches of the step.
+        ignore_index: The label that does not count.
+        group: The ranks that share the batch, by default the `cp_dp` axis.
+
+    Returns:
+        The number of labels other than `ignore_index` over all ranks of the group.
+
+    Raises:
+        InvalidArgumentError: Labels that are not integer tensors.
+    """
+    count = 0
+    if not isinstance(labels, Iterable):
+        message = f"labels must be integer tensors, got {type(labels).__name__}"
+        raise InvalidArgumentError(message)
+    for each in [labels] if isinstance(labels, Tensor) else labels:
+        if not isinstance(each, Tensor) or each.is_floating_point() or each.is_complex():
+            given = each.dtype if isinstance(each, Tensor) else type(each).__name__
+            message = f"labels must be integer tensors, got {given}"
+            raise InvalidArgumentError(message)
+        count += int((each != ignore_index).sum())
+    return int(_sum_counts(count, axis_group("cp_dp", group)))
+
+
+def global_token_mean(
+    loss_sum: Tensor, count: int | float | Tensor, group: ProcessGroup | None = None
+) -> Tensor:
+    """Return the mean loss over the global batch, the same on every rank.
+
+    Each rank's backward gives its own gradients: they are to be summed over the ranks,
+    as wrappers of `op="sum"`, the default, do.
+
+    Args:
+        loss_sum: The sum of this rank's token losses, one floating-point element.
+        count: This rank's number of valid tokens (or their weights' sum); 0 is fine. Counts
+            are exact up to 2**63, weights are summed in float64.
+        group: The ranks that share the batch, by default the `cp_dp` axis.
+
+    Returns:
+        The sum of all ranks' `loss_sum` divided by the sum of all counts; 0 with zero gradients
+        if that is 0. Of the shape and dtype of `loss_sum`.
+
+    Raises:
+        InvalidArgumentError: `loss_sum` is not one floating-point element, or `count` is not
+            a number of at least 0.
+    """
+    return mean_over(loss_sum, count, axis_group("cp_dp", group))
+
+
+def mean_over(loss_sum: Tensor, count: int | float | Tensor, group: ProcessGroup | None) -> Tensor:
+    """Return the mean as `global_token_mean` over exactly this group; None is one process."""
+    if (
+        not isinstance(loss_sum, Tensor)
+        or not loss_sum.is_floating_point()
+        or loss_sum.numel() != 1
+    ):
+        given = tuple(loss_sum.shape) if isinstance(loss_sum, Tensor) else type(loss_sum).__name__
+        message = f"loss_sum must be a floating-point tensor of one element, got {given}"
+        raise InvalidArgumentError(message)
+    number = count.detach().item() if isinstance(count, Tensor) and count.numel() == 1 else count
+    if not isinstance(number, int | float) or not 0 <= number < float("inf"):
+        message = f"count must be a finite number of at least 0, got {count!r}"
+        raise InvalidArgumentError(message)
+    total = _sum_counts(number, group)
+    if total == 0:
+        # The graph stays, so that backward reaches the parameters and their hooks on this rank.
+        return loss_sum.nan_to_num(0.0, 0.0, 0.0) * 0.0
+    if group is not None:
+        wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))
+        return (functional.reduce(wide, group) / total).to(loss_sum.dtype)
+    return loss_sum / total
+
+
+def _sum_counts(number: int | float, group: ProcessGroup | None) -> int | float:
+    """Sum a number over the group: whole ones exactly, others in float64."""
+    if group is None:
+        return number
+    device = get_comm_device(group)
+    whole = isinstance(number, int)
+    # A rank with a whole number must learn that another has a fraction: both are 8 bytes, and a
+    # reduction would add up the bits without a word.
+    parts = torch.tensor([number if whole else 0, 0 if whole else 1], device=device)
+    all_reduce(parts, "sum", group=group)
+    total, fractional = parts.tolist()
+    if not fractional:
+        return int(total)
+    weights = torch.tensor([0.0 if whole else number], dtype=torch.float64, device=device)
+    all_reduce(weights, "sum", group=group)
+    return float(total + weights.item())

@@ -1,0 +1,192 @@
+"""A stage of a model that was built on the meta device: its own parameters alone become real."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from ....dist.errors import InvalidArgumentError
+from ..splitting.modules import listing
+from ..stages.stage import PipelineParallel
+
+
+class TensorFile(Protocol):
+    """Tensors by name, read one at a time, such as safetensors' `safe_open` gives."""
+
+    def keys(self) -> Any:
+        """Return the names."""
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Read one tensor."""
+
+
+@contextmanager
+def meta_parameters() -> Iterator[None]:
+    """Build modules whose parameters take no memory, while their buffers are real.
+
+    Each parameter goes to the meta device when a module registers it. Unlike under
+    `torch.device("meta")`, buffers that no checkpoint holds, such as a rotary embedding's
+    frequencies, keep their values. Not for several threads at once, nor for modules that are given
+    parameters from outside: these would lose their values.
+
+    Example:
+        >>> with meta_parameters():
+        ...     model = Model()
+        >>> stage = PipelineParallel(model)
+        >>> materialize(stage, "cuda", state)
+    """
+    register = nn.Module.register_parameter
+
+    def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta and not is_lazy(param):
+            _replace(param, torch.empty_like(param, device="meta", requires_grad=False))
+
+    nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def materialize(
+    stage: nn.Module,
+    device: torch.device | str,
+    state: Mapping[str, Tensor] | TensorFile,
+    *,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Allocate a stage's parameters and persistent buffers on a device, and fill them from a state.
+
+    Nothing is read or allocated of other stages. Tensors keep their identity, so parameters that
+    were one stay one, also across stages; any of their names will do there. Buffers that are not
+    persistent go to the device with their values. Do this before the stage is wrapped and before
+    its optimizer is built: hooks and gradients of the parameters are lost.
+
+    Args:
+        stage: A `PipelineParallel`, or any module, built under `meta_parameters` or on meta.
+        device: Device of its tensors afterwards.
+        state: Tensors by the names of the whole plain model: its `state_dict`, another mapping or
+            an open safetensors file; asked for this stage's names alone, one at a time. Values are
+            copied.
+        dtype: Floating point type of parameters and persistent buffers; None keeps the model's.
+
+    Raises:
+        InvalidArgumentError: Names that the state lacks, tensors of other shapes, or a buffer on
+            meta that no state holds; the stage is as before then.
+    """
+    if dtype is not None and not dtype.is_floating_point:
+        message = f"dtype must be a floating point type such as torch.bfloat16, got {dtype}"
+        raise InvalidArgumentError(message)
+    names, read = _reader(state)
+    others = list(_buffers(stage, persistent=False))
+    lost = [name for name, buffer in others if buffer.is_meta]
+    if lost:
+        raise InvalidArgumentError(
+            f"buffers on the meta device that no state holds, as they are not persistent: "
+            f"{listing(lost)}; build the model under meta_parameters() instead of "
+            "torch.device('meta'), or set them to real tensors first"
+        )
+    sources = _sources(stage, names)
+    values = _values(sources, read, torch.device(device), dtype)
+    for tensor, value in values:
+        _replace(tensor, value)
+    for _, buffer in others:
+        moved = buffer.to(device)
+        if moved is not buffer:
+            _replace(buffer, moved)
+
+
+def _reader(state: Any) -> tuple[set[str], Callable[[str], Any]]:
+    read = getattr(state, "get_tensor", None) or getattr(state, "__getitem__", None)
+    if read is None or not hasattr(state, "keys"):
+        raise InvalidArgumentError(
+            "state must be a mapping of names to tensors, such as a state_dict, or an open "
+            f"safetensors file, got {type(state).__name__}"
+        )
+    return set(state.keys()), read
+
+
+def _sources(stage: nn.Module, known: set[str]) -> dict[Tensor, str]:
+    """Return the name in the state of each tensor that the stage restores.
+
+    Raises:
+        InvalidArgumentError: There is none; all of them are listed.
+    """
+    names = _saved_names(stage)
+    found = {t: next((n for n in aliases if n in known), None) for t, aliases in names.items()}
+    missing = [" or ".join(names[tensor]) for tensor, name in found.items() if name is None]
+    if missing:
+        raise InvalidArgumentError(
+            f"the state lacks {len(missing)} of the stage's {len(names)} tensors: "
+            f"{listing(missing)}; it has {listing(sorted(known)[:5]) or 'none at all'}"
+            f"{', ...' if len(known) > 5 else ''}: name them as the plain model's state_dict does"
+        )
+    return {tensor: name for tensor, name in found.items() if name is not None}
+
+
+def _saved_names(stage: nn.Module) -> dict[Tensor, list[str]]:
+    """Return each parameter and persistent buffer with its names in the whole model."""
+    own = chain(stage.named_parameters(remove_duplicate=False), _buffers(stage, persistent=True))
+    names: dict[Tensor, list[str]] = {}
+    for name, tensor in own:
+        names.setdefault(tensor, []).append(name)
+    ties = stage.ties if isinstance(stage, PipelineParallel) else ()
+    for tie in ties:  # a checkpoint may hold it by another stage's name alone
+        if tie.parameter is not None:
+            names[tie.parameter] = [*dict.fromkeys((*names[tie.parameter], *tie.names))]
+    return names
+
+
+def _buffers(stage: nn.Module, *, persistent: bool) -> Iterator[tuple[str, Tensor]]:
+    for prefix, module in stage.named_modules(remove_duplicate=False):
+        for name, buffer in module._buffers.items():
+            if (
+                buffer is not None
+                and (name not in module._non_persistent_buffers_set) == persistent
+            ):
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _values(
+    sources: Mapping[Tensor, str],
+    read: Callable[[str], Any],
+    device: torch.device,
+    dtype: torch.dtype | None,
+) -> list[tuple[Tensor, Tensor]]:
+    """Read the new value of each tensor.
+
+    Raises:
+        InvalidArgumentError: Some are of another shape; all of them are listed.
+    """
+    values: list[tuple[Tensor, Tensor]] = []
+    wrong: list[str] = []
+    for tensor, name in sources.items():
+        value = read(name)
+        shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        if shape == tuple(tensor.shape):
+            kind = dtype if dtype and tensor.is_floating_point() else tensor.dtype
+            fresh = torch.empty_like(tensor, dtype=kind, device=device, requires_grad=False)
+            values.append((tensor, fresh.copy_(value.detach())))
+        else:
+            wrong.append(f"{name}: expected {tuple(tensor.shape)}, got {shape}")
+    if wrong:
+        raise InvalidArgumentError(
+            f"tensors of the state that do not fit the stage: {'; '.join(wrong)}; pass the state "
+            "of this very model, with whole tensors"
+        )
+    return values
+
+
+def _replace(tensor: Tensor, value: Tensor) -> None:
+    """Make a parameter or buffer another one, for all who hold it."""
+    if isinstance(tensor, nn.Parameter):
+        value = nn.Parameter(value, requires_grad=tensor.requires_grad)
+    value.__dict__.update(tensor.__dict__)
+    torch.utils.swap_tensors(tensor, value)

@@ -1,0 +1,183 @@
+"""The modules of a plain model by dotted names: before its list of layers, in it, and after it."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator
+
+from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
+
+from ....dist.errors import InvalidArgumentError
+
+CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
+Parts = tuple[tuple[str, ...], str, tuple[str, ...]]
+
+
+def within(name: str, module: str) -> bool:
+    """Return whether a dotted name is `module` itself or inside it."""
+    return name == module or name.startswith(f"{module}.")
+
+
+def children(module: nn.Module, prefix: str = "") -> dict[str, nn.Module]:
+    """Return the modules right inside one, by dotted name; one under two names comes twice."""
+    return {prefix + key: child for key, child in module._modules.items() if child is not None}
+
+
+def has_parameters(module: nn.Module) -> bool:
+    """Return whether there are parameters in a module or inside it."""
+    return next(module.parameters(), None) is not None
+
+
+def is_placed(module: nn.Module) -> bool:
+    """Return whether a module belongs to one stage, not to all, if nobody says so.
+
+    It does if it has parameters or is one of torch's own layers (dropout, a norm without weights).
+    """
+    own_layer = type(module).__module__.startswith("torch.nn.") and not module._modules
+    return has_parameters(module) or (own_layer and not isinstance(module, CONTAINERS))
+
+
+def changes_nothing(module: nn.Module) -> bool:
+    """Return whether a module returns its argument as it is, as a dropout that drops nothing."""
+    drops = isinstance(module, _DropoutNd) and module.training and module.p
+    return isinstance(module, nn.Identity | _DropoutNd) and not drops
+
+
+def called_modules(name: str, module: nn.Module) -> Iterator[str]:
+    """Yield `name`, or the names inside if the module, such as a list, has no forward itself."""
+    inside = children(module, f"{name}.")
+    if not inside or module._parameters or type(module).forward is not nn.Module.forward:
+        yield name
+        return
+    for child_name, child in inside.items():
+        yield from called_modules(child_name, child)
+
+
+def check_name(model: nn.Module, name: str) -> None:
+    """Check that the model has a module of this dotted name.
+
+    Raises:
+        InvalidArgumentError: It has none.
+    """
+    parent, module = "", model
+    for part in name.split("."):
+        inside = children(module, parent)
+        if parent + part not in inside:
+            known = listing(inside) or f"no modules in {parent.rstrip('.')}"
+            message = f"Split names {name!r}, which the model does not have; it has {known}"
+            raise InvalidArgumentError(message)
+        parent, module = f"{parent}{part}.", inside[parent + part]
+
+
+def takes(model: nn.Module, argument: str) -> bool:
+    """Return whether the forward has an argument, also if subclasses pass all on to it."""
+    passing = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    for base in type(model).__mro__:
+        if "forward" in vars(base):
+            parameters = inspect.signature(vars(base)["forward"]).parameters
+            if argument in parameters or not passing <= {p.kind for p in parameters.values()}:
+                return argument in parameters
+    return False
+
+
+def parameter_facts(model: nn.Module) -> list[str]:
+    """Return a line for each parameter, by which the models of two ranks are compared."""
+    first: dict[nn.Parameter, str] = {}
+    facts = []
+    for name, p in model.named_parameters(remove_duplicate=False):
+        form = f"shape {tuple(p.shape)}, {p.dtype}, requires_grad={p.requires_grad}"
+        owner = first.setdefault(p, name)
+        facts.append(f"parameter {name} of {form}" + (f", tied to {owner}" * (owner != name)))
+    return facts
+
+
+def listing(names: Iterable[str]) -> str:
+    """Return names for a message."""
+    return ", ".join(names)
+
+
+def find_parts(model: nn.Module) -> Parts:
+    """Find the layers of a plain module and the modules before and after them.
+
+    Returns:
+        The names before, the name of the list of layers, and the names after.
+
+    Raises:
+        InvalidArgumentError: No such list, or several.
+    """
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if name and isinstance(module, nn.ModuleList) and has_parameters(module)
+    ]
+    outer = [name for name in lists if not any(within(name, o) for o in lists if o != name)]
+    if len(outer) != 1:
+        raise InvalidArgumentError(
+            "cannot tell which modules are the layers: expected one nn.ModuleList with parameters, "
+            f"and {type(model).__name__} has {listing(outer) or 'none'}; pass "
+            "Split(first=(...), layers='...', last=(...)), or Split(points=(...)) with the modules "
+            f"that begin the next stages, with names out of {listing(children(model))}"
+        )
+    first: list[str] = []
+    last: list[str] = []
+    path = outer[0].split(".")
+    for depth, child in enumerate(path):
+        before, after = _siblings(model, path[:depth], child)
+        first += before
+        last = after + last  # what encloses the layers comes after what is beside them
+    return tuple(first), outer[0], tuple(last)
+
+
+def check_parts(model: nn.Module, parts: Parts) -> None:
+    """Check that a description fits the model.
+
+    Raises:
+        InvalidArgumentError: An unknown name, a module named twice, layers that are no container,
+            or a module with parameters that is named nowhere.
+    """
+    first, layers, last = parts
+    names = (*first, layers, *last)
+    for name in names:
+        check_name(model, name)
+    for index, name in enumerate(names):
+        for other in names[index + 1 :]:
+            if within(name, other) or within(other, name):
+                message = f"Split names a module twice: {name!r} and {other!r}; name it once"
+                raise InvalidArgumentError(message)
+    container = model.get_submodule(layers)
+    if not isinstance(container, CONTAINERS):
+        raise InvalidArgumentError(
+            f"Split(layers={layers!r}) must name an nn.ModuleList, nn.Sequential or nn.ModuleDict "
+            f"of layers, and it is a {type(container).__name__}; name the list that holds the "
+            "layers, or cut by Split(points=(...))"
+        )
+    missing = _unnamed(model, names, layers)
+    if missing:
+        raise InvalidArgumentError(
+            f"modules with parameters that Split does not name: {listing(missing)}; add each to "
+            "first or last"
+        )
+
+
+def _siblings(model: nn.Module, parent: list[str], child: str) -> tuple[list[str], list[str]]:
+    prefix = "".join(f"{part}." for part in parent)
+    beside = children(model.get_submodule(".".join(parent)), prefix)
+    position = list(beside).index(prefix + child)
+    before: list[str] = []
+    after: list[str] = []
+    for index, (name, module) in enumerate(beside.items()):
+        if index != position and is_placed(module):
+            (before if index < position else after).append(name)
+    return before, after
+
+
+def _unnamed(model: nn.Module, names: tuple[str, ...], layers: str) -> list[str]:
+    """Modules with parameters outside all named ones; those around the layers may have some."""
+    named = model.named_parameters(remove_duplicate=False)
+    holders = {name.rpartition(".")[0] for name, _ in named}
+    return sorted(
+        holder
+        for holder in holders
+        if holder and not within(layers, holder) and not any(within(holder, n) for n in names)
+    )

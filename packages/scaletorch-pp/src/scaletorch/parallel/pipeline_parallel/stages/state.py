@@ -1,0 +1,87 @@
+"""State that a stage keeps between the calls of its forward, its backward and the train steps."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from torch import Tensor, nn
+
+from ..runtime.execute import Task
+from ..runtime.forms import Form
+from ..schedules.schedule import Schedule
+from .cut import Chunks
+from .hidden import HiddenFlow
+from .ties import TiedGradients
+from .weights import Deferral
+
+MANY_FORMS = 4096  # forms that are remembered at most, the same number on every rank
+
+Run = Callable[[Task], None]
+
+_serials: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
+
+
+@dataclass(slots=True, eq=False)
+class RuntimeState:
+    """The parts of a `PipelineParallel` that the train steps drive; not for users.
+
+    Attributes:
+        name: A name that all ranks of the pipeline know it by, and no other pipeline has.
+        chunks: The rank's stages in the model, of which one can be selected.
+        flows: The way of the hidden states through each of them.
+        tied: The parameters that several ranks hold.
+        deferral: Where the linear layers leave their weight gradients.
+        parameters: The rank's parameters when the running step began.
+        trained: A number for each rank that tells which parameters it trained in the last step.
+        forms: The forms of hidden states that `Mail` knows from earlier steps.
+        examined: The kinds of forwards that have been examined.
+        takes_ids: Whether the model's own code wants `input_ids` on later stages too.
+        ids: The `input_ids` [B, L] of the forward that comes, on any stage; None if they are not
+            integers.
+        serials: Numbers for the steps.
+        timed: Wraps a step's actions so that their times are noted; None unless it is recorded.
+    """
+
+    name: str
+    chunks: Chunks
+    flows: list[HiddenFlow]
+    tied: TiedGradients
+    deferral: Deferral
+    parameters: tuple[nn.Parameter, ...] = ()
+    trained: tuple[int, ...] = ()
+    forms: dict[Hashable, dict[int, Form]] = field(default_factory=dict)
+    examined: set[Hashable] = field(default_factory=set)
+    takes_ids: bool = False
+    ids: Tensor | None = None
+    serials: Iterator[int] = field(default_factory=count)
+    timed: Callable[[Schedule, Run], Run] | None = None
+
+    def note_parameters(self, module: nn.Module) -> int:
+        """Note the parameters at the beginning of a step, since adapters may have come.
+
+        Returns:
+            A number that changes when parameters are frozen, unfrozen or cast.
+        """
+        self.parameters = tuple(module.parameters())
+        return hash(tuple((each.requires_grad, each.dtype) for each in self.parameters))
+
+    def forget_forms(self, trained: tuple[int, ...]) -> None:
+        """Forget the forms of hidden states if parameters were frozen, unfrozen or cast.
+
+        Args:
+            trained: The result of `note_parameters` on each rank. All ranks decide by the same
+                numbers, so the two sides of a message always forget together.
+        """
+        if trained != self.trained or len(self.forms) > MANY_FORMS:
+            self.forms.clear()
+            self.examined.clear()
+            self.trained = trained
+
+
+def name_of_next(ranks: Sequence[int]) -> str:
+    """Return a name for a new pipeline of these ranks; they make their pipelines in one order."""
+    ranks = tuple(ranks)
+    return f"{ranks} {next(_serials[ranks])}"

@@ -1,0 +1,186 @@
+"""Which modules are attention, and how it is cut: at the borders of heads.
+
+Each rank has the key/value heads that its queries use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from torch import nn
+
+from ..cuts.cut import Cut, head_cuts
+from ..cuts.fused import fuse
+from ..layers.base import TensorParallelLayer
+from ..regions.surround import own_class
+from .plan import Matches, children_of
+
+_HEAD_LENGTHS = ("head_dim", "head_size")
+_HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
+_GROUPS = "num_key_value_groups"  # query heads of each key/value head
+
+# Names of attention modules, and what the names of their classes contain.
+_NAMES = frozenset(
+    {"attn", "attention", "self_attn", "self_attention", "cross_attn", "linear_attn"}
+)
+_OF_CLASSES = ("attention", "attn")
+
+
+@dataclass(frozen=True, slots=True)
+class Attention:
+    """A module whose query, key and value projections are columns and whose output is a row.
+
+    Args:
+        name: The module's name.
+        module: The module.
+        head_dim: Length of a head.
+        query: Number of query heads.
+        key_value: Number of key/value heads.
+        lengths: Projection -> the length that is cut, of each packed part if it is fused.
+    """
+
+    name: str
+    module: nn.Module
+    head_dim: int
+    query: int
+    key_value: int
+    lengths: Mapping[nn.Module, tuple[int, ...]]
+
+    def cuts(self, tp_size: int) -> dict[nn.Module, Cut]:
+        """Return how each projection is cut over `tp_size` ranks."""
+        query, key_value = head_cuts(self.query, self.key_value, tp_size)
+
+        def cut(length: int) -> Cut:
+            count = length // self.head_dim
+            heads = query if count >= self.query else key_value
+            return heads.times(self.head_dim * max(1, count // self.query))
+
+        return {layer: fuse([cut(n) for n in parts]) for layer, parts in self.lengths.items()}
+
+    def share(self, attribute: str, value: int, tp_size: int) -> tuple[int, ...] | None:
+        """Return each rank's value of a counting attribute, or None if it counts no heads."""
+        query, key_value = (cut.sizes for cut in head_cuts(self.query, self.key_value, tp_size))
+        if attribute == _GROUPS:
+            return tuple(q // kv for q, kv in zip(query, key_value, strict=True))
+        # A value may be a number of heads as well as their length together: the name tells.
+        units = (1, self.head_dim) if "head" in attribute else (self.head_dim, 1)
+        for unit in units:
+            for count, shares in ((self.query, query), (self.key_value, key_value)):
+                if value == count * unit:
+                    return tuple(share * unit for share in shares)
+        return None
+
+    def groups(self, tp_size: int) -> dict[str, tuple[int, ...]]:
+        """Return each rank's query heads per key/value head, if the module says how many."""
+        own = vars(self.module).get(_GROUPS)
+        return {_GROUPS: self.share(_GROUPS, own, tp_size) or ()} if type(own) is int else {}
+
+
+def find_attentions(
+    model: nn.Module, matches: Matches, named: Collection[nn.Module] = ()
+) -> dict[nn.Module, Attention]:
+    """Return the modules whose sharded children fit together as projections of heads.
+
+    Args:
+        model: The whole model.
+        matches: What of it is sharded; every style fits its module.
+        named: Modules known to be attention, whose config may tell the head's length.
+    """
+    found = (_attention(n, m, matches, m in named) for n, m in model.named_modules())
+    return {each.module: each for each in found if each is not None}
+
+
+def has_heads(module: nn.Module) -> bool:
+    """Return whether a module itself says that it works on heads."""
+    return not vars(module).keys().isdisjoint((*_HEAD_LENGTHS, *_HEAD_COUNTS))
+
+
+def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True) -> int:
+    """Return the length of a head, or 0 if nothing tells it.
+
+    Args:
+        attention: The module.
+        query_size: Length of all query heads together.
+        by_config: Ask the module's config if the module itself does not tell.
+    """
+    for place in (attention, getattr(attention, "config", None) if by_config else None):
+        for name in _HEAD_LENGTHS:
+            length = getattr(place, name, None)
+            if isinstance(length, int):
+                return length
+        for name in _HEAD_COUNTS:
+            count = getattr(place, name, None)
+            if isinstance(count, int) and count > 0:
+                return query_size // count
+    return 0
+
+
+def head_length_of(
+    modules: Mapping[str, nn.Module], attention: str, projections: tuple[str, ...]
+) -> int:
+    """Return the length of a head, or 0 if nothing tells it; the first projection is of queries."""
+    query = modules.get(f"{attention}.{projections[0]}")
+    return head_length(modules[attention], 0 if query is None else out_features(query))
+
+
+def out_features(module: nn.Module) -> int:
+    """Return the output features of a linear layer or a Conv1D, or 0 for another module."""
+    return int(getattr(module, "out_features", 0) or getattr(module, "nf", 0))
+
+
+def find_whole(model: nn.Module, regions: Collection[nn.Module]) -> list[nn.Module]:
+    """Return the attention modules that mix tokens and must see whole sequences.
+
+    They are the outermost ones that are no regions, and neither hold nor are in one.
+
+    Args:
+        model: The whole model.
+        regions: Its regions, which gather for themselves.
+    """
+    inside = {inner for region in regions for inner in region.modules()}
+    found: list[nn.Module] = []
+    for name, module in model.named_modules():
+        if module in inside or module is model or not _attends(name, module):
+            continue
+        inner = {*module.modules()}
+        if not inside & inner and not any(isinstance(m, nn.Embedding) for m in inner):
+            found.append(module)
+            inside |= inner
+    return found
+
+
+def _attends(name: str, module: nn.Module) -> bool:
+    """Return whether a module is attention by its attributes, its place or its class.
+
+    A norm or a dropout, which have no children or no parameters, is none.
+    """
+    if isinstance(module, TensorParallelLayer) or not any(True for _ in module.children()):
+        return False
+    if not any(True for _ in module.parameters()):
+        return False
+    kind = own_class(module).__name__.lower()
+    named = name.rpartition(".")[2] in _NAMES or any(part in kind for part in _OF_CLASSES)
+    return has_heads(module) or named
+
+
+def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) -> Attention | None:
+    mine = children_of(module, matches)
+    rows = [match for match in mine if match.is_row]
+    columns = [match for match in mine if match.is_column]
+    if len(rows) != 1 or not columns or len(mine) > 1 + len(columns):
+        return None
+    total = sum(rows[0].lengths)
+    sizes = [length for match in columns for length in match.lengths]
+    length = head_length(module, total, by_config=by_config)
+    if length < 1 or any(size % length or not size for size in (total, *sizes)):
+        return None
+    query = total // length
+    counts = {size // length for size in sizes}
+    # With grouped queries the shortest projection is that of the keys or values.
+    key_value = min(query, *counts)
+    # All are queries (some of several vectors a head) or as many keys and values.
+    if query % key_value or any(c != key_value and c % query for c in counts):
+        return None
+    lengths = {match.module: match.lengths for match in (*columns, rows[0])}
+    return Attention(name, module, length, query, key_value, lengths)

@@ -1,0 +1,207 @@
+"""A plan resolved for a model: what it does, and all that can be wrong with it.
+
+Nothing is changed or sent before everything has been found right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from torch import nn
+
+from ....dist.errors import InvalidArgumentError
+from ..layers.base import TensorParallelLayer
+from ..layers.linear import ColumnParallelLinear, RowParallelLinear
+from ..regions.region import Region
+from ..regions.surround import cannot_surround
+from ..sharing.sequence import until_joined
+from ..sharing.sum_grad import SumGradients, cannot_sum
+from .attention import find_attentions, find_whole
+from .families import check_complete, find_family
+from .plan import Divide, Match, Matches, Plan, match_plan, with_mixins
+from .sizes import (
+    Length,
+    check_head_norms,
+    check_lengths,
+    check_ties,
+    find_lengths,
+    head_counts,
+    local_attributes,
+    with_cuts,
+)
+from .transformers_plan import find_own_plan
+
+
+class Resolved(NamedTuple):
+    """What a plan does to a model.
+
+    Attributes:
+        matches: The modules it names, in the model's order.
+        attributes: Module -> attribute -> its value on each rank.
+        regions: The modules whose sharded layers take one input.
+        whole: The modules that see whole sequences with sequence parallelism.
+    """
+
+    matches: Matches
+    attributes: Mapping[nn.Module, Mapping[str, tuple[int, ...]]]
+    regions: list[nn.Module]
+    whole: list[nn.Module]
+
+
+def resolve(
+    model: nn.Module, plan: Plan | None, tp_size: int, *, sequence_parallel: bool = False
+) -> Resolved:
+    """Find what a plan, or else the model's own or its family's, does to it, and check that.
+
+    Args:
+        model: The whole model; it is not changed.
+        plan: Pattern of module names -> style; None looks for a plan of the model's own
+            (transformers), then for a known family.
+        tp_size: Number of ranks it will be sharded over; none need exist.
+        sequence_parallel: Whether sequences will be sharded between the sharded layers.
+
+    Raises:
+        InvalidArgumentError: The plan does not match the model, a style does not fit its module,
+            a size has no share for each rank, an attribute does not divide, a tied parameter
+            would be sharded in two ways, the model is not quite of its family, or would compute
+            something else on shards of its sequences.
+    """
+    found, named, heads = _match(model, plan)
+    matches = {match.module: match for match in with_mixins(_checked_styles(found))}
+    _check_mixins(matches.values())
+    attentions = find_attentions(model, matches, named)
+    lengths = find_lengths(model, matches, attentions, tp_size)
+    if named - attentions.keys():  # not understood by its layers: heads must divide at least
+        lengths.divided.extend(heads)
+    check_lengths(lengths, tp_size)
+    matches = with_cuts(matches, attentions, tp_size)
+    check_ties(model, matches)
+    if sequence_parallel:
+        _check_sequences(model, list(matches.values()))
+    regions = find_regions(model, matches)
+    attributes = local_attributes(matches.values(), attentions, tp_size)
+    whole: list[nn.Module] = []
+    if sequence_parallel:
+        earlier = [module for module in model.modules() if isinstance(module, Region)]
+        whole = find_whole(model, [*regions, *earlier])
+    return Resolved(matches, attributes, regions, whole)
+
+
+def _match(model: nn.Module, plan: Plan | None) -> tuple[list[Match], set[nn.Module], list[Length]]:
+    """Return what is sharded, the modules known to be attention, and how many heads they have."""
+    if plan is not None:
+        return match_plan(model, plan), set(), []
+    known = find_own_plan(model) or find_family(model)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    check_complete(modules, known)
+    heads = list(head_counts(modules, known.heads))
+    check_head_norms(modules, known.heads, known.matches)
+    return known.matches, {modules[name] for name in known.heads}, heads
+
+
+def find_regions(model: nn.Module, matches: Matches) -> list[nn.Module]:
+    """Return the modules that begin with column-parallel layers and end with one row-parallel.
+
+    All parameters of their other children are summed or sharded: a block with a norm of whole
+    hidden states is none.
+    """
+    return [
+        module
+        for module in model.modules()
+        if _is_region(module, matches) and cannot_surround(module, Region) is None
+    ]
+
+
+def _is_region(module: nn.Module, matches: Matches) -> bool:
+    columns = rows = 0
+    for child in module.children():
+        found: list[type[nn.Module]] = [type(child)]  # perhaps made parallel by hand, before
+        if child in matches:
+            kinds = matches[child].layer, matches[child].mixin
+            found += [kind for kind in kinds if kind is not None]
+        if any(issubclass(kind, ColumnParallelLinear) for kind in found):
+            columns += 1
+        elif any(issubclass(kind, RowParallelLinear) for kind in found):
+            rows += 1
+        elif any(issubclass(kind, TensorParallelLayer | SumGradients) for kind in found):
+            continue
+        elif any(True for _ in child.parameters()):
+            return False
+    return columns > 0 and rows == 1
+
+
+def _checked_styles(matches: Sequence[Match]) -> Sequence[Match]:
+    """Return the matches, each with a style that fits its module."""
+    for match in matches:
+        if isinstance(match.style, Divide):
+            _check_divide(match, match.style)
+        elif match.misfit is not None:
+            raise InvalidArgumentError(f"{match.place} cannot be sharded: {match.misfit}")
+    return matches
+
+
+def _check_divide(match: Match, style: Divide) -> None:
+    """Check the attributes that a `Divide` names."""
+    own = vars(match.module)
+    integers = [name for name, value in own.items() if type(value) is int]
+    found = [name for name in style.attributes if name in own]
+    missing = [name for name in style.attributes if name not in own]
+    wrong = [name for name in found if name not in integers]
+    if wrong or (missing and not style.optional):
+        raise InvalidArgumentError(
+            f"{match.place} cannot divide {', '.join(wrong or missing)}: the integer attributes "
+            f"that the module itself has are {integers}"
+        )
+
+
+def _check_mixins(matches: Iterable[Match]) -> None:
+    for match in matches:
+        if match.mixin is None:
+            continue
+        reason = cannot_sum(match.module) if match.mixin is SumGradients else None
+        reason = reason or cannot_surround(match.module, match.mixin)
+        if reason is not None:
+            raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
+
+
+def _check_sequences(model: nn.Module, matches: Sequence[Match]) -> None:
+    """Refuse a model that would compute something else on shards of its sequences.
+
+    Raises:
+        InvalidArgumentError: Sharded layers other than heads are registered after the module that
+            joins the shards, or a module has parameters whose gradients cannot be summed.
+    """
+    joins = [match for match in matches if match.style == "sequence_join"]
+    if joins:
+        _check_joined(joins[0], matches[matches.index(joins[0]) + 1 :])
+    told = {m.module for m in matches if m.layer is not None}
+    told |= {m.module for m in matches if m.style in ("replicate", "replicate_sum_grad")}
+    names = {module: name for name, module in model.named_modules()}
+    for module in until_joined(model, [match.module for match in joins]):
+        reason = _cannot_share(module) if module._parameters and module not in told else None
+        if reason is not None:
+            raise InvalidArgumentError(
+                f"'{names[module]}' has parameters that every rank would use on its share of the "
+                f"sequence, and their gradients cannot be summed: {reason}; give its parameters "
+                "to the module that uses them, or do without sequence parallelism"
+            )
+
+
+def _check_joined(join: Match, after: Collection[Match]) -> None:
+    wrong = [m.name for m in after if m.layer is not None and not m.options.get("gather_output")]
+    if wrong:
+        raise InvalidArgumentError(
+            f"'{join.name}' joins the sequences for heads ('column_gather') alone, but "
+            f"{', '.join(wrong[:4])} are registered after it; register them before, or do without "
+            "sequence parallelism"
+        )
+
+
+def _cannot_share(module: nn.Module) -> str | None:
+    """Return why gradients would be missed: they are summed where a module's forward begins."""
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+        return f"an nn.{type(module).__name__} is not called, but read by another module"
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return "nn.MultiheadAttention does not call it"
+    return cannot_surround(module, SumGradients)

@@ -1,0 +1,195 @@
+"""May these sizes be divided over the ranks, and how: the one place that answers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from torch import nn
+
+from ....dist.errors import InvalidArgumentError
+from ..cuts.cut import Cut, legal_sizes, share_cut
+from ..cuts.fused import fuse
+from .attention import Attention, has_heads, head_length_of, out_features
+from .plan import Divide, Match, Matches, children_of
+
+# A size that is divided over the ranks: where it is, and how long.
+Length = tuple[str, int]
+Attentions = Mapping[nn.Module, Attention]
+
+
+class Lengths(NamedTuple):
+    """Lengths that tp must divide, and those of which each rank must get a share at least."""
+
+    divided: list[Length]
+    shared: list[Length]
+
+
+def find_lengths(
+    model: nn.Module, matches: Matches, attentions: Attentions, tp_size: int
+) -> Lengths:
+    """Return what is divided: in attention that was understood the heads, else each size."""
+    by_heads = {layer for attention in attentions.values() for layer in attention.lengths}
+    # Such a layer may cut a head in two if it is cut anywhere.
+    whole = {
+        match.module
+        for module in model.modules()
+        if has_heads(module)
+        for match in children_of(module, matches)
+        if (match.is_column or match.is_row) and match.module not in by_heads
+    }
+    found = Lengths([], [(f"query heads of {a.name}", a.query) for a in attentions.values()])
+    for match in matches.values():
+        if isinstance(match.style, Divide):
+            found.divided.extend(_undivided(match, match.style, attentions, tp_size))
+        elif match.layer is not None and match.module not in by_heads:
+            where = f"{match.name}.{match.layer.sharded_size}".lstrip(".")
+            kind = found.divided if match.module in whole else found.shared
+            kind.extend((where, length) for length in match.lengths)
+    return found
+
+
+def _undivided(
+    match: Match, style: Divide, attentions: Attentions, tp_size: int
+) -> Iterator[Length]:
+    """Yield the attributes that are not cut as heads are: tp must divide them."""
+    own, attention = vars(match.module), attentions.get(match.module)
+    for name in (n for n in style.attributes if n in own):
+        if attention is None or attention.share(name, own[name], tp_size) is None:
+            yield f"{match.name}.{name}".lstrip("."), own[name]
+
+
+def check_lengths(lengths: Lengths, tp_size: int) -> None:
+    """Refuse a tp that does not fit the lengths, and name sizes that do.
+
+    Raises:
+        InvalidArgumentError: tp does not divide what it must, or leaves a rank without a share.
+    """
+    uneven = [f"{where} = {length}" for where, length in lengths.divided if length % tp_size]
+    short = [f"{where} = {length}" for where, length in lengths.shared if length < tp_size]
+    problems = [f"does not divide {_some(uneven)}"] if uneven else []
+    problems += [f"leaves ranks without a share of {_some(short)}"] if short else []
+    if not problems:
+        return
+    most = min((length for _, length in lengths.shared), default=None)
+    common = math.gcd(*(length for _, length in lengths.divided))
+    # If nothing has to divide, all sizes up to the shortest length are legal.
+    legal = legal_sizes(common, tp_size, most) if common else f"tp sizes up to {most} are legal"
+    raise InvalidArgumentError(
+        f"tp = {tp_size} {' and '.join(problems)}; for this model and plan {legal}"
+    )
+
+
+def _some(texts: Sequence[str]) -> str:
+    return ", ".join(texts[:4]) + (f" and {len(texts) - 4} more" if len(texts) > 4 else "")
+
+
+def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn.Module, Match]:
+    """Return the matches with their cuts: at heads, or of each length a share for each rank.
+
+    Raises:
+        InvalidArgumentError: A layer that sums the ranks' shards would have replicated heads.
+    """
+    cuts = {layer: cut for a in attentions.values() for layer, cut in a.cuts(tp_size).items()}
+    result = dict(matches)
+    for match in (m for m in matches.values() if m.layer is not None):
+        cut = cuts.get(match.module) or fuse([share_cut(n, tp_size) for n in match.lengths])
+        result[match.module] = replace(match, cut=cut)
+        _check_replicas(result[match.module], cut)
+    return result
+
+
+def _check_replicas(match: Match, cut: Cut) -> None:
+    """Refuse replicated heads in a layer that sums the ranks' shards: they would count twice."""
+    short = [packed for packed in cut.packed if packed.replicated]
+    if short and match.layer is not None and not match.layer.replicable:
+        most = min(len(packed.parts) for packed in short)
+        raise InvalidArgumentError(
+            f"tp = {len(short[0].ranks)} leaves ranks without a share of the heads of "
+            f"{match.place}: a part of it has {most}, and is not replicated, since the "
+            f"layer sums what ranks have; tp sizes up to {most} are legal"
+        )
+
+
+def local_attributes(
+    matches: Iterable[Match], attentions: Attentions, tp_size: int
+) -> dict[nn.Module, dict[str, tuple[int, ...]]]:
+    """Return the values on each rank of the attributes that change."""
+    found = {module: attention.groups(tp_size) for module, attention in attentions.items()}
+    for module, style in ((m.module, m.style) for m in matches):
+        own, attention = vars(module), attentions.get(module)
+        shares = found.setdefault(module, {})
+        for name in style.attributes if isinstance(style, Divide) else ():
+            if name in own:
+                share = attention and attention.share(name, own[name], tp_size)
+                shares[name] = share or (own[name] // tp_size,) * tp_size
+    return found
+
+
+def check_ties(model: nn.Module, matches: Matches) -> None:
+    """Refuse a parameter that two modules share and the plan shards in two ways."""
+    seen: dict[nn.Parameter, tuple[str, int | None, Cut | None]] = {}
+    for module_name, module in model.named_modules():
+        match = matches.get(module)
+        dims = match.layer.shard_dims if match is not None and match.layer is not None else {}
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            full_name = f"{module_name}.{name}".lstrip(".")
+            dim = dims.get(name)
+            cut = None if dim is None or match is None else match.cut
+            other, other_dim, other_cut = seen.setdefault(parameter, (full_name, dim, cut))
+            if (dim, cut) != (other_dim, other_cut):
+                raise InvalidArgumentError(
+                    f"'{other}' and '{full_name}' are one tied parameter, but the plan "
+                    f"{_sharding(other_dim, other_cut)} the first and {_sharding(dim, cut)} the "
+                    "second; give both modules styles that agree"
+                )
+
+
+def _sharding(dim: int | None, cut: Cut | None) -> str:
+    sizes = "" if cut is None else f" into {', '.join(map(str, cut.sizes[:8]))}"
+    return "replicates" if dim is None else f"shards along dim {dim}{sizes}"
+
+
+def head_counts(
+    modules: Mapping[str, nn.Module], heads: Mapping[str, tuple[str, ...]]
+) -> Iterator[Length]:
+    """Yield how many heads each projection of a recognised model has, so that none is cut in two.
+
+    Raises:
+        InvalidArgumentError: Nothing says where the heads end.
+    """
+    for name, projections in heads.items():
+        found = {p: modules[f"{name}.{p}"] for p in projections if f"{name}.{p}" in modules}
+        head_dim = head_length_of(modules, name, tuple(found) or projections)
+        for projection, size in ((p, out_features(module)) for p, module in found.items()):
+            if head_dim < 1 or size % head_dim:
+                raise InvalidArgumentError(
+                    f"'{name}' does not say how the {size} output features of its "
+                    f"{projection} are divided into heads: expected a head_dim, or a number "
+                    "of heads, on the module or its config; pass a plan of your own"
+                )
+            yield f"heads of {name}.{projection}", size // head_dim
+
+
+def check_head_norms(
+    modules: Mapping[str, nn.Module],
+    heads: Mapping[str, tuple[str, ...]],
+    matches: Iterable[Match],
+) -> None:
+    """Refuse a norm over all heads: its statistics would be of this rank's heads only."""
+    for match in (m for m in matches if m.style == "replicate_sum_grad"):
+        attention = match.name.rpartition(".")[0]
+        if attention not in heads:
+            continue
+        head_dim = head_length_of(modules, attention, heads[attention])
+        for name, parameter in match.module.named_parameters():
+            if parameter.numel() != head_dim:
+                raise InvalidArgumentError(
+                    f"'{match.name}.{name}' has {parameter.numel()} elements, but a head has "
+                    f"{head_dim}: a norm over several heads does not divide over ranks; only one "
+                    "over each head can be tensor parallel"
+                )

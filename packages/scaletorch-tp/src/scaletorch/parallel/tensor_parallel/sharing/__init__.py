@@ -1,0 +1,1 @@
+"""What ranks share beyond layers: sequences between regions, and gradients that are summed."""

@@ -1,0 +1,175 @@
+"""Sequence parallelism: between sharded regions each rank holds its share of every sequence.
+
+A region begins with an all-gather and ends with a reduce-scatter, in place of the all-reduces:
+the same bytes, while norms, dropout and residuals work on 1/tp of the tokens, and keep 1/tp of
+the activations. What is whole on every rank there sees a share of the tokens: its gradients are
+summed. Source: https://arxiv.org/abs/2205.05198.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ....dist import get_rank, get_world_size
+from ..cuts.cut import shard_sizes
+from ..layers.base import TensorParallelLayer
+from ..regions.random import sharded_random
+from ..regions.region import Region, region_runs
+from ..regions.sequence_shares import SequenceShares
+from ..regions.shape_errors import IN_MODEL, shapes_explained
+from ..regions.surround import SharedGroup, Surrounded, own_class, surround
+from ..regions.uncompiled import around_compiled, compiles
+from .mixing import RefuseMixing
+from .sum_grad import SumGradients
+from .whole_sequence import WholeSequence, mask_configs, whole_masks
+
+M = TypeVar("M", bound=nn.Module)
+
+
+class SequenceRoot(Surrounded):
+    """The model: it learns how long sequences are, and draws as on shards."""
+
+    _sequence: SequenceShares | None = None  # a slice of an nn.Sequential has none
+    _configs: Sequence[Any] = ()  # of models of transformers
+    _mixing_checked: bool = False
+
+    @around_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model's own forward."""
+        if self._sequence is None:
+            return super().forward(*args, **kwargs)
+        # The ids are whole: only they say how long the sequence is of which layers see shards.
+        ids = _find_ids(args, kwargs)
+        self._sequence.length = None if ids is None else ids.shape[-1]
+        if ids is not None and _lacks_positions(self, args, kwargs):
+            # Left to count its tokens, it would count those of its share.
+            kwargs["position_ids"] = torch.arange(ids.shape[-1], device=ids.device)[None]
+        with ExitStack() as stack:
+            stack.enter_context(
+                shapes_explained(own_class(self).__name__, IN_MODEL, self._sequence)
+            )
+            stack.enter_context(whole_masks(self._configs, self._sequence))
+            if self.training:
+                stack.enter_context(sharded_random(self._tp_group.group))
+            # A single token cannot be told from a dim of size 1, and compiled code calls no modes.
+            own = self._sequence.own or 1
+            if own > 1 and not self._mixing_checked and not compiles():
+                stack.enter_context(RefuseMixing(own, region_runs))
+            result = super().forward(*args, **kwargs)
+        vars(self)["_mixing_checked"] = self._mixing_checked or own > 1
+        return result
+
+
+class SplitSequence(Surrounded):
+    """A module that makes whole sequences out of whole inputs: an embedding on every rank."""
+
+    _sequence: SequenceShares
+
+    @around_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, and keep this rank's share."""
+        return self._sequence.split(super().forward(*args, **kwargs))
+
+
+class JoinSequence(Surrounded):
+    """A module after which sequences are whole, as the model's own code there takes them to be."""
+
+    _sequence: SequenceShares | None = None  # without sequence parallelism they are whole already
+
+    @around_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward, and join the ranks' shares."""
+        out = super().forward(*args, **kwargs)
+        return out if self._sequence is None else self._sequence.join(out)
+
+
+def share_sequences(
+    model: M,
+    group: ProcessGroup | None,
+    replicated: Sequence[nn.Module] = (),
+    whole: Sequence[nn.Module] = (),
+) -> M:
+    """Make a model with tensor-parallel layers sequence parallel, in place.
+
+    Its sharded layers gather and scatter. Embeddings that every rank holds keep their share, and
+    all other parameters' gradients are summed, except those of `replicated` modules. Modules
+    that are `whole` become `WholeSequence`. What is inside of these, and what is registered
+    after a `JoinSequence`, stays as it is, since it works on whole sequences.
+    """
+    shares = SequenceShares(SharedGroup(group))
+    summed = [module for module in model.modules() if isinstance(module, SumGradients)]
+    joins = [module for module in model.modules() if isinstance(module, JoinSequence)]
+    on_whole = {inner for module in whole for inner in module.modules()}
+    for module in until_joined(model, joins):
+        # The order of these cases counts: what is whole shields all that it contains, and a
+        # sharded layer or a region reduces for itself, where others need their gradients summed.
+        if module in whole:
+            vars(surround(module, WholeSequence, group))["_sequence"] = shares
+        elif module in on_whole:
+            continue
+        elif isinstance(module, TensorParallelLayer):
+            vars(module)["sequence"] = shares
+        elif isinstance(module, Region):
+            vars(module)["_sequence"] = shares
+        elif isinstance(module, nn.Embedding):
+            vars(surround(module, SplitSequence, group))["_sequence"] = shares
+        elif module._parameters and module not in (*replicated, *summed):
+            surround(module, SumGradients, group)
+        if isinstance(module, JoinSequence):
+            vars(module)["_sequence"] = shares
+    vars(surround(model, SequenceRoot, group)).update(
+        _sequence=shares, _configs=mask_configs(model)
+    )
+    return model
+
+
+def sequence_share(model: nn.Module, length: int) -> int:
+    """Return how many of `length` tokens the hidden states between layers have on this rank.
+
+    Args:
+        model: A model, wrapped or not; without sequence parallelism all tokens are there.
+        length: Tokens of the sequence that the model is called with.
+    """
+    for module in model.modules():
+        shares = vars(module).get("_sequence")
+        if isinstance(shares, SequenceShares):
+            group = shares.holder.group
+            return shard_sizes(length, get_world_size(group))[get_rank(group)]
+    return length
+
+
+def joins_sequences(model: nn.Module) -> bool:
+    """Return whether a sequence-parallel model works on whole sequences behind its blocks."""
+    modules = (module for module in model.modules() if isinstance(module, JoinSequence))
+    return any(module._sequence is not None for module in modules)
+
+
+def until_joined(model: nn.Module, joins: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules in their order, up to the first of `joins` and what it contains."""
+    modules = list(model.modules())
+    inside = {*joins[0].modules()} if joins else {*modules}
+    last = max(index for index, module in enumerate(modules) if module in inside)
+    return modules[: last + 1]
+
+
+def _find_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return the token ids or positions, [B, L], that a model is called with."""
+    for value in (*args[:1], kwargs.get("input_ids"), kwargs.get("position_ids")):
+        if isinstance(value, Tensor) and value.ndim > 1 and not value.is_floating_point():
+            return value
+    return None
+
+
+def _lacks_positions(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Return whether a model takes `position_ids` and is called without."""
+    signature = inspect.signature(own_class(model).forward)
+    if "position_ids" not in signature.parameters or kwargs.get("position_ids") is not None:
+        return False
+    return "position_ids" not in signature.bind_partial(model, *args).arguments

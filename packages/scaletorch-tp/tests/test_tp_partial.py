@@ -1,0 +1,179 @@
+"""What is trained inside of a region without being a shard: whole gradients, or refused."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.tensor_parallel import (
+    apply_tensor_parallel,
+    gather_tensors,
+    vocab_parallel_cross_entropy,
+)
+
+HIDDEN, VOCAB, LENGTH = 8, 20, 6  # a share of the MLP is as wide as hidden states
+PLAN = {
+    "tokens": "vocab", "head": "column_gather",
+    **{f"attention.{name}": "column" for name in "qkv"}, "attention.o": "row",
+    "mlp.up": "column", "mlp.down": "row",
+}  # fmt: skip
+
+
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x):
+        return x * self.weight
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.temperature = None
+
+    def forward(self, x, bias=None):
+        q, k, v = (
+            each(x).unflatten(-1, (-1, 2)).transpose(1, 2) for each in (self.q, self.k, self.v)
+        )
+        q = q if self.temperature is None else q * self.temperature
+        return self.o(F.scaled_dot_product_attention(q, k, v, bias).transpose(1, 2).flatten(2))
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(HIDDEN, 16), nn.Linear(16, HIDDEN)
+        self.where, self.scale = "", Scale()
+
+    def forward(self, x, gate):
+        before, inside, behind = (gate if at in self.where else 1 for at in "bia")
+        y = self.up(x * before).tanh() * inside
+        return x + behind * self.down(self.scale(y) if "s" in self.where else y)
+
+
+class Model(nn.Module):
+    """With a gate, and a bias of relative positions, made outside of the regions."""
+
+    def __init__(self, where="", bias=False, temperature=False, recompute=None):
+        super().__init__()
+        self.tokens = nn.Embedding(VOCAB, HIDDEN)
+        self.attention, self.mlp = Attention(), Mlp()
+        self.gate, self.distances = nn.Linear(1, 1), nn.Embedding(LENGTH, 1)
+        self.head = nn.Linear(HIDDEN, VOCAB)
+        self.mlp.where, self.bias, self.recompute = where, bias, recompute
+        if temperature:
+            self.attention.temperature = nn.Parameter(torch.tensor(1.2))
+
+    def forward(self, ids):
+        x = self.tokens(ids)
+        places = torch.arange(LENGTH)
+        bias = self.distances((places[:, None] - places).abs())[..., 0] if self.bias else None
+        x = x + self.attention(x, bias)
+        gate = self.gate(torch.ones(1, dtype=x.dtype))
+        if self.recompute is None:
+            return self.head(self.mlp(x, gate))
+        return self.head(checkpoint(self.mlp, x, gate, use_reentrant=self.recompute))
+
+
+def made(**options):
+    torch.manual_seed(0)
+    return Model(**options).double()
+
+
+def ids():
+    return torch.randint(VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+
+
+def compare(one, plan, change=lambda model: model):
+    many = apply_tensor_parallel(copy.deepcopy(one), plan, dist.group.WORLD)
+    many = change(many)
+    for model in (one, many):
+        with torch.set_grad_enabled(one.recompute is True):  # which warns without gradients
+            model(ids())  # mostly there is nothing to be seen here
+        model(ids()).square().mean().backward()
+    gradients = {n: p.grad for n, p in many.named_parameters() if p.grad is not None}
+    found = gather_tensors(many, gradients)
+    for name, parameter in one.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
+
+
+SUMMED = {**PLAN, "mlp.scale": "replicate_sum_grad"}
+RIGHT = [
+    (dict(where=""), PLAN),
+    (dict(where="b"), PLAN),  # before the column-parallel layer
+    (dict(where="a"), PLAN),  # behind the row-parallel one
+    (dict(where="ba"), PLAN),
+    (dict(where="s"), SUMMED),
+    (dict(bias=True), {**PLAN, "distances": "replicate_sum_grad"}),
+    (dict(where="b", recompute=False), PLAN),
+    (dict(where="b", recompute=True), PLAN),
+    (dict(temperature=True), {**PLAN, **{f"attention.{n}": "replicate" for n in "qkvo"}}),
+]
+REFUSED = [
+    (dict(where="i"), PLAN, "gate.weight, gate.bias"),
+    (dict(where="bi"), PLAN, "gate.weight, gate.bias"),
+    (dict(where="s"), PLAN, "mlp.scale.weight"),
+    (dict(bias=True), PLAN, "distances.weight"),
+    (dict(temperature=True), PLAN, "attention.temperature"),
+    (dict(where="i", recompute=False), PLAN, "gate.weight, gate.bias"),
+]
+
+
+def right():
+    for options, plan in RIGHT:
+        compare(made(**options), plan)
+    compare(made(where="ba"), PLAN, copy.deepcopy)
+
+
+def test_what_leaves_before_or_comes_behind_has_whole_gradients():
+    run_ranks(right, 2, timeout=60)
+
+
+def refused():
+    for options, plan, names in REFUSED:
+        with pytest.raises(InvalidArgumentError, match=f"Model uses {names} between.*'replicate_s"):
+            compare(made(**options), plan)
+
+
+def test_a_part_of_a_gradient_is_refused_on_every_rank():
+    run_ranks(refused, 2, timeout=60)
+
+
+def scaled_logits():
+    """A scale of logits that stay divided for the loss."""
+
+    class Scaled(Model):
+        def forward(self, ids):
+            return self.gate.weight[0, 0] * super().forward(ids)
+
+    torch.manual_seed(0)
+    model = apply_tensor_parallel(Scaled().double(), PLAN, dist.group.WORLD)
+    model.head.gather_output = False
+    with pytest.raises(InvalidArgumentError, match=r"Scaled uses gate.weight between"):
+        vocab_parallel_cross_entropy(model(ids()), ids(), group=dist.group.WORLD).backward()
+
+
+def test_a_scale_of_logits_that_stay_divided():
+    run_ranks(scaled_logits, 2)
+
+
+def given():
+    model = apply_tensor_parallel(Mlp(), {"up": "column", "down": "row"}, dist.group.WORLD)
+    model.where = "i"
+    with pytest.raises(InvalidArgumentError, match="Mlp uses a tensor given to it between"):
+        model(torch.ones(2, HIDDEN), torch.ones(1, requires_grad=True))
+    model(torch.ones(2, HIDDEN, requires_grad=True), torch.ones(1)).sum().backward()
+
+
+def test_a_tensor_that_is_given_counts_too():
+    run_ranks(given, 2)

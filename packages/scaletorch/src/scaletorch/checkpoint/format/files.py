@@ -1,0 +1,168 @@
+"""Files in the safetensors format, written and read by hand: no copies, no numpy, no pickle.
+
+Eight bytes with the header's length, a JSON header, raw bytes. See
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import json
+import os
+import stat
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from io import BufferedReader
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+
+from ..errors import CheckpointError, DamagedCheckpointError
+
+BLOCK = 2**22  # bytes under one checksum, so that who reads a part checks a part
+_CODES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
+    "U64": "uint64", "U32": "uint32", "U16": "uint16", "U8": "uint8", "BOOL": "bool",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "C64": "complex64",
+}  # fmt: skip
+CODES = {getattr(torch, name): code for code, name in _CODES.items()}
+DTYPES = {code: dtype for dtype, code in CODES.items()}
+MAX_HEADER = 100_000_000  # bytes; safetensors' own limit
+
+Slot = tuple[str, torch.dtype, Sequence[int]]  # of a file: name, dtype, shape
+
+
+def plan_file(slots: Iterable[Slot], note: Mapping[str, str]) -> tuple[bytes, list[int], int]:
+    """Return a file's beginning, where each tensor's bytes begin in the file, and its size.
+
+    Raises:
+        CheckpointError: A dtype that the format does not have.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(note)} if note else {}
+    starts, end = [], 0
+    for name, dtype, shape in slots:
+        if dtype not in CODES:
+            raise CheckpointError(f"{name} has dtype {dtype}, which safetensors does not hold")
+        begin, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+        starts.append(begin)
+        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    first = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, [first + s for s in starts], first + end
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a file to read: a pipe or a device in its place would block, or never end.
+
+    Raises:
+        OSError: It is none, or cannot be read.
+    """
+    descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "it is no regular file")
+    return open(descriptor, "rb")
+
+
+def regular_size(path: Path) -> int:
+    """Return a file's size.
+
+    Raises:
+        DamagedCheckpointError: There is none, or something else.
+    """
+    try:
+        found = path.stat()
+    except OSError as error:
+        message = f"{path} cannot be read: {error.strerror}"
+        raise DamagedCheckpointError(message) from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedCheckpointError(f"{path} cannot be read: it is no regular file")
+    return found.st_size
+
+
+def read_header(path: Path) -> dict[str, tuple[torch.dtype, tuple[int, ...], int, int]]:
+    """Return name -> (dtype, shape, first byte, number of bytes) of a file's tensors.
+
+    Raises:
+        DamagedCheckpointError: It is no such file.
+    """
+    try:
+        with open_regular(path) as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER:
+                raise ValueError(f"a header of {length} bytes")
+            header = json.loads(file.read(length))
+        header.pop("__metadata__", None)
+        return {
+            name: (
+                DTYPES[each["dtype"]],
+                tuple(each["shape"]),
+                8 + length + each["data_offsets"][0],
+                each["data_offsets"][1] - each["data_offsets"][0],
+            )
+            for name, each in header.items()
+        }
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        message = f"{path} cannot be read as safetensors: {type(error).__name__}: {error}"
+        raise DamagedCheckpointError(message) from error
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor, which must outlive it."""
+    memory = (ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())
+    return memoryview(memory).cast("B")
+
+
+def write_tensor(file: IO[bytes], tensor: Tensor) -> list[int]:
+    """Write a tensor's bytes; return the checksum of every block."""
+    if not tensor.numel():
+        return []
+    local = tensor.detach().cpu().contiguous()
+    memory, checksums = as_bytes(local), []
+    for start in range(0, len(memory), BLOCK):
+        block = memory[start : start + BLOCK]
+        checksums.append(zlib.crc32(block))
+        start_of_block = file.tell()
+        file.write(block)
+        if hasattr(os, "posix_fadvise"):  # Linux begins to write at once, so `flush` waits less
+            os.posix_fadvise(file.fileno(), start_of_block, len(block), os.POSIX_FADV_DONTNEED)
+    return checksums
+
+
+def flush(file: IO[bytes]) -> None:
+    """Wait until a file is on the disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def flush_folder(folder: Path) -> None:
+    """Wait until a folder's names are on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def map_file(path: Path, size: int) -> Tensor:
+    """Return a file's bytes as a uint8 tensor over the file itself.
+
+    Raises:
+        DamagedCheckpointError: The file is gone or has another size.
+    """
+    found = regular_size(path)
+    if found != size:
+        raise DamagedCheckpointError(f"{path} has {found} bytes and was saved with {size}")
+    return torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+
+
+def view_as(memory: Tensor, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+    """Return bytes as a tensor; a copy where a foreign file does not align them."""
+    if memory.storage_offset() % dtype.itemsize:
+        memory = memory.clone()
+    return memory.view(dtype).view(tuple(shape))

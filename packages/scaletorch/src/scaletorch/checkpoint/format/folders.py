@@ -1,0 +1,159 @@
+"""Checkpoints on the disk: their names, how one is finished, and which are removed."""
+
+from __future__ import annotations
+
+import os
+import re
+import warnings
+from contextlib import suppress
+from itertools import count
+from pathlib import Path
+
+from ...dist.errors import InvalidArgumentError
+from ..errors import CheckpointError, DamagedCheckpointError
+from .files import flush_folder
+from .metadata import FILE_NAME, METADATA, unseal
+
+UNFINISHED = ".unfinished"
+_REMOVED = ".removed"
+_FINISHED = re.compile(r"step-(\d{8,})")
+_LEFT = re.compile(r"step-(\d{8,})(-\d+)?\.(unfinished|removed)")
+
+
+def step_folder(root: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint."""
+    return root / f"step-{step:08d}"
+
+
+def is_step(folder: Path) -> bool:
+    """Return whether a folder has the name of one checkpoint, not of a place for several."""
+    return _FINISHED.fullmatch(folder.name.removesuffix(UNFINISHED)) is not None
+
+
+def finished(root: Path) -> list[Path]:
+    """Return the folders in `root` that have a finished checkpoint's name, the newest first."""
+    return [path for _, path in sorted(_find(root, _FINISHED), reverse=True)]
+
+
+def _find(root: Path, name: re.Pattern[str]) -> list[tuple[int, Path]]:
+    """Return the steps and paths of the folders in `root` that have a name."""
+    return [
+        (int(match[1]), path)
+        for path in (root.iterdir() if root.is_dir() else ())
+        if (match := name.fullmatch(path.name)) and path.is_dir()
+    ]
+
+
+def candidates(root: Path) -> list[Path]:
+    """Return the checkpoints to load: `root` itself if it is one, else those in it.
+
+    A save of a step that was there already may have been killed after it moved the old one aside
+    and before it named the new one; it is named now.
+
+    Raises:
+        CheckpointError: It is a file.
+    """
+    if root.is_file():
+        raise CheckpointError(f"{root} is a file; pass the folder of a checkpoint, or of several")
+    for _, path in _find(root.parent if is_step(root) else root, _LEFT):
+        final = path.with_name(path.name.removesuffix(UNFINISHED))
+        moved = any(other != path for other in final.parent.glob(f"{final.name}[.-]*"))
+        if path != final and moved and not final.exists() and _is_ours(path):
+            with suppress(OSError):  # who only may read goes on without it
+                os.replace(path, final)
+    return [root] if is_step(root) or (root / METADATA).is_file() else finished(root)
+
+
+def latest(folder: str | Path) -> Path | None:
+    """Return the newest finished checkpoint in `folder`; None if there is none.
+
+    It may be damaged: `load` finds that, and takes the one before.
+    """
+    return next((path for path in finished(Path(folder)) if (path / METADATA).is_file()), None)
+
+
+def start(root: Path, step: int) -> Path:
+    """Make the folder that a checkpoint is written into, empty of what an earlier try left.
+
+    Raises:
+        CheckpointError: The step's own folder is there, and is nothing that this library wrote.
+    """
+    final = step_folder(root, step)
+    if final.exists() and not (final / METADATA).exists() and not _own_files(final):
+        raise CheckpointError(
+            f"{final} is there and is no checkpoint; it stays as it is: save into another folder"
+        )
+    unfinished = final.with_name(final.name + UNFINISHED)
+    unfinished.mkdir(parents=True, exist_ok=True)
+    for path in _own_files(unfinished):
+        path.unlink()
+    return unfinished
+
+
+def finish(root: Path, step: int, keep: int | None) -> Path:
+    """Give a written checkpoint its name, and remove those before the last `keep`.
+
+    Newer ones count for nothing: a run that went back to an earlier step leaves them.
+    """
+    final = step_folder(root, step)
+    unfinished = final.with_name(final.name + UNFINISHED)
+    flush_folder(unfinished)
+    aside = _move_aside(final) if final.exists() else None
+    try:
+        os.replace(unfinished, final)
+    except FileNotFoundError:
+        if not final.exists():  # else a `load` of another program has done it: see `candidates`
+            raise
+    flush_folder(root)
+    if aside is not None and aside.name.endswith(_REMOVED):
+        _delete(aside)
+    if keep is not None:
+        found = finished(root)
+        for old in [path for path in found[found.index(final) :] if _is_ours(path)][keep:]:
+            _remove(old)
+        for left_at, left in _find(root, _LEFT):  # by programs that were killed
+            if left_at <= step:
+                _remove(left)
+    return final
+
+
+def check_keep(keep: int | None) -> None:
+    """Refuse to keep none."""
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise InvalidArgumentError(f"keep must be a number of checkpoints, at least 1, got {keep}")
+
+
+def _own_files(folder: Path) -> list[Path]:
+    return [p for p in folder.iterdir() if p.name == METADATA or FILE_NAME.fullmatch(p.name)]
+
+
+def _is_ours(folder: Path) -> bool:
+    try:
+        unseal(folder / METADATA)
+    except DamagedCheckpointError:
+        return False
+    return True
+
+
+def _move_aside(folder: Path) -> Path:
+    """Take an older checkpoint of the same step out of the way; a damaged one is kept."""
+    kind = _REMOVED if _is_ours(folder) else ".damaged"
+    names = (folder.with_name(f"{folder.name}{f'-{n}' if n else ''}{kind}") for n in count())
+    aside = next(path for path in names if not path.exists())
+    os.replace(folder, aside)
+    return aside
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint, finished or not; what is not ours in it is left, with the folder."""
+    try:
+        _delete(_move_aside(folder) if _FINISHED.fullmatch(folder.name) else folder)
+    except OSError as error:
+        warnings.warn(f"an old checkpoint could not be removed: {error}", stacklevel=2)
+
+
+def _delete(folder: Path) -> None:
+    for path in _own_files(folder):
+        path.unlink()
+    with suppress(OSError):  # something that is not ours is in it
+        folder.rmdir()

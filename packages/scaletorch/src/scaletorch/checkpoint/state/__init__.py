@@ -1,0 +1,1 @@
+"""What is saved, as this rank has it, and its place in the whole."""

@@ -1,0 +1,169 @@
+"""Whether a checkpoint fits a model, and which saved entry each of its tensors is loaded from."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from ...dist import all_gather_object
+from ...parallel.data_parallel import Shard
+from ..errors import CheckpointError
+from ..format.values import kind_of
+from .entries import Entry
+from .held import Held
+from .place import Place
+
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]  # of saved entries, by name
+
+
+def saved_shapes(metadata: Metadata) -> Shapes:
+    """Return the shapes and dtypes of a checkpoint's entries."""
+    return {
+        name: (tuple(entry.size), entry.properties.dtype)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, TensorStorageMetadata)
+    }
+
+
+def all_names(held: Iterable[Held], place: Place) -> set[str]:
+    """Return the names of the whole model's tensors, from the stages of this rank's pipeline."""
+    own = sorted({name for each in held for name in each.names})
+    if place.manager is None:
+        return set(own)
+    return {name for stage in all_gather_object(own, place.manager.pp_group) for name in stage}
+
+
+def check_fit(
+    held: Collection[Held],
+    names: Collection[str],
+    saved: Shapes,
+    ties: Mapping[str, list[str]],
+) -> None:
+    """Refuse a checkpoint of another model.
+
+    Raises:
+        CheckpointError: Names, shapes or ties that differ, each by name.
+    """
+    wrong = []
+    known = {name.removeprefix("model.") for name in saved if name.startswith("model.")}
+    known |= {alias for aliases in ties.values() for alias in aliases}
+    if unknown := sorted(known - set(names)):
+        wrong.append(f"the model has no {_listed(unknown)}")
+    groups = {alias: aliases for aliases in ties.values() for alias in aliases}
+    wanted = {name for each in held for name in each.names if each.tensor.numel()}
+    if lacking := sorted(wanted - known):
+        wrong.append(f"the checkpoint has no {_listed(lacking)}")
+    for each in held:
+        shape, _ = saved.get(f"model.{each.name}", (each.shape, None))
+        if shape != each.shape:
+            wrong.append(f"{each.name} has shape {shape} there and {each.shape} in the model")
+        for name in each.names:
+            tied = groups.get(name, [name])
+            if name in known and set(tied) != set(each.names):
+                wrong.append(
+                    f"{name} is tied to {_others(tied, name)} there, and to "
+                    f"{_others(each.names, name)} in the model"
+                )
+    if wrong:
+        raise CheckpointError("it is of another model: " + "; ".join(wrong[:12]))
+
+
+def _listed(names: Collection[str]) -> str:
+    shown = ", ".join(list(names)[:8])
+    return f"{shown} and {len(names) - 8} more" if len(names) > 8 else shown
+
+
+def _others(names: Iterable[str], name: str) -> str:
+    return ", ".join(other for other in names if other != name) or "nothing"
+
+
+def plan_model(
+    held: Iterable[Held], shards: Iterable[Shard], saved: Shapes, *, cast: bool = False
+) -> dict[str, Entry]:
+    """Return what to load into the model and the masters of its parameters.
+
+    Args:
+        held: The model's tensors on this rank.
+        shards: What an optimizer updates; a master that was not saved is loaded from the parameter.
+        saved: The checkpoint's entries.
+        cast: Take values of other dtypes, as a checkpoint of weights alone is taken.
+
+    Raises:
+        CheckpointError: Values would lose digits, and the program keeps no masters of any.
+    """
+    # A parameter that stages share has none beside others' masters, and is rounded all the same.
+    cast = cast or any(shard.is_master for shard in shards)
+    targets: dict[str, Entry] = {}
+    wrong = []
+    for each in held:
+        if not each.tensor.numel():
+            continue
+        source = _source(each, saved, cast=cast)
+        if source is None:
+            dtype = saved[f"model.{each.name}"][1]
+            wrong.append(f"{each.name} is {dtype} there and {each.tensor.dtype} in the model")
+            continue
+        # By ``data``, so that no version counter tells a sharded optimizer that somebody has
+        # changed its parameters: it would round its masters to them.
+        parts = list(each.parts(each.tensor.data))
+        targets[f"model.{each.name}"] = Entry(each.shape, each.tensor.dtype, parts, source)
+    if wrong:
+        raise CheckpointError("it is of another model: " + "; ".join(wrong[:12]))
+    return targets
+
+
+def plan_masters(
+    shards: Iterable[Shard], held: Mapping[int, Held], saved: Shapes, targets: dict[str, Entry]
+) -> None:
+    """Add the masters to what is loaded."""
+    for shard in shards:
+        own = held[id(shard.parameter)]
+        if shard.is_master and shard.tensor.numel():
+            name = f"master.{own.name}"
+            source = name if name in saved else f"model.{own.name}"
+            entry = targets.setdefault(name, Entry(own.shape, shard.tensor.dtype, [], source))
+            entry.parts.extend(own.parts(shard.tensor, shard.start, shard.stop))
+
+
+def _source(each: Held, saved: Shapes, *, cast: bool) -> str | None:
+    """Return the entry that a parameter is loaded from; None if none fits."""
+    name, master = f"model.{each.name}", f"master.{each.name}"
+    if saved[name][1] == each.tensor.dtype:
+        return name
+    best = master if master in saved else name
+    return best if cast or saved[best][1] == each.tensor.dtype else None
+
+
+def saved_dtype(name: str, saved: Shapes) -> torch.dtype:
+    """Return the dtype of what the saving optimizer updated for a parameter."""
+    return saved.get(f"master.{name}", saved[f"model.{name}"])[1]
+
+
+def check_parts(
+    document: Mapping[str, Any], optimizer: torch.optim.Optimizer | None, scheduler: Any
+) -> None:
+    """Refuse a checkpoint without what is to be restored.
+
+    Raises:
+        CheckpointError: It has no optimizer or scheduler, one of another class, or another number
+            of groups.
+    """
+    given = {"optimizer": (optimizer, "groups"), "scheduler": (scheduler, "scheduler")}
+    for part, (program, key) in given.items():
+        saved, own = document.get("kinds", {}).get(part), kind_of(program)
+        article = "an" if part == "optimizer" else "a"
+        if program is not None and document[key] is None:
+            raise CheckpointError(f"it was saved without {article} {part}; load it without one")
+        if program is not None and saved not in (None, own):
+            raise CheckpointError(
+                f"its {part} is {article} {saved}, and the one given is {own}, which cannot go on "
+                f"from its state: give {saved}, or load without {article} {part}"
+            )
+    if optimizer is not None and len(document["groups"]) != len(optimizer.param_groups):
+        raise CheckpointError(
+            f"its optimizer has {len(document['groups'])} groups of parameters, and the one given "
+            f"has {len(optimizer.param_groups)}"
+        )

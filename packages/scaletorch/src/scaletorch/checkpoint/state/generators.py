@@ -1,0 +1,130 @@
+"""Random generators of each rank: restored on the layout that saved them, else seeded anew."""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...compose.randomness import seed_ranks
+from ..errors import DamagedCheckpointError
+from .entries import Entry, Record
+from .fitting import Shapes
+from .place import Place
+from .rectangles import Part
+
+
+def _device_module(device: torch.device) -> Any:
+    return None if device.type in ("cpu", "meta") else torch.get_device_module(device)
+
+
+def record_random(record: Record, place: Place, device: torch.device) -> None:
+    """Add the states of this rank's generators: torch's, Python's, numpy's if it is in use."""
+    states = {"cpu": torch.get_rng_state(), "python": _to_bytes(_python_states())}
+    if (module := _device_module(device)) is not None:
+        states[device.type] = module.get_rng_state(device)
+    for kind, state in states.items():
+        parts = [Part((0,), state, place.tp)]
+        shape = (state.numel(),)
+        name = f"random.{place.rank}.{kind}"
+        record.add(name, shape, torch.uint8, parts, replicated=False)
+
+
+def find_random(saved: Shapes, place: Place, targets: dict[str, Entry]) -> dict[str, Tensor]:
+    """Return new tensors for this rank's saved states, to be filled by loading `targets`.
+
+    Raises:
+        DamagedCheckpointError: They are not what a layout saves of each of its ranks.
+    """
+    states = {}
+    for name, (shape, dtype) in saved.items():
+        prefix, _, kind = name.rpartition(".")
+        if prefix == f"random.{place.rank}":
+            if len(shape) != 1 or dtype != torch.uint8:
+                raise DamagedCheckpointError(f"{name} is {dtype} of shape {shape}, not bytes")
+            states[kind] = torch.empty(shape, dtype=torch.uint8)
+            parts = [Part((0,), states[kind], place.tp)]
+            targets[name] = Entry(shape, torch.uint8, parts, name)
+    if lacking := {"cpu", "python"} - set(states):
+        raise DamagedCheckpointError(f"it lacks random.{place.rank}.{min(lacking)}")
+    return states
+
+
+def check_random(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Try states on generators of their own.
+
+    Raises:
+        DamagedCheckpointError: They are not such states.
+    """
+    try:
+        torch.Generator().set_state(states["cpu"])
+        if _device_module(device) is not None and device.type in states:
+            torch.Generator(device).set_state(states[device.type])
+        saved = json.loads(bytes(states["python"].tolist()))
+        random.Random().setstate(_python_state(saved))
+        if (numpy := _numpy_of(saved)) is not None:
+            numpy.random.RandomState().set_state(_numpy_state(numpy, saved))
+    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError) as error:
+        message = f"its random generators' states are none: {type(error).__name__}: {error}"
+        raise DamagedCheckpointError(message) from error
+
+
+def restore_random(states: Mapping[str, Tensor], device: torch.device) -> None:
+    """Give this rank's generators the states that were saved."""
+    torch.set_rng_state(states["cpu"])
+    if (module := _device_module(device)) is not None and device.type in states:
+        module.set_rng_state(states[device.type], device)
+    saved = json.loads(bytes(states["python"].tolist()))
+    random.setstate(_python_state(saved))
+    if (numpy := _numpy_of(saved)) is not None:
+        numpy.random.set_state(_numpy_state(numpy, saved))
+
+
+def _python_state(saved: Mapping[str, Any]) -> tuple[Any, ...]:
+    version, internal, gauss = saved["python"]
+    return version, tuple(internal), gauss
+
+
+def _numpy_of(saved: Mapping[str, Any]) -> Any:
+    return sys.modules.get("numpy") if "numpy" in saved else None
+
+
+def _numpy_state(numpy: Any, saved: Mapping[str, Any]) -> tuple[Any, ...]:
+    name, keys, *rest = saved["numpy"]
+    return name, numpy.array(keys, "uint32"), *rest
+
+
+def seed_anew(seed: int, place: Place) -> None:
+    """Seed the generators of another layout than the one that saved."""
+    if place.manager is None:
+        torch.manual_seed(seed)
+    else:
+        seed_ranks(seed, place.manager)
+    own = torch.initial_seed()
+    random.seed(own)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(own % 2**32)
+
+
+def seed_material(step: int) -> int:
+    """Return a seed that follows from this rank's generator and the step."""
+    state = bytes(torch.get_rng_state().tolist())
+    return int.from_bytes(blake2b(state + b"%d" % step, digest_size=4).digest(), "little")
+
+
+def _python_states() -> dict[str, Any]:
+    states: dict[str, Any] = {"python": random.getstate()}
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = [str(name), keys.tolist(), *rest]
+    return states
+
+
+def _to_bytes(value: Any) -> Tensor:
+    return torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)

@@ -1,0 +1,146 @@
+"""What a model has on this rank, and which parts of the plain model's tensors that is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+
+from ...dist.errors import InvalidArgumentError
+from ...parallel.data_parallel import Shard, parameter_shards
+from ...parallel.tensor_parallel.building import ParameterCut, find_cuts
+from .place import Place
+from .rectangles import Atom, Part, cut_parts, find_atoms
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter or buffer on this rank.
+
+    Attributes:
+        names: All its names in the whole model, in the model's order; it is saved by the first.
+        tensor: What is here of it.
+        shape: The whole's.
+        cut: How it is cut over tp; None if the whole is here.
+        atoms: What of the cut dim is here.
+        first: Whether this is the first stage of the pipeline that has it.
+    """
+
+    names: tuple[str, ...]
+    tensor: Tensor
+    shape: tuple[int, ...]
+    cut: ParameterCut | None
+    atoms: tuple[Atom, ...]
+    first: bool
+
+    @property
+    def name(self) -> str:
+        """The name that it is saved by."""
+        return self.names[0]
+
+    @property
+    def dim(self) -> int | None:
+        """The dim that is cut over tp."""
+        return None if self.cut is None else self.cut.dim
+
+    def parts(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> Iterator[Part]:
+        """Yield the parts of the whole in `tensor`, which is elements start to stop of this."""
+        stop = self.tensor.numel() if stop is None else stop
+        shape = tuple(self.tensor.shape)
+        return cut_parts(tensor.detach(), start, stop, shape, self.dim, self.atoms)
+
+
+def find_held(model: nn.Module, place: Place) -> dict[int, Held]:
+    """Return id of a tensor -> what it is, for all of the model's state on this rank.
+
+    Raises:
+        InvalidArgumentError: The state has something that is no parameter and no buffer, and that
+            loading would not bring back.
+    """
+    cuts = find_cuts(model)
+    own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
+    named: dict[int, list[str]] = {}
+    tensors: dict[int, Tensor] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if id(value) not in own:
+            raise InvalidArgumentError(
+                f"the model's state '{name}', a {type(value).__name__}, is no parameter and no "
+                "buffer (an extra state, or a copy that a hook of state_dict makes); a checkpoint "
+                "holds these alone: keep it in a buffer, or pass it as extra"
+            )
+        named.setdefault(id(value), []).append(name)
+        tensors[id(value)] = value
+    stages = {name: tie for tie in getattr(model, "ties", ()) for name in tie.names}
+    held = {}
+    for key, names in named.items():
+        tie = stages.get(names[0])
+        every = tuple(names) if tie is None else tie.names
+        first = tie is None or tie.owners[0] == place.pp
+        held[key] = _describe(tensors[key], every, cuts.get(names[0]), first)
+    return held
+
+
+def _describe(
+    tensor: Tensor, names: tuple[str, ...], cut: ParameterCut | None, first: bool
+) -> Held:
+    if cut is None or cut.layer.tp_size == 1:
+        return Held(names, tensor, tuple(tensor.shape), None, (), first)
+    ranks = [cut.layer.cut.ranges(rank) for rank in range(cut.layer.tp_size)]
+    atoms = find_atoms(ranks, cut.layer.tp_rank)
+    return Held(names, tensor, cut.whole(tensor.shape), cut, atoms, first)
+
+
+@torch.no_grad()
+def refresh_shards(shards: Sequence[Shard]) -> None:
+    """Give shards that are copies of parameters, and no masters, the parameters' new values."""
+    for shard in shards:
+        if not shard.is_master and shard.tensor.data_ptr() != _begin(shard):
+            own = shard.parameter.flatten()[shard.start : shard.stop]
+            shard.tensor.copy_(own.view_as(shard.tensor))
+
+
+def _begin(shard: Shard) -> int:
+    return shard.parameter.data_ptr() + shard.start * shard.parameter.itemsize
+
+
+def find_ties(held: dict[int, Held]) -> dict[str, list[str]]:
+    """Return the name that a tied tensor is saved by -> all its names."""
+    return {each.name: list(each.names) for each in held.values() if len(each.names) > 1}
+
+
+def find_shards(
+    model: nn.Module, held: Mapping[int, Held], updated: Sequence[Tensor]
+) -> list[Shard]:
+    """Return what an optimizer may have for the model, parameters that were frozen since too.
+
+    Args:
+        model: Any module.
+        held: Its state, by id.
+        updated: The tensors in the optimizer's groups.
+
+    Raises:
+        InvalidArgumentError: One of these belongs to no parameter of the model, or to one that is
+            not in its state.
+    """
+    shards = parameter_shards(model)
+    listed = {id(shard.tensor) for shard in shards}
+    rest = {id(tensor): tensor for tensor in updated if id(tensor) not in listed}
+    for name, each in model.named_parameters():
+        if rest.pop(id(each), None) is not None:
+            shards.append(Shard(name, each, 0, each.numel(), each, replicated=True))
+    if rest:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in list(rest.values())[:4])
+        raise InvalidArgumentError(
+            f"the optimizer updates {len(rest)} tensors (of shape {shapes}) that are no parameters "
+            "of this model: make it of the parallelized model's parameters"
+        )
+    for shard in shards:
+        if id(shard.parameter) not in held:
+            raise InvalidArgumentError(
+                f"the model's state_dict leaves out the parameter '{shard.name}', which is trained:"
+                " freeze it, or let state_dict have it"
+            )
+    return shards

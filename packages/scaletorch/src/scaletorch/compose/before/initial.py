@@ -1,0 +1,102 @@
+"""Refusing ranks that begin differently: by the call, the whole model, or the first batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ...dist import all_gather_object
+from ...dist.building import agree, caught
+from ...dist.errors import MismatchError
+from ...parallel.pg_manager import ProcessGroupManager
+from ...parallel.tensor_parallel import TensorParallelLayer
+from ..batches import Batch, MicroBatch
+from ..digests import written
+
+_SUBJECT = (
+    "the values of the plain model that parallelize is to cut (build it from one seed, or load one "
+    "checkpoint into it, on all ranks)"
+)
+
+
+def require_one_model(
+    model: nn.Module,
+    arguments: Mapping[str, Any],
+    manager: ProcessGroupManager,
+    *,
+    init_sync: str,
+    error: Exception | None,
+) -> None:
+    """Compare the arguments of `parallelize`, before anything is sharded.
+
+    Arguments are compared over all ranks, parameters and buffers over tp and pp; over cp and dp
+    `DataParallelBucket` compares them, once each rank has but its shards. It reads the whole model
+    once, as fast as memory gives it, and sends 24 bytes a rank and axis.
+
+    Args:
+        model: The plain model.
+        arguments: How it is to be put on the grid.
+        manager: The grid.
+        init_sync: "none" compares no values.
+        error: A mistake that this rank has found.
+
+    Raises:
+        MismatchError: Ranks differ, or another one has found a mistake; on every rank.
+    """
+    lines = [f"{name}={value}" for name, value in arguments.items()]
+    agree("the arguments given to parallelize", lines, manager.world_group, error=error)
+    if manager.tp_size * manager.pp_size == 1 or init_sync == "none":
+        return
+    values = _values(model)
+    # A model that is built of sharded layers has one shard of each weight on each tp rank.
+    sharded = any(isinstance(module, TensorParallelLayer) for module in model.modules())
+    tp = None if sharded else caught(agree, _SUBJECT, values, manager.tp_group)
+    pp = caught(agree, _SUBJECT, values, manager.pp_group)
+    agree(_SUBJECT, [], manager.world_group, error=tp or pp)
+
+
+def _values(model: nn.Module) -> list[str]:
+    named = (*model.named_parameters(), *model.named_buffers())
+    return [f"{name} {tuple(x.shape)} {x.dtype} has values {written(x)}" for name, x in named]
+
+
+def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManager) -> None:
+    """Compare the first batch over the ranks that have to hold the same one.
+
+    Those are all ranks if `shard_global_batch` has made it, and otherwise the ranks that differ in
+    tp and pp alone.
+
+    Raises:
+        MismatchError: Ranks differ; on every rank, with the entry and the ranks.
+    """
+    cut = next((b.cut for b in micro_batches if isinstance(b, MicroBatch)), None)
+    place = "the global batch" if cut else f"dp{manager.dp_rank} cp{manager.cp_rank}"
+    batches = micro_batches if cut is None else [cut.whole]
+    mine = [
+        (name, [written(batch[name]) for batch in batches if name in batch])
+        for name in sorted({name for batch in batches for name in batch})
+    ]
+    everyone = all_gather_object((place, mine), manager.world_group)
+    of: dict[str, list[int]] = {}
+    for rank, (where, _) in enumerate(everyone):
+        of.setdefault(where, []).append(rank)
+    for where, ranks in of.items():
+        _require_equal(where, ranks, [dict(everyone[rank][1]) for rank in ranks], manager)
+
+
+def _require_equal(
+    where: str, ranks: Sequence[int], found: Sequence[dict[str, Any]], manager: ProcessGroupManager
+) -> None:
+    for name in sorted({name for each in found for name in each}):
+        odd = [
+            r for r, each in zip(ranks, found, strict=True) if each.get(name) != found[0].get(name)
+        ]
+        if odd:
+            shown = ", ".join(f"rank {rank} ({manager.grid.coordinates(rank)})" for rank in odd[:4])
+            raise MismatchError(
+                f"ranks hold another first batch where they need the same one ({where}): {name} "
+                f"on {shown} is not that of rank {ranks[0]}; let every rank read the same batch, "
+                "and seed what draws it alike"
+            )

@@ -1,0 +1,166 @@
+"""Asking a model, in its first step, whether it mixes the positions of a divided sequence.
+
+Context parallelism makes attention right. All else has to compute each position from that position
+alone. So the first micro-batch runs forward twice, with attention in which each position sees
+itself: as it is, and with the second half of its positions moved to the front and the first half
+gone. The output must have moved too. A convolution, a recurrence, pooling, a cumulative sum, or
+positions that a model counts itself come out otherwise.
+
+It costs two forwards of one micro-batch without attention, once, and compares nothing that ranks
+have to exchange.
+"""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+from math import isqrt
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...dist import all_gather_object
+from ...dist.building import agree
+from ...dist.errors import InvalidArgumentError
+from ...parallel.context_parallel.building import (
+    Calls,
+    apart,
+    asked,
+    each_alone,
+    find_suspect,
+    looking,
+)
+from ...parallel.pg_manager import ProcessGroupManager
+from ...parallel.pipeline_parallel import PipelineParallel, pipeline_forward
+from ..batches import Batch
+
+_SUBJECT = "asking the model whether it mixes positions"
+_MIXES, _UNSEEN = 1, 2  # a rank's note
+
+
+def require_apart(model: nn.Module, batch: Batch, manager: ProcessGroupManager) -> bool:
+    """Refuse a model that mixes the positions of a divided sequence outside of attention.
+
+    Every rank calls it, with its own micro-batch.
+
+    Args:
+        model: What `parallelize` returned.
+        batch: The first micro-batch, as the model is called with it.
+        manager: The grid.
+
+    Returns:
+        Whether the answer holds; not if some rank's tokens are all the same, so that little could
+        be seen.
+
+    Raises:
+        InvalidArgumentError: It does; on every rank, with the module that does it.
+        MismatchError: Another rank's forward raised; the message has its error.
+    """
+    shift = _shift(batch["input_ids"].shape[1])
+    if not shift:  # one position a rank, on every rank: there is nothing to move
+        return True
+    pipeline = pipeline_of(model)
+    mixes, error = False, None
+    try:
+        mixes = _differ(_run(pipeline, [batch, _moved(batch, shift)]), shift)
+    except Exception as found:  # the other ranks must learn of it
+        error = found
+    said = _MIXES if mixes else 0 if batch["input_ids"].unique().numel() > 1 else _UNSEEN
+    notes = agree(_SUBJECT, [], manager.world_group, error=error, note=said)
+    if _MIXES in notes:
+        _refuse(pipeline, batch, shift, manager)
+    if _UNSEEN in notes:
+        return False
+    asked(pipeline.module)  # its own first forward needs not ask again
+    return True
+
+
+def pipeline_of(model: Any) -> PipelineParallel:
+    """Return the pipeline within wrappers."""
+    while not isinstance(model, PipelineParallel):
+        model = model.module
+    return model
+
+
+def _shift(length: int) -> int:
+    """Return by how many positions to move: about half of them, by no multiple of a block's size.
+
+    A layer that mixes within aligned blocks alone would move as they do; so it is a prime number
+    that does not divide the length.
+    """
+    primes = (n for n in range(length // 2, 2, -1) if all(n % d for d in range(2, isqrt(n) + 1)))
+    return next((n for n in primes if length % n), min(length // 2, 1))
+
+
+def _moved(batch: Batch, shift: int) -> Batch:
+    """Return a batch that begins at position `shift`, and goes on with the same ones again."""
+    rows, length = batch["input_ids"].shape
+    places = torch.arange(length).add_(shift)
+    places = torch.where(places < length, places, places - length + shift)
+    return {
+        name: x.index_select(1, places.to(x.device)) if x.shape[:2] == (rows, length) else x
+        for name, x in batch.items()
+    }
+
+
+def _run(pipeline: PipelineParallel, batches: list[Batch]) -> list[Tensor]:
+    """Run forwards with each position alone; return logits, none without the last stage."""
+    with each_alone() as run, looking(pipeline.module):
+        outputs = pipeline_forward(pipeline, batches)
+    if run.error is not None:
+        raise run.error
+    return outputs
+
+
+def _differ(outputs: list[Tensor], shift: int) -> bool:
+    """Return whether outputs did not move with their inputs."""
+    if not outputs:
+        return False
+    before, after = outputs
+    return apart(before[:, shift:], after[:, : before.shape[1] - shift])
+
+
+def _refuse(
+    pipeline: PipelineParallel, batch: Batch, shift: int, manager: ProcessGroupManager
+) -> None:
+    """Run again, one row and writing down what each module computes; raise on every rank.
+
+    Raises:
+        InvalidArgumentError: Always, unless the model draws random numbers in eval mode: nothing
+            can be told then, and a warning says so.
+    """
+    row = {n: x[:1] if x.shape[:2] == batch["input_ids"].shape else x for n, x in batch.items()}
+    with Calls(pipeline.module) as calls:
+        outputs = _run(pipeline, [row, row, _moved(row, shift)])
+    drawn = bool(outputs) and apart(outputs[0], outputs[1])
+    moves = partial(_moves, row["input_ids"].shape[1], shift)
+    found = manager.pp_rank, find_suspect(calls, moves), drawn
+    everyone = all_gather_object(found, manager.world_group)
+    if any(random for *_, random in everyone):
+        warnings.warn(
+            "this model draws random numbers in eval mode, so that it cannot be told whether it "
+            "mixes the positions of divided sequences",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return
+    suspects = [text for _, text, _ in sorted(everyone, key=lambda entry: entry[0]) if text]
+    where = suspects[0] if suspects else "the model's own code"
+    raise InvalidArgumentError(
+        f"cp_size={manager.cp_size} divides every sequence over ranks, and {where} computes a "
+        "position from others than itself, or from its place on this rank: a convolution, a "
+        "recurrence, pooling, a cumulative sum, or positions that the model counts itself "
+        "(torch.arange). On a part of the sequence that is not what one process computes. Take "
+        "positions from the forward's argument position_ids, and mix positions by "
+        "F.scaled_dot_product_attention alone; or train this model with cp_size=1"
+    )
+
+
+def _moves(length: int, shift: int, a: Tensor, b: Tensor) -> bool:
+    """Return whether a tensor with a dim of positions moved with them; others are not asked."""
+    dims = [dim for dim, size in enumerate(a.shape) if size == length]
+    if a.shape != b.shape or not dims:
+        return True
+    kept = length - shift
+    return any(not apart(a.narrow(dim, shift, kept), b.narrow(dim, 0, kept)) for dim in dims)

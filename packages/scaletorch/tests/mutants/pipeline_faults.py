@@ -1,0 +1,137 @@
+"""Faults of pipeline parallelism."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from scaletorch.parallel.pipeline_parallel import PassThrough
+
+from .mutant import Catalogue
+
+PIPELINE = Catalogue("parallel.pipeline_parallel")
+fault = PIPELINE.fault
+
+
+@fault("stages.stage:cut", layout="1x3x1x1")
+def two_layers_lost(cut: Any) -> Any:
+    """Five layers over three stages are rounded down to three: two belong to nobody."""
+
+    def losing(model: nn.Module, placement: Any, stages: Any, *more: Any) -> Any:
+        chunks = cut(model, placement, stages, *more)
+        for name in (modules[-1] for modules in placement.stages[:2]):
+            parent, _, leaf = name.rpartition(".")
+            lost = model.get_submodule(name)
+            model.get_submodule(parent)._modules[leaf] = PassThrough(lost, "lost")
+        return chunks
+
+    return losing
+
+
+@fault("stages.stage:cut", layout="1x2x1x1")
+def layer_on_two_stages(cut: Any) -> Any:
+    """The last layer of the first stage stays on the second one too."""
+
+    def sparing(model: nn.Module, placement: Any, stages: Any, *more: Any) -> Any:
+        parent, _, leaf = placement.stages[0][-1].rpartition(".")
+        layers = model.get_submodule(parent)._modules
+        layer = layers[leaf]
+        chunks = cut(model, placement, stages, *more)
+        if 1 in stages:
+            layers[leaf] = layer
+            model.get_submodule(placement.stages[1][0])._forward_pre_hooks.clear()
+        return chunks
+
+    return sparing
+
+
+@fault("stages.stage:PipelineParallel.backward", layout="1x2x1x1")
+def micro_batches_overwrite(backward: Any) -> Any:
+    """A micro-batch's gradients replace those of the one before."""
+
+    def overwriting(self: Any, *args: Any) -> Any:
+        for parameter in self.parameters():
+            parameter.grad = None
+        return backward(self, *args)
+
+    return overwriting
+
+
+@fault("steps.work:Training._switch_sync", layout="2x1x1x1")
+def last_micro_batch_unsynced(switch: Any) -> Any:
+    """Gradients are synchronised one micro-batch too early: the last stays local."""
+
+    def early(self: Any) -> None:
+        if not hasattr(self.stages.pipeline, "early"):
+            self.stages.pipeline.early = True
+            self._backwards -= 1
+        switch(self)
+
+    return early
+
+
+@fault("steps.work:Training.__post_init__", layout="1x2x1x1")
+def labels_of_next_micro_batch(post_init: Any) -> Any:
+    """Outputs of a micro-batch meet the labels of the next one."""
+
+    def mixed(self: Any) -> None:
+        post_init(self)
+        batches = self.stages.inputs.batches
+        labels = [batch["labels"] for batch in batches]
+        rotated = [*labels[1:], labels[0]]
+        batches[:] = [{**b, "labels": each} for b, each in zip(batches, rotated, strict=True)]
+
+    return mixed
+
+
+@fault("stages.stage:PipelineParallel.backward", layout="1x2x1x1")
+def boundary_gradient_averaged(backward: Any) -> Any:
+    """The gradient that goes back to the previous stage is divided by the micro-batches."""
+
+    def halved(self: Any, *args: Any) -> Any:
+        gradient = backward(self, *args)
+        return None if gradient is None else gradient / 2
+
+    return halved
+
+
+@fault("stages.ties:TiedGradients.sync", layout="1x2x1x1")
+def tied_gradients_not_summed(sync: Any) -> Any:
+    """A head tied to the embedding on another stage keeps its own gradient."""
+    return lambda self: None
+
+
+@fault("stages.ties:TiedGradients.sync", layout="1x2x1x1")
+def tied_gradients_summed_twice(sync: Any) -> Any:
+    """Tied gradients that are summed already are summed once more."""
+    return lambda self: (sync(self), sync(self))[0]
+
+
+@fault("stages.weights:WeightGradients.accumulate", layout="1x2x1x1", schedule="zb_h1")
+def weight_gradients_forgotten(accumulate: Any) -> Any:
+    """Gradients of weights that a backward has left for later are never computed."""
+    return lambda self: None
+
+
+@fault("stages.weights:WeightGradients.leave", layout="1x2x1x1", schedule="zb_v")
+def weight_gradients_of_next_layer(leave: Any) -> Any:
+    """A weight gradient that is computed later meets inputs that were scaled in between."""
+    return lambda self, weight, inputs, gradient: leave(self, weight, inputs * 0.5, gradient)
+
+
+@fault("stages.weights:WeightGradients.leave", layout="1x2x1x1", schedule="zb_h1")
+def weight_gradients_twice(leave: Any) -> Any:
+    """A weight gradient that a backward has left for later is computed twice."""
+    return lambda self, *given: (leave(self, *given), leave(self, *given))[0]
+
+
+@fault("runtime.mail:Mail.take_gradients", layout="1x2x1x1", schedule="dualpipe_v")
+def gradients_between_chunks_doubled(take: Any) -> Any:
+    """The gradient that a stage hands back to another one of its rank counts twice."""
+
+    def doubled(self: Any, key: Any) -> Any:
+        local = key in self._made
+        return [tensor * 2 if local else tensor for tensor in take(self, key)]
+
+    return doubled

@@ -1,0 +1,152 @@
+"""Faults of what needs the strategies together: composing, the loss, the norm, random draws."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from scaletorch.parallel.pg_manager import ProcessGroupManager, get_process_group_manager
+
+from .mutant import Catalogue
+
+WHOLE = Catalogue("compose")
+fault = WHOLE.fault
+
+
+@fault("parallelize:DataParallelBucket", layout="2x1x1x1")
+def gradients_averaged(wrapper: Any) -> Any:
+    """Gradients are averaged over ranks although the loss is divided already."""
+    return partial(wrapper, op="mean")
+
+
+@fault("parallelize:DataParallelBucket", layout="2x1x2x1")
+def gradients_not_summed_over_cp(wrapper: Any) -> Any:
+    """Gradients are summed over one axis of dp and cp alone."""
+
+    def over_dp(stage: Any, bucket_size: int, group: Any) -> Any:
+        manager = get_process_group_manager()
+        return wrapper(stage, bucket_size=bucket_size, group=manager and manager.dp_group)
+
+    return over_dp
+
+
+@fault("parallelize:DataParallelBucket", layout="2x1x1x1", dtype="float32")
+def gradients_travel_in_bfloat16(wrapper: Any) -> Any:
+    """Gradients are summed in bfloat16 where float32 is promised."""
+    return partial(wrapper, grad_type=torch.bfloat16)
+
+
+@fault("step:ready", layout="1x1x2x1")
+def loss_times_cp(ready: Any) -> Any:
+    """The loss is larger by the context-parallel size."""
+
+    def smaller(*args: Any) -> Any:
+        called, count = ready(*args)
+        return called, count // 2
+
+    return smaller
+
+
+@fault("step:ready", layout="2x1x1x1")
+def mean_of_local_means(ready: Any) -> Any:
+    """Every rank divides by its own valid tokens, and the means are averaged."""
+
+    def local(*args: Any) -> Any:
+        called, _ = ready(*args)
+        return called, 2 * sum(int((batch["labels"] != -100).sum()) for batch in called)
+
+    return local
+
+
+@fault("step:token_loss_sum", layout="4x1x1x1")
+def masked_rank_gives_nan(loss_sum: Any) -> Any:
+    """A rank without a valid token divides nothing by nothing."""
+
+    def mean_first(output: Tensor, labels: Tensor, _head: Any) -> Tensor:
+        mean = F.cross_entropy(output.flatten(0, -2), labels.flatten())
+        return mean * (labels != -100).sum()
+
+    return mean_first
+
+
+@fault("step:all_reduce", layout="2x1x1x1")
+def loss_of_one_rank(all_reduce: Any) -> Any:
+    """The loss that a rank reports is its own part of it."""
+    return lambda data, group: None
+
+
+@fault("loss:vocab_parallel_cross_entropy", layout="1x1x1x2", loss_parallel="on")
+def loss_of_own_vocabulary(loss: Any) -> Any:
+    """A rank's loss knows its own part of the vocabulary alone."""
+
+    def own(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
+        beyond = labels >= logits.shape[-1]
+        flat = labels.masked_fill(beyond, -100).flatten()
+        return F.cross_entropy(logits.flatten(0, -2), flat, reduction=options["reduction"])
+
+    return own
+
+
+@fault("norm:is_sharded", layout="2x1x1x1", data_parallel="zero1")
+def norm_of_own_shards(is_sharded: Any) -> Any:
+    """The gradient norm counts one rank's shards alone."""
+    return lambda model: False
+
+
+@fault("norm:counted_gradients", layout="1x1x1x2")
+def norm_counts_replicas(counted: Any) -> Any:
+    """The gradient norm counts parameters once on every rank that holds them."""
+    return lambda model, _manager: (p.grad for p in model.parameters() if p.grad is not None)
+
+
+@fault("norm:counted_gradients", layout="1x2x1x1")
+def norm_counts_tied_twice(counted: Any) -> Any:
+    """The gradient norm counts a tied parameter on each stage that has it."""
+
+    def again(model: Any, manager: ProcessGroupManager) -> Iterator[Tensor]:
+        yield from counted(model, manager)
+        tied = model.tied_parameters
+        yield from (p.grad for n, p in model.named_parameters() if n in tied and manager.pp_rank)
+
+    return again
+
+
+@fault("norm:norm_over", layout="1x2x1x1")
+def norm_of_one_stage(norm_over: Any) -> Any:
+    """Every stage clips by the norm of its own gradients."""
+    return lambda gradients, groups, model, norm_type: norm_over(gradients, [], model, norm_type)
+
+
+@fault("randomness:_place", layout="2x1x1x1")
+def dropout_alike_over_dp(place: Any) -> Any:
+    """Data-parallel ranks drop the same elements of different rows."""
+    return lambda manager: (0, *place(manager)[1:])
+
+
+@fault("randomness:_place", layout="1x1x2x1")
+def dropout_alike_over_cp(place: Any) -> Any:
+    """Context-parallel ranks drop the same elements of different positions."""
+    return lambda manager: (*place(manager)[:-1], 0)
+
+
+@fault("randomness:_place", layout="1x2x1x1")
+def dropout_alike_over_pp(place: Any) -> Any:
+    """Stages drop the same elements of different layers."""
+    return lambda manager: (manager.dp_rank, 0, manager.cp_rank)
+
+
+@fault("randomness:_place", layout="1x1x1x2")
+def dropout_differs_on_replicas(place: Any) -> Any:
+    """Tensor-parallel ranks drop different elements of what all of them hold."""
+    return lambda manager: (*place(manager), manager.tp_rank)
+
+
+@fault("recompute:checkpoint", layout="2x1x1x1", recompute="layers")
+def dropout_drawn_anew(checkpoint: Any) -> Any:
+    """A recomputed layer drops other elements than it did in forward."""
+    return partial(checkpoint, preserve_rng_state=False)

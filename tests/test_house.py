@@ -1,0 +1,69 @@
+"""How long files and functions may be, and how docstrings are written, of every package."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parent.parent))
+
+from tools.house.measure import too_long
+from tools.house.words import offences
+from tools.packages import PACKAGES, ROOT, folder
+
+# Folders whose docstrings are in the dialect of CONTRIBUTING.md: others join as they become clean.
+CLEAN = [
+    "packages/scaletorch/src",
+    "packages/scaletorch-cp/src",
+    "packages/scaletorch-dp/src",
+    "packages/scaletorch-pg/src",
+    "packages/scaletorch-pp/src",
+    "packages/scaletorch-tp/src",
+]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_file_and_no_function_is_too_long(package):
+    source = folder(package) / "src"
+    wrong = too_long(source, source)
+    assert not wrong, "\n".join(f"{each.name}: {each.lines} lines" for each in wrong)
+
+
+@pytest.mark.parametrize("place", CLEAN)
+def test_docstrings_are_plain(place):
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line}: {reason}"
+        for path in sorted((ROOT / place).rglob("*.py"))
+        for line, reason in offences(path)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+DOCSTRINGS = {
+    '"""Tell whether it is so."""': ["'Tell whether': say \"Return whether\""],
+    '"""Return it.\n\nArgs:\n    x: a tensor.\n    y: A tensor.\n"""': [
+        "x: 'a' begins with a capital letter"
+    ],
+    '"""Return ``x``, or None where it is alike."""': [
+        "'None where': say \"or None if\"",
+        "'where it': say \"if\" for a condition",
+        "'alike': say \"the same\"",
+        "'``': code stands in single backticks",
+    ],
+    '"""Return whether `x` is the same, or None if there is none."""': [],
+}
+
+
+@pytest.mark.parametrize("text", DOCSTRINGS)
+def test_what_is_found(text, tmp_path):
+    module = tmp_path / "module.py"
+    module.write_text(text + "\n")
+    assert [reason for _, reason in offences(module)] == DOCSTRINGS[text]
+
+
+def test_a_long_function_and_a_long_file_are_found(tmp_path):
+    (tmp_path / "long.py").write_text("def long():\n" + "    pass\n" * 60 + "\n" * 240)
+    assert [(each.place, each.lines) for each in too_long(tmp_path, tmp_path)] == [
+        ("long.py", 301),
+        ("long.py long", 61),
+    ]

@@ -1,0 +1,99 @@
+"""How many files of ours one warm call enters, by tracing it on real ranks."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+
+from scaletorch.compose import parallelize, shard_global_batch, train_step
+from scaletorch.dist import RankPool, all_reduce
+from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.context_parallel import attention
+from scaletorch.parallel.pg_manager import setup_process_group_manager
+
+LIBRARY = "/src/scaletorch/"
+WARM = 3  # calls before the one that is traced
+
+
+def entered(call: Callable[[], object]) -> set[str]:
+    """Return the files of ours whose functions a call runs, once it is warm.
+
+    Of this thread and of those that begin Python within the call, as autograd's do.
+    """
+    for _ in range(WARM):
+        call()
+    codes: set[CodeType] = set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call":
+            codes.add(frame.f_code)
+
+    threading.setprofile(note)
+    sys.setprofile(note)
+    try:
+        call()
+    finally:
+        sys.setprofile(None)
+        threading.setprofile(None)
+    files = (code.co_filename.rpartition(LIBRARY) for code in codes)
+    return {path for _, library, path in files if library}
+
+
+def small_all_reduce() -> set[str]:
+    """Sum 32 bytes over the ranks."""
+    data = torch.ones(8)
+    return entered(lambda: all_reduce(data))
+
+
+def ring_attention() -> set[str]:
+    """Attend causally over two ranks, forward and backward."""
+    setup_process_group_manager(tp_size=1, cp_size=2, pp_size=1, dp_size=1)
+    query = torch.randn(1, 2, 16, 8, requires_grad=True)
+
+    def call() -> None:
+        out = attention(query, query, query, causal=True, layout="zigzag", method="ring")
+        out.sum().backward()
+
+    return entered(call)
+
+
+def step_4d() -> set[str]:
+    """Train a step of the built-in Llama with every kind of parallelism on."""
+    manager = setup_process_group_manager(tp_size=2, cp_size=2, pp_size=2, dp_size=1)
+    torch.manual_seed(0)
+    config = LlamaConfig(64, 16, 32, 4, 4, 2)
+    model = parallelize(Llama(config), manager)
+    tokens = torch.randint(64, (4, 17))
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].clone()}
+
+    def call() -> None:
+        model.zero_grad()
+        train_step(model, shard_global_batch(batch, 2, manager))
+
+    return entered(call)
+
+
+# What is called, on how many ranks, and how many files it may enter.
+WALKS: dict[str, tuple[Callable[[], set[str]], int, int]] = {
+    "all_reduce": (small_all_reduce, 2, 5),
+    "attention": (ring_attention, 2, 25),
+    "train_step": (step_4d, 8, 65),
+}
+
+
+def walk(name: str) -> set[str]:
+    """Return the files that a call enters on any rank."""
+    body, ranks, _ = WALKS[name]
+    with RankPool(ranks, timeout=300) as pool:
+        return set().union(*pool.run(body))
+
+
+def rooms(files: set[str]) -> Counter[str]:
+    """Return how many of the files lie in each package's folder."""
+    return Counter("/".join(file.split("/")[:2]) for file in files)

@@ -1,0 +1,42 @@
+"""Where docstrings leave their dialect: plain English that a newcomer reads at once."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+PHRASES = {
+    r"\bTell (whether|if)\b": 'say "Return whether"',
+    r"\bNone where\b": 'say "or None if"',
+    r"\bwhere (it|they|one|none|there)\b": 'say "if" for a condition',
+    r"\balike\b": 'say "the same"',
+    r"``": "code stands in single backticks",
+}
+SECTIONS = re.compile(r"^(Args|Attributes):$")
+ENTRY = re.compile(r"^    (\*{0,2}\w+(?: \([^)]*\))?): +([a-z]\S*)")
+
+
+def offences(path: Path) -> Iterator[tuple[int, str]]:
+    """Yield the line and the reason of what should be said otherwise in a module's docstrings."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            continue
+        text = ast.get_docstring(node)
+        if text is not None:
+            first = node.body[0].lineno
+            for offset, reason in _in(text):
+                yield first + offset, reason
+
+
+def _in(text: str) -> Iterator[tuple[int, str]]:
+    in_section = False
+    for offset, line in enumerate(text.splitlines()):
+        for phrase, reason in PHRASES.items():
+            if found := re.search(phrase, line):
+                yield offset, f"{found[0]!r}: {reason}"
+        if line and not line.startswith(" "):
+            in_section = SECTIONS.match(line) is not None
+        if in_section and (entry := ENTRY.match(line)):
+            yield offset, f"{entry[1]}: {entry[2]!r} begins with a capital letter"

@@ -1,0 +1,187 @@
+"""Record the public names of each package, and compare with the record.
+
+``python -m tools.release.api`` reads the sources (nothing is imported) and compares every public
+module's ``__all__``, with signatures, with ``packages/NAME/api.txt``; ``--accept`` writes these
+files.
+"""
+
+from __future__ import annotations
+
+import difflib
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import griffe
+
+from ..packages import PACKAGES, ROOT
+
+_PARALLEL = "scaletorch.parallel"
+
+# The public modules of each package; those without `__all__` give all names without underscore.
+MODULES = {
+    "scaletorch": [
+        "scaletorch.checkpoint",
+        "scaletorch.compose",
+        "scaletorch.models",
+        "scaletorch.pretrain",
+        "scaletorch.verify",
+    ],
+    "scaletorch-cp": [
+        f"{_PARALLEL}.context_parallel",
+        f"{_PARALLEL}.context_parallel.building",
+        f"{_PARALLEL}.context_parallel.context_parallel",
+        f"{_PARALLEL}.context_parallel.cp_comms",
+        f"{_PARALLEL}.context_parallel.masks.drawing",
+        f"{_PARALLEL}.context_parallel.masks.mask",
+    ],
+    "scaletorch-dist": [
+        "scaletorch.dist",
+        "scaletorch.dist.building",
+        "scaletorch.dist.dist",
+        "scaletorch.dist.devices",
+        "scaletorch.dist.errors",
+        "scaletorch.dist.functional",
+        "scaletorch.dist.guard",
+        "scaletorch.dist.siblings",
+        "scaletorch.dist.testing",
+    ],
+    "scaletorch-dp": [
+        f"{_PARALLEL}.data_parallel",
+        f"{_PARALLEL}.data_parallel.building",
+        f"{_PARALLEL}.data_parallel.data_parallel",
+        f"{_PARALLEL}.data_parallel.bucket",
+    ],
+    "scaletorch-pg": [
+        f"{_PARALLEL}.pg_manager",
+        f"{_PARALLEL}.pg_manager.building",
+    ],
+    "scaletorch-pp": [
+        f"{_PARALLEL}.pipeline_parallel",
+        f"{_PARALLEL}.pipeline_parallel.building",
+        f"{_PARALLEL}.pipeline_parallel.drawing",
+        f"{_PARALLEL}.pipeline_parallel.pipeline_parallel",
+        f"{_PARALLEL}.pipeline_parallel.pp_comms",
+        f"{_PARALLEL}.pipeline_parallel.schedules",
+    ],
+    "scaletorch-tp": [
+        f"{_PARALLEL}.tensor_parallel",
+        f"{_PARALLEL}.tensor_parallel.building",
+        f"{_PARALLEL}.tensor_parallel.tensor_parallel",
+        f"{_PARALLEL}.tensor_parallel.tp_comms",
+    ],
+}
+
+HEAD = """\
+# Public names of {package}. A change here is a change for its users: make it on purpose, tell
+# them in packages/{package}/changes, and write this file anew with `hatch run api --accept`.
+"""
+
+
+def record(package: str) -> str:
+    """Return the text for one package: each public module, and under it its names."""
+    sources = ROOT / "packages" / package / "src"
+    loader = griffe.GriffeLoader(search_paths=[sources], allow_inspection=False)
+    named: dict[str, str] = {}  # where something is defined → its first public name
+    lines = HEAD.format(package=package).splitlines()
+    for module in MODULES[package]:
+        lines += ["", module]
+        loaded = loader.load(module)
+        for name in sorted(public_names(loaded)):
+            path = f"{module}.{name}"
+            lines += indented(one_name(path, find(loader.modules_collection, path), named))
+    return "\n".join(lines) + "\n"
+
+
+def public_names(module: griffe.Object | griffe.Alias) -> list[str]:
+    """Return ``__all__``, or all that the module defines without an underscore."""
+    if module.exports is not None:
+        return [str(name) for name in module.exports]
+    own = {name for name, member in module.members.items() if not member.is_alias}
+    return [name for name in own if not name.startswith("_")]
+
+
+def find(modules: griffe.ModulesCollection, path: str) -> griffe.Object | str:
+    """Return what a path means, or that itself where it is another package's or torch's.
+
+    A module's imports are followed by hand, since a path may also be that of a submodule.
+    """
+    parent, _, name = path.rpartition(".")
+    try:
+        home = modules[parent]
+        if name in home.imports:
+            return find(modules, home.imports[name])
+        found: griffe.Object = modules[path]
+        return found
+    except KeyError:
+        return path
+
+
+def one_name(path: str, found: griffe.Object | str, named: dict[str, str]) -> list[str]:
+    """Return the lines of a public name; of a second name for the same, only what it is."""
+    if isinstance(found, str):
+        return [f"{path.rpartition('.')[2]} = {found}"]
+    first = named.setdefault(found.path, path)
+    return described(found) if first == path else [f"{found.name} = {first}"]
+
+
+def described(defined: griffe.Object) -> list[str]:
+    """Return a function's signatures, a class with its members, or a name with its type."""
+    if isinstance(defined, griffe.Function):
+        return [each.signature() for each in defined.overloads or [defined]]
+    if isinstance(defined, griffe.Class):
+        bases = ", ".join(map(str, defined.bases))
+        lines = [f"class {defined.name}({bases})" if bases else f"class {defined.name}"]
+        return lines + indented(line for member in members(defined) for line in described(member))
+    if isinstance(defined, griffe.Attribute):
+        kind = "" if defined.annotation is None else f": {defined.annotation}"
+        constant = not kind and defined.parent is not None and defined.parent.is_module
+        value = f" = {defined.value}" if constant and not defined.name.startswith("_") else ""
+        return [f"{defined.name}{kind}{value}"]
+    return [defined.name]
+
+
+def members(defined: griffe.Class) -> list[griffe.Object]:
+    """Return what a class lets its users call and read, also from bases without a public name."""
+    private = [base for base in defined.mro() if base.name.startswith("_")]
+    found = {k: v for each in [*reversed(private), defined] for k, v in each.members.items()}
+    public = [name for name in sorted(found) if name == "__init__" or not name.startswith("_")]
+    return [member for name in public if isinstance(member := found[name], griffe.Object)]
+
+
+def indented(lines: Iterable[str]) -> list[str]:
+    """Return lines one level deeper."""
+    return [f"    {line}" for line in lines]
+
+
+def difference(package: str) -> str:
+    """Return how the package's public names differ from the record, empty where they do not."""
+    file = record_file(package)
+    old = file.read_text() if file.exists() else ""
+    names = (f"{file.relative_to(ROOT)}, the record", "the sources")
+    lines = difflib.unified_diff(
+        old.splitlines(), record(package).splitlines(), *names, lineterm=""
+    )
+    return "\n".join(lines)
+
+
+def record_file(package: str) -> Path:
+    """Return the file that holds a package's record."""
+    return ROOT / "packages" / package / "api.txt"
+
+
+def main(arguments: list[str]) -> int:
+    """Write or compare all records; 1 if one differs."""
+    if arguments == ["--accept"]:
+        for package in PACKAGES:
+            record_file(package).write_text(record(package))
+        return 0
+    differences = [text for package in PACKAGES if (text := difference(package))]
+    print(*differences, sep="\n\n")
+    if differences:
+        print("\nIf that is meant: hatch run api --accept", file=sys.stderr)
+    return int(bool(differences))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

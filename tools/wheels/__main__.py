@@ -1,0 +1,8 @@
+"""`hatch run wheels` checks each wheel alone."""
+
+import sys
+
+from .check import main
+
+if __name__ == "__main__":
+    sys.exit(main())

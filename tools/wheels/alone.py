@@ -1,0 +1,92 @@
+"""What one built wheel does in an environment that holds it, what it requires, and nothing else."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from importlib.metadata import version as installed_version
+from pathlib import Path
+
+from ..environments import pip, run
+from ..packages import closure, modules
+from ..rows import CheckError
+from .metadata import metadata
+
+SNIPPET = re.compile(r"^```python\n(.*?)^```(?:\n\n```output\n(.*?)^```)?", re.S | re.M)
+
+NAME = re.compile(r"# (\w+\.py)\n")  # by which the other snippets import it
+
+# Every module, as a foreign import may hide in any; a __main__ is a command and may need an extra.
+IMPORT_ALL = """
+import importlib, pkgutil, sys
+names = []
+for portion in sys.argv[1:]:
+    package = importlib.import_module(portion)
+    found = pkgutil.walk_packages(package.__path__, portion + ".")
+    names += [portion, *(each.name for each in found if not each.name.endswith("__main__"))]
+files = [importlib.import_module(name).__file__ for name in names]
+outside = [file for file in files if not file.startswith(sys.prefix)]
+assert not outside, f"not from the wheels: {outside}"
+print(len(files))
+"""
+
+
+@dataclass(frozen=True)
+class Alone:
+    """A wheel, the folder of wheels that pip may choose from, and an environment for it."""
+
+    package: str
+    wheel: Path
+    wheels: Path
+    python: Path
+
+    def install(self) -> str:
+        """Install the wheel with what it requires: torch, which is there, and our own wheels."""
+        report = self.python.parent / "report.json"
+        source = ["--no-index", "--find-links", str(self.wheels)]
+        done = pip(self.python, "install", *source, "--report", report, self.package)
+        if done.returncode:
+            raise CheckError(f"pip cannot install it beside torch:\n{done.stdout}{done.stderr}")
+        brought = sorted(e["metadata"]["name"] for e in json.loads(report.read_text())["install"])
+        if brought != closure(self.package):
+            raise CheckError(f"pip brings {brought}, not {closure(self.package)}")
+        checked = pip(self.python, "check")
+        if checked.returncode:
+            raise CheckError(f"pip check:\n{checked.stdout}")
+        return (
+            f"beside torch brings {', '.join(n for n in brought if n != self.package) or 'nothing'}"
+        )
+
+    def imports(self) -> str:
+        """Import every module, quietly."""
+        done = run(self.python, "-c", IMPORT_ALL, *modules(self.package), folder=self.wheels)
+        if done.returncode or not done.stdout.strip().isdigit():
+            raise CheckError(f"an import fails, or prints:\n{done.stdout}{done.stderr}")
+        return f"{done.stdout.strip()} modules, where torch and what it requires is all there is"
+
+    def readme(self) -> str:
+        """Run every Python snippet of the README that the wheel carries."""
+        snippets = SNIPPET.findall(metadata(self.wheel).description or "")
+        if not snippets:
+            raise CheckError("the README has no Python snippet")
+        files = {match[1]: code for code, _ in snippets if (match := NAME.match(code))}
+        for number, (code, output) in enumerate(snippets, 1):
+            folder = self.python.parent.parent / f"snippet{number}"
+            folder.mkdir()
+            for name, text in {**files, "snippet.py": code}.items():
+                (folder / name).write_text(text)
+            done = run(self.python, "snippet.py", folder=folder)
+            if done.returncode or (output and done.stdout != output):
+                raise CheckError(f"snippet {number} fails:\n{done.stdout}{done.stderr}")
+        return f"{len(snippets)} snippets run"
+
+    def extras(self) -> str:
+        """Resolve all extras together, beside the torch that is there; install and build none."""
+        names = metadata(self.wheel).provides_extra or []
+        wanted = [f"{self.wheel}[{','.join(names)}]", f"torch=={installed_version('torch')}"]
+        done = pip(self.python, "install", "--dry-run", "--only-binary", ":all:", *wanted)
+        if done.returncode:
+            raise CheckError(f"{wanted[0]} does not resolve:\n{done.stdout}{done.stderr}")
+        brings = "".join(re.findall(r"^Would install (.*)$", done.stdout, re.M)).split()
+        return f"{', '.join(names)}: {len(brings)} libraries, and torch stays"
