@@ -1,6 +1,7 @@
 """init_dist and cleanup_dist on real ranks, under every launcher's variables."""
 
 import ast
+import importlib
 import os
 import shutil
 import socket
@@ -18,6 +19,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as c10d
+import torch.distributed.nn.functional
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, RankFailedError, StateError, devices
@@ -267,6 +269,26 @@ def test_another_life_waits_for_the_store_of_the_last_one_to_close():
         del last_store
     dist.init_dist("pytorch", backend="gloo", timeout=20)
     assert ranks_sum() == 2
+
+
+def gloo_threads():
+    names = [path.read_text() for path in Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if "gloo" in name]
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="reads threads' names in /proc")
+@distributed_test(world_size=2, init=False)
+def test_no_thread_of_a_group_outlives_it():
+    """One that does can abort a process which is ending: it may drop a tensor of Python's then."""
+    dist.init_dist("pytorch", backend="gloo")
+    importlib.reload(torch.distributed.nn.functional)  # optimizers import it late: it keeps groups
+    assert ranks_sum() == 2
+    assert gloo_threads() != []
+    dist.cleanup_dist()
+    assert gloo_threads() == []
+    dist.init_dist("pytorch", backend="gloo")
+    with warnings.catch_warnings(action="ignore"):  # newer torch calls it deprecated
+        assert torch.distributed.nn.functional.all_reduce(torch.ones(1)) == 2
 
 
 @distributed_test(world_size=2)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 import weakref
 from datetime import timedelta
+from types import FunctionType
 from typing import Any
 
 import torch.distributed as c10d
@@ -104,11 +106,26 @@ def cleanup_dist() -> None:
     ours = _ours and _group is not None and _group() is c10d.group.WORLD
     forget_local_group()
     if ours and c10d.is_initialized():
+        _release_default_arguments()
         c10d.destroy_process_group()
     if _group is not None:
         expect_one_process()
     _group, _ours = None, False
     _restore_environment()
+
+
+def _release_default_arguments() -> None:
+    """Let go of the default group where torch.distributed.nn keeps it.
+
+    Its functions have `group=group.WORLD`, read at import; torch's optimizers import it, mostly
+    after the group was made. A group that is kept so is never taken down: its threads live on and,
+    where one of them drops a tensor while the interpreter ends, abort the process.
+    """
+    module = sys.modules.get("torch.distributed.nn.functional")
+    for each in vars(module).values() if module is not None else ():
+        if isinstance(each, FunctionType) and each.__defaults__:
+            kept = (None if value is c10d.group.WORLD else value for value in each.__defaults__)
+            each.__defaults__ = tuple(kept)  # None means the default group to torch
 
 
 def _check_choice(name: str, value: str | None, valid: tuple[str | None, ...]) -> None:
