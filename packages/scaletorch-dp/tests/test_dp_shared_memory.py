@@ -80,7 +80,7 @@ def check_training(options, stage):
     plain = fresh_model(torch.float64)
     train_alone(plain)
     wrapped = train(fresh_model(torch.float64), options, stage, synchronised=False)
-    assert wrapped.bucket_manager.reduction.node is not None
+    assert wrapped.bucket_managers[0].reduction.node is not None
     for (name, one), other in zip(
         plain.named_parameters(), wrapped.module.parameters(), strict=True
     ):
@@ -97,7 +97,7 @@ def check_bits(options, stage, dtype):
     reduction.LEAST = 1
     with mock.patch.dict(os.environ, {"SCALETORCH_SHARED_MEMORY": "0"}):
         messages = train(fresh_model(dtype), options, stage, synchronised=True)
-    assert messages.bucket_manager.reduction.node is None
+    assert messages.bucket_managers[0].reduction.node is None
     memory = train(fresh_model(dtype), options, stage, synchronised=True)
     for one, other in zip(messages.parameters(), memory.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -137,7 +137,7 @@ def check_memory():
     reduction.LEAST = 1
     before = shared_files()  # of pools of ranks that other tests keep
     wrapped = train(fresh_model(torch.float32), {}, 1, synchronised=False)
-    buckets = len(wrapped.bucket_manager.buckets)
+    buckets = len(wrapped.bucket_managers[0].buckets)
     assert shared_files() - before == 2 * buckets  # gradients and parameters
     wrapped.zero_grad()
     del wrapped

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NoReturn
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ from .buckets.initial import check_init_sync, sync_initial_values
 from .buckets.manager import BucketManager
 from .buckets.reduction import Reduction, check_floating
 from .buckets.slot import Slot
-from .parameters import Wrapped, describe, refuse_lazy
+from .parameters import Named, Wrapped, by_group, describe, refuse_lazy
 from .sharding.gather import Gathers
 from .sharding.shards import Shard
 
@@ -48,6 +49,7 @@ class _DataParallel(ModuleWrapper):
         group: ProcessGroup | None,
         settings: _Settings,
         fill: Callable[[Iterable[Slot], Reduction], list[Bucket]],
+        groups: Mapping[str, ProcessGroup | None],
         *,
         overlap: bool,
     ) -> None:
@@ -56,40 +58,60 @@ class _DataParallel(ModuleWrapper):
             raise InvalidArgumentError(message)
         check_init_sync(settings.init_sync)
         group = axis_group("cp_dp", group)
-        reduction = Reduction(settings.op, group, settings.reduce_dtype, settings.order)
         parameters = list(module.named_parameters())
         refuse_lazy(parameters)
-        trainable = [(name, each) for name, each in parameters if each.requires_grad]
-        if reduction.size > 1:
-            named = {"wrapper": type(self).__name__, **asdict(settings)}
-            error = caught(refuse_taken, trainable)
-            agree("the model to wrap", describe(parameters, named), group, error=error)
-            sync_initial_values(module, settings.init_sync, group)
-            reduction = replace(reduction, node=node_memory(group) if overlap else None)
+        parts = by_group(parameters, group, groups)
+        if len(parts) > 1 and settings.op == "mean":
+            raise InvalidArgumentError(
+                "op='mean' would divide by another number for the parameters of other groups: "
+                "divide the loss by the global number of tokens, and sum"
+            )
+        reductions = [
+            self._agreed_reduction(module, named, each, settings, overlap=overlap)
+            for each, named in parts
+        ]
         super().__init__(module)
         self.wrapped = Wrapped(parameters)
-        slots = [Slot(name, at, each) for at, (name, each) in enumerate(trainable)]
-        manager = BucketManager(
-            slots, lambda some: fill(some, reduction), reduction, check_finite=settings.check_finite
-        )
-        self._sync = GradientSync(manager, overlap=overlap)
-        wider = any(slot.buffer_dtype != slot.parameter.dtype for slot in slots)
-        if reduction.size > 1 or wider or settings.check_finite:
-            self._sync.attach(module)
+        self.groups = dict(groups)
+        family: WeakSet[GradientSync] = WeakSet()
+        self._syncs = [
+            _gradient_sync(module, named, reduction, fill, family, settings, overlap=overlap)
+            for (_, named), reduction in zip(parts, reductions, strict=True)
+        ]
+
+    def _agreed_reduction(
+        self,
+        module: nn.Module,
+        parameters: Named,
+        group: ProcessGroup | None,
+        settings: _Settings,
+        *,
+        overlap: bool,
+    ) -> Reduction:
+        """Return how gradients are reduced over a group, whose ranks have the same parameters."""
+        reduction = Reduction(settings.op, group, settings.reduce_dtype, settings.order)
+        if reduction.size == 1:
+            return reduction
+        named = {"wrapper": type(self).__name__, **asdict(settings)}
+        error = caught(refuse_taken, [(n, each) for n, each in parameters if each.requires_grad])
+        agree("the model to wrap", describe(parameters, named), group, error=error)
+        sync_initial_values([*parameters, *module.named_buffers()], settings.init_sync, group)
+        return replace(reduction, node=node_memory(group) if overlap else None)
 
     @property
     def op(self) -> str:
         """`"sum"` or `"mean"`."""
-        return self._sync.manager.reduction.op
+        return self._syncs[0].manager.reduction.op
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether backward calls synchronise; its value while backward runs counts."""
-        return self._sync.enabled
+        return self._syncs[0].enabled
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self._sync.enabled = bool(value)
+        for sync in self._syncs:
+            sync.enabled = bool(value)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -113,9 +135,11 @@ class _DataParallel(ModuleWrapper):
         """
         if torch.is_grad_enabled():
             self.wrapped.refuse_others(self.module)
-        self._sync.begin_forward()
+        for sync in self._syncs:
+            sync.begin_forward()
         output = self.module(*args, **kwargs)
-        self._sync.watch(output)
+        for sync in self._syncs:
+            sync.watch(output)
         return output
 
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:
@@ -134,23 +158,25 @@ class _DataParallel(ModuleWrapper):
                 "output_tensor_grad): that call is for pipeline stages, others use loss.backward()"
             )
             raise StateError(message)
-        completed = self._sync.completed
+        completed = [sync.completed for sync in self._syncs]
         result = stage_backward(input_tensor, output_tensor, output_tensor_grad)
-        if self._sync.completed == completed:
-            self._sync.finish_if_due()
+        for sync, before in zip(self._syncs, completed, strict=True):
+            if sync.completed == before:
+                sync.finish_if_due()
         return result
 
     @property
-    def bucket_manager(self) -> BucketManager:
-        """The buckets, and how they are reduced."""
-        return self._sync.manager
+    def bucket_managers(self) -> list[BucketManager]:
+        """The buckets of each group, and how they are reduced; the usual group's first."""
+        return [sync.manager for sync in self._syncs]
 
     def reset(self) -> None:
         """Set every gradient to None and forget accumulated ones and whatever is under way.
 
         Use it in place of `zero_grad` between steps, or after a backward that raised.
         """
-        self._sync.reset()
+        for sync in self._syncs:
+            sync.reset()
 
     def get_bucket_info(self) -> list[dict[str, object]]:
         """Describe the buckets in the order of their reductions.
@@ -158,7 +184,7 @@ class _DataParallel(ModuleWrapper):
         Returns:
             For each bucket its `parameters` (names), `elements` (int) and `dtype` (str).
         """
-        return self._sync.manager.info()
+        return [each for manager in self.bucket_managers for each in manager.info()]
 
     def __getstate__(self) -> NoReturn:
         message = (
@@ -196,7 +222,7 @@ class DataParallelNaive(_DataParallel):
         init_sync: str = "check",
     ) -> None:
         settings = _Settings(str(op).lower(), init_sync=init_sync)
-        super().__init__(module, group, settings, _one_each, overlap=False)
+        super().__init__(module, group, settings, _one_each, {}, overlap=False)
 
 
 class DataParallelBucket(_DataParallel):
@@ -226,11 +252,13 @@ class DataParallelBucket(_DataParallel):
             leaves them.
         check_finite: Refuse, on every rank, gradients that are not finite before they are summed,
             with the parameters and the ranks that made them. Costs one more pass over them.
+        groups: Parameters that are reduced over other ranks, by name, such as experts over the
+            ranks that have the same ones. Each group's ranks have the same parameters of it.
 
     Raises:
         InvalidArgumentError: An unknown `op`, `order` or `init_sync`, a `grad_type` or
-            `reduce_dtype` that is no floating dtype, a `bucket_size` below 1, or something
-            that is no module.
+            `reduce_dtype` that is no floating dtype, a `bucket_size` below 1, something that is no
+            module, a name in `groups` that is no parameter's, or `groups` with "mean".
         MismatchError: The ranks' parameters differ in name, shape, dtype, order, frozenness or,
             if they are to be compared, values.
         StateError: No group to be found, or a live wrapper has a parameter already.
@@ -248,6 +276,7 @@ class DataParallelBucket(_DataParallel):
         order: str = "any",
         init_sync: str = "check",
         check_finite: bool = False,
+        groups: Mapping[str, ProcessGroup | None] | None = None,
     ) -> None:
         if isinstance(bucket_size, bool) or not isinstance(bucket_size, int) or bucket_size < 1:
             message = f"bucket_size must be a number of elements, at least 1, got {bucket_size!r}"
@@ -260,13 +289,14 @@ class DataParallelBucket(_DataParallel):
         def fill(slots: Iterable[Slot], reduction: Reduction) -> list[Bucket]:
             return fill_buckets(slots, bucket_size, grad_type, reduction)
 
-        super().__init__(module, group, settings, fill, overlap=True)
+        super().__init__(module, group, settings, fill, groups or {}, overlap=True)
         self.optimizer_shards: list[Shard] | None = None
         self._gathers: list[Gathers] = []
 
     def use_shards(self, shards: list[Shard], gathers: Gathers) -> None:
         """Note the shards that optimizers update on this rank; `shard_optimizer` calls it."""
-        self._sync.attach(self.module)
+        for sync in self._syncs:
+            sync.attach(self.module)
         self.optimizer_shards = shards
         others = [each for each in self._gathers if not each.buckets & gathers.buckets]
         self._gathers = [*others, gathers]
@@ -285,6 +315,29 @@ class DataParallelBucket(_DataParallel):
         """Wait until all updated parameters are here."""
         for gathers in self._gathers:
             gathers.wait()
+
+
+def _gradient_sync(
+    module: nn.Module,
+    parameters: Named,
+    reduction: Reduction,
+    fill: Callable[[Iterable[Slot], Reduction], list[Bucket]],
+    family: WeakSet[GradientSync],
+    settings: _Settings,
+    *,
+    overlap: bool,
+) -> GradientSync:
+    """Synchronise the trainable ones of these parameters, if there is anything to do."""
+    trainable = [(name, each) for name, each in parameters if each.requires_grad]
+    slots = [Slot(name, at, each) for at, (name, each) in enumerate(trainable)]
+    manager = BucketManager(
+        slots, lambda some: fill(some, reduction), reduction, check_finite=settings.check_finite
+    )
+    sync = GradientSync(manager, overlap, family)
+    wider = any(slot.buffer_dtype != slot.parameter.dtype for slot in slots)
+    if reduction.size > 1 or wider or settings.check_finite:
+        sync.attach(module)
+    return sync
 
 
 def _one_each(slots: Iterable[Slot], reduction: Reduction) -> list[Bucket]:

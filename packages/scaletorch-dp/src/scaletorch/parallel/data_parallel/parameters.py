@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import nn
+from torch.distributed import ProcessGroup
 from torch.nn.parameter import UninitializedParameter
 
 from ...dist.errors import InvalidArgumentError, StateError
@@ -12,6 +13,37 @@ from ..pg_manager import describe_rank
 from .culprits import shortened
 
 Named = Sequence[tuple[str, nn.Parameter]]
+Parts = list[tuple[ProcessGroup | None, list[tuple[str, nn.Parameter]]]]
+
+
+def by_group(
+    parameters: Named, group: ProcessGroup | None, groups: Mapping[str, ProcessGroup | None]
+) -> Parts:
+    """Return each group with the parameters to be summed over it; the usual one first.
+
+    Args:
+        parameters: All of them with their names.
+        group: The usual one.
+        groups: Another one for some parameters, by name.
+
+    Raises:
+        InvalidArgumentError: A name is no parameter's.
+    """
+    unknown = sorted(groups.keys() - {name for name, _ in parameters})
+    if unknown:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: groups names {shortened(unknown)}, of which the module has no "
+            "parameter (one that is shared goes by its first name)"
+        )
+    parts: Parts = [(group, [])]
+    for name, parameter in parameters:
+        wanted = groups.get(name, group)
+        part = next((named for known, named in parts if known is wanted), None)
+        if part is None:
+            part = []
+            parts.append((wanted, part))
+        part.append((name, parameter))
+    return parts
 
 
 class Wrapped:

@@ -74,17 +74,19 @@ def shard_optimizer(
         raise InvalidArgumentError(
             f"model must be a DataParallelBucket, got {type(model).__name__}: wrap the model first"
         )
-    manager = model.bucket_manager
-    _agree(optimizer, manager, stage, overlap, caught(_check, optimizer, model, stage))
-    _shard_rest(optimizer, model)
-    buckets = _buckets_of(optimizer, manager)
-    manager.eager = manager.eager or stage == 2
+    error = caught(_check, optimizer, model, stage)
+    for manager in model.bucket_managers:
+        _agree(optimizer, manager, stage, overlap, error)
+    for manager in model.bucket_managers:
+        _shard_rest(optimizer, model, manager)
+        manager.eager = manager.eager or stage == 2
+    buckets = _buckets_of(optimizer, model)
     for bucket in buckets:
         bucket.keeps_buffer = stage == 1
-    shards = _all_shards(manager)
+    shards = _all_shards(model)
     gathers = Gathers(model.module, buckets)
     model.use_shards(shards, gathers)
-    known = {id(slot.parameter) for slot in manager.slots}
+    known = {id(slot.parameter) for slot in _slots(model)}
     _replace_parameters(optimizer, shards, known)
     follow(optimizer, gathers, _settled(weakref.ref(model)), overlap=overlap)
     return optimizer
@@ -102,11 +104,11 @@ def _settled(model: weakref.ref[DataParallelBucket]) -> Callable[[], None]:
     return before_step
 
 
-def _shard_rest(optimizer: Optimizer, model: DataParallelBucket) -> None:
+def _shard_rest(optimizer: Optimizer, model: DataParallelBucket, manager: BucketManager) -> None:
     """Put the parameters that the optimizer has, and no other has sharded, into sharded buckets."""
-    manager, whole = model.bucket_manager, _needs_whole(optimizer)
+    whole = _needs_whole(optimizer)
     sharded = [each for each in manager.buckets if isinstance(each, ShardedBucket)]
-    slots = _slots_to_shard(optimizer, model)
+    slots = _slots_to_shard(optimizer, model, manager)
     sharded += [
         ShardedBucket(each.slots, each.dtype, manager.reduction, whole=whole)
         for each in manager.fill(slots)
@@ -116,23 +118,25 @@ def _shard_rest(optimizer: Optimizer, model: DataParallelBucket) -> None:
     manager.use_settled([*sharded, *rest])
 
 
-def _slots_to_shard(optimizer: Optimizer, model: DataParallelBucket) -> list[Slot]:
+def _slots_to_shard(
+    optimizer: Optimizer, model: DataParallelBucket, manager: BucketManager
+) -> list[Slot]:
     taken = _parameters_of(optimizer)
     tied = set(getattr(model, "tied_parameters", ()))
     return [
         slot
-        for bucket in model.bucket_manager.buckets
+        for bucket in manager.buckets
         if not isinstance(bucket, ShardedBucket)
         for slot in bucket.slots
         if id(slot.parameter) in taken and slot.name not in tied
     ]
 
 
-def _buckets_of(optimizer: Optimizer, manager: BucketManager) -> list[ShardedBucket]:
+def _buckets_of(optimizer: Optimizer, model: DataParallelBucket) -> list[ShardedBucket]:
     taken = _parameters_of(optimizer)
     return [
         bucket
-        for bucket in manager.buckets
+        for bucket in _buckets(model)
         if isinstance(bucket, ShardedBucket)
         and any(id(slot.parameter) in taken for slot in bucket.slots)
     ]
@@ -144,7 +148,7 @@ def _parameters_of(optimizer: Optimizer) -> set[int]:
 
 def _parameters_known(model: DataParallelBucket) -> set[int]:
     """Return the model's parameters, and what stands for them in an optimizer by now."""
-    known = {id(slot.parameter) for slot in model.bucket_manager.slots}
+    known = {id(slot.parameter) for slot in _slots(model)}
     return known | {id(shard.tensor) for shard in model.optimizer_shards or ()}
 
 
@@ -167,9 +171,13 @@ def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _buckets(model: nn.Module) -> Iterable[Bucket]:
-    manager = getattr(model, "bucket_manager", None)
-    return manager.buckets if isinstance(manager, BucketManager) else ()
+def _buckets(model: nn.Module) -> list[Bucket]:
+    managers: list[BucketManager] = getattr(model, "bucket_managers", [])
+    return [bucket for manager in managers for bucket in manager.buckets]
+
+
+def _slots(model: DataParallelBucket) -> list[Slot]:
+    return [slot for manager in model.bucket_managers for slot in manager.slots]
 
 
 def _in_order(manager: BucketManager) -> list[Slot]:
@@ -187,7 +195,6 @@ def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
             f"{type(optimizer).__name__} cannot be sharded: it looks at all parameters at once, "
             "or at sparse gradients; take another optimizer"
         )
-    manager = model.bucket_manager
     if not _parameters_of(optimizer) & _parameters_known(model):
         raise InvalidArgumentError(
             "the optimizer has none of the model's parameters that require grad: make it of "
@@ -196,17 +203,18 @@ def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
     shards = {id(shard.tensor) for shard in model.optimizer_shards or () if not shard.replicated}
     if shards & _parameters_of(optimizer):
         raise StateError("this optimizer is sharded already")
-    if any(slot.local for slot in manager.slots):
+    if any(slot.local for slot in _slots(model)):
         raise StateError(
             f"{describe_rank()}: gradients are accumulated that have not been synchronised; shard "
             "the optimizer before the first backward"
         )
-    if any(each.whole < _needs_whole(optimizer) for each in _buckets_of(optimizer, manager)):
+    if any(each.whole < _needs_whole(optimizer) for each in _buckets_of(optimizer, model)):
         raise StateError(
             f"{describe_rank()}: parameters were cut for another optimizer, and "
             f"{type(optimizer).__name__} needs them whole: wrap the model anew"
         )
-    _refuse_shared_memory(model, _slots_to_shard(optimizer, model))
+    for manager in model.bucket_managers:
+        _refuse_shared_memory(model, _slots_to_shard(optimizer, model, manager))
 
 
 def _agree(
@@ -248,16 +256,16 @@ def _memory(tensor: Tensor) -> tuple[int, int]:
     return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
-def _all_shards(manager: BucketManager) -> list[Shard]:
+def _all_shards(model: DataParallelBucket) -> list[Shard]:
     found: dict[str, list[Shard]] = {}
-    for bucket in manager.buckets:
+    for bucket in _buckets(model):
         for slot in bucket.slots:
             each = slot.parameter
             found[slot.name] = [Shard(slot.name, each, 0, each.numel(), each, replicated=True)]
         if isinstance(bucket, ShardedBucket):
             for slot in bucket.slots:
                 found[slot.name] = [s for s in bucket.shards if s.name == slot.name]
-    return [shard for slot in manager.slots for shard in found[slot.name]]
+    return [shard for slot in _slots(model) for shard in found[slot.name]]
 
 
 def _replace_parameters(optimizer: Optimizer, shards: Iterable[Shard], known: set[int]) -> None:

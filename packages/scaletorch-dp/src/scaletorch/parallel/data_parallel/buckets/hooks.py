@@ -35,9 +35,13 @@ class GradientSync:
     Args:
         manager: The buckets; its slots' parameters get the hooks.
         overlap: Whether buckets leave during backward, or all at its end.
+        family: All of one wrapper, of which each has other ranks to sum over; one that has a
+            gradient makes all of them finish, as it does on other ranks.
     """
 
-    def __init__(self, manager: BucketManager, overlap: bool) -> None:
+    def __init__(
+        self, manager: BucketManager, overlap: bool, family: weakref.WeakSet[GradientSync]
+    ) -> None:
         self.enabled = True
         self.completed = 0  # synchronisations so far
         self.manager = manager
@@ -48,6 +52,8 @@ class GradientSync:
         self._tasks: set[int] = set()
         self._crowded = False
         self._attached = False
+        self._family = family
+        family.add(self)
         self._serial = next(one_per_process("gradient_sync_numbers", itertools.count))
 
     def attach(self, module: nn.Module) -> None:
@@ -115,7 +121,9 @@ class GradientSync:
         slot = self.manager.slots[index]
         if not slot.after_accumulation(self.manager.place):
             return
-        self._touched = True
+        if not self._touched:
+            for each in self._family:
+                each._touched = True
         if not self.syncs:
             return
         if slot.parameter.grad is not None and slot.parameter.grad.requires_grad:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....dist import broadcast, group_ranks
@@ -27,11 +27,13 @@ def check_init_sync(given: object) -> None:
         raise InvalidArgumentError(f"init_sync must be one of {known}, got {given!r}")
 
 
-def sync_initial_values(module: nn.Module, how: str, group: ProcessGroup | None) -> None:
+def sync_initial_values(
+    tensors: Sequence[tuple[str, Tensor]], how: str, group: ProcessGroup | None
+) -> None:
     """Compare parameters and buffers over the ranks, or make them the first rank's, in place.
 
     Args:
-        module: The model; its names, shapes and dtypes are the same on all ranks.
+        tensors: With their names; names, shapes and dtypes are the same on all ranks.
         how: One of `INIT_SYNCS`.
         group: The ranks.
 
@@ -40,17 +42,12 @@ def sync_initial_values(module: nn.Module, how: str, group: ProcessGroup | None)
     """
     if how == "broadcast":
         source = group_ranks(group)[0]
-        for _, tensor in _tensors(module):
+        for _, tensor in tensors:
             broadcast(tensor.detach(), source, group=group)
     elif how == "check":
-        lines = [f"{name} has values {_digest(tensor)}" for name, tensor in _tensors(module)]
+        lines = [f"{name} has values {_digest(tensor)}" for name, tensor in tensors]
         agree("the values to begin with (pass init_sync='broadcast' to send the first rank's)",
               lines, group)  # fmt: skip
-
-
-def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
 
 
 def _digest(tensor: Tensor) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ....dist import all_reduce, get_comm_device, get_rank, group_ranks
 from ....dist.errors import InvalidArgumentError
-from ...pg_manager import axis_group
+from ...pg_manager import axis_group, describe_rank
 from ..culprits import Found
 from ..sharding.shards import check_module, is_sharded, settled_shards
 from .nonfinite import found_on_ranks, refuse_nonfinite
@@ -27,7 +27,8 @@ def global_grad_norm(
 
     Args:
         model: A data-parallel wrapper, or any module.
-        group: The ranks that shards are divided over, by default the `cp_dp` axis.
+        group: The ranks that shards are divided over, by default the `cp_dp` axis; those of the
+            wrapper's other `groups` are among them.
         norm_type: Order of the norm, above 0; `float("inf")` is the largest element.
 
     Returns:
@@ -35,10 +36,11 @@ def global_grad_norm(
         gradient that is None counts nothing.
 
     Raises:
-        InvalidArgumentError: `norm_type` is not a number above 0.
+        InvalidArgumentError: `norm_type` is not a number above 0, or parameters are reduced over
+            ranks that are not in the group.
         StateError: No group to be found, or a gradient in shards has not been synchronised.
     """
-    return norm_over(_counted(model, group), [group] if is_sharded(model) else [], model, norm_type)
+    return norm_over(_counted(model, group), _divided_over(model, group), model, norm_type)
 
 
 def norm_over(
@@ -95,7 +97,9 @@ def clip_grad_norm_(
     """
     return clip_by(
         lambda: global_grad_norm(model, group, norm_type=norm_type),
-        lambda: found_on_ranks(model, axis_group("cp_dp", group), alone=not is_sharded(model)),
+        lambda: found_on_ranks(
+            model, axis_group("cp_dp", group), alone=not _divided_over(model, group)
+        ),
         model,
         max_norm,
         error_if_nonfinite=error_if_nonfinite,
@@ -130,12 +134,25 @@ def clip_by(
     return found
 
 
+def _divided_over(model: nn.Module, group: ProcessGroup | None) -> list[ProcessGroup | None]:
+    """Return the ranks whose gradients add up; none if all have the same."""
+    return [group] if is_sharded(model) or getattr(model, "groups", None) else []
+
+
 def _counted(model: nn.Module, group: ProcessGroup | None) -> Iterator[Tensor]:
-    """Yield the gradients that this rank counts: its shards, and on the first rank those of all."""
-    members = group_ranks(axis_group("cp_dp", group))
-    everything = members[0] == get_rank() or not is_sharded(model)
+    """Yield the gradients that this rank counts: its shards, and what it is the first to have."""
+    usual = axis_group("cp_dp", group)
+    groups: Mapping[str, ProcessGroup | None] = getattr(model, "groups", {})
+    members = {rank for each in groups.values() for rank in group_ranks(each)}
+    if not members <= {*group_ranks(usual)}:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: the wrapper reduces some parameters over ranks that are not in "
+            "the group of the norm: take scaletorch.compose's, which counts over the grid"
+        )
+    everything = not _divided_over(model, group)
     for shard in settled_shards(model):
-        if shard.tensor.grad is not None and (everything or not shard.replicated):
+        first = everything or group_ranks(groups.get(shard.name, usual))[0] == get_rank()
+        if shard.tensor.grad is not None and (first or not shard.replicated):
             yield shard.tensor.grad
 
 

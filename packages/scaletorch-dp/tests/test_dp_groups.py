@@ -1,0 +1,129 @@
+"""Parameters that are summed over other ranks than the rest, as experts are: one process's sums."""
+
+import itertools
+
+import pytest
+import torch
+from torch import distributed, nn
+
+from scaletorch.dist import InvalidArgumentError, MismatchError
+from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.parallel.data_parallel import (
+    DataParallelBucket,
+    clip_grad_norm_,
+    global_grad_norm,
+    shard_optimizer,
+    whole_gradients,
+)
+
+RANKS, EXPERTS = 4, 2  # rank r has expert r % 2, and expert e is on ranks e and e + 2
+STEPS = 3
+
+
+class Part(nn.Module):
+    """What one rank has: the shared layers and the experts it was given."""
+
+    def __init__(self, experts):
+        super().__init__()
+        torch.manual_seed(5)
+        self.before, self.after = nn.Linear(6, 6), nn.Linear(6, 2)
+        every = [nn.Linear(6, 6) for _ in range(EXPERTS)]
+        self.expert = every[experts[0]] if len(experts) == 1 else nn.ModuleList(every)
+        self.double()
+
+    def forward(self, x, expert=None, idle=False):
+        hidden = self.before(x)
+        if not idle:
+            hidden = (self.expert if expert is None else self.expert[expert])(hidden)
+        return self.after(hidden).square().sum() / 7
+
+
+def batch(rank, step):
+    generator = torch.Generator().manual_seed(10 * step + rank)
+    return torch.randn(3, 6, generator=generator, dtype=torch.float64)
+
+
+def idle(rank, step):
+    """Rank 1 gives its expert nothing in step 1; in step 2 nobody has expert 0."""
+    return (rank, step) == (1, 1) or (rank % EXPERTS == 0 and step == 2)
+
+
+def reference():
+    """Norms, gradients of each step and weights at the end, of one process with all experts."""
+    model = Part(range(EXPERTS))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    norms, gradients = [], []
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        for rank in range(RANKS):
+            model(batch(rank, step), rank % EXPERTS, idle(rank, step)).backward()
+        gradients.append({n: p.grad.clone() for n, p in model.named_parameters()})
+        norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+    return norms, gradients, dict(model.named_parameters())
+
+
+def own(name, rank):
+    """The name that a rank's parameter has where one process has all experts."""
+    return name.replace("expert.", f"expert.{rank % EXPERTS}.")
+
+
+def groups_of(model):
+    rank = distributed.get_rank()
+    made = [distributed.new_group([e, e + 2]) for e in range(EXPERTS)]
+    names = (name for name, _ in model.named_parameters() if name.startswith("expert"))
+    return dict.fromkeys(names, made[rank % EXPERTS])
+
+
+def train(stage, bucket_size, parts):
+    rank = distributed.get_rank()
+    norms, gradients, weights = reference()
+    plain = Part([rank % EXPERTS])
+    model = DataParallelBucket(
+        plain, bucket_size=bucket_size, group=distributed.group.WORLD, groups=groups_of(plain)
+    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    if stage:
+        shard_optimizer(optimizer, model, stage=stage)
+    for step in range(STEPS):
+        optimizer.zero_grad(set_to_none=False)
+        rows = batch(rank, step).chunk(parts)
+        for number, some in enumerate(rows):
+            model.require_backward_grad_sync = number == parts - 1
+            model(some, idle=idle(rank, step)).backward()
+        for name, gradient in whole_gradients(model).items():
+            assert relative_error(gradient, gradients[step][own(name, rank)]) < 1e-13, (name, step)
+        norm = global_grad_norm(model, distributed.group.WORLD)
+        assert relative_error(norm, norms[step]) < 1e-13
+        clip_grad_norm_(model, 0.5, distributed.group.WORLD)
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter, weights[own(name, rank)]) < 1e-12, name
+
+
+@pytest.mark.parametrize(
+    ("stage", "bucket_size", "parts"),
+    [*itertools.product((0, 1, 2), (8, 2**24), (1,)), (0, 20, 3), (1, 20, 3), (2, 20, 3)],
+)
+def test_each_parameter_is_summed_over_its_own_group(stage, bucket_size, parts):
+    run_ranks(train, RANKS, stage, bucket_size, parts)
+
+
+def refused():
+    world = distributed.group.WORLD
+    plain = Part([distributed.get_rank() % EXPERTS])
+    groups = groups_of(plain)
+    with pytest.raises(InvalidArgumentError, match=r"groups names expert\.x"):
+        DataParallelBucket(plain, group=world, groups={"expert.x": world})
+    with pytest.raises(InvalidArgumentError, match="op='mean' would divide"):
+        DataParallelBucket(plain, group=world, groups=groups, op="mean")
+    with pytest.raises(MismatchError, match=r"values to begin with[^$]*expert.weight has values"):
+        DataParallelBucket(plain, group=world)
+    model = DataParallelBucket(plain, group=world, groups=groups)
+    pair = distributed.new_group([distributed.get_rank()], use_local_synchronization=True)
+    with pytest.raises(InvalidArgumentError, match="ranks that are not in the group of the norm"):
+        global_grad_norm(model, pair)
+
+
+def test_what_cannot_be_summed_so_is_refused():
+    run_ranks(refused, RANKS)
