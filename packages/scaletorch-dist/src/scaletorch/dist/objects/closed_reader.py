@@ -17,14 +17,18 @@ import re
 import struct
 import weakref
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from .beside_pickle import MalformedError, Received
 from .hash_costs import Hashing
 from .plain_types import make
 
-# Numbers, None and bools alone, which Python's unpickler may read: a hundred times as fast.
-_MANY_NUMBERS = re.compile(rb"(?:K.|G.{8}|M..|J.{4}|[N\x88\x89]){16,}+", re.DOTALL)
+
+@cache
+def _many_numbers() -> re.Pattern[bytes]:
+    """Return a pattern of numbers, None and bools alone, which Python reads 100 times as fast."""
+    return re.compile(rb"(?:K.|G.{8}|M..|J.{4}|[N\x88\x89]){16,}+", re.DOTALL)
 
 
 def _counted_by_a_byte(codes: bytes, most: int) -> bytes:
@@ -32,15 +36,18 @@ def _counted_by_a_byte(codes: bytes, most: int) -> bytes:
     return b"[%b](?:%b)" % (codes, b"|".join(lengths))
 
 
-_HARMLESS = rb"K.|J.{4}|G.{8}|h.|\x94|M..|[](aeN\x88\x89]|j.{4}|\x95.{8}|\x80.|"
-_HARMLESS += _counted_by_a_byte(b"\x8cC", 255)
-# Ints of up to seven bytes differ in their hashes; longer ones may be chosen so that they do not.
-_WITHOUT_TUPLES = rb"[}us\x8f\x90]|" + _counted_by_a_byte(b"\x8a", 7)
-_WITHOUT_KEYS = rb"[)t\x85-\x87]|" + _counted_by_a_byte(b"\x8a", 255)
-_SAFE = [
-    re.compile(b"(?:%b|%b)*+\\." % (_HARMLESS, further), re.DOTALL)
-    for further in (_WITHOUT_TUPLES, _WITHOUT_KEYS)
-]
+@cache
+def _safe() -> list[re.Pattern[bytes]]:
+    """Return patterns of what Python may read; compiling them takes milliseconds, at first use."""
+    harmless = rb"K.|J.{4}|G.{8}|h.|\x94|M..|[](aeN\x88\x89]|j.{4}|\x95.{8}|\x80.|"
+    harmless += _counted_by_a_byte(b"\x8cC", 255)
+    # Ints of up to seven bytes differ in their hashes; longer ones may be chosen not to.
+    without_tuples = rb"[}us\x8f\x90]|" + _counted_by_a_byte(b"\x8a", 7)
+    without_keys = rb"[)t\x85-\x87]|" + _counted_by_a_byte(b"\x8a", 255)
+    return [
+        re.compile(b"(?:%b|%b)*+\\." % (harmless, further), re.DOTALL)
+        for further in (without_tuples, without_keys)
+    ]
 
 
 def read_closed(content: bytes, received: Received) -> Any:
@@ -53,7 +60,7 @@ def read_closed(content: bytes, received: Received) -> Any:
     Raises:
         Exception: of any type, if these bytes are not a plain object's.
     """
-    if any(pattern.fullmatch(content) for pattern in _SAFE):
+    if any(pattern.fullmatch(content) for pattern in _safe()):
         return pickle.loads(content)
     return ClosedReader(content, received).read()
 
@@ -79,6 +86,7 @@ class ClosedReader:
         self.stack: list[Any] = []
         self._marks: list[list[Any]] = []
         self.memo: list[Any] = []
+        self._many_numbers = _many_numbers()
         self._hashing = Hashing()
         self._makers: list[weakref.ref[_Maker]] = []
 
@@ -106,7 +114,7 @@ class ClosedReader:
         """Begin the contents of a container."""
         self._marks.append(self.stack)
         self.stack = []
-        if numbers := _MANY_NUMBERS.match(self._content, self._position):
+        if numbers := self._many_numbers.match(self._content, self._position):
             self._position = numbers.end()
             self.stack += pickle.loads(b"".join((b"\x80\5(", numbers[0], b"l.")))
 
