@@ -49,9 +49,7 @@ def expert_names(model: nn.Module) -> frozenset[str]:
     return frozenset(find_expert_cuts(model))
 
 
-def expert_groups(
-    model: nn.Module, manager: ProcessGroupManager
-) -> dict[str, ProcessGroup | None]:
+def expert_groups(model: nn.Module, manager: ProcessGroupManager) -> dict[str, ProcessGroup | None]:
     """Return the ranks over which the gradients of experts are summed, by parameters' names."""
     names = expert_names(model) & {name for name, _ in model.named_parameters()}
     return dict.fromkeys(sorted(names), manager.edp_group if names else None)

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ...dist import get_world_size
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
+from ..pg_manager.building import mark_divided
 from .finding import Found, find_experts
 from .module import DividedExperts, Division, ExpertList, put_before
 from .plans import Plan, named_experts
@@ -29,6 +30,7 @@ def apply_expert_parallel(
     group: ProcessGroup | None = None,
     *,
     tp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
 ) -> M:
     """Leave each rank its experts of a model, in place, without communication.
 
@@ -51,6 +53,8 @@ def apply_expert_parallel(
             one more; None is the `ep` axis of the current manager.
         tp_group: Ranks that hold the same tokens, of which each then sends a share; None is the
             tp axis of the current manager where experts are divided over it (etp = 1).
+        sequence_parallel: Each tp rank has tokens of its own where experts are called, so none
+            is sent a share; `tp_group` is left out then.
 
     Returns:
         The model.
@@ -63,12 +67,14 @@ def apply_expert_parallel(
     Example:
         >>> apply_expert_parallel(model, {"**.mlp.experts": "experts"}, group)
     """
-    group, tokens = expert_group(group), token_group(tp_group)
+    group = expert_group(group)
+    tokens = None if sequence_parallel else token_group(tp_group)
     ranks = get_world_size(group)
     found = [find_experts(name, module) for name, module in named_experts(model, plan).items()]
     divisions = [_divide(each, group, tokens, ranks) for each in found]
-    _check(model, found, shared=get_world_size(tokens) > 1)
-    if ranks == 1 and get_world_size(tokens) == 1:
+    shared = tokens is not None and get_world_size(tokens) > 1
+    _check(model, found, shared=shared)
+    if ranks == 1 and not shared:
         return model
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for each, division in zip(found, divisions, strict=True):
@@ -138,6 +144,7 @@ def _cut(found: Found, division: Division, memo: Memo) -> None:
         setattr(owner, attribute, len(own))
     vars(module)["_division"] = division
     put_before(DividedExperts, module)
+    mark_divided(module)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
