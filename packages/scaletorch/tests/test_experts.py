@@ -1,7 +1,6 @@
 """Mixtures of experts on every layout: losses, gradients, norms and steps of one process."""
 
 import copy
-import itertools
 
 import pytest
 import torch
