@@ -141,7 +141,7 @@ def _routing(
 def _over_tokens(module: DividedExperts, own: Callable[..., Tensor], *given: Tensor) -> Tensor:
     """Give each rank that holds the same tokens a share of them, and join the results."""
     group = module._division.tokens
-    ranks = get_world_size(group)
+    ranks = 1 if group is None else get_world_size(group)
     if ranks == 1:
         return _over_experts(module, own, *given)
     hidden, index, weights = given
