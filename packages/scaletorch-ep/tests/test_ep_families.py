@@ -5,7 +5,7 @@ import torch
 import torch.distributed as c10d
 import torch.nn.functional as F
 
-from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.expert_parallel import (
     apply_expert_parallel,
     find_expert_cuts,
