@@ -1,4 +1,4 @@
-"""Experts' weights and moments on another layout, in one process, and in transformers' own files."""
+"""Experts on another layout, in one process, and in files of transformers."""
 
 import pytest
 import torch
