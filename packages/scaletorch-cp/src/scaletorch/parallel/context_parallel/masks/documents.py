@@ -1,4 +1,4 @@
-"""Packed documents of one sequence: where they begin."""
+"""Packed documents of one sequence: the places at which they begin."""
 
 from __future__ import annotations
 
