@@ -16,6 +16,7 @@ CLEAN = [
     "packages/scaletorch/src",
     "packages/scaletorch-cp/src",
     "packages/scaletorch-dp/src",
+    "packages/scaletorch-ep/src",
     "packages/scaletorch-pg/src",
     "packages/scaletorch-pp/src",
     "packages/scaletorch-tp/src",

@@ -16,6 +16,7 @@ SOURCES = (
     "packages/scaletorch-cp/src",
     "packages/scaletorch-pp/src",
     "packages/scaletorch-dp/src",
+    "packages/scaletorch-ep/src",
     f"{_UMBRELLA}/compose",
     f"{_UMBRELLA}/checkpoint",
 )

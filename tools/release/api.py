@@ -52,6 +52,10 @@ MODULES = {
         f"{_PARALLEL}.data_parallel.data_parallel",
         f"{_PARALLEL}.data_parallel.bucket",
     ],
+    "scaletorch-ep": [
+        f"{_PARALLEL}.expert_parallel",
+        f"{_PARALLEL}.expert_parallel.building",
+    ],
     "scaletorch-pg": [
         f"{_PARALLEL}.pg_manager",
         f"{_PARALLEL}.pg_manager.building",

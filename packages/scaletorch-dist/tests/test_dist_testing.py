@@ -127,16 +127,18 @@ def test_failed_ranks_are_not_reused():
     assert not set(run_ranks(pid, 2)) & set(first)
 
 
-def fail_alike_but_for_one(size):
+def fail_alike_but_for_one(size, experts):
     rank = torch.distributed.get_rank()
     if rank == 1:
         raise KeyError("of its own")
-    raise ValueError(f"rank {rank} (dp{rank} pp0 cp0 tp0): {size} layers are too few")
+    place = f"dp{rank} pp0 cp0 tp0{experts.format(rank)}"
+    raise ValueError(f"rank {rank} ({place}): {size} layers are too few")
 
 
-def test_ranks_that_fail_alike_have_one_traceback():
+@pytest.mark.parametrize("experts", ["", " edp0 ep{} etp0"])
+def test_ranks_that_fail_alike_have_one_traceback(experts):
     with pytest.raises(RankFailedError) as caught:
-        run_ranks(fail_alike_but_for_one, 4, 2)
+        run_ranks(fail_alike_but_for_one, 4, 2, experts)
     text = str(caught.value)
     assert text.count("Traceback") == 2
     assert "--- ranks 0, 2, 3 failed ---" in text

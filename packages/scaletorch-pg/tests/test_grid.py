@@ -128,7 +128,7 @@ def test_grid_is_a_value():
     grid = Grid(tp=2, dp=4)
     assert grid == Grid(2, 1, 1, 4)
     assert {grid: 1}[Grid(tp=2, dp=4)] == 1
-    assert repr(grid) == "Grid(tp=2, cp=1, pp=1, dp=4)"
+    assert repr(grid) == "Grid(tp=2, cp=1, pp=1, dp=4, ep=1, etp=2)"
     with pytest.raises(AttributeError):
         grid.tp = 4
 
@@ -189,5 +189,5 @@ def test_unknown_axes(axis):
         Grid().group(axis, 0)
     assert str(caught.value) == (
         f"unknown axis {axis!r}: expected one of tp, cp, pp, dp, several of them joined by '_' "
-        "(such as 'cp_dp'), or 'world'"
+        "(such as 'cp_dp'), or 'world'; or one or several of etp, ep, edp"
     )

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import pytest
+import torch
 import torch.distributed as torch_dist
 
-from scaletorch.dist import InvalidArgumentError, NotInGroupError, StateError
+from scaletorch.dist import (
+    InvalidArgumentError,
+    NotInGroupError,
+    RankFaultError,
+    StateError,
+    all_reduce,
+    guard,
+    launch,
+)
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import (
     axis_group,
@@ -17,7 +26,7 @@ from scaletorch.parallel.pg_manager import (
 
 
 def test_one_process_needs_no_manager():
-    assert [axis_group(axis) for axis in groups.AXES] == [None] * 7
+    assert [axis_group(axis) for axis in groups.AXES] == [None] * 10
     assert describe_rank() == "rank 0"
 
 
@@ -42,23 +51,24 @@ def test_axes_without_a_group_are_refused_also_in_one_process(axis):
         axis_group(axis)
 
 
-def no_manager():
+def no_manager(axis):
     with pytest.raises(StateError) as caught:
-        axis_group("cp")
+        axis_group(axis)
     return str(caught.value)
 
 
-def test_many_ranks_without_a_manager_never_mean_world():
-    for rank, message in enumerate(run_ranks(no_manager, 2)):
+@pytest.mark.parametrize(("axis", "more"), [("cp", ""), ("ep", ", ep_size")])
+def test_many_ranks_without_a_manager_never_mean_world(axis, more):
+    for rank, message in enumerate(run_ranks(no_manager, 2, axis)):
         assert message == (
-            f"rank {rank}: no process group for the cp axis: this program runs 2 ranks and has "
+            f"rank {rank}: no process group for the {axis} axis: this program runs 2 ranks and has "
             "no process group manager; pass group=..., or call "
-            "setup_process_group_manager(tp_size, cp_size, pp_size, dp_size) first"
+            f"setup_process_group_manager(tp_size, cp_size, pp_size, dp_size{more}) first"
         )
 
 
-def with_a_manager():
-    manager = setup_process_group_manager(tp_size=2, pp_size=2)
+def with_a_manager(sizes):
+    manager = setup_process_group_manager(tp_size=2, pp_size=2, **sizes)
     for axis in groups.AXES:
         assert axis_group(axis) is getattr(manager, f"{axis}_group")
     assert axis_group("dp_cp") is manager.cp_dp_group
@@ -71,11 +81,20 @@ def with_a_manager():
 
 
 def test_the_current_manager_answers():
-    assert run_ranks(with_a_manager, 4) == [
+    assert run_ranks(with_a_manager, 4, {}) == [
         "rank 0 (dp0 pp0 cp0 tp0)",
         "rank 1 (dp0 pp0 cp0 tp1)",
         "rank 2 (dp0 pp1 cp0 tp0)",
         "rank 3 (dp0 pp1 cp0 tp1)",
+    ]
+
+
+def test_the_current_manager_answers_for_experts():
+    assert run_ranks(with_a_manager, 4, {"ep_size": 2}) == [
+        "rank 0 (dp0 pp0 cp0 tp0 edp0 ep0 etp0)",
+        "rank 1 (dp0 pp0 cp0 tp1 edp0 ep1 etp0)",
+        "rank 2 (dp0 pp1 cp0 tp0 edp0 ep0 etp0)",
+        "rank 3 (dp0 pp1 cp0 tp1 edp0 ep1 etp0)",
     ]
 
 
@@ -90,3 +109,25 @@ def explicit_group():
 
 def test_an_explicit_group_is_used_as_given_and_outsiders_are_refused():
     assert run_ranks(explicit_group, 3) == [True, True, None]
+
+
+def fail_among_experts(folder):
+    manager = setup_process_group_manager(dp_size=4, ep_size=2)
+    try:
+        with guard.watch(folder, label=describe_rank):
+            if manager.global_rank == 3:
+                raise ValueError("no such expert")
+            all_reduce(torch.ones(1), group=manager.ep_group if manager.global_rank == 2 else None)
+    except (RankFaultError, ValueError) as error:
+        return str(error)
+    return "went on"
+
+
+def test_the_guard_names_experts_and_their_groups(tmp_path):
+    # Fresh ranks: after a fault their groups are broken.
+    said = launch(fail_among_experts, 4, str(tmp_path), timeout=60)
+    assert said[3] == "no such expert"
+    for message in said[:3]:
+        assert "rank 3 (dp3 pp0 cp0 tp0 edp1 ep1 etp0) raised ValueError: no such expert" in message
+    assert "in ep" in said[0]
+    assert "rank 2 (dp2 pp0 cp0 tp0 edp1 ep0 etp0)" in said[0]

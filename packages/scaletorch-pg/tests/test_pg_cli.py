@@ -56,6 +56,50 @@ def test_place_of_a_rank(capsys):
     assert capsys.readouterr().out == OVERVIEW + PLACE
 
 
+EXPERTS = """\
+Grid [DP 2, PP 2, CP 1, TP 2], experts [EDP 2, EP 2, ETP 1]: 8 ranks
+
+axis   size  groups    first groups
+tp        2       4    [0-1] [2-3] ...
+cp        1       8    [0] [1] ...
+pp        2       4    [0, 2] [1, 3] ...
+dp        2       4    [0, 4] [1, 5] ...
+cp_dp     2       4    [0, 4] [1, 5] ...
+pp_dp     4       2    [0, 2, 4, 6] [1, 3, 5, 7]
+ep        2       4    [0-1] [2-3] ...
+edp       2       4    [0, 4] [1, 5] ...
+etp       1       8    [0] [1] ...
+world     8       1    [0-7]
+
+rank 7 of 8: dp1 pp1 cp0 tp1 edp1 ep1 etp0
+
+axis    place    group
+tp     1 of 2    [6-7]
+cp     0 of 1    [7]
+pp     1 of 2    [5, 7]
+dp     1 of 2    [3, 7]
+cp_dp  1 of 2    [3, 7]
+pp_dp  3 of 4    [1, 3, 5, 7]
+ep     1 of 2    [6-7]
+edp    1 of 2    [3, 7]
+etp    0 of 1    [7]
+world  7 of 8    [0-7]
+
+cp ring: sends to rank 7, receives from rank 7
+pipeline: previous stage on rank 5, next stage none
+"""
+
+
+def test_experts_have_their_axes_where_the_view_is_not_plain(capsys):
+    layout = ["--tp", "2", "--pp", "2", "--dp", "2"]
+    assert main([*layout, "--ep", "2", "--rank", "7"]) == 0
+    assert capsys.readouterr().out == EXPERTS
+    assert main([*layout, "--ep", "2", "--etp", "2"]) == 0
+    assert "experts [EDP 1, EP 2, ETP 2]: 8 ranks" in capsys.readouterr().out
+    assert main([*layout, "--etp", "2"]) == 0
+    assert "ep" not in capsys.readouterr().out
+
+
 def test_as_a_module_in_an_environment_of_many_ranks():
     command = [sys.executable, "-m", "scaletorch.parallel.pg_manager", "--pp", "2", "--rank", "1"]
     done = subprocess.run(
@@ -77,6 +121,8 @@ def test_a_last_node_that_is_not_full(capsys):
     [
         (["--tp", "0"], "tp size must be a positive int, got 0"),
         (["--tp", "2", "--rank", "2"], "rank must be an int from 0 to 1, got 2"),
+        (["--dp", "4", "--ep", "3"], "nearest legal ep sizes: 4, 2, 1"),
+        (["--tp", "4", "--etp", "2"], "etp size must be 1 (whole experts) or the tp size 4, got 2"),
         (["--gpus-per-node", "0"], "--gpus-per-node must be a positive int, got 0"),
         (["--tp", "100000", "--dp", "1000"], "more than the 10000000 that are listed"),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from datetime import timedelta
 
@@ -21,6 +22,10 @@ from scaletorch.parallel.pg_manager import (
     groups,
     setup_process_group_manager,
 )
+
+EXPERTS = ("ep", "edp", "etp")
+DENSE = [axis for axis in groups.AXES if axis not in (*EXPERTS, "world")]
+SIZES = ("tp", "cp", "pp", "dp", "ep", "etp")
 
 
 class CountedGroups:
@@ -51,30 +56,48 @@ def calls_of_ranks(sizes, ranks):
             "fake", store=FakeStore(), rank=rank, world_size=grid.world_size
         )
         with CountedGroups() as calls:
-            manager = ProcessGroupManager(*(sizes.get(a, 1) for a in ("tp", "cp", "pp", "dp")))
+            manager = ProcessGroupManager(*(getattr(grid, size) for size in SIZES))
         made[rank] = list(calls)
         assert manager.global_rank == rank
+        check_late_calls(manager, calls)
         assert manager.cp_dp_group_ids == list(grid.group("cp_dp", rank))
         manager.destroy()
         torch_dist.destroy_process_group()
     return made
 
 
-sizes_of_64 = st.sampled_from(
-    [Grid(tp=tp, cp=cp, pp=pp, dp=64 // tp // cp // pp)
-     for tp in (1, 2, 4, 8, 64) for cp in (1, 2) for pp in (1, 2, 4) if tp * cp * pp <= 64]
-)  # fmt: skip
+def check_late_calls(manager, calls):
+    """A group of experts' axes with this rank alone is made when asked for, once."""
+    rank, at_once = manager.global_rank, set(calls)
+    with CountedGroups() as late:
+        found = {axis: manager.group(axis) for axis in groups.AXES}
+        assert found == {axis: manager.group(axis) for axis in groups.AXES}
+    alone = any(manager.grid.size(axis) == 1 for axis in groups.AXES)
+    assert late == ([(rank,)] if alone and (rank,) not in at_once else [])
+    for axis, group in found.items():
+        assert torch_dist.get_process_group_ranks(group) == getattr(manager, f"{axis}_group_ids")
 
 
-@settings(max_examples=30, deadline=None)
-@given(sizes_of_64, st.integers(0, 63))
-def check_calls(grid, rank):
-    sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp}
+def layouts_of_64():
+    for tp, cp, pp in itertools.product((1, 2, 4, 8, 64), (1, 2), (1, 2, 4)):
+        if tp * cp * pp <= 64:
+            sizes = {"tp": tp, "cp": cp, "pp": pp, "dp": 64 // tp // cp // pp}
+            for ep, etp in itertools.product((1, 2, 4, 16, 64), {1, tp}):
+                if 64 // pp % (ep * etp) == 0:
+                    yield {**sizes, "ep": ep, "etp": etp}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(list(layouts_of_64())), st.integers(0, 63))
+def check_calls(sizes, rank):
+    grid = Grid(**sizes)
     calls = calls_of_ranks(sizes, [rank])[rank]
-    wanted = {grid.group(axis, rank) for axis in groups.AXES} - {tuple(range(64))}
+    wanted = {grid.group(axis, rank) for axis in DENSE}
+    wanted |= {grid.group(axis, rank) for axis in EXPERTS if grid.size(axis) > 1}
+    wanted -= {tuple(range(64))}
     assert len(calls) == len(set(calls)) == len(wanted)
     assert set(calls) == wanted
-    assert len(calls) <= 6
+    assert len(calls) <= (6 if grid.is_plain else 8)
 
 
 def check_many_calls():
@@ -85,15 +108,48 @@ def test_each_distinct_set_of_ranks_is_made_once_and_world_never():
     run_ranks(check_many_calls, 1, init=False)
 
 
-def all_ranks_of_64():
-    sizes = {"tp": 4, "cp": 2, "pp": 4, "dp": 2}
+def all_ranks_of_64(experts, made):
+    sizes = {"tp": 4, "cp": 2, "pp": 4, "dp": 2, **experts}
     grid = Grid(**sizes)
     for rank, calls in calls_of_ranks(sizes, range(64)).items():
-        assert calls == [grid.group(axis, rank) for axis in groups.AXES[:-1]]
+        assert calls == [grid.group(axis, rank) for axis in (*DENSE, *made)]
 
 
-def test_all_ranks_of_a_world_of_64_make_their_six_in_one_order():
-    run_ranks(all_ranks_of_64, 1, init=False)
+@pytest.mark.parametrize(
+    ("experts", "made"),
+    [
+        ({}, []),
+        ({"etp": 1}, ["edp"]),
+        ({"ep": 2}, ["ep", "edp"]),
+        ({"ep": 4}, []),  # tp and cp_dp
+        ({"ep": 8}, ["ep"]),  # edp is dp
+        ({"ep": 2, "etp": 4}, []),  # cp and dp
+    ],
+)
+def test_all_ranks_of_a_world_of_64_make_their_groups_in_one_order(experts, made):
+    run_ranks(all_ranks_of_64, 1, experts, made, init=False)
+
+
+def some_ranks_of_1024():
+    sizes = {"tp": 8, "cp": 4, "pp": 16, "dp": 2}
+    counts = {}
+    for ep, etp in ((1, None), (4, None), (32, None), (64, None), (2, 8), (8, 8)):
+        made = calls_of_ranks({**sizes, "ep": ep, "etp": etp}, (0, 300, 1023))
+        counts[ep, etp] = {len(calls) for calls in made.values()}
+    return counts
+
+
+def test_a_rank_of_1024_makes_a_few_groups():
+    """The calls are of members only: none grows with the world."""
+    counts = run_ranks(some_ranks_of_1024, 1, init=False)[0]
+    assert counts == {
+        (1, None): {6},
+        (4, None): {8},
+        (32, None): {7},
+        (64, None): {7},
+        (2, 8): {8},
+        (8, 8): {6},
+    }
 
 
 def calls_and_timeouts(sizes, folder):
@@ -215,19 +271,71 @@ def test_a_quick_rank_does_not_cut_off_slow_ones():
     run_ranks(set_up_and_destroy_at_once, 4)
 
 
-def like_mpi():
+def like_mpi(sizes, axis):
     """MPI cannot make a group among its members alone: all ranks then make all groups."""
     groups.get_backend = lambda: "mpi"
     with CountedGroups() as calls:
-        manager = setup_process_group_manager(tp_size=2, dp_size=2)
+        manager = setup_process_group_manager(**sizes)
     total = torch.tensor([float(torch_dist.get_rank())])
-    torch_dist.all_reduce(total, group=manager.tp_group)
+    with CountedGroups() as late:
+        torch_dist.all_reduce(total, group=manager.group(axis))
     destroy_process_group_manager()
     groups.get_backend = torch_dist.get_backend
-    return calls[:2], total.item()
+    return calls, late, total.item()
 
 
 def test_mpi_makes_groups_together():
-    results = run_ranks(like_mpi, 4)
-    assert [total for _, total in results] == [1, 1, 5, 5]
-    assert all(calls == [(0, 1), (2, 3)] for calls, _ in results)
+    results = run_ranks(like_mpi, 4, {"tp_size": 2, "dp_size": 2}, "tp")
+    assert [total for *_, total in results] == [1, 1, 5, 5]
+    assert all(calls[:2] == [(0, 1), (2, 3)] for calls, *_ in results)
+
+
+def test_mpi_makes_the_groups_of_experts_together():
+    results = run_ranks(like_mpi, 4, {"dp_size": 4, "ep_size": 2}, "ep")
+    assert [total for *_, total in results] == [1, 1, 5, 5]
+    alone = [(rank,) for rank in range(4)]
+    made = [*alone, (0, 1), (2, 3), (0, 2), (1, 3)]
+    assert all((calls, late) == (made, []) for calls, late, _ in results)
+
+
+def like_mpi_alone():
+    """A group that one rank would make when it likes has to be made by all, at the set-up."""
+    torch_dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=16)
+    groups.get_backend = lambda: "mpi"
+    with CountedGroups() as calls:
+        manager = ProcessGroupManager(2, 2, 2, 2)
+    with CountedGroups() as late:
+        assert torch_dist.get_process_group_ranks(manager.ep_group) == [3]
+    assert late == []
+    assert calls[-16:] == [(rank,) for rank in range(16)]
+    manager.destroy()
+    groups.get_backend = torch_dist.get_backend
+
+
+def test_mpi_makes_also_the_groups_of_one_together():
+    run_ranks(like_mpi_alone, 1, init=False)
+
+
+def alone_among_experts():
+    """Where no axis has a group of one rank, a rank that asks for `ep` makes its own, by itself."""
+    manager = setup_process_group_manager(2, 2, 2, 2)
+    rank, count = torch_dist.get_rank(), len(torch_dist.distributed_c10d._world.pg_names)
+    if rank == 3:
+        total = torch.tensor([3.0])
+        torch_dist.all_reduce(total, group=manager.ep_group)
+        assert total.item() == 3
+        assert manager.ep_group is manager.group("ep")
+        assert manager.ep_group.group_desc == "scaletorch_ep"
+        assert len(torch_dist.distributed_c10d._world.pg_names) == count + 1
+    total = torch.tensor([1.0])
+    torch_dist.all_reduce(total, group=manager.edp_group)  # the others still fit together
+    destroy_process_group_manager()
+    assert len(torch_dist.distributed_c10d._world.pg_names) == 1
+    manager = setup_process_group_manager(2, 2, 2, 2, ep_size=8)
+    torch_dist.all_reduce(total, group=manager.ep_group)
+    destroy_process_group_manager()
+    return total.item()
+
+
+def test_a_rank_alone_among_experts_needs_nobody_else():
+    assert run_ranks(alone_among_experts, 16, timeout=60) == [32.0] * 16

@@ -51,7 +51,7 @@ def test_data_parallelism_gives_way_first(asked, world_size, nearest):
 
 
 def test_big_worlds_are_searched_by_divisors():
-    with mock.patch.object(layouts, "_divisors", wraps=layouts._divisors) as calls:
+    with mock.patch.object(layouts, "divisors", wraps=layouts.divisors) as calls:
         found = list(legal_layouts(100_000))
     assert len(found) == 56 * 56  # each of 2^5 and 5^5 goes to four axes
     assert calls.call_count < len(found)

@@ -29,6 +29,12 @@ LAYOUTS = [
     (4, {"dp_size": 4}),
     (8, {"tp_size": 2, "cp_size": 2, "dp_size": 2}),
     (8, {"cp_size": 2, "pp_size": 2, "dp_size": 2}),
+    (8, {"tp_size": 2, "pp_size": 2, "dp_size": 2, "ep_size": 2}),
+    (8, {"tp_size": 2, "pp_size": 2, "dp_size": 2, "ep_size": 4}),
+    (8, {"tp_size": 2, "pp_size": 2, "dp_size": 2, "ep_size": 2, "etp_size": 2}),
+    (8, {"tp_size": 2, "cp_size": 2, "dp_size": 2, "ep_size": 8}),
+    (8, {"tp_size": 2, "dp_size": 4, "etp_size": 1}),
+    (6, {"cp_size": 3, "dp_size": 2, "ep_size": 2}),
 ]
 
 
@@ -61,6 +67,8 @@ def attributes_of_a_rank(sizes):
     rank = torch_dist.get_rank()
     place = manager.grid.coordinates(rank)
     assert place == (manager.dp_rank, manager.pp_rank, manager.cp_rank, manager.tp_rank)
+    among_experts = manager.grid.expert_coordinates(rank)
+    assert among_experts == (manager.edp_rank, manager.ep_rank, manager.etp_rank)
     assert (manager.global_rank, manager.local_rank) == (rank, rank)
     assert manager.world_size == torch_dist.get_world_size()
     assert (manager.cp_send_rank, manager.cp_recv_rank) == manager.grid.ring_neighbours("cp", rank)
@@ -106,8 +114,8 @@ def test_one_plain_process():
     manager.destroy()
 
 
-def info_of_a_rank():
-    manager = setup_process_group_manager(tp_size=2, pp_size=2)
+def info_of_a_rank(ep_size):
+    manager = setup_process_group_manager(tp_size=2, pp_size=2, ep_size=ep_size)
     info = manager.get_info()
     text = str(manager)
     destroy_process_group_manager()
@@ -115,13 +123,24 @@ def info_of_a_rank():
 
 
 def test_info_is_plain_data_and_str_is_short():
-    info, text = run_ranks(info_of_a_rank, 4)[3]
+    info, text = run_ranks(info_of_a_rank, 4, 1)[3]
     assert text == "TP(2)-CP(1)-PP(2)-DP(1)-Rank(3)"
     assert json.loads(json.dumps(info)) == info
     assert info["layout"] == "TP(2)-CP(1)-PP(2)-DP(1)"
     assert info["coordinates"] == {"dp": 0, "pp": 1, "cp": 0, "tp": 1}
     assert info["groups"]["pp"] == [1, 3]
     assert (info["pp_prev_rank"], info["pp_next_rank"]) == (1, None)
+    assert info["expert_coordinates"] == {"edp": 0, "ep": 0, "etp": 1}
+    assert (info["groups"]["ep"], info["groups"]["etp"]) == ([3], [2, 3])
+
+
+def test_info_has_experts():
+    info, text = run_ranks(info_of_a_rank, 4, 2)[3]
+    assert text == "TP(2)-CP(1)-PP(2)-DP(1)-EP(2)-Rank(3)"
+    assert json.loads(json.dumps(info)) == info
+    assert info["coordinates"] == {"dp": 0, "pp": 1, "cp": 0, "tp": 1}
+    assert info["expert_coordinates"] == {"edp": 0, "ep": 1, "etp": 0}
+    assert [info["groups"][axis] for axis in ("ep", "edp", "etp")] == [[2, 3], [3], [3]]
 
 
 def one_rank_with_a_group():
@@ -241,6 +260,22 @@ def own_layout(layouts):
             "ranks 0, 3 TP(1)-CP(1)-PP(1)-DP(4), but rank 1 TP(4)-CP(1)-PP(1)-DP(1); "
             "rank 2 TP(1)-CP(4)-PP(1)-DP(1)",
         ),
+        (
+            {"others": {"dp_size": 4}, 2: {"dp_size": 4, "ep_size": 2}},
+            "ranks 0-1, 3 TP(1)-CP(1)-PP(1)-DP(4), but rank 2 TP(1)-CP(1)-PP(1)-DP(4)-EP(2)",
+        ),
+        (
+            {
+                "others": {"tp_size": 2, "dp_size": 2, "ep_size": 2},
+                0: {"tp_size": 2, "dp_size": 2, "ep_size": 2, "etp_size": 2},
+            },
+            "ranks 1-3 TP(2)-CP(1)-PP(1)-DP(2)-EP(2), "
+            "but rank 0 TP(2)-CP(1)-PP(1)-DP(2)-EP(2)-ETP(2)",
+        ),
+        (  # one rank passes a size of experts that does not fold
+            {"others": {"dp_size": 4, "ep_size": 2}, 1: {"dp_size": 4, "ep_size": 3}},
+            "ranks 0, 2-3 TP(1)-CP(1)-PP(1)-DP(4)-EP(2), but rank 1 sizes that are no layout",
+        ),
     ],
 )
 def test_every_rank_names_the_odd_one_out_before_any_group(layouts, said):
@@ -248,19 +283,40 @@ def test_every_rank_names_the_odd_one_out_before_any_group(layouts, said):
         assert kind is MismatchError
         assert message == (
             f"ranks were given different layouts: {said} (this is rank {rank}); "
-            "call it with the same four sizes on every rank"
+            "call it with the same sizes on every rank"
         )
         assert made == 0
 
 
-def bad_sizes():
+def bad_sizes(sizes):
     with pytest.raises(InvalidArgumentError) as caught:
-        setup_process_group_manager(tp_size=0)
-    return str(caught.value)
+        setup_process_group_manager(**sizes)
+    made = len(torch_dist.distributed_c10d._world.pg_names) - 1
+    return str(caught.value), made
 
 
-def test_sizes_that_are_wrong_everywhere():
-    assert run_ranks(bad_sizes, 2) == ["tp size must be a positive int, got 0"] * 2
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ({"tp_size": 0}, "tp size must be a positive int, got 0"),
+        ({"ep_size": 0}, "ep size must be a positive int, got 0"),
+        ({"dp_size": 2, "etp_size": "1"}, "etp size must be a positive int, got '1'"),
+        ({"dp_size": 2, "etp_size": 2}, "etp size must be 1, got 2"),
+        (
+            {"dp_size": 2, "ep_size": 4},
+            "ep * etp = 4 * 1 must divide the ranks of a stage, tp * cp * dp = 1 * 1 * 2 = 2; "
+            "nearest legal ep sizes: 2, 1",
+        ),
+        (
+            {"tp_size": 2, "dp_size": 2, "ep_size": 2},
+            "the layout needs tp * cp * pp * dp = 2 * 1 * 1 * 2 = 4 ranks, but the world has "
+            "2 ranks; nearest layouts that fit: (tp=2, cp=1, pp=1, dp=1, ep=2), "
+            "(tp=1, cp=1, pp=1, dp=2, ep=2), (tp=1, cp=2, pp=1, dp=1, ep=2)",
+        ),
+    ],
+)
+def test_sizes_that_are_wrong_everywhere(sizes, said):
+    assert run_ranks(bad_sizes, 2, sizes) == [(said, 0)] * 2
 
 
 def unknown_axis():
@@ -274,7 +330,8 @@ def test_axis_without_a_group():
     with pytest.raises(InvalidArgumentError) as caught:
         unknown_axis()
     assert str(caught.value) == (
-        "axis 'tp_cp' has no process group: expected one of tp, cp, pp, dp, cp_dp, pp_dp, world"
+        "axis 'tp_cp' has no process group: expected one of tp, cp, pp, dp, cp_dp, pp_dp, "
+        "ep, edp, etp, world"
     )
 
 

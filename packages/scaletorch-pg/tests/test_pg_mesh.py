@@ -95,6 +95,57 @@ def test_mesh_makes_no_group():
     assert run_ranks(mesh_makes_no_group, 4) == [0] * 4
 
 
+def expert_mesh(sizes):
+    manager = setup_process_group_manager(**sizes)
+    before = len(torch_dist.distributed_c10d._world.pg_names)
+    mesh, rank = manager.expert_mesh, manager.global_rank
+    assert len(torch_dist.distributed_c10d._world.pg_names) == before
+    assert mesh is manager.expert_mesh
+    assert mesh is not manager.device_mesh
+    for axis in ("edp", "pp", "ep", "etp"):
+        assert mesh[axis].get_group() is manager.group(axis)
+        assert mesh[axis].mesh.tolist() == getattr(manager, f"{axis}_group_ids")
+    place = manager.grid.expert_coordinates(rank)
+    assert tuple(mesh.get_coordinate()) == (place.edp, manager.pp_rank, place.ep, place.etp)
+    found = (mesh.mesh_dim_names, tuple(mesh.shape), sorted(mesh.mesh.flatten().tolist()))
+    destroy_process_group_manager()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shape"),
+    [
+        ({"tp_size": 2, "pp_size": 2, "dp_size": 2}, (2, 2, 1, 2)),
+        ({"tp_size": 2, "pp_size": 2, "dp_size": 2, "ep_size": 2}, (2, 2, 2, 1)),
+        ({"tp_size": 2, "pp_size": 2, "dp_size": 2, "ep_size": 4}, (1, 2, 4, 1)),
+        ({"tp_size": 2, "pp_size": 2, "dp_size": 2, "ep_size": 2, "etp_size": 2}, (1, 2, 2, 2)),
+        ({"tp_size": 2, "cp_size": 2, "dp_size": 2, "ep_size": 2, "etp_size": 2}, (2, 1, 2, 2)),
+    ],
+)
+def test_the_mesh_of_experts_has_their_shape_and_the_same_groups(sizes, shape):
+    expected = (("edp", "pp", "ep", "etp"), shape, list(range(8)))
+    assert run_ranks(expert_mesh, 8, sizes) == [expected] * 8
+
+
+def experts_sharded_over_ep_and_edp():
+    """Stacked experts over ep, their copies sharded by FSDP2 over edp: a checkpoint's whole."""
+    manager = setup_process_group_manager(tp_size=2, dp_size=2, ep_size=2)
+    mesh = manager.expert_mesh
+    full = torch.arange(24.0, dtype=torch.float64).reshape(4, 6)
+    module = nn.Module()
+    module.weight = nn.Parameter(distribute_tensor(full, mesh["ep"], [Shard(0)]))
+    mine = torch.equal(module.weight.to_local(), full.chunk(2)[manager.ep_rank])
+    fully_shard(module, mesh=mesh["edp"])
+    shape = tuple(module.weight.to_local().shape)
+    same = torch.equal(module.weight.full_tensor(), full)
+    destroy_process_group_manager()
+    return mine, shape, same
+
+
+def test_fsdp_shards_the_copies_of_experts_that_dtensor_shares_out():
+    assert run_ranks(experts_sharded_over_ep_and_edp, 4) == [(True, (1, 6), True)] * 4
+
+
 def dtensor_on_tp():
     manager = setup_process_group_manager(tp_size=2, dp_size=2)
     mesh = manager.device_mesh["tp"]
@@ -152,15 +203,18 @@ def test_fully_shard_with_tensor_parallel_steps_and_its_checkpoint_reshards(tmp_
 
 
 def test_mesh_without_process_groups_says_what_to_do():
-    with pytest.raises(StateError, match="make the manager after init_dist"):
+    with pytest.raises(StateError, match=r"^device_mesh .* make the manager after init_dist"):
         ProcessGroupManager().device_mesh  # noqa: B018
+    with pytest.raises(StateError, match=r"^expert_mesh .* make the manager after init_dist"):
+        ProcessGroupManager().expert_mesh  # noqa: B018
 
 
 def mesh_after_destroy():
     manager = ProcessGroupManager(dp_size=2)
     manager.destroy()
-    with pytest.raises(StateError, match="before the manager is destroyed"):
-        manager.device_mesh  # noqa: B018
+    for name in ("device_mesh", "expert_mesh"):
+        with pytest.raises(StateError, match="before the manager is destroyed"):
+            getattr(manager, name)
 
 
 def test_mesh_after_destroy_is_refused():

@@ -12,6 +12,7 @@ from scaletorch.parallel.pg_manager import (
 
 AXES = {"tensor_model": "tp", "model": "tp", "sequence": "cp", "data": "dp"}
 AXES |= {"sequence_data": "cp_dp", "pipeline_model": "pp"}
+AXES |= {"expert_model": "ep", "expert_tensor": "etp", "expert_data": "edp"}
 
 
 def ask(sizes):
@@ -26,11 +27,20 @@ def ask(sizes):
         assert ranks[getattr(mpu, f"get_{name}_parallel_rank")()] == manager.global_rank
         assert getattr(mpu, f"get_{name}_parallel_src_rank")() == ranks[0]
     destroy_process_group_manager()
-    with pytest.raises(StateError, match="is gone"):
-        mpu.get_data_parallel_group()
+    for late in (mpu.get_data_parallel_group, mpu.get_expert_model_parallel_group):
+        with pytest.raises(StateError, match="is gone"):
+            late()
 
 
-@pytest.mark.parametrize("sizes", [{"tp_size": 2, "dp_size": 2}, {"cp_size": 2, "dp_size": 2}])
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"tp_size": 2, "dp_size": 2},
+        {"cp_size": 2, "dp_size": 2},
+        {"tp_size": 2, "dp_size": 2, "ep_size": 2},
+        {"tp_size": 2, "dp_size": 2, "ep_size": 2, "etp_size": 2},
+    ],
+)
 def test_every_axis_answers_by_these_names(sizes):
     run_ranks(ask, 4, sizes)
 

@@ -7,6 +7,7 @@ such module is this package's own.
 """
 
 from .agreement import agree, caught
+from .collectives.all_to_all import all_to_all_flat
 from .collectives.flat import all_gather_flat, reduce_scatter_flat
 from .collectives.peer import Handle, Peer
 from .data_devices import tensors_in
@@ -27,6 +28,7 @@ __all__ = [
     "Peer",
     "agree",
     "all_gather_flat",
+    "all_to_all_flat",
     "caught",
     "even_parts",
     "locate",

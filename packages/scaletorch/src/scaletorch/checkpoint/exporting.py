@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from ..dist import all_gather_object
+from ..dist import all_gather_object, functional
+from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager
 from .errors import CheckpointError
 from .format.files import flush, flush_folder, plan_file, write_tensor
@@ -61,8 +62,10 @@ def export_safetensors(
         stages = all_gather_object(listing, place.manager.pp_group)
     total, before = sum(map(len, stages)), sum(map(len, stages[: place.pp]))
     failed: OSError | None = None
-    for number, file in enumerate(files if place.replica == 0 else (), before + 1):
-        path = root / _file_name(number, total) if place.tp == 0 else None
+    gathers = place.replica == 0 or (place.manager is not None and place.manager.ep_size > 1)
+    for number, file in enumerate(files if gathers else (), before + 1):
+        writes = place.tp == 0 and place.replica == 0
+        path = root / _file_name(number, total) if writes else None
         failed = _write(path, file) or failed
     all_or_none(what, lambda: _raise(failed), group)
     on_first_rank(lambda: _finish(root, stages), group)
@@ -71,7 +74,13 @@ def export_safetensors(
 def _describe(model: nn.Module, manager: ProcessGroupManager | None) -> tuple[Place, list[Held]]:
     wait_for_last()
     place = find_place(manager)
-    return place, [each for each in find_held(model, place).values() if each.first]
+    held = [each for each in find_held(model, place).values() if each.first]
+    if listed := [each.name for each in held if each.experts and each.experts.dim is None]:
+        raise InvalidArgumentError(
+            f"{listed[0]} belongs to one of a list of experts, which are on different ranks: only "
+            "stacked experts are exported; take full_state_dict, and save that"
+        )
+    return place, held
 
 
 def _start(root: Path) -> None:
@@ -136,6 +145,9 @@ def _write(path: Path | None, held: list[Held]) -> OSError | None:
 @torch.no_grad()
 def _gather(each: Held) -> Tensor:
     tensor = each.tensor.detach()
+    if each.experts is not None:
+        sizes = [len(own) for own in each.experts.ranges]
+        return functional.gather(tensor, 0, each.experts.group, sizes=sizes)
     return tensor if each.cut is None else each.cut.layer.join(tensor, each.cut.dim)
 
 

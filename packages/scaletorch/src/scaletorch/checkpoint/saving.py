@@ -199,7 +199,14 @@ def _record(model: nn.Module, optimizer: torch.optim.Optimizer | None, place: Pl
         if each.first:
             tensor = each.tensor
             parts = each.parts(tensor)
-            record.add(f"model.{each.name}", each.shape, tensor.dtype, parts, replicated=True)
+            record.add(
+                f"model.{each.name}",
+                each.shape,
+                tensor.dtype,
+                parts,
+                replicated=True,
+                experts=each.experts is not None,
+            )
     groups = [] if optimizer is None else optimizer.param_groups
     updated = [tensor for group in groups for tensor in group["params"]]
     for shard in find_shards(model, held, updated):
@@ -207,6 +214,7 @@ def _record(model: nn.Module, optimizer: torch.optim.Optimizer | None, place: Pl
         if own.first:
             state = {} if optimizer is None else optimizer.state.get(shard.tensor, {})
             writes = place.tp == 0 and (place.replica == 0 or not shard.replicated)
+            writes = writes or own.experts is not None  # ranks that all say the same do no harm
             record_shard(record, shard, own, state, writes=writes)
     device = next((each.tensor.device for each in held.values()), torch.device("cpu"))
     record_random(record, place, device)

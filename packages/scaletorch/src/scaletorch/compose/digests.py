@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..parallel.data_parallel.building import ShardedGradient
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import split_by_owner
+from .experts import expert_names
 
 WIDTH = 1021  # sums that a tensor is folded into; a prime, so that no shape falls in step with it
 ABSENT = 1  # stands for a gradient that is None
@@ -23,7 +24,8 @@ class Key(NamedTuple):
     Attributes:
         kind: "parameter", "gradient", "optimizer" or "value".
         name: The tensor's in the plain model, or the value's.
-        place: Which shard of it: its number and its first tp rank; or the pipeline's stage.
+        place: Which shard of it: its number and its first tp rank, of experts the ep rank too; or
+            the pipeline's stage.
     """
 
     kind: str
@@ -91,9 +93,10 @@ def tensor_digests(
         if isinstance(each.grad, Tensor) and not isinstance(each.grad, ShardedGradient)
     }
     there = split_by_owner(model, gradients)
+    experts = dict.fromkeys(expert_names(model), (manager.ep_rank,))
     for name, pieces in split_by_owner(model, values).items():
         for number, (owner, piece) in enumerate(pieces):
-            place = number, owner
+            place = number, owner, *experts.get(name, ())
             yield Key("parameter", names.get(name, name), place), digest(piece)
             gradient = digest(there[name][number][1]) if name in there else ABSENT
             yield Key("gradient", names.get(name, name), place), gradient

@@ -18,6 +18,7 @@ from ..parallel.data_parallel.building import (
 )
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import split_by_owner
+from .experts import expert_names
 from .forward import manager_of
 
 # How much of a shard this rank counts: all, nothing, or the elements at which a mask is True.
@@ -30,7 +31,8 @@ def global_grad_norm(
 ) -> Tensor:
     """Return the norm of the plain model's whole gradient, each element counted once.
 
-    Costs an all-reduce of one number over tp and pp, and over cp x dp if these have shards.
+    Costs an all-reduce of one number over tp and pp, and over cp x dp if these have shards; over
+    all ranks if experts are divided.
 
     Args:
         model: What `parallelize` returned; its gradients are already summed over cp x dp, as
@@ -47,6 +49,8 @@ def global_grad_norm(
     manager = manager_of(model, manager)
     groups = [manager.cp_dp_group] if is_sharded(model) else []
     groups += [manager.tp_group, manager.pp_group]
+    if manager.ep_size > 1:  # ranks of any axis have other experts
+        groups = [manager.world_group]
     return norm_over(counted_gradients(model, manager), groups, model, norm_type)
 
 
@@ -107,14 +111,17 @@ def counted_gradients(model: nn.Module, manager: ProcessGroupManager) -> Iterato
     """Yield the gradients that this rank adds to the norm.
 
     A tensor that is replicated over tp counts on the first tp rank, a parameter tied across stages
-    on the first of them; beside shards over cp x dp, a tensor that is replicated there on the first
-    rank.
+    on the first of them; beside shards over cp x dp or experts, a tensor that is replicated there
+    on the first rank. An expert counts on the first rank that has it.
     """
     shards = settled_shards(model)
-    first = manager.cp_dp_rank == 0 or not is_sharded(model)
+    alike = not is_sharded(model) and manager.ep_size == 1
+    first, first_of_expert = manager.cp_dp_rank == 0 or alike, manager.edp_rank == 0
+    experts = expert_names(model)
     for shard, counted in zip(shards, _counted_of(model, shards, manager), strict=True):
         gradient = shard.tensor.grad
-        if gradient is None or counted is False or (shard.replicated and not first):
+        here = first_of_expert if shard.name in experts else first
+        if gradient is None or counted is False or (shard.replicated and not here):
             continue
         if isinstance(counted, Tensor):
             gradient = gradient.flatten().where(counted, gradient.new_zeros(()))
@@ -131,7 +138,9 @@ def _counted_of(
     if known is None or known[0] != key:
         tied: dict[str, tuple[int, ...]] = getattr(model, "tied_parameters", {})  # of a stage
         here = [tied.get(s.name, (manager.pp_rank,))[0] == manager.pp_rank for s in shards]
-        owned = _owned(model, [s for s, own in zip(shards, here, strict=True) if own], manager)
+        owned: dict[str, Counted] = dict.fromkeys(expert_names(model), True)
+        rest = [s for s, own in zip(shards, here, strict=True) if own and s.name not in owned]
+        owned |= _owned(model, rest, manager)
         known = (
             key,
             [own and _of_shard(owned[s.name], s) for s, own in zip(shards, here, strict=True)],

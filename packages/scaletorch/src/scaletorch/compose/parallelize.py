@@ -17,6 +17,7 @@ from ..parallel.tensor_parallel import apply_tensor_parallel, joins_sequences
 from .before.batch_norm import synchronise_batch_norms
 from .before.initial import require_one_model
 from .before.positions import counts_otherwise
+from .experts import divide_experts, expert_groups, split_plan
 from .forward import Terms, keep_terms, read_terms, require_manager
 from .loss import keep_logits_sharded, require_no_router_loss
 from .recompute import recompute_layers
@@ -56,7 +57,8 @@ def parallelize(
     Args:
         model: A plain module; its parameters keep their names.
         manager: The grid and its groups; axes of size 1 cost nothing.
-        plan: Tensor parallel plan; None recognises the model's family.
+        plan: Tensor parallel plan, and modules of experts as "experts"; None recognises the
+            model's family, and its own plan for experts.
         split: Pipeline split; None infers it from the module.
         schedule: Of the pipeline: a name, a function of ranks and micro-batches, or a schedule.
         bucket_size: Elements in a gradient bucket.
@@ -69,7 +71,8 @@ def parallelize(
         data_parallel: Further settings of `DataParallelBucket`, such as `grad_type` or `order`.
 
     Returns:
-        The model's stage of this rank, with gradients summed over cp x dp.
+        The model's stage of this rank, with gradients summed over cp x dp, and those of experts
+        over the ranks that have the same ones.
 
     Raises:
         InvalidArgumentError: The plan does not fit, the model cannot be a pipeline with sequence
@@ -79,14 +82,20 @@ def parallelize(
     """
     settings = _Settings(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method)
     terms = _checked(model, manager, settings, (data_parallel or {}).get("init_sync", "check"))
-    if manager.tp_size > 1:  # first, while all layers are there; one rank needs no plan
-        _shard_layers(model, manager, plan, settings)
+    experts, layers = split_plan(plan)
+    divide_experts(model, manager, experts, shares_sequences=terms.shares_sequences)
+    if manager.tp_size > 1:  # while all layers are there; one rank needs no plan
+        _shard_layers(model, manager, layers, settings)
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
     if recompute:  # around all that a layer does, communication included
         recompute_layers(model, split)
     stage = PipelineParallel(model, split, manager.pp_group, schedule=schedule)
     parallel = DataParallelBucket(  # last, when only this rank's parameters remain
-        stage, bucket_size=bucket_size, group=manager.cp_dp_group, **data_parallel or {}
+        stage,
+        bucket_size=bucket_size,
+        group=manager.cp_dp_group,
+        groups=expert_groups(stage, manager),
+        **data_parallel or {},
     )
     keep_terms(parallel, terms)
     return parallel

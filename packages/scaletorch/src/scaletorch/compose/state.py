@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..dist import all_gather_object
 from ..parallel.data_parallel import whole_gradients
+from ..parallel.expert_parallel.building import gather_experts
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import gather_tensors
 from .forward import manager_of
@@ -18,7 +19,7 @@ def gather_full(
 ) -> dict[str, Tensor]:
     """Return whole tensors of all stages from this rank's shards, by plain names, on every rank."""
     manager = manager_of(model, manager)
-    stage = gather_tensors(model, tensors, manager.tp_group)
+    stage = gather_experts(model, gather_tensors(model, tensors, manager.tp_group))
     stages = all_gather_object({name: t.cpu() for name, t in stage.items()}, manager.pp_group)
     return {name: tensor for each in stages for name, tensor in each.items()}
 

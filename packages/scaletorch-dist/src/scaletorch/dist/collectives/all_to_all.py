@@ -1,10 +1,10 @@
-"""The collective that exchanges: all_to_all, of one tensor or of two lists."""
+"""The collective that exchanges: all_to_all, of one tensor, of two lists or of uneven parts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Any, Literal, cast, overload
 
 import torch
 from torch import Tensor
@@ -78,6 +78,48 @@ def all_to_all(*args: Any, **options: Any) -> Any:
         )
         raise InvalidArgumentError(message)
     return _all_to_all_lists(*args, **options)
+
+
+@tells_failure
+def all_to_all_flat(
+    data: Tensor, counts: Sequence[int], received_counts: Sequence[int], group: Group = None
+) -> Work[Tensor]:
+    """Send every rank its part of a flat tensor, of any length, asynchronously.
+
+    Args:
+        data: flat contiguous tensor of any dtype; read until the work is waited for.
+        counts: elements for each rank; the parts lie in rank order.
+        received_counts: elements from each rank, which every rank must know beforehand.
+        group: the default group by default.
+
+    Returns:
+        The work; its ``wait()`` gives the parts for this rank, joined in rank order, new memory.
+
+    Raises:
+        InvalidArgumentError: the parts are not the tensor's, or not one a rank.
+    """
+    members = process_group(group)
+    size = 1 if members is None else members.size()
+    lengths = len(counts), len(received_counts)
+    if data.ndim != 1 or lengths != (size, size) or sum(counts) != data.numel():
+        raise InvalidArgumentError(
+            f"all_to_all_flat takes a flat tensor and its elements for and from each of {size} "
+            f"ranks, got shape {tuple(data.shape)}, {list(counts)} and {list(received_counts)}"
+        )
+    if members is None or size == 1:
+        return Work((), partial(_copied, data))
+    if checking():
+        compare(members, "all_to_all_flat", str(data.dtype))
+        scale = data.element_size()
+        sizes = [[count * scale for count in each] for each in (counts, received_counts)]
+        _compare_pairs(sizes[0], sizes[1], members)
+    sent = on_wire(data, members)
+    done = partial(_moved, data.device)
+    # Lengths differ from rank to rank: the way must not be chosen by them.
+    return cast(
+        Work[Tensor],
+        way_of(sent, members, True).exchange(sent, counts, received_counts, done, True),
+    )
 
 
 def _all_to_all(data: Tensor, group: Group = None, async_op: bool = False) -> Tensor | Work[Tensor]:

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from ..errors import RankFailedError
 from ..naming import name_ranks
 
-# As messages name the rank that they come from, on a grid.
-_COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b")
+# As messages name the rank that they come from, on a grid and among experts.
+_COORDINATES = re.compile(r"(\brank \d+ \()?\bdp\d+ pp\d+ cp\d+ tp\d+\b(?: edp\d+ ep\d+ etp\d+\b)?")
 
 
 @dataclass(slots=True)

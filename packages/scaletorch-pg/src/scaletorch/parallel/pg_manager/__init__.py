@@ -2,6 +2,7 @@
 
 from ._version import __version__
 from .axis import axis_group, describe_rank
+from .experts import ExpertCoordinates
 from .grid import Coordinates, Grid, PipelineNeighbours, RingNeighbours
 from .layouts import legal_layouts, nearest_layouts
 from .loss import IGNORED, global_token_count, global_token_mean, token_loss_sum
@@ -17,6 +18,7 @@ from .wrapper import ModuleWrapper
 __all__ = [
     "IGNORED",
     "Coordinates",
+    "ExpertCoordinates",
     "Grid",
     "ModuleWrapper",
     "PipelineNeighbours",

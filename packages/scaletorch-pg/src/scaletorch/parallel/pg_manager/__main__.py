@@ -10,14 +10,16 @@ import sys
 from collections.abc import Sequence
 
 from ...dist.errors import InvalidArgumentError
+from .experts import EXPERT_AXES
 from .grid import ORDER, Grid
 from .groups import AXES
-from .layouts import short_ranks
+from .layouts import place_text, short_ranks
 
 MAX_RANKS = 10_000_000
 
 EPILOG = """\
 The order of ranks is [DP, PP, CP, TP], TP fastest: tp groups are neighbouring ranks.
+Experts have axes of their own over the ranks of a stage in that order: [EDP, EP, ETP].
 Exit status: 0 printed, 2 the arguments are wrong."""
 
 
@@ -34,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _text(args: argparse.Namespace) -> str:
-    grid = Grid(tp=args.tp, cp=args.cp, pp=args.pp, dp=args.dp)
+    grid = Grid(args.tp, args.cp, args.pp, args.dp, args.ep, args.etp)
     gpus = args.gpus_per_node
     if gpus is not None and gpus < 1:
         raise InvalidArgumentError(f"--gpus-per-node must be a positive int, got {gpus}")
@@ -59,10 +61,14 @@ def _parser() -> argparse.ArgumentParser:
         ("cp", "context parallel"),
         ("pp", "pipeline parallel"),
         ("dp", "data parallel"),
+        ("ep", "expert parallel"),
     ):
         parser.add_argument(
             f"--{axis}", type=int, default=1, metavar="N", help=f"{name} size (default: 1)"
         )
+    parser.add_argument(
+        "--etp", type=int, metavar="N", help="expert tensor parallel size: 1 (default) or tp"
+    )
     parser.add_argument("--rank", type=int, metavar="R", help="show this global rank's place too")
     parser.add_argument(
         "--gpus-per-node", type=int, metavar="G", help="ranks on a node: show which axes cross"
@@ -73,13 +79,16 @@ def _parser() -> argparse.ArgumentParser:
 def grid_text(grid: Grid, gpus_per_node: int | None = None) -> str:
     """Return a table of axes: size, number of groups, nodes that one spans, the first two groups.
 
+    Experts' axes are among them where experts have a view of their own.
+
     Args:
         grid: The layout.
         gpus_per_node: Ranks on each node; None leaves the nodes out.
     """
-    spans = {axis: nodes_spanned(grid, axis, gpus_per_node) for axis in AXES if gpus_per_node}
+    axes = _axes(grid)
+    spans = {axis: nodes_spanned(grid, axis, gpus_per_node) for axis in axes if gpus_per_node}
     rows = [["axis", "size", "groups", *(["nodes"] if spans else []), "  first groups"]]
-    for axis in AXES:
+    for axis in axes:
         count = grid.world_size // grid.size(axis)
         nodes = [str(spans[axis])] if spans else []
         rows.append(
@@ -97,11 +106,11 @@ def rank_text(grid: Grid, rank: int, gpus_per_node: int | None = None) -> str:
     Raises:
         InvalidArgumentError: `rank` outside the grid.
     """
-    place = f"rank {rank} of {grid.world_size}: {grid.coordinates(rank)}"
+    place = f"rank {rank} of {grid.world_size}: {place_text(grid, rank)}"
     if gpus_per_node:
         place += f", node {rank // gpus_per_node}, local rank {rank % gpus_per_node}"
     rows = [["axis", "place", "  group"]]
-    for axis in AXES:
+    for axis in _axes(grid):
         position = f"{grid.group_rank(axis, rank)} of {grid.size(axis)}"
         rows.append([axis, position, f"  {_bracket(grid.group(axis, rank))}"])
     ring = grid.ring_neighbours("cp", rank)
@@ -118,14 +127,23 @@ def nodes_spanned(grid: Grid, axis: str, gpus_per_node: int) -> int:
     return max(len({rank // gpus_per_node for rank in group}) for group in grid.groups(axis))
 
 
+def _axes(grid: Grid) -> list[str]:
+    return [axis for axis in AXES if axis not in EXPERT_AXES or not grid.is_plain]
+
+
 def _title(grid: Grid, gpus_per_node: int | None) -> str:
-    shape = ", ".join(f"{axis.upper()} {getattr(grid, axis)}" for axis in ORDER)
-    title = f"Grid [{shape}]: {_count(grid.world_size, 'rank')}"
+    title = f"Grid {_shape(grid, ORDER)}"
+    title += "" if grid.is_plain else f", experts {_shape(grid, EXPERT_AXES)}"
+    title += f": {_count(grid.world_size, 'rank')}"
     if gpus_per_node:
         nodes, rest = divmod(grid.world_size, gpus_per_node)
         title += f" on {_count(nodes + bool(rest), 'node')} of {gpus_per_node}"
         title += f" (the last has {rest})" if rest else ""
     return title
+
+
+def _shape(grid: Grid, axes: Sequence[str]) -> str:
+    return f"[{', '.join(f'{axis.upper()} {getattr(grid, axis)}' for axis in axes)}]"
 
 
 def _crossings(spans: dict[str, int]) -> str:

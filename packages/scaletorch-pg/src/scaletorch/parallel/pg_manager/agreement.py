@@ -41,7 +41,7 @@ def _report(layout: str) -> NoReturn:
     odd = "; ".join(f"{_ranks(ranks)} {layout}" for layout, ranks in others)
     raise MismatchError(
         f"ranks were given different layouts: {_ranks(most)} {usual}, but {odd} "
-        f"(this is rank {get_rank()}); call it with the same four sizes on every rank"
+        f"(this is rank {get_rank()}); call it with the same sizes on every rank"
     ) from None
 
 

@@ -66,6 +66,30 @@ class AxisAttributes(ABC):
     pp_dp_last_rank: int
     pp_dp_group_ids: list[int]
 
+    ep_group: ProcessGroup | None
+    ep_size: int
+    ep_world_size: int
+    ep_rank: int
+    ep_first_rank: int
+    ep_last_rank: int
+    ep_group_ids: list[int]
+
+    edp_group: ProcessGroup | None
+    edp_size: int
+    edp_world_size: int
+    edp_rank: int
+    edp_first_rank: int
+    edp_last_rank: int
+    edp_group_ids: list[int]
+
+    etp_group: ProcessGroup | None
+    etp_size: int
+    etp_world_size: int
+    etp_rank: int
+    etp_first_rank: int
+    etp_last_rank: int
+    etp_group_ids: list[int]
+
     world_group: ProcessGroup | None
     world_size: int
     world_rank: int

@@ -6,7 +6,9 @@ from torch.distributed import ProcessGroup
 
 from ...dist import get_rank, get_world_size, require_member
 from ...dist.errors import StateError
+from .experts import EXPERT_AXES
 from .groups import grouped_axis
+from .layouts import place_text
 from .manager import get_process_group_manager
 
 
@@ -17,7 +19,8 @@ def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | N
     `ProcessGroupManager`, and without a manager it is None if there is one process.
 
     Args:
-        axis: `"tp"`, `"cp"`, `"pp"`, `"dp"`, `"cp_dp"`, `"pp_dp"` or `"world"`.
+        axis: `"tp"`, `"cp"`, `"pp"`, `"dp"`, `"cp_dp"`, `"pp_dp"`, `"ep"`, `"edp"`, `"etp"` or
+            `"world"`.
         group: A process group that holds this rank.
 
     Raises:
@@ -35,17 +38,22 @@ def axis_group(axis: str, group: ProcessGroup | None = None) -> ProcessGroup | N
     world_size = get_world_size()
     if world_size == 1:
         return None
+    sizes = "tp_size, cp_size, pp_size, dp_size" + ", ep_size" * (name in EXPERT_AXES)
     message = (
         f"{describe_rank()}: no process group for the {name} axis: this program runs "
         f"{world_size} ranks and has no process group manager; pass group=..., "
-        "or call setup_process_group_manager(tp_size, cp_size, pp_size, dp_size) first"
+        f"or call setup_process_group_manager({sizes}) first"
     )
     raise StateError(message)
 
 
 def describe_rank() -> str:
-    """Name this rank for messages: `rank 5 (dp0 pp1 cp0 tp1)`, or `rank 5` with no manager."""
+    """Name this rank for messages: `rank 5 (dp0 pp1 cp0 tp1)`, or `rank 5` with no manager.
+
+    Where experts have a view of their own, it says the place in it too:
+    `rank 5 (dp0 pp1 cp0 tp1 edp0 ep1 etp0)`.
+    """
     manager = get_process_group_manager()
     if manager is None:
         return f"rank {get_rank()}"
-    return f"rank {manager.global_rank} ({manager.grid.coordinates(manager.global_rank)})"
+    return f"rank {manager.global_rank} ({place_text(manager.grid, manager.global_rank)})"

@@ -3,6 +3,7 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
+from .divided import divided_modules, mark_divided
 from .linear_layers import (
     bias_gradient,
     linear_output,
@@ -14,7 +15,9 @@ from .loss import mean_over
 
 __all__ = [
     "bias_gradient",
+    "divided_modules",
     "linear_output",
+    "mark_divided",
     "mean_over",
     "plain_linears",
     "take_forward",

@@ -7,9 +7,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ...dist.errors import InvalidArgumentError
+from .experts import EXPERT_AXES, ExpertCoordinates, default_etp, wrong_fold
+from .strides import Steps, at, exchange, first_of, position_of, walk
 
 # Slowest axis first: neighbouring ranks differ in tp.
 ORDER = ("dp", "pp", "cp", "tp")
+# The view of experts, which counts the ranks stage by stage.
+EXPERT_ORDER = ("pp", *EXPERT_AXES)
 # Other names for all four axes joined.
 WHOLE = ("world", "all")
 
@@ -41,22 +45,31 @@ class PipelineNeighbours(NamedTuple):
     next: int | None
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Grid:
-    """The layout of `tp * cp * pp * dp` ranks, TP fastest.
+    """The layout of `tp * cp * pp * dp` ranks, TP fastest, and the view that experts have of it.
 
     Every method that takes an `axis` accepts `"tp"`, `"cp"`, `"pp"`, `"dp"`, any of
     them joined in any order (`"cp_dp"`, `"dp_cp"`, `"pp_cp_tp"`), and `"world"` or
-    `"all"`. The ranks of a group ascend, whatever order the axes were spelled in.
+    `"all"`; and `"ep"`, `"edp"`, `"etp"` or a join of these. The ranks of a group ascend,
+    whatever order the axes were spelled in.
+
+    Experts are no fifth axis: the ranks of a stage, in the order (dp, cp, tp), are folded anew as
+    (edp, ep, etp), etp fastest. In the plain view, `ep` 1 and `etp` as `tp`, the edp groups are
+    those of cp_dp and the etp groups those of tp.
 
     Args:
         tp: Tensor parallel size.
         cp: Context parallel size.
         pp: Pipeline parallel size (number of stages).
         dp: Data parallel size.
+        ep: Expert parallel size: over how many ranks the experts of a layer are shared out.
+        etp: Expert tensor parallel size, 1 or `tp`; None is `tp` if `ep` is 1, and else 1.
+            `ep * etp` divides the `tp * cp * dp` ranks of a stage.
 
     Raises:
-        InvalidArgumentError: A size that is not a positive int.
+        InvalidArgumentError: A size that is not a positive int, or sizes of experts that do not
+            fold; the message names the nearest legal ones.
 
     Example:
         >>> grid = Grid(tp=2, pp=2)
@@ -64,32 +77,63 @@ class Grid:
         Coordinates(dp=0, pp=1, cp=0, tp=1)
         >>> grid.groups("pp")
         [(0, 2), (1, 3)]
+        >>> Grid(dp=4, ep=2).groups("edp")
+        [(0, 2), (1, 3)]
     """
 
-    tp: int = 1
-    cp: int = 1
-    pp: int = 1
-    dp: int = 1
+    tp: int
+    cp: int
+    pp: int
+    dp: int
+    ep: int
+    etp: int
 
-    def __post_init__(self) -> None:
-        for axis in reversed(ORDER):
-            size = getattr(self, axis)
-            if type(size) is not int or size < 1:
+    def __init__(
+        self,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        dp: int = 1,
+        ep: int = 1,
+        etp: int | None = None,
+    ) -> None:
+        for axis, size in {"tp": tp, "cp": cp, "pp": pp, "dp": dp, "ep": ep, "etp": etp}.items():
+            whole = default_etp(ep, tp) if axis == "etp" and size is None else size
+            if type(whole) is not int or whole < 1:
                 raise InvalidArgumentError(f"{axis} size must be a positive int, got {size!r}")
+            object.__setattr__(self, axis, whole)
+        problem = wrong_fold(self.ep, self.etp, tp=tp, cp=cp, dp=dp)
+        if problem is not None:
+            raise InvalidArgumentError(problem)
 
     def __str__(self) -> str:
-        """Short form, such as `TP(2)-CP(1)-PP(2)-DP(1)`."""
-        return f"TP({self.tp})-CP({self.cp})-PP({self.pp})-DP({self.dp})"
+        """Short form, such as `TP(2)-CP(1)-PP(2)-DP(1)`, and `-EP(2)` where experts are shared."""
+        text = f"TP({self.tp})-CP({self.cp})-PP({self.pp})-DP({self.dp})"
+        if not self.is_plain:
+            text += f"-EP({self.ep})"
+        if self.etp != default_etp(self.ep, self.tp):
+            text += f"-ETP({self.etp})"
+        return text
 
     @property
     def world_size(self) -> int:
         """Number of ranks, `tp * cp * pp * dp`."""
         return self.tp * self.cp * self.pp * self.dp
 
+    @property
+    def edp(self) -> int:
+        """Expert data parallel size: how many copies a stage has of each of its experts."""
+        return self.tp * self.cp * self.dp // (self.ep * self.etp)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether experts lie as all other layers do: `ep` is 1 and `etp` is `tp`."""
+        return self.ep == 1 and self.etp == self.tp
+
     def size(self, axis: str) -> int:
         """Return the number of ranks in each group of `axis`."""
         product = 1
-        for _, size in self._steps(axis_names(axis)):
+        for _, size in self._steps(*_view(axis)):
             product *= size
         return product
 
@@ -120,6 +164,16 @@ class Grid:
             total = total * size + index
         return total
 
+    def expert_coordinates(self, rank: int) -> ExpertCoordinates:
+        """Return the place of a global rank among the experts of its stage.
+
+        Raises:
+            InvalidArgumentError: `rank` outside `0 .. world_size - 1`.
+        """
+        rest, etp = divmod(self._number(EXPERT_ORDER, rank), self.etp)
+        rest, ep = divmod(rest, self.ep)
+        return ExpertCoordinates(rest % self.edp, ep, etp)
+
     def group(self, axis: str, rank: int) -> tuple[int, ...]:
         """Return the global ranks of the `axis` group that holds `rank`, ascending.
 
@@ -128,29 +182,33 @@ class Grid:
         Raises:
             InvalidArgumentError: Unknown `axis`, or `rank` outside the grid.
         """
-        first, steps = self._group_steps(axis, rank)
-        return tuple(_walk(first, steps))
+        order, names = _view(axis)
+        steps = self._steps(order, names)
+        first = first_of(self._number(order, rank), steps)
+        return tuple(self._ranks(order, walk(first, steps)))
 
     def groups(self, axis: str) -> list[tuple[int, ...]]:
         """Return all groups of `axis`, by first rank; together they hold every rank once."""
-        names = axis_names(axis)
-        firsts = _walk(0, self._steps(frozenset(ORDER) - names))
-        offsets = _walk(0, self._steps(names))
-        return [tuple(first + offset for offset in offsets) for first in firsts]
+        order, names = _view(axis)
+        firsts = walk(0, self._steps(order, frozenset(order) - names))
+        offsets = walk(0, self._steps(order, names))
+        found = [
+            tuple(self._ranks(order, [first + offset for offset in offsets])) for first in firsts
+        ]
+        return found if order is ORDER else sorted(found)
 
     def group_rank(self, axis: str, rank: int) -> int:
         """Return the position of `rank` in its `axis` group, from 0."""
-        _, steps = self._group_steps(axis, rank)
-        position = 0
-        for stride, size in steps:
-            position = position * size + rank // stride % size
-        return position
+        order, names = _view(axis)
+        return position_of(self._number(order, rank), self._steps(order, names))
 
     def ring_neighbours(self, axis: str, rank: int) -> RingNeighbours:
         """Return the next and previous rank round the `axis` group; `rank` if it is alone."""
-        first, steps = self._group_steps(axis, rank)
-        position = self.group_rank(axis, rank)
-        return RingNeighbours(_at(first, steps, position + 1), _at(first, steps, position - 1))
+        order, names = _view(axis)
+        number, steps = self._number(order, rank), self._steps(order, names)
+        first, position = first_of(number, steps), position_of(number, steps)
+        ends = [at(first, steps, position + 1), at(first, steps, position - 1)]
+        return RingNeighbours(*self._ranks(order, ends))
 
     def pipeline_neighbours(self, rank: int) -> PipelineNeighbours:
         """Return the ranks of the previous and next stage, or None at the ends."""
@@ -161,26 +219,28 @@ class Grid:
             rank + stride if stage < self.pp - 1 else None,
         )
 
-    def _group_steps(self, axis: str, rank: int) -> tuple[int, list[tuple[int, int]]]:
-        """Return the first member of the group that holds `rank`, and the steps to the others."""
-        steps = self._steps(axis_names(axis))
-        self._check_rank(rank)
-        return rank - sum(rank // stride % size * stride for stride, size in steps), steps
-
-    def _steps(self, names: Iterable[str]) -> list[tuple[int, int]]:
+    def _steps(self, order: tuple[str, ...], names: Iterable[str]) -> Steps:
         """Return (stride, size) of the named axes, slowest first, axes of one rank left out."""
-        strides = {
-            "dp": self.pp * self.cp * self.tp,
-            "pp": self.cp * self.tp,
-            "cp": self.tp,
-            "tp": 1,
-        }
-        wanted = frozenset(names)
-        return [
-            (strides[axis], size)
-            for axis in ORDER
-            if axis in wanted and (size := getattr(self, axis)) > 1
-        ]
+        steps, stride = [], 1
+        for axis in reversed(order):
+            size: int = getattr(self, axis)
+            if axis in names and size > 1:
+                steps.append((stride, size))
+            stride *= size
+        return steps[::-1]
+
+    def _number(self, order: tuple[str, ...], rank: int) -> int:
+        """Return a rank's number where ranks are counted in `order`."""
+        self._check_rank(rank)
+        if order is ORDER:
+            return rank
+        return exchange(rank, self.cp * self.tp, fast=self.pp, slow=self.dp)
+
+    def _ranks(self, order: tuple[str, ...], numbers: list[int]) -> list[int]:
+        """Return the ranks with these numbers, which ascend within a stage as the numbers do."""
+        if order is ORDER:
+            return numbers
+        return [exchange(n, self.cp * self.tp, fast=self.dp, slow=self.pp) for n in numbers]
 
     def _check_rank(self, rank: int) -> None:
         if type(rank) is not int or not 0 <= rank < self.world_size:
@@ -198,25 +258,17 @@ def axis_names(axis: str) -> frozenset[str]:
         return frozenset(ORDER)
     parts = axis.split("_") if isinstance(axis, str) else []
     names = frozenset(parts)
-    if not names or len(names) < len(parts) or not names <= frozenset(ORDER):
-        legal = ", ".join(reversed(ORDER))
+    known = any(names <= frozenset(axes) for axes in (ORDER, EXPERT_AXES))
+    if not names or len(names) < len(parts) or not known:
+        legal, experts = ", ".join(reversed(ORDER)), ", ".join(reversed(EXPERT_AXES))
         message = f"unknown axis {axis!r}: expected one of {legal}, several of them joined by '_'"
-        raise InvalidArgumentError(f"{message} (such as 'cp_dp'), or 'world'")
+        raise InvalidArgumentError(
+            f"{message} (such as 'cp_dp'), or 'world'; or one or several of {experts}"
+        )
     return names
 
 
-def _walk(first: int, steps: list[tuple[int, int]]) -> list[int]:
-    """Return the ranks reached from `first` by every combination of steps, ascending."""
-    ranks = [first]
-    for stride, size in steps:
-        ranks = [rank + index * stride for rank in ranks for index in range(size)]
-    return ranks
-
-
-def _at(first: int, steps: list[tuple[int, int]], position: int) -> int:
-    """Return the rank at a position of the group, counted round: -1 is the last one."""
-    rank = first
-    for stride, size in reversed(steps):
-        position, index = divmod(position, size)
-        rank += index * stride
-    return rank
+def _view(axis: str) -> tuple[tuple[str, ...], frozenset[str]]:
+    """Return the order of axes in which `axis` is a part, and the single axes it names."""
+    names = axis_names(axis)
+    return (ORDER if names <= frozenset(ORDER) else EXPERT_ORDER), names

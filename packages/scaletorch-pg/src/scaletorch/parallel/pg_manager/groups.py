@@ -11,11 +11,12 @@ from torch.distributed import ProcessGroup
 from ...dist import get_backend, get_default_group, get_timeout, group_ranks
 from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError, StateError
+from .experts import EXPERT_AXES
 from .grid import Grid, axis_names
-from .names import numbered_from
+from .names import first_unused_number, numbered_from
 
 # The axes a manager has groups for, in the order in which every rank makes them.
-AXES = ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "world")
+AXES = ("tp", "cp", "pp", "dp", "cp_dp", "pp_dp", "ep", "edp", "etp", "world")
 
 _AXIS_OF = {axis_names(axis): axis for axis in AXES}
 
@@ -39,6 +40,9 @@ class GroupSet:
     torch holds the groups; here are weak references. Whoever destroys the default group thus
     frees these too, and no thread of theirs lives on to abort the interpreter at its exit.
 
+    A rank that is alone in a group of experts' axes, as in `"ep"` of every plain layout, makes it
+    if it is asked for: it needs nobody else, and most programs have no experts.
+
     Args:
         grid: The layout of the world.
         rank: This process' global rank.
@@ -49,12 +53,14 @@ class GroupSet:
     """
 
     def __init__(self, grid: Grid, rank: int, first_number: int) -> None:
+        self._grid, self._rank = grid, rank
         self._by_axis: dict[str, ReferenceType[ProcessGroup]] = {}
         self._created: list[ReferenceType[ProcessGroup]] = []
+        self._alone: list[str] = []
         problem: Exception | None = None
         try:
             with numbered_from(first_number):
-                self._create_all(grid, rank)
+                self._create_all()
         except Exception as error:
             problem = error
         # Also holds everyone until all groups stand: one that went on and closed a group would
@@ -66,28 +72,43 @@ class GroupSet:
 
     def get(self, axis: str) -> ProcessGroup | None:
         """Return the group of one of the `AXES`; None once it was destroyed."""
+        if axis in self._alone:
+            self._create_alone()
         reference = self._by_axis.get(axis)
         return None if reference is None else reference()
 
     def destroy(self) -> None:
         """Destroy the groups made here, newest first; WORLD stays."""
         self._by_axis.clear()
+        self._alone.clear()
         while self._created:
             group = self._created.pop()()
             if group is not None:
                 torch_dist.destroy_process_group(group)
 
-    def _create_all(self, grid: Grid, rank: int) -> None:
-        # All groups of an axis have one size, so all ranks take a group or all make one, and the
-        # order below is everyone's order, as local synchronisation needs it.
+    def _create_all(self) -> None:
+        # Where a group of one axis is a group of another, all groups are: each is a stride within
+        # blocks. So all ranks take a group or all make one, and the order below is everyone's
+        # order, as local synchronisation needs it.
         made = {group_ranks(): get_default_group()}
         for axis in AXES:
-            members = grid.group(axis, rank)
+            members = self._grid.group(axis, self._rank)
             group = made.get(members)
+            if group is None and axis in EXPERT_AXES and len(members) == 1 and not _is_mpi():
+                self._alone.append(axis)
+                continue
             if group is None:
-                group = made[members] = _new_group(grid, axis, members)
+                group = made[members] = _new_group(self._grid, axis, members)
                 self._created.append(ref(group))
             self._by_axis[axis] = ref(group)
+
+    def _create_alone(self) -> None:
+        """Make the group of this rank alone, for all axes that want it."""
+        with numbered_from(first_unused_number()):
+            group = _new_group(self._grid, self._alone[0], (self._rank,))
+        self._created.append(ref(group))
+        self._by_axis.update(dict.fromkeys(self._alone, ref(group)))
+        self._alone.clear()
 
 
 def _failure(rank: int, failed: int) -> str:
@@ -97,10 +118,15 @@ def _failure(rank: int, failed: int) -> str:
     )
 
 
+def _is_mpi() -> bool:
+    """Return whether all ranks must make each group together."""
+    return get_backend() == "mpi"
+
+
 def _new_group(grid: Grid, axis: str, members: tuple[int, ...]) -> ProcessGroup:
     options: dict[str, Any] = {"timeout": get_timeout(), "group_desc": f"scaletorch_{axis}"}
     group: ProcessGroup
-    if get_backend() != "mpi":
+    if not _is_mpi():
         group = torch_dist.new_group(list(members), use_local_synchronization=True, **options)
         return group
     for ranks in grid.groups(axis):  # MPI needs all ranks to make a group of some

@@ -6,15 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 
 from ...dist.errors import InvalidArgumentError
+from .experts import divisors, nearest_divisors
 from .grid import Grid
 
 # The cost of changing an axis to the program: more data parallelism changes nothing but speed,
 # another tensor parallel size reshapes every weight.
-_COST = {"dp": 1, "pp": 2, "cp": 2, "tp": 3}
+_COST = {"dp": 1, "pp": 2, "cp": 2, "tp": 3, "ep": 2}
 
 
 def legal_layouts(world_size: int) -> Iterator[Grid]:
-    """Return every layout of `world_size` ranks.
+    """Return every layout of `world_size` ranks, each with the plain view of experts.
 
     Raises:
         InvalidArgumentError: Less than one rank.
@@ -24,9 +25,9 @@ def legal_layouts(world_size: int) -> Iterator[Grid]:
 
 
 def _layouts(world_size: int) -> Iterator[Grid]:
-    for tp in _divisors(world_size):
-        for cp in _divisors(world_size // tp):
-            for pp in _divisors(world_size // tp // cp):
+    for tp in divisors(world_size):
+        for cp in divisors(world_size // tp):
+            for pp in divisors(world_size // tp // cp):
                 yield Grid(tp=tp, cp=cp, pp=pp, dp=world_size // tp // cp // pp)
 
 
@@ -34,7 +35,7 @@ def nearest_layouts(asked: Grid, world_size: int, count: int = 3) -> list[Grid]:
     """Return layouts of `world_size` ranks that change `asked` least, best first.
 
     Fewest axes changed come first, then the smallest factors, with dp the cheapest to change
-    and tp the dearest.
+    and tp the dearest. Each has the ep size nearest to the one asked for that folds its ranks.
 
     Raises:
         InvalidArgumentError: `asked` is no layout, less than one rank, or a negative count.
@@ -42,20 +43,46 @@ def nearest_layouts(asked: Grid, world_size: int, count: int = 3) -> list[Grid]:
     if not isinstance(asked, Grid):
         raise InvalidArgumentError(f"asked must be a Grid, got {type(asked).__name__}")
     _require_whole("count", count, 0)
-    return sorted(legal_layouts(world_size), key=lambda grid: _distance(asked, grid))[:count]
+    layouts = (_with_experts(grid, asked) for grid in legal_layouts(world_size))
+    return sorted(layouts, key=lambda grid: _distance(asked, grid))[:count]
+
+
+def _with_experts(grid: Grid, asked: Grid) -> Grid:
+    """Return a plain layout with a view of experts that is as near to `asked` as it allows."""
+    if asked.is_plain:
+        return grid
+    etp = 1 if asked.etp == 1 else grid.tp
+    ep = nearest_divisors(asked.ep, grid.size("tp_cp_dp") // etp)[0]
+    if ep == 1 != asked.ep:
+        return grid  # no experts to share out: their own view has no use
+    return Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=ep, etp=etp)
 
 
 def wrong_product(asked: Grid, world_size: int) -> str:
     """Return the message for a layout whose product is not the number of ranks."""
-    near = ", ".join(
-        f"(tp={grid.tp}, cp={grid.cp}, pp={grid.pp}, dp={grid.dp})"
-        for grid in nearest_layouts(asked, world_size)
-    )
+    near = ", ".join(_sizes(grid) for grid in nearest_layouts(asked, world_size))
     ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
     return (
         f"the layout needs tp * cp * pp * dp = {asked.tp} * {asked.cp} * {asked.pp} * {asked.dp}"
         f" = {asked.world_size} ranks, but the world has {ranks}; nearest layouts that fit: {near}"
     )
+
+
+def _sizes(grid: Grid) -> str:
+    experts = "" if grid.is_plain else f", ep={grid.ep}"
+    if grid.etp > 1 and experts:
+        experts += f", etp={grid.etp}"
+    return f"(tp={grid.tp}, cp={grid.cp}, pp={grid.pp}, dp={grid.dp}{experts})"
+
+
+def place_text(grid: Grid, rank: int) -> str:
+    """Write a rank's coordinates, with those among experts where these have a view of their own.
+
+    Raises:
+        InvalidArgumentError: `rank` outside the grid.
+    """
+    place = str(grid.coordinates(rank))
+    return place if grid.is_plain else f"{place} {grid.expert_coordinates(rank)}"
 
 
 def short_ranks(ranks: Sequence[int]) -> str:
@@ -82,8 +109,3 @@ def _distance(asked: Grid, grid: Grid) -> tuple[int, float, tuple[int, ...]]:
     changed = sum(factor != 1 for factor in factors.values())
     effort = sum(_COST[axis] * abs(math.log2(factor)) for axis, factor in factors.items())
     return changed, effort, (-grid.tp, -grid.cp, -grid.pp)  # the last one only settles ties
-
-
-def _divisors(number: int) -> list[int]:
-    small = [low for low in range(1, math.isqrt(number) + 1) if number % low == 0]
-    return small + [number // low for low in reversed(small) if low * low != number]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -14,7 +15,7 @@ from .attributes import AxisAttributes
 from .grid import Grid
 from .groups import AXES, GroupSet, grouped_axis
 from .layouts import wrong_product
-from .mesh import make_device_mesh
+from .mesh import make_device_mesh, make_expert_mesh
 from .names import first_unused_number
 
 _current: ProcessGroupManager | None = None
@@ -33,9 +34,12 @@ class ProcessGroupManager(AxisAttributes):
         cp_size: Context parallel size.
         pp_size: Pipeline parallel size.
         dp_size: Data parallel size; the product of the four is the world size.
+        ep_size: Expert parallel size: over how many ranks of a stage experts are shared out.
+        etp_size: Expert tensor parallel size, 1 or `tp_size`; None is `tp_size` if `ep_size` is
+            1, and else 1.
 
     Attributes:
-        grid: The layout.
+        grid: The layout, with its view of experts.
         global_rank: This process' rank in the world.
         local_rank: This process' rank on its machine.
         cp_send_rank: Global rank that is next round the cp ring.
@@ -52,16 +56,24 @@ class ProcessGroupManager(AxisAttributes):
     """
 
     def __init__(
-        self, tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1
+        self,
+        tp_size: int = 1,
+        cp_size: int = 1,
+        pp_size: int = 1,
+        dp_size: int = 1,
+        ep_size: int = 1,
+        etp_size: int | None = None,
     ) -> None:
-        self.grid, first_number = _agreed_grid(tp_size, cp_size, pp_size, dp_size)
+        self.grid, first_number = _agreed_grid(
+            lambda: Grid(tp_size, cp_size, pp_size, dp_size, ep_size, etp_size)
+        )
         self.global_rank = get_rank()
         self.local_rank = get_local_rank()
         self._destroyed = False
         self._groups: GroupSet | None = None
         if get_default_group() is not None:
             self._groups = GroupSet(self.grid, self.global_rank, first_number)
-        self._mesh: DeviceMesh | None = None
+        self._meshes: dict[str, DeviceMesh] = {}
         for axis in AXES:
             self._set_axis(axis, self.grid, self.global_rank)
         ring = self.grid.ring_neighbours("cp", self.global_rank)
@@ -81,7 +93,8 @@ class ProcessGroupManager(AxisAttributes):
         """Return the process group of `axis`; None without torch.distributed.
 
         Args:
-            axis: `"tp"`, `"cp"`, `"pp"`, `"dp"`, `"cp_dp"`, `"pp_dp"` or `"world"`.
+            axis: `"tp"`, `"cp"`, `"pp"`, `"dp"`, `"cp_dp"`, `"pp_dp"`, `"ep"`, `"edp"`, `"etp"`
+                or `"world"`.
 
         Raises:
             InvalidArgumentError: Not an axis, or one that has no process group.
@@ -105,25 +118,40 @@ class ProcessGroupManager(AxisAttributes):
         Raises:
             StateError: Without torch.distributed there are no groups to describe.
         """
+        return self._mesh("device_mesh", make_device_mesh)
+
+    @property
+    def expert_mesh(self) -> DeviceMesh:
+        """A DeviceMesh `("edp", "pp", "ep", "etp")` over the same groups, made when first asked.
+
+        It describes experts as `device_mesh` does the other layers: `expert_mesh["edp"]` shards
+        or replicates an expert's copies, and `Shard(0)` over `"ep"` is who holds which experts.
+
+        Raises:
+            StateError: Without torch.distributed there are no groups to describe.
+        """
+        return self._mesh("expert_mesh", make_expert_mesh)
+
+    def _mesh(self, name: str, make: Callable[..., DeviceMesh]) -> DeviceMesh:
         if self._groups is None or not self.is_alive():
             message = (
-                "device_mesh needs process groups: make the manager after init_dist "
+                f"{name} needs process groups: make the manager after init_dist "
                 "and use the mesh before the manager is destroyed"
             )
             raise StateError(message)
-        if self._mesh is None:
-            self._mesh = make_device_mesh(self.grid, self.group)
-        return self._mesh
+        if name not in self._meshes:
+            self._meshes[name] = make(self.grid, self.group)
+        return self._meshes[name]
 
     def get_info(self) -> dict[str, Any]:
         """Layout, place and groups as plain data (ints, strings, lists, dicts)."""
-        place = self.grid.coordinates(self.global_rank)
         return {
             "layout": str(self.grid),
             "world_size": self.world_size,
             "global_rank": self.global_rank,
             "local_rank": self.local_rank,
-            "coordinates": place._asdict(),
+            "coordinates": self.grid.coordinates(self.global_rank)._asdict(),
+            "expert_coordinates": self.grid.expert_coordinates(self.global_rank)._asdict(),
             "groups": {axis: getattr(self, f"{axis}_group_ids") for axis in AXES},
             "cp_send_rank": self.cp_send_rank,
             "cp_recv_rank": self.cp_recv_rank,
@@ -135,7 +163,7 @@ class ProcessGroupManager(AxisAttributes):
         """Destroy the groups made here; WORLD stays, and a second call does nothing."""
         if self._groups is not None and self.is_alive():
             self._groups.destroy()
-        self._mesh = None
+        self._meshes.clear()
         self._destroyed = True
 
     def is_alive(self) -> bool:
@@ -149,7 +177,12 @@ class ProcessGroupManager(AxisAttributes):
 
 
 def setup_process_group_manager(
-    tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1
+    tp_size: int = 1,
+    cp_size: int = 1,
+    pp_size: int = 1,
+    dp_size: int = 1,
+    ep_size: int = 1,
+    etp_size: int | None = None,
 ) -> ProcessGroupManager:
     """Make the current manager; all ranks call this, once.
 
@@ -166,7 +199,7 @@ def setup_process_group_manager(
             "call destroy_process_group_manager() before another setup_process_group_manager()"
         )
         raise StateError(message)
-    _current = ProcessGroupManager(tp_size, cp_size, pp_size, dp_size)
+    _current = ProcessGroupManager(tp_size, cp_size, pp_size, dp_size, ep_size, etp_size)
     return _current
 
 
@@ -194,10 +227,10 @@ def destroy_process_group_manager() -> None:
         old.destroy()
 
 
-def _agreed_grid(tp_size: int, cp_size: int, pp_size: int, dp_size: int) -> tuple[Grid, int]:
+def _agreed_grid(make: Callable[[], Grid]) -> tuple[Grid, int]:
     """Check the sizes across ranks and here; also return the number from which groups are named."""
     try:
-        grid = Grid(tp=tp_size, cp=cp_size, pp=pp_size, dp=dp_size)
+        grid = make()
     except InvalidArgumentError:
         agree_on_layout(None, first_unused_number())  # else the other ranks would wait for this one
         raise

@@ -16,6 +16,9 @@ NAMES = {
     "pipeline_model": "pp",
     "data": "dp",
     "sequence_data": "cp_dp",
+    "expert_model": "ep",
+    "expert_tensor": "etp",
+    "expert_data": "edp",
 }
 
 
@@ -23,7 +26,8 @@ def as_mpu(manager: ProcessGroupManager | None = None) -> SimpleNamespace:
     """Return a "model parallel unit", which `deepspeed.initialize(mpu=...)` asks for its groups.
 
     For each of `tensor_model`, `model` (both tp), `sequence` (cp), `pipeline_model` (pp),
-    `data` (dp) and `sequence_data` (cp x dp) it has
+    `data` (dp), `sequence_data` (cp x dp), `expert_model` (ep), `expert_tensor` (etp) and
+    `expert_data` (edp) it has
 
     - `get_<name>_parallel_group()`, the process group,
     - `get_<name>_parallel_world_size()`, its number of ranks,

@@ -39,6 +39,7 @@ class Record:
     Attributes:
         tensors: Entries by name.
         replicated: Names of those that all replicas of the rank (cp x dp) have the same of.
+        experts: Those of them that are experts', whose replicas are others (edp).
         scalars: Numbers of the optimizer, by entry name, as JSON.
         ties: The name that a tied parameter is saved by -> all its names.
         state: A parameter's name -> what the optimizer keeps of it.
@@ -46,6 +47,7 @@ class Record:
 
     tensors: dict[str, Entry] = field(default_factory=dict)
     replicated: set[str] = field(default_factory=set)
+    experts: set[str] = field(default_factory=set)
     scalars: dict[str, object] = field(default_factory=dict)
     ties: dict[str, list[str]] = field(default_factory=dict)
     state: dict[str, list[str]] = field(default_factory=dict)
@@ -63,12 +65,15 @@ class Record:
         parts: Iterable[Part],
         *,
         replicated: bool,
+        experts: bool = False,
     ) -> None:
         """Add parts to the entry of a name."""
         entry = self.tensors.setdefault(name, Entry(shape, dtype, []))
         entry.parts.extend(parts)
         if replicated:
             self.replicated.add(name)
+        if experts:
+            self.experts.add(name)
 
 
 def share_out(record: Record, place: Place) -> dict[str, Entry]:
@@ -77,7 +82,7 @@ def share_out(record: Record, place: Place) -> dict[str, Entry]:
     What is replicated over tp is its first owner's; what all replicas have is dealt out, the
     largest first, always to the one with least. Every rank finds that alone.
     """
-    loads = [0] * place.replicas
+    loads, of_experts = [0] * place.replicas, [0] * place.expert_replicas
     ours: dict[str, Entry] = {}
     parts = [
         (name, part)
@@ -88,9 +93,11 @@ def share_out(record: Record, place: Place) -> dict[str, Entry]:
     parts.sort(key=lambda found: (-found[1].tensor.nbytes, found[0], found[1].offsets))
     for name, part in parts:
         if name in record.replicated:
-            writer = loads.index(min(loads))
-            loads[writer] += part.tensor.nbytes
-            if writer != place.replica:
+            experts = name in record.experts
+            taken = of_experts if experts else loads
+            writer = taken.index(min(taken))
+            taken[writer] += part.tensor.nbytes
+            if writer != (place.expert_replica if experts else place.replica):
                 continue
         entry = record.tensors[name]
         ours.setdefault(name, replace(entry, parts=[])).parts.append(part)

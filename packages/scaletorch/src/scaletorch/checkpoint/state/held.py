@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 import torch
 from torch import Tensor, nn
 
+from ...dist import get_rank
 from ...dist.errors import InvalidArgumentError
 from ...parallel.data_parallel import Shard, parameter_shards
+from ...parallel.expert_parallel.building import ExpertCut, find_expert_cuts
 from ...parallel.tensor_parallel.building import ParameterCut, find_cuts
 from .place import Place
 from .rectangles import Atom, Part, cut_parts, find_atoms
@@ -24,7 +26,8 @@ class Held:
         names: All its names in the whole model, in the model's order; it is saved by the first.
         tensor: What is here of it.
         shape: The whole's.
-        cut: How it is cut over tp; None if the whole is here.
+        cut: How it is cut over tp; None if it is not.
+        experts: How it is divided over ep; None if it is no experts'.
         atoms: What of the cut dim is here.
         first: Whether this is the first stage of the pipeline that has it.
     """
@@ -33,6 +36,7 @@ class Held:
     tensor: Tensor
     shape: tuple[int, ...]
     cut: ParameterCut | None
+    experts: ExpertCut | None
     atoms: tuple[Atom, ...]
     first: bool
 
@@ -43,8 +47,9 @@ class Held:
 
     @property
     def dim(self) -> int | None:
-        """The dim that is cut over tp."""
-        return None if self.cut is None else self.cut.dim
+        """The dim that is cut."""
+        found = self.cut or self.experts
+        return None if found is None else found.dim
 
     def parts(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> Iterator[Part]:
         """Yield the parts of the whole in `tensor`, which is elements start to stop of this."""
@@ -60,7 +65,7 @@ def find_held(model: nn.Module, place: Place) -> dict[int, Held]:
         InvalidArgumentError: The state has something that is no parameter and no buffer, and that
             loading would not bring back.
     """
-    cuts = find_cuts(model)
+    cuts, experts = find_cuts(model), find_expert_cuts(model)
     own = {id(tensor) for tensor in chain(model.parameters(), model.buffers())}
     named: dict[int, list[str]] = {}
     tensors: dict[int, Tensor] = {}
@@ -79,7 +84,10 @@ def find_held(model: nn.Module, place: Place) -> dict[int, Held]:
         tie = stages.get(names[0])
         every = tuple(names) if tie is None else tie.names
         first = tie is None or tie.owners[0] == place.pp
-        held[key] = _describe(tensors[key], every, cuts.get(names[0]), first)
+        if names[0] in experts:
+            held[key] = _describe_experts(tensors[key], every, experts[names[0]], first, place)
+        else:
+            held[key] = _describe(tensors[key], every, cuts.get(names[0]), first)
     return held
 
 
@@ -87,10 +95,21 @@ def _describe(
     tensor: Tensor, names: tuple[str, ...], cut: ParameterCut | None, first: bool
 ) -> Held:
     if cut is None or cut.layer.tp_size == 1:
-        return Held(names, tensor, tuple(tensor.shape), None, (), first)
+        return Held(names, tensor, tuple(tensor.shape), None, None, (), first)
     ranks = [cut.layer.cut.ranges(rank) for rank in range(cut.layer.tp_size)]
     atoms = find_atoms(ranks, cut.layer.tp_rank)
-    return Held(names, tensor, cut.whole(tensor.shape), cut, atoms, first)
+    return Held(names, tensor, cut.whole(tensor.shape), cut, None, atoms, first)
+
+
+def _describe_experts(
+    tensor: Tensor, names: tuple[str, ...], experts: ExpertCut, first: bool, place: Place
+) -> Held:
+    if experts.dim is None:  # one of a list, which no other rank of the group has
+        return Held(names, tensor, tuple(tensor.shape), None, experts, (), first)
+    found = find_atoms([(own,) for own in experts.ranges], get_rank(experts.group))
+    atoms = tuple(replace(atom, owner=place.tp) for atom in found)  # no other tp rank has them
+    shape = experts.whole, *tensor.shape[1:]
+    return Held(names, tensor, shape, None, experts, atoms, first)
 
 
 @torch.no_grad()

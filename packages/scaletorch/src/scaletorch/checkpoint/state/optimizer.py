@@ -106,7 +106,14 @@ def record_shard(
         elif is_whole(shard, held):
             shape = tuple(value.shape)
             parts = [Part((0,) * value.ndim, value.detach(), 0)] if value.numel() else []
-            record.add(name, shape, value.dtype, parts, replicated=shard.replicated)
+            record.add(
+                name,
+                shape,
+                value.dtype,
+                parts,
+                replicated=shard.replicated,
+                experts=held.experts is not None,
+            )
         else:
             raise InvalidArgumentError(
                 f"{name} has shape {tuple(value.shape)}, unlike its parameter's "
@@ -117,7 +124,14 @@ def record_shard(
 
 def _record_range(record: Record, name: str, shard: Shard, held: Held, value: Tensor) -> None:
     parts = held.parts(value, shard.start, shard.stop)
-    record.add(name, held.shape, value.dtype, parts, replicated=shard.replicated)
+    record.add(
+        name,
+        held.shape,
+        value.dtype,
+        parts,
+        replicated=shard.replicated,
+        experts=held.experts is not None,
+    )
 
 
 def _is_number(key: str, value: Tensor, shard: Shard) -> bool:

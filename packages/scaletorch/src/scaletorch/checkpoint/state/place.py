@@ -26,6 +26,8 @@ class Place:
         pp: Place in the pipeline.
         replica: Place among the ranks (cp x dp) that hold the same parameters.
         replicas: How many these are.
+        expert_replica: Place among the ranks (edp) that hold the same experts.
+        expert_replicas: How many these are.
         manager: The grid's groups; None in one process without one.
     """
 
@@ -35,6 +37,8 @@ class Place:
     pp: int
     replica: int
     replicas: int
+    expert_replica: int
+    expert_replicas: int
     manager: ProcessGroupManager | None
 
 
@@ -47,7 +51,7 @@ def find_place(manager: ProcessGroupManager | None) -> Place:
     manager = get_process_group_manager() if manager is None else manager
     if manager is None:
         axis_group("cp_dp")  # refuses several ranks
-        return Place(Grid(), 0, 0, 0, 0, 1, None)
+        return Place(Grid(), 0, 0, 0, 0, 1, 0, 1, None)
     grid, group = manager.grid, manager.group("cp_dp")
     return Place(
         grid,
@@ -56,6 +60,8 @@ def find_place(manager: ProcessGroupManager | None) -> Place:
         manager.pp_rank,
         get_rank(group),
         get_world_size(group),
+        manager.edp_rank,
+        manager.edp_size,
         manager,
     )
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
+from ...pg_manager.building import divided_modules
 from ..cuts.fused import Fused
 from .attention import has_heads, head_length_of
 from .families import Recognised
@@ -47,16 +48,20 @@ def own_plan(model: nn.Module) -> dict[str, str]:
 def find_own_plan(model: nn.Module) -> Recognised | None:
     """Match the model's own plan; None if it has none, or one for its head alone.
 
+    Modules that another strategy has divided, such as experts, are left out.
+
     Raises:
         InvalidArgumentError: It gives a module an unknown style, or shards a single parameter, or
             does not name parameters that see a part of the activations.
     """
     plan = own_plan(model)
+    divided = divided_modules(model)
     modules = dict(model.named_modules(remove_duplicate=False))
+    modules = {name: module for name, module in modules.items() if module not in divided}
     matches = _match(plan, modules)
     if all(match.style in _OF_THE_HEAD for match in matches.values()):
         return None
-    for name, _ in model.named_parameters():
+    for name, _ in _parameters(modules):
         pattern = _pattern(plan, name)
         if pattern is not None and plan[pattern] != "replicate":
             raise InvalidArgumentError(
@@ -72,6 +77,12 @@ def find_own_plan(model: nn.Module) -> Recognised | None:
     _check_regions(modules, matches)
     ordered = [matches[module] for module in model.modules() if module in matches]
     return Recognised(f"{type(model).__name__}._tp_plan", ordered, (), heads)
+
+
+def _parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+    for name, module in modules.items():
+        for own, parameter in module.named_parameters(recurse=False):
+            yield f"{name}.{own}".lstrip("."), parameter
 
 
 def _plans(module: nn.Module) -> Iterator[Mapping[str, str]]:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, get_world_size
+from ...pg_manager.building import divided_modules
 from ..cuts.cut import shard_sizes
 from ..layers.base import TensorParallelLayer
 from ..regions.random import sharded_random
@@ -99,20 +100,21 @@ def share_sequences(
     """Make a model with tensor-parallel layers sequence parallel, in place.
 
     Its sharded layers gather and scatter. Embeddings that every rank holds keep their share, and
-    all other parameters' gradients are summed, except those of `replicated` modules. Modules
-    that are `whole` become `WholeSequence`. What is inside of these, and what is registered
-    after a `JoinSequence`, stays as it is, since it works on whole sequences.
+    all other parameters' gradients are summed, except those of `replicated` modules and of those
+    that another strategy has divided. Modules that are `whole` become `WholeSequence`. What is
+    inside of these, and what is registered after a `JoinSequence`, stays as it is, since it works
+    on whole sequences.
     """
     shares = SequenceShares(SharedGroup(group))
     summed = [module for module in model.modules() if isinstance(module, SumGradients)]
     joins = [module for module in model.modules() if isinstance(module, JoinSequence)]
-    on_whole = {inner for module in whole for inner in module.modules()}
+    as_it_is = {inner for module in whole for inner in module.modules()} | divided_modules(model)
     for module in until_joined(model, joins):
         # The order of these cases counts: what is whole shields all that it contains, and a
         # sharded layer or a region reduces for itself, where others need their gradients summed.
         if module in whole:
             vars(surround(module, WholeSequence, group))["_sequence"] = shares
-        elif module in on_whole:
+        elif module in as_it_is:
             continue
         elif isinstance(module, TensorParallelLayer):
             vars(module)["sequence"] = shares

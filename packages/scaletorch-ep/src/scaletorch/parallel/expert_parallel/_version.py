@@ -1,0 +1,13 @@
+"""The wheel's version, and those of the siblings that it works with: the pins of its metadata."""
+
+from ...dist._version import __version__ as dist
+from ...dist.siblings import require_siblings
+from ..pg_manager._version import __version__ as pg
+
+__version__ = "0.1.0"
+
+require_siblings(
+    "scaletorch-ep",
+    __version__,
+    {"scaletorch-dist~=0.1.0": dist, "scaletorch-pg~=0.1.0": pg},
+)

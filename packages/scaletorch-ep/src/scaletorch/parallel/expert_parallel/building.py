@@ -1,0 +1,18 @@
+"""What compose, checkpoints and the proof take of this package beside its users' names.
+
+Recorded and versioned like the rest: a patch release changes nothing here.
+"""
+
+from .module import DividedExperts, Division
+from .plans import named_experts
+from .state import ExpertCut, find_expert_cuts, gather_experts, own_experts
+
+__all__ = [
+    "DividedExperts",
+    "Division",
+    "ExpertCut",
+    "find_expert_cuts",
+    "gather_experts",
+    "named_experts",
+    "own_experts",
+]

@@ -1,0 +1,115 @@
+"""A model's own experts on the rows that came: pairs of a row and one expert, results added up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from ...dist.building import sum_dtype
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import describe_rank
+from .dispatch import Dispatched
+from .functions import apply
+
+# experts(hidden [P, H], top_k_index [P, 1], top_k_weights [P, 1]) -> [P, H]
+Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def compute(
+    experts: Experts, came: Dispatched, count: int, parameters: Sequence[Tensor]
+) -> tuple[Tensor, InvalidArgumentError | None]:
+    """Return the results of the rows that came, [R, H], and what is wrong with the experts' own.
+
+    Experts are called with top-k 1, a row for each pair of a row that came and an expert here: so
+    they need to know nothing of experts that are elsewhere, and compute nothing for them.
+
+    Args:
+        experts: The model's own forward, with indices from 0 to `count` - 1.
+        came: What `dispatch` returned.
+        count: Experts here.
+        parameters: Those of all experts together, which get a gradient of zeros if no row came,
+            as they do where no token of a batch chooses an expert.
+    """
+    hidden, index, weights, route = came
+    if not route.pairs:
+        return apply(_Idle, hidden, weights, *parameters), None
+    row, slot = torch.nonzero_static(index < count, size=route.pairs).unbind(1)
+    single = route.pairs == len(hidden)  # every row has one expert here, in the order of rows
+    taken = hidden if single else apply(_Spread, hidden, row)
+    at = row, slot
+    results = experts(taken, index[at].unsqueeze(1), weights[at].unsqueeze(1))
+    wrong = _wrong(results, taken)
+    if wrong is not None:
+        results = taken * 0
+    return (results if single else apply(_Fold, results, row, len(hidden))), wrong
+
+
+def _wrong(results: Any, taken: Tensor) -> InvalidArgumentError | None:
+    got = f"a {type(results).__name__}"
+    if isinstance(results, Tensor):
+        if (results.shape, results.dtype) == (taken.shape, taken.dtype):
+            return None
+        got = f"{results.dtype} {tuple(results.shape)}"
+    return InvalidArgumentError(
+        f"{describe_rank()}: experts must return what they are given, {taken.dtype} "
+        f"{tuple(taken.shape)}, got {got}"
+    )
+
+
+class _Idle(Function):
+    """No rows: nothing is computed, and the graph goes on as it does on the other ranks."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
+        """Return no results, [0, H]."""
+        ctx.like = hidden, weights, *parameters
+        return torch.empty_like(hidden)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return zeros for what needs a gradient."""
+        needed = zip(ctx.like, ctx.needs_input_grad, strict=True)
+        return tuple(torch.zeros_like(each) if needs else None for each, needs in needed)
+
+
+class _Spread(Function):
+    """A row for each of its experts here; backward adds up in float32 at least."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, row: Tensor) -> Tensor:
+        """Return `rows[row]`."""
+        ctx.row, ctx.rows = row, len(rows)
+        return rows.index_select(0, row)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Add up the gradients of each row."""
+        return _folded(grads[0], ctx.row, ctx.rows), None
+
+
+class _Fold(Function):
+    """The results of each row added up, in float32 at least; backward gives each the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, results: Tensor, row: Tensor, rows: int) -> Tensor:
+        """Return [rows, H]."""
+        ctx.row = row
+        return _folded(results, row, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradient of each result."""
+        return grads[0].index_select(0, ctx.row), None, None
+
+
+def _folded(results: Tensor, row: Tensor, rows: int) -> Tensor:
+    total = results.new_zeros((rows, results.shape[1]), dtype=sum_dtype(results.dtype))
+    return total.index_add_(0, row, results.to(total.dtype)).to(results.dtype)

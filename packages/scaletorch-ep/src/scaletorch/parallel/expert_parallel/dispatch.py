@@ -1,0 +1,210 @@
+"""Tokens to the ranks of their experts and back: dropless, differentiable, of any imbalance."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from ...dist import Work, get_rank, get_world_size
+from ...dist.building import all_to_all_flat, sum_dtype
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import describe_rank
+from .functions import apply
+from .routes import Route, find_route
+from .shares import counts_of, expert_group
+
+# Weights and indices travel as integers of the weights' width.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class Dispatched(NamedTuple):
+    """What came to this rank: rows, each of which has at least one of this rank's experts.
+
+    Attributes:
+        hidden: [R, H].
+        top_k_index: int64 [R, K], counted from this rank's first expert; the number of experts
+            here where the expert is another rank's.
+        top_k_weights: [R, K]; 0 where the expert is another rank's.
+        route: What `combine` needs to send results back.
+    """
+
+    hidden: Tensor
+    top_k_index: Tensor
+    top_k_weights: Tensor
+    route: Route
+
+
+def dispatch(
+    hidden: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+    experts: int | Sequence[int],
+    group: ProcessGroup | None = None,
+) -> Dispatched:
+    """Send every token to the ranks that have its experts, once to each; all ranks call it.
+
+    Nothing is dropped, whatever the imbalance; ranks may have no tokens, and get none. Counts
+    travel first, then rows: one small all-to-all and two that run together. A backward sends
+    gradients the other way by the same counts; it is run by all ranks or by none, so what any of
+    them needs, all compute.
+
+    Args:
+        hidden: Tokens of this rank, float [T, H]; T may be 0.
+        top_k_index: Experts of each token, integers [T, K] from 0.
+        top_k_weights: The router's weights for them, float [T, K].
+        experts: Number of experts, shared out in contiguous ranges, the first ranks one more; or
+            their number on each rank.
+        group: The ranks; None is the manager's `ep` axis.
+
+    Raises:
+        InvalidArgumentError: Shapes do not fit, an index is outside, a rank would have no expert.
+        MismatchError: The ranks' sizes or dtypes differ, or another rank has such an index.
+
+    Example:
+        >>> rows = dispatch(hidden, top_k_index, top_k_weights, experts=8, group=group)
+        >>> hidden = combine(own_experts(*rows[:3]), rows.route)
+    """
+    group = expert_group(group)
+    counts = counts_of(experts, get_world_size(group))
+    route = find_route(hidden, top_k_index, top_k_weights, counts, group)
+    kind = _INTEGERS[top_k_weights.element_size()]
+    if sum(counts) > torch.iinfo(kind).max:
+        raise InvalidArgumentError(f"{top_k_weights.dtype} weights carry fewer than 32768 experts")
+    if route.backward and not (hidden.requires_grad or top_k_weights.requires_grad):
+        hidden = hidden.detach().requires_grad_()  # another rank needs gradients, so all send them
+    rows, weights, index = apply(_Dispatch, hidden, top_k_weights, top_k_index, route)
+    rank = get_rank(group)
+    index = index - sum(counts[:rank])
+    elsewhere = (index < 0) | (index >= counts[rank])
+    index = index.masked_fill(elsewhere, counts[rank])
+    return Dispatched(rows, index, weights.masked_fill(elsewhere, 0), route)
+
+
+def combine(rows: Tensor, route: Route) -> Tensor:
+    """Send results back, and add those of each token up in rank order, in float32 at least.
+
+    Args:
+        rows: Results of the rows that came, [R, H], weighted.
+        route: What `dispatch` returned with them; all ranks call this for it.
+
+    Returns:
+        [T, H] in the dtype of `rows`.
+
+    Raises:
+        InvalidArgumentError: There are more or fewer rows than came.
+    """
+    if rows.dim() != 2 or len(rows) != sum(route.receives):
+        raise InvalidArgumentError(
+            f"{describe_rank()}: expected results [{sum(route.receives)}, H], one for each row "
+            f"that came, got {tuple(rows.shape)}"
+        )
+    if torch.is_grad_enabled():
+        rows = rows if rows.requires_grad else rows.detach().requires_grad_()
+        rows = apply(_Meet, rows)
+    combined: Tensor = apply(_Combine, rows, route)
+    return combined
+
+
+class _Dispatch(Function):
+    """Rows out with their weights and indices; backward brings gradients back and adds them up."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weights: Tensor, index: Tensor, route: Route
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return what came: hidden states [R, H], weights and indices [R, K]."""
+        ctx.route = route
+        kind = _INTEGERS[weights.element_size()]
+        under_way = _send(hidden.index_select(0, route.rows), route)
+        beside = torch.stack((weights.view(kind), index.to(kind)), 1)
+        came = _send(beside.index_select(0, route.rows), route).wait().view(-1, 2, index.shape[1])
+        indices = came[:, 1].long()
+        ctx.mark_non_differentiable(indices)
+        rows = under_way.wait().view(-1, hidden.shape[1])
+        return rows, came[:, 0].contiguous().view(weights.dtype), indices
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Send both gradients back: every rank does, whichever it needs."""
+        of_rows, of_weights = grads[0].contiguous(), grads[1].contiguous()
+        under_way = _send_back(of_rows, ctx.route), _send_back(of_weights, ctx.route)
+        widths = of_rows.shape[1], of_weights.shape[1]
+        hidden, weights = (
+            _add_up(work.wait().view(-1, width), ctx.route)
+            for work, width in zip(under_way, widths, strict=True)
+        )
+        return hidden, weights, None, None
+
+
+class _Combine(Function):
+    """Results back to their tokens and added up; backward sends the gradient of each result."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+        """Return [T, H]."""
+        ctx.route = route
+        back = _send_back(rows.contiguous(), route).wait()
+        return _add_up(back.view(-1, rows.shape[1]), route)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Send each token's gradient to the ranks that had it."""
+        came = _send(grads[0].index_select(0, ctx.route.rows), ctx.route).wait()
+        return came.view(-1, grads[0].shape[1]), None
+
+
+class _Meet(Function):
+    """The identity, in front of a call that all ranks make, so that recomputation is alike.
+
+    `torch.utils.checkpoint` recomputes when backward first unpacks a saved tensor, and no further
+    than to the last one. A rank that got no rows saves less than others: without a tensor that is
+    saved and unpacked here on every rank, it would dispatch again at another time, or not at all.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        """Return `rows`."""
+        ctx.save_for_backward(rows.new_empty(0))
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Hand the gradient on."""
+        _ = ctx.saved_tensors
+        return grads[0]
+
+
+def _send(rows: Tensor, route: Route) -> Work[Tensor]:
+    """Send rows [S, …] to the ranks of the experts; wait for [R, …], flat."""
+    return _exchange(rows, route.sends, route.receives, route.group)
+
+
+def _send_back(rows: Tensor, route: Route) -> Work[Tensor]:
+    """Send rows [R, …] to where they came from; wait for [S, …], flat."""
+    return _exchange(rows, route.receives, route.sends, route.group)
+
+
+def _exchange(
+    rows: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup | None
+) -> Work[Tensor]:
+    width = rows[0].numel() if len(rows) else rows.new_empty((1, *rows.shape[1:])).numel()
+    counts = [[count * width for count in each] for each in (sends, receives)]
+    return all_to_all_flat(rows.view(-1), counts[0], counts[1], group)
+
+
+def _add_up(rows: Tensor, route: Route) -> Tensor:
+    """Add rows [S, …] of the same token, one rank after another."""
+    total = rows.new_zeros((route.tokens, rows.shape[1]), dtype=sum_dtype(rows.dtype))
+    parts = zip(route.rows.split(route.sends), rows.split(route.sends), strict=True)
+    for tokens, part in parts:
+        total.index_add_(0, tokens, part.to(total.dtype))
+    return total.to(rows.dtype)

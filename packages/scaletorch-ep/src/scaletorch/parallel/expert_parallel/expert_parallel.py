@@ -1,0 +1,162 @@
+"""Divide the experts of a whole model over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import TypeVar
+
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ...dist import get_world_size
+from ...dist.errors import InvalidArgumentError
+from ..pg_manager import describe_rank
+from ..pg_manager.building import mark_divided
+from .finding import Found, find_experts
+from .module import DividedExperts, Division, ExpertList, put_before
+from .plans import Plan, named_experts
+from .shares import counts_of, expert_group, token_group
+
+__all__ = ["apply_expert_parallel"]
+
+M = TypeVar("M", bound=nn.Module)
+Memo = MutableMapping[Tensor, nn.Parameter]  # a whole parameter -> this rank's rows of it
+
+
+def apply_expert_parallel(
+    model: M,
+    plan: Plan | None = None,
+    group: ProcessGroup | None = None,
+    *,
+    tp_group: ProcessGroup | None = None,
+    sequence_parallel: bool = False,
+) -> M:
+    """Leave each rank its experts of a model, in place, without communication.
+
+    The modules that the plan names are called as `experts(hidden, top_k_index, top_k_weights)`,
+    [T, H], [T, K] and [T, K]. Their own code computes, on this rank's experts and on the tokens
+    of all ranks that chose them; everything else stays whole. Parameters and buffers with as many
+    rows along dim 0 as there are experts are cut, and lists of as many modules keep this rank's
+    under their names; attributes that hold the number are set to this rank's. Parameters are
+    replaced: make the optimizer afterwards. Tied ones stay tied.
+
+    Each rank calls the model with tokens of its own, as in data parallelism. An expert's gradient
+    then is of the tokens of all ranks of the group, and that of other parameters of its own.
+
+    Args:
+        model: The whole model, equal on every rank.
+        plan: Pattern of module names -> `"experts"`. `*` stands for any text inside one component
+            of a name, a component `**` for any number of components. None is the model's own
+            (`base_model_ep_plan` of transformers).
+        group: The ranks that the experts are divided over, in contiguous ranges, the first ranks
+            one more; None is the `ep` axis of the current manager.
+        tp_group: Ranks that hold the same tokens, of which each then sends a share; None is the
+            tp axis of the current manager where experts are divided over it (etp = 1).
+        sequence_parallel: Each tp rank has tokens of its own where experts are called, so none
+            is sent a share; `tp_group` is left out then.
+
+    Returns:
+        The model.
+
+    Raises:
+        InvalidArgumentError: The plan names nothing, or what is not called so; or a module has
+            fewer experts than there are ranks or cannot be divided. It is the same error on every
+            rank, and the model is as before.
+
+    Example:
+        >>> apply_expert_parallel(model, {"**.mlp.experts": "experts"}, group)
+    """
+    group = expert_group(group)
+    tokens = None if sequence_parallel else token_group(tp_group)
+    ranks = get_world_size(group)
+    found = [find_experts(name, module) for name, module in named_experts(model, plan).items()]
+    divisions = [_divide(each, group, tokens, ranks) for each in found]
+    shared = tokens is not None and get_world_size(tokens) > 1
+    _check(model, found, shared=shared)
+    if ranks == 1 and not shared:
+        return model
+    memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
+    for each, division in zip(found, divisions, strict=True):
+        _cut(each, division, memo)
+    return model
+
+
+def _divide(
+    found: Found, group: ProcessGroup | None, tokens: ProcessGroup | None, ranks: int
+) -> Division:
+    if ranks > found.experts:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: '{found.name}' has {found.experts} experts, fewer than the "
+            f"{ranks} ranks that they are to be divided over: take ep = {found.experts} at most"
+        )
+    counts = counts_of(found.experts, ranks)
+    return Division(found.name, group, tokens, counts, found.stacked, found.buffers, found.lists)
+
+
+def _check(model: nn.Module, found: list[Found], shared: bool) -> None:
+    """Refuse what the cut would make wrong, before anything is cut."""
+    inside: set[int] = set()
+    for each in found:
+        if isinstance(each.module, DividedExperts):
+            raise InvalidArgumentError(f"{describe_rank()}: '{each.name}' is divided already")
+        own = dict(each.module.named_parameters(remove_duplicate=False))
+        inside |= {id(own[name]) for name in each.stacked if name in own}
+        prefixes = tuple(f"{name}." if name else "" for name in each.lists)
+        whole = [n for n in own if n not in each.stacked and not n.startswith(prefixes or "\0")]
+        if whole and shared:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {', '.join(whole)} of '{each.name}' belong to all experts, "
+                "and each tp rank would have a part of their gradient: take etp = tp instead"
+            )
+        for name, parameter in own.items():
+            if parameter._backward_hooks or parameter._post_accumulate_grad_hooks:
+                raise InvalidArgumentError(
+                    f"{describe_rank()}: '{each.name}.{name}' has gradient hooks: divide experts "
+                    "before the model is wrapped"
+                )
+    places = {module for each in found for module in each.module.modules()}
+    for name, module in model.named_modules():
+        for own_name, parameter in module._parameters.items():
+            if module not in places and parameter is not None and id(parameter) in inside:
+                raise InvalidArgumentError(
+                    f"{describe_rank()}: '{name}.{own_name}' is tied to a parameter of experts, "
+                    "which is cut along dim 0; untie it"
+                )
+
+
+def _cut(found: Found, division: Division, memo: Memo) -> None:
+    module, own = found.module, division.own
+    for name in found.lists:
+        part = module.get_submodule(name)
+        kept = [(str(expert), part._modules[str(expert)]) for expert in own]
+        part._modules.clear()
+        part._modules.update(kept)
+        vars(part)["_first_expert"] = own.start
+        put_before(ExpertList, part)
+    for name in found.stacked:
+        owner, tensor = _owner(module, name)
+        owner._parameters[tensor] = _rows(module.get_parameter(name), own, memo)
+    for name in found.buffers:
+        owner, tensor = _owner(module, name)
+        owner._buffers[tensor] = module.get_buffer(name)[own.start : own.stop].clone()
+    for owner, attribute in found.numbers:
+        setattr(owner, attribute, len(own))
+    vars(module)["_division"] = division
+    put_before(DividedExperts, module)
+    mark_divided(module)
+
+
+def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
+    owner, _, tensor = name.rpartition(".")
+    return module.get_submodule(owner), tensor
+
+
+def _rows(whole: nn.Parameter, own: range, memo: Memo) -> nn.Parameter:
+    if whole not in memo:
+        rows = slice(own.start, own.stop)
+        cut = nn.Parameter(whole.detach()[rows].clone(), requires_grad=whole.requires_grad)
+        vars(cut).update(vars(whole))
+        cut.grad = None if whole.grad is None else whole.grad[rows].clone()
+        memo[whole] = cut
+    return memo[whole]

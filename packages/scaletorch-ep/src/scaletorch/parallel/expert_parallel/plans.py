@@ -1,0 +1,109 @@
+"""Which modules of a model are experts: a plan as data, or the one that the model brings along."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+
+from torch import nn
+
+from ...dist.errors import InvalidArgumentError
+
+Plan = Mapping[str, str]
+
+EXPERTS = "experts"  # the one style
+
+# What plans of transformers say of the experts' module and of its parameters, and of what is none
+# of them: dense parts, which every rank keeps whole.
+_MODULE, _STACKED = "ep_dispatch_experts", "grouped_gemm"
+_DENSE = ("colwise", "rowwise", "packed_colwise", "replicated_with_grad_allreduce", "replicate")
+
+
+def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
+    """Return the modules that a plan names, by their first names, in the model's order.
+
+    Raises:
+        InvalidArgumentError: A style is unknown, a pattern matches nothing, or there is no plan.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    patterns = own_patterns(model) if plan is None else _patterns(plan)
+    chosen: dict[nn.Module, str] = {}
+    for pattern in patterns:
+        names = matching(pattern, modules)
+        if not names and plan is not None:
+            raise InvalidArgumentError(_no_match(pattern, modules))
+        for name in names:
+            chosen.setdefault(modules[name], name)
+    if not chosen:
+        raise InvalidArgumentError(
+            f"{type(model).__name__} brings no plan for experts (base_model_ep_plan of its config)"
+            ": pass one that names the modules called as experts(hidden, top_k_index, "
+            'top_k_weights), such as {"**.mlp.experts": "experts"}'
+        )
+    return {chosen[module]: module for module in model.modules() if module in chosen}
+
+
+def matching(pattern: str, names: Iterable[str]) -> list[str]:
+    """Return the dotted names that a pattern matches as a whole.
+
+    `*` and `?` stand for any text and one character inside one component, a component `**` for
+    any number of components, none included; "" is the root module.
+    """
+    wild = {"*": "[^.]*", "?": "[^.]"}
+    compiled = re.compile(
+        "".join(
+            r"(?:[^.]+\.)*"
+            if component == "**"
+            else "".join(wild.get(c, re.escape(c)) for c in component) + r"\."
+            for component in (pattern.split(".") if pattern else [])
+        )
+    )
+    return [name for name in names if compiled.fullmatch(f"{name}." if name else "")]
+
+
+def own_patterns(model: nn.Module) -> list[str]:
+    """Return the names of experts' modules in the plans of a model and of models inside it.
+
+    Raises:
+        InvalidArgumentError: A plan has a style that is not known.
+    """
+    found: list[str] = []
+    for name, module in model.named_modules():
+        for plan in _plans(module):
+            for pattern, style in plan.items():
+                if style not in (_MODULE, _STACKED, *_DENSE):
+                    raise InvalidArgumentError(
+                        f"the model's own plan for experts gives '{pattern}' the style {style!r}, "
+                        f"which is none of {', '.join((_MODULE, _STACKED, *_DENSE))}; pass a plan "
+                        "of your own"
+                    )
+                if style == _MODULE:
+                    found.append(f"{name}.{pattern}".lstrip("."))
+    return found
+
+
+def _plans(module: nn.Module) -> Iterator[Mapping[str, str]]:
+    """Yield what a module says of itself: the instance, and the config of a base model."""
+    own = getattr(module, "_ep_plan", None)
+    if isinstance(own, Mapping):
+        yield own
+    if getattr(module, "base_model", None) is module:
+        config = getattr(getattr(module, "config", None), "base_model_ep_plan", None)
+        if isinstance(config, Mapping):
+            yield config
+
+
+def _patterns(plan: Plan) -> list[str]:
+    for pattern, style in plan.items():
+        if style != EXPERTS:
+            raise InvalidArgumentError(
+                f"the plan gives '{pattern}' the style {style!r}; there is one, {EXPERTS!r}"
+            )
+    return list(plan)
+
+
+def _no_match(pattern: str, names: Iterable[str]) -> str:
+    close = difflib.get_close_matches(pattern.replace("**.", ""), [n for n in names if n], n=3)
+    hint = f"; nearest module names: {', '.join(close)}" if close else ""
+    return f"pattern '{pattern}' of the plan matches no module{hint}"

@@ -1,0 +1,100 @@
+"""Tokens to their experts' ranks and back, beside one process that has all experts."""
+
+import pytest
+import torch
+import torch.distributed as c10d
+from torch.utils.checkpoint import checkpoint
+
+from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.parallel.expert_parallel import combine, dispatch
+
+HIDDEN, EXPERTS, TOP_K = 6, 5, 3
+WORLD = c10d.group.WORLD
+
+# Tokens of each rank, and what experts they choose.
+ROUTINGS = {
+    "drawn": (4, 7, 3),
+    "one expert gets all": (4, 7, 3),
+    "a rank without tokens": (4, 0, 3),
+    "a rank without rows": (4, 2, 3),
+    "nobody has tokens": (0, 0, 0),
+}
+
+
+def _whole(routing, ranks, dtype=torch.float64):
+    """Return the global batch: hidden, indices, weights, experts' matrices, and a target."""
+    torch.manual_seed(3)
+    sizes = ROUTINGS[routing][:ranks]
+    tokens = sum(sizes)
+    index = torch.rand(tokens, EXPERTS).argsort(1)[:, :TOP_K]
+    if routing == "one expert gets all":
+        index = torch.full((tokens, 1), 1)
+    if routing == "a rank without rows":
+        index = index % 2  # the same expert several times, too
+    weights = torch.rand(tokens, index.shape[1], dtype=dtype)
+    hidden, target = torch.randn(2, tokens, HIDDEN, dtype=dtype)
+    return sizes, hidden, index, weights, torch.randn(EXPERTS, HIDDEN, HIDDEN, dtype=dtype), target
+
+
+def _experts(hidden, index, weights, matrices):
+    """Sum the weighted experts; an index that is outside counts for nothing."""
+    total = torch.zeros_like(hidden)
+    for expert, matrix in enumerate(matrices):
+        chosen = ((index == expert) * weights).sum(1, keepdim=True)
+        total = total + torch.tanh(hidden @ matrix) * chosen
+    return total
+
+
+def _expected(routing, ranks):
+    _, hidden, index, weights, matrices, target = _whole(routing, ranks)
+    leaves = [each.requires_grad_() for each in (hidden, weights, matrices)]
+    out = _experts(hidden, index, weights, matrices)
+    (out * target).sum().backward()
+    return out.detach(), [each.grad for each in leaves]
+
+
+def _over_ranks(routing, counts, recompute=False, frozen=()):
+    ranks, rank = c10d.get_world_size(), c10d.get_rank()
+    sizes, hidden, index, weights, matrices, target = _whole(routing, ranks)
+    first = sum(counts[:rank])
+    mine = [each.split(sizes)[rank].clone() for each in (hidden, weights)]
+    mine.append(matrices[first : first + counts[rank]].clone())
+    for number, leaf in enumerate(mine):
+        leaf.requires_grad_(number not in frozen)
+    own_index, own_target = index.split(sizes)[rank], target.split(sizes)[rank]
+
+    def block(hidden, weights, matrices):
+        came = dispatch(hidden, own_index, weights, counts, WORLD)
+        assert came.hidden.is_contiguous()
+        assert int(came.top_k_index.max()) <= counts[rank] if len(came.hidden) else True
+        return combine(_experts(*came[:3], matrices), came.route)
+
+    out = checkpoint(block, *mine, use_reentrant=False) if recompute else block(*mine)
+    (out * own_target).sum().backward()
+    return out.detach(), [each.grad for each in mine]
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("counts", [(2, 3), (2, 2, 1), (1, 1, 3)])
+@pytest.mark.parametrize("routing", ROUTINGS)
+def test_results_and_gradients_are_one_process(routing, counts, recompute):
+    ranks = len(counts)
+    found = run_ranks(_over_ranks, ranks, routing, counts, recompute)
+    out, gradients = _expected(routing, ranks)
+    differences = [relative_error(torch.cat([rank[0] for rank in found]), out)]
+    for number, expected in enumerate(gradients):
+        pieces = [rank[1][number] for rank in found]
+        differences.append(relative_error(torch.cat(pieces), expected))
+    assert worst(differences) <= 1e-12
+
+
+@pytest.mark.parametrize("frozen", [(0,), (1,), (0, 1), (2,)])
+def test_what_needs_no_gradient_gets_none_and_nothing_waits(frozen):
+    found = run_ranks(_over_ranks, 3, "a rank without rows", (2, 2, 1), False, frozen)
+    _, gradients = _expected("a rank without rows", 3)
+    for number, expected in enumerate(gradients):
+        pieces = [rank[1][number] for rank in found]
+        if number in frozen:
+            assert pieces == [None] * 3
+        else:
+            assert relative_error(torch.cat(pieces), expected) <= 1e-12

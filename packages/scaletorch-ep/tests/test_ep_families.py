@@ -1,0 +1,147 @@
+"""Mixtures of experts of transformers, unmodified, beside one process on the whole batch."""
+
+import pytest
+import torch
+import torch.distributed as c10d
+import torch.nn.functional as F
+
+from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.parallel.expert_parallel import (
+    apply_expert_parallel,
+    find_expert_cuts,
+    gather_experts,
+)
+
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.timeout(300)  # each rank imports transformers
+
+BOUND = 1e-11
+ROWS, LENGTH = 4, 6
+SIZES = {
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 12,
+    "moe_intermediate_size": 8,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 4,
+    "max_position_embeddings": 32,
+    "initializer_range": 0.3,
+    "num_experts_per_tok": 3,
+}
+GROUPS = {"n_group": 2, "topk_group": 1, "n_shared_experts": 1, "first_k_dense_replace": 1}
+FAMILIES = {
+    "Mixtral": {"num_local_experts": 5},
+    "Qwen3Moe": {"num_experts": 6, "norm_topk_prob": True},
+    "Olmoe": {"num_experts": 6},
+    "DeepseekV3": {
+        **GROUPS,
+        "n_routed_experts": 8,
+        "num_key_value_heads": 4,
+        "q_lora_rank": 8,
+        "kv_lora_rank": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 4,
+    },
+    "GptOss": {"num_local_experts": 5, "sliding_window": 4},
+    "Glm4Moe": {**GROUPS, "n_routed_experts": 8},
+}
+IMPLEMENTATIONS = ("eager", "batched_mm", "grouped_mm")
+
+
+def _build(family, implementation):
+    import transformers
+
+    torch.manual_seed(1)
+    config = getattr(transformers, f"{family}Config")(
+        **SIZES | FAMILIES[family], experts_implementation=implementation
+    )
+    if family == "GptOss":
+        config._attn_implementation = "eager"
+    model = getattr(transformers, f"{family}ForCausalLM")(config).double()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "bias" in name or "sinks" in name:
+                parameter.normal_()  # zero or uninitialised as they come
+        for name, buffer in model.named_buffers():
+            if "correction_bias" in name:
+                buffer.uniform_(0, 0.1)
+    return model
+
+
+def _skew(model, kind):
+    """Bias every router: one expert gets all first choices, or one gets nothing."""
+    if kind == "drawn":
+        return
+    for name, module in model.named_modules():
+        weight = getattr(module, "weight", None)
+        if name.endswith(("mlp.gate", "mlp.router")) and weight is not None:
+            # Hidden states are normed, so a router cannot be biased by its weights alone.
+            module.register_forward_pre_hook(lambda _, args: (args[0].abs() + 0.1, *args[1:]))
+            with torch.no_grad():
+                weight[1] = 3.0 if kind == "one gets all" else -3.0
+
+
+def _step(model, ids, recompute):
+    if recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()
+    logits = model(ids, use_cache=False).logits if len(ids) else None
+    if logits is None:
+        return model(ids.new_zeros((1, LENGTH)), use_cache=False).logits.sum() * 0
+    return F.cross_entropy(logits[:, :-1].mT, ids[:, 1:], reduction="sum") / (ROWS * (LENGTH - 1))
+
+
+def _ids():
+    return torch.randint(0, 32, (ROWS, LENGTH), generator=torch.Generator().manual_seed(2))
+
+
+def _expected(family, implementation, kind):
+    model = _build(family, implementation)
+    _skew(model, kind)
+    loss = _step(model, _ids(), False)
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}
+
+
+def _compare(family, implementation, kind, recompute):
+    """Return the largest difference of loss and gradients on this rank, and what was cut."""
+    ranks, rank = c10d.get_world_size(), c10d.get_rank()
+    expected_loss, expected = _expected(family, implementation, kind)
+    model = _build(family, implementation)
+    _skew(model, kind)
+    apply_expert_parallel(model, group=c10d.group.WORLD)
+    cuts = find_expert_cuts(model)
+    loss = _step(model, _ids().tensor_split(ranks)[rank], recompute)
+    loss.backward()
+    loss = loss.detach()
+    c10d.all_reduce(loss)
+    found = {}
+    for name, parameter in model.named_parameters():
+        found[name] = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        if name not in cuts:
+            c10d.all_reduce(found[name])
+    whole = gather_experts(model, found)
+    assert whole.keys() == expected.keys()
+    errors = {name: relative_error(whole[name], expected[name]) for name in expected}
+    errors["loss"] = relative_error(loss, expected_loss)
+    name = max(errors, key=errors.get)
+    return errors[name], name, sorted({each.rsplit(".", 1)[1] for each in cuts})
+
+
+@pytest.mark.parametrize("ep", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_and_every_gradient_are_one_process(family, ep):
+    for recompute in (False, True):
+        for error, name, _ in run_ranks(_compare, ep, family, "eager", "drawn", recompute):
+            assert error <= BOUND, (name, recompute)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS[1:])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+def test_every_implementation_of_experts(family, implementation):
+    for error, name, _ in run_ranks(_compare, 2, family, implementation, "drawn", False):
+        assert error <= BOUND, name
