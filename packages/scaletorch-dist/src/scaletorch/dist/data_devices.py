@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -74,15 +75,21 @@ def _items(data: Any) -> list[tuple[Any, Any]] | None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of arguments or of a result: itself, or those in tuples, lists, mappings.
+    """Yield the tensors of arguments or of a result: itself, or those inside, at any depth.
 
-    Anything else is passed over.
+    That is in tuples, lists, mappings and dataclasses. Anything else is passed over.
     """
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping | tuple | list):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(each)
+        return
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
+    elif not isinstance(value, tuple | list):
+        return
+    for each in value:
+        yield from tensors_in(each)
 
 
 def _tensors(data: Any) -> Iterator[Tensor]:

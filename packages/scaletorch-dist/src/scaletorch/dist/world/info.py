@@ -31,7 +31,8 @@ def is_distributed() -> bool:
 
 def _active(group: ProcessGroup | None) -> bool:
     """Whether there is a group to ask; outsiders are refused, forgotten launches warned of."""
-    require_member(group)
+    if group is not None and not (isinstance(group, ProcessGroup) and group.rank() >= 0):
+        require_member(group)  # which says why not
     if is_distributed():
         return True
     _warn_if_launched()

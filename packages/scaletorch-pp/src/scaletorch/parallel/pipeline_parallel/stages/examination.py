@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.distributed import DistError
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
 from ..runtime.forms import main_argument
-from .stand_ins import StandIns, tensors_within
+from .stand_ins import StandIns
 
 _BESIDE = (
     "a tensor that the model's forward makes from hidden states, or with a module of another "
@@ -50,7 +51,7 @@ class Examination:
     def leaves(self) -> list[Tensor]:
         """Return the parameters of this stage's modules, and the tensors that were received."""
         parameters = [p for module in self._modules.values() for p in module.parameters()]
-        return [*parameters, *tensors_within(self._received)]
+        return [*parameters, *tensors_in(self._received)]
 
     @contextmanager
     def watching(self) -> Iterator[None]:

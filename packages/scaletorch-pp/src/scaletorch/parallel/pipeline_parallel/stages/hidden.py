@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import (
@@ -15,7 +16,6 @@ from ..runtime.forms import (
     is_hidden,
     main_argument,
     tensor_of,
-    tensors_in,
     tensors_of,
 )
 from .cut import Passage
@@ -141,10 +141,10 @@ class HiddenFlow:
 
     def _refuse_trained_beside(self, examination: Examination, output: Any, hidden: Hidden) -> None:
         own = {id(leaf) for leaf in examination.leaves()}
-        first = tensors_in(hidden)[0]
+        passed = list(tensors_in(hidden))
         for tensor in tensors_of(output):
-            if any(id(leaf) in own for leaf in trained_beside([tensor], tensors_in(hidden))):
-                skips = tensor is output and not _same_tensor(tensor, first)
+            if any(id(leaf) in own for leaf in trained_beside([tensor], passed)):
+                skips = tensor is output and not _same_tensor(tensor, passed[0])
                 raise InvalidArgumentError(
                     _skipped_message() if skips else _collected_message(tensor)
                 )
@@ -208,7 +208,7 @@ def _refuse_collected(output: Any, carrier: Tensor) -> None:
 
 
 def _same(a: Hidden, b: Hidden) -> bool:
-    ours, theirs = tensors_in(a), tensors_in(b)
+    ours, theirs = list(tensors_in(a)), list(tensors_in(b))
     return len(ours) == len(theirs) and all(map(_same_tensor, ours, theirs))
 
 
@@ -272,7 +272,7 @@ def _copied(hidden: Any) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return tensors_in(value) if isinstance(value, Tensor) or is_hidden(value) else []
+    return list(tensors_in(value)) if isinstance(value, Tensor) or is_hidden(value) else []
 
 
 def _versions(value: Any) -> list[int]:

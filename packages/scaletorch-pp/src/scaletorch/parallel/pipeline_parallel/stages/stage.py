@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, group_ranks
-from ....dist.building import agree
+from ....dist.building import agree, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import ModuleWrapper, axis_group
-from ..runtime.forms import is_hidden, signature, tensors_in
+from ..runtime.forms import is_hidden, signature
 from ..schedules.choose import AnySchedule, stages_of
 from ..splitting.modules import changes_nothing, parameter_facts, takes
 from ..splitting.split import Placement, Split, place
@@ -212,7 +212,7 @@ class PipelineParallel(ModuleWrapper):
         before = [parameter.grad for parameter in parameters]
         outputs = [tensor for tensor in tensors_in(output_tensor) if tensor.requires_grad]
         if outputs:  # none where everything up to here is frozen
-            gradients = None if output_tensor_grad is None else tensors_in(output_tensor_grad)
+            gradients = None if output_tensor_grad is None else list(tensors_in(output_tensor_grad))
             torch.autograd.backward(outputs, gradients)
         leaves = [] if input_tensor is None else tensors_in(input_tensor)
         made = [_gradient(tensor) for tensor in leaves if tensor.requires_grad]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 
@@ -39,13 +40,13 @@ class StandIns(TorchDispatchMode):
 
     def add(self, value: Any) -> None:
         """Let all tensors of a value count as stand-ins."""
-        for tensor in tensors_within(value):
+        for tensor in tensors_in(value):
             memory = _memory(tensor)
             self._memory[_key(memory)] = memory
 
     def hold(self, value: Any) -> bool:
         """Return whether a value is or contains a stand-in."""
-        return any(_key(_memory(tensor)) in self._memory for tensor in tensors_within(value))
+        return any(_key(_memory(tensor)) in self._memory for tensor in tensors_in(value))
 
     def of(self, value: Any) -> Any:
         """Return the output of another stage's module for its argument: a stand-in."""
@@ -83,15 +84,6 @@ class StandIns(TorchDispatchMode):
         self.add(result)
         self.add(_written(func, args, kwargs))
         return result
-
-
-def tensors_within(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in a value: itself, or in tuples, lists and mappings, at any depth."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, Mapping | tuple | list):
-        for entry in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_within(entry)
 
 
 def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:

@@ -9,8 +9,8 @@ from itertools import count
 
 from torch import Tensor, nn
 
-from ..runtime.execute import Task
 from ..runtime.forms import Form
+from ..runtime.program import Task
 from ..schedules.schedule import Schedule
 from .cut import Chunks
 from .hidden import HiddenFlow
