@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ...dist.building import agree, caught, node_memory
+from ...dist.building import FlatBuffers, agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import ModuleWrapper, axis_group
 from .buckets.bucket import Bucket
@@ -65,7 +65,8 @@ class _DataParallel(ModuleWrapper):
             error = caught(refuse_taken, trainable)
             agree("the model to wrap", describe(parameters, named), group, error=error)
             sync_initial_values(module, settings.init_sync, group)
-            reduction = replace(reduction, node=node_memory(group) if overlap else None)
+            if overlap and settings.reduce_dtype is None:  # else copies of the buffers travel
+                reduction = replace(reduction, buffers=FlatBuffers(group))
         super().__init__(module)
         self.wrapped = Wrapped(parameters)
         slots = [Slot(name, at, each) for at, (name, each) in enumerate(trainable)]
