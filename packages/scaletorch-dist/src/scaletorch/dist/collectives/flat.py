@@ -16,14 +16,15 @@ from ..transport.node_memory import NodeMemory
 from ..transport.ways import arrived, way_of
 from ..wire.backend import on_wire, process_group
 from ..wire.checks import checking, compare, tells_failure
-from ..wire.recipes import recipe_for
+from ..wire.recipes import Recipe, recipe_for
 from ..wire.sums import even_parts, fold, part_of
 from ..wire.work import Work, nothing, settled
-from .reduce import all_reduce
+from .reduce import unpack_into
 
 SCALED = {"sum": False, "mean": True}
 
 
+@tells_failure
 def all_reduce_flat(
     data: Tensor,
     op: str = "sum",
@@ -50,21 +51,29 @@ def all_reduce_flat(
     Raises:
         InvalidArgumentError: No flat tensor, or an unknown op.
     """
-    members = process_group(group)
-    size, rank = (1, 0) if members is None else (members.size(), members.rank())
-    counts = even_parts(data.numel(), size)
-    _check(data, counts, size, "all_reduce_flat")
-    own = part_of(counts, rank)
-    first = None if start is None else start[own.start : own.stop]
-    way = None if members is None else way_of(data, members, True, buffers)
-    if members is not None and isinstance(way, NodeMemory):
+    if data.ndim != 1:
+        raise InvalidArgumentError(f"all_reduce_flat takes a flat tensor, got {tuple(data.shape)}")
+    mean, members = _is_mean(op), process_group(group)
+    size = 1 if members is None else members.size()
+    wire = data if members is None else on_wire(data, members)
+    way = None if members is None else way_of(wire, members, True, buffers)
+    if ordered or isinstance(way, NodeMemory):
+        counts = even_parts(data.numel(), size)
+        own = part_of(counts, 0 if members is None else members.rank())
+        first = None if start is None else start[own.start : own.stop]
+        if members is None or not isinstance(way, NodeMemory):
+            shard = reduce_scatter_flat(data, counts, op, group, ordered=True, start=first)
+            return Work((shard,), partial(_put_together, data, counts, own, group, shard))
         if checking():
             compare(members, "all_reduce_flat", data, op)
-        return way.all_reduce(data, counts, mean=_is_mean(op), start=first)
-    if not ordered:
-        return Work((all_reduce(data, op, group, async_op=True),), lambda: data)
-    shard = reduce_scatter_flat(data, counts, op, group, ordered=True, start=first)
-    return Work((shard,), partial(_put_together, data, counts, own, group, shard))
+        return way.all_reduce(data, counts, mean=mean, start=first)
+    if members is not None and checking():
+        compare(members, "all_reduce_flat", data, op)
+    if way is None or size == 1 or not data.numel():
+        return Work((), partial(_given, data))
+    recipe = recipe_for(op, wire.dtype)
+    done = partial(_unpacked_into, data, recipe, size)
+    return cast(Work[Tensor], way.all_reduce(recipe.pack(wire), recipe, done, True))
 
 
 @tells_failure
@@ -183,6 +192,15 @@ def _put_together(
     """Write this rank's part of a sum into the buffer, and fetch the others."""
     data[own.start : own.stop].copy_(shard.wait())
     all_gather_flat(data, counts, group)
+    return data
+
+
+def _unpacked_into(data: Tensor, recipe: Recipe, size: int, reduced: Tensor) -> Tensor:
+    unpack_into(data.detach(), recipe, size, reduced)
+    return data
+
+
+def _given(data: Tensor) -> Tensor:
     return data
 
 
