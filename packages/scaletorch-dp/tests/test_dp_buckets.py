@@ -115,15 +115,17 @@ class Fork(nn.Module):
 @contextlib.contextmanager
 def record(log):
     """Let every all_reduce note its operation and size."""
-    original = manager.all_reduce
 
-    def noting(data, op, **kwargs):
-        log.append((op, data.numel()))
-        return original(data, op, **kwargs)
+    def noting(original):
+        def noted(data, op, **kwargs):
+            log.append((op, data.numel()))
+            return original(data, op, **kwargs)
+
+        return noted
 
     with (
-        mock.patch.object(manager, "all_reduce", noting),
-        mock.patch.object(reduction, "all_reduce", noting),
+        mock.patch.object(manager, "all_reduce", noting(manager.all_reduce)),
+        mock.patch.object(reduction, "all_reduce_flat", noting(reduction.all_reduce_flat)),
     ):
         yield
 

@@ -61,14 +61,14 @@ def test_sums_in_rank_order_do_not_depend_on_the_ranks(stage):
 
 def check_wire():
     seen = []
-    original = reduction.all_reduce
+    original = reduction.all_reduce_flat
 
     def noting(data, *args, **options):
         seen.append(data.dtype)
         return original(data, *args, **options)
 
     model, plain = wrap(net(), reduce_dtype=torch.bfloat16), net()
-    with mock.patch.object(reduction, "all_reduce", noting):
+    with mock.patch.object(reduction, "all_reduce_flat", noting):
         model(rows(c10d.get_rank())).sum().backward()
     assert set(seen) == {torch.bfloat16}
     parts = []

@@ -17,10 +17,10 @@ def get_data_device(data: Any) -> torch.device:
     """Find the one device that all tensors of `data` are on.
 
     Args:
-        data: a tensor, or lists, tuples and mappings of tensors, nested as deep as you like.
+        data: A tensor, or lists, tuples and mappings of tensors, nested as deep as you like.
 
     Raises:
-        InvalidArgumentError: no tensor, something else than a tensor, or several devices.
+        InvalidArgumentError: No tensor, something else than a tensor, or several devices.
     """
     devices = {tensor.device for tensor in _tensors(data)}
     if len(devices) != 1:
@@ -33,15 +33,15 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
     """Move every tensor of `data` to a device.
 
     Args:
-        data: a tensor, or lists, tuples and mappings of tensors, nested as deep as you like.
-        device: where to.
-        out: a structure like `data`, whose tensors are filled in place with the same values.
+        data: A tensor, or lists, tuples and mappings of tensors, nested as deep as you like.
+        device: Where to.
+        out: A structure like `data`, whose tensors are filled in place with the same values.
 
     Returns:
         The moved tensors, in containers of the same types.
 
     Raises:
-        InvalidArgumentError: something else than a tensor, no device, or an `out` of another
+        InvalidArgumentError: Something else than a tensor, no device, or an `out` of another
             structure.
     """
     if out is not None:

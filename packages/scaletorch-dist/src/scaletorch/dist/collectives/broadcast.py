@@ -34,10 +34,10 @@ def broadcast(
     """Copy `data` of rank `src` into that of every rank.
 
     Args:
-        data: filled in place; the same shape and dtype on every rank.
-        src: global rank to copy from.
-        group: the default group by default.
-        async_op: return a Work at once; `data` is right after its `wait()`.
+        data: Filled in place; the same shape and dtype on every rank.
+        src: Global rank to copy from.
+        group: The default group by default.
+        async_op: Return a Work at once; `data` is right after its `wait()`.
 
     Raises:
         NotInGroupError: `src` or this rank is outside the group.
@@ -86,14 +86,14 @@ def scatter(
     every rank.
 
     Args:
-        data: filled in place; the same shape and dtype on every rank.
-        scatter_list: on `src`, one tensor a rank like `data`; elsewhere ignored.
-        src: global rank that has the list.
-        group: the default group by default.
-        async_op: return a Work at once; `data` is right after its `wait()`.
+        data: Filled in place; the same shape and dtype on every rank.
+        scatter_list: On `src`, one tensor a rank like `data`; elsewhere ignored.
+        src: Global rank that has the list.
+        group: The default group by default.
+        async_op: Return a Work at once; `data` is right after its `wait()`.
 
     Raises:
-        InvalidArgumentError: the list does not fit; on every rank.
+        InvalidArgumentError: The list does not fit; on every rank.
         NotInGroupError: `src` or this rank is outside the group.
     """
     check_target(data, "scatter")

@@ -122,7 +122,7 @@ def check_sizes(sizes: Sequence[int] | None, members: Group, call: str) -> list[
     """Return `sizes` as a list after comparing its length with the group's.
 
     Raises:
-        InvalidArgumentError: another number of sizes than ranks, or a negative one.
+        InvalidArgumentError: Another number of sizes than ranks, or a negative one.
     """
     if sizes is None:
         return None
@@ -141,7 +141,7 @@ def check_length(x: Tensor, dim: int, expected: int, what: str) -> None:
     """Compare the length of `x` along `dim` with what was expected.
 
     Raises:
-        InvalidArgumentError: they differ.
+        InvalidArgumentError: They differ.
     """
     if x.size(dim) != expected:
         message = (
@@ -216,7 +216,7 @@ def _as(x: Tensor, shape: Sequence[int], result: Tensor) -> Tensor:
 
 
 def _leads(x: Tensor, dim: int) -> bool:
-    """Tell whether pieces along `dim` lie one after another in contiguous memory."""
+    """Return whether pieces along `dim` lie one after another in contiguous memory."""
     return all(size == 1 for size in x.shape[:dim])
 
 

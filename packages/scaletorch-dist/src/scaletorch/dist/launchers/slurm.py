@@ -18,11 +18,11 @@ def expand_hosts(nodelist: str) -> list[str]:
     """All hosts of a host list, in its order.
 
     Args:
-        nodelist: names with commas between; brackets hold numbers, ranges (zeros in front are
+        nodelist: Names with commas between; brackets hold numbers, ranges (zeros in front are
             kept) or names, several in one name or one in another.
 
     Raises:
-        StateError: it is empty, or its brackets or ranges are broken.
+        StateError: It is empty, or its brackets or ranges are broken.
 
     Example:
         >>> expand_hosts("gpu[08-10,12],a[1-2]n[7]")
@@ -114,10 +114,10 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def node_address(host: str) -> str:
-    """A node's name where it resolves, else the address that Slurm itself uses for it.
+    """A node's name if it resolves, else the address that Slurm itself uses for it.
 
     Raises:
-        StateError: neither is to be had.
+        StateError: Neither is to be had.
     """
     try:
         socket.getaddrinfo(host, None)

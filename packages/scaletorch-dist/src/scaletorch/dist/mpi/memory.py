@@ -42,7 +42,7 @@ _BOOL_OPS = {"sum": "MAX", "max": "MAX", "bor": "MAX", "product": "MIN", "min": 
 
 
 def flat(data: Tensor) -> Tensor:
-    """Return a tensor's elements in order, flat and contiguous: its own memory where it is so."""
+    """Return a tensor's elements in order, flat and contiguous: its own memory if it is so."""
     if not data.is_cpu:
         raise InvalidArgumentError(
             f"backend 'mpi4py' moves CPU tensors, not {data.device.type}: copy it to the CPU, or "

@@ -34,9 +34,9 @@ def all_gather_bytes(own: Buffer, lengths: list[int], members: ProcessGroup) -> 
     """Return every rank's bytes.
 
     Args:
-        own: this rank's; changed.
-        lengths: of every rank's, none of them 0.
-        members: the ranks.
+        own: This rank's; changed.
+        lengths: Of every rank's, none of them 0.
+        members: The ranks.
     """
     longest = max(lengths)
     if longest <= SMALL or (longest <= PIECE and longest * len(lengths) <= 1.25 * sum(lengths)):
@@ -73,10 +73,10 @@ def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGrou
     """Return every rank's bytes on global rank `dst`, nothing elsewhere.
 
     Args:
-        own: this rank's.
-        lengths: of every rank's, none of them 0.
-        dst: who gets them.
-        members: the ranks.
+        own: This rank's.
+        lengths: Of every rank's, none of them 0.
+        dst: Who gets them.
+        members: The ranks.
     """
     longest, device = max(lengths), host_device(members)
     if longest <= SMALL:

@@ -282,7 +282,7 @@ def use_hierarchy(group: ProcessGroup | None = None) -> bool:
 
 
 def _places(members: ProcessGroup) -> list[list[int]] | None:
-    """Return the group's ranks on each node, or None where there is nothing to gain."""
+    """Return the group's ranks on each node, or None if nothing is to be gained."""
     nodes: dict[bytes, list[int]] = {}
     for rank, node in enumerate(nodes_of(members)):
         nodes.setdefault(node, []).append(rank)

@@ -10,7 +10,8 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from ..wire.recipes import Pack, reduce_blocks, reduce_into_first
+from ..wire.recipes import Pack
+from ..wire.sums import fold, sum_dtype
 from ..world.info import group_ranks
 from .neighbours import Addresses, Neighbours
 
@@ -68,8 +69,7 @@ def reduce_parts(
     """
     before = sum(counts[: near.group.rank()])
     own = range(before, before + counts[near.group.rank()])
-    dtype = reduce_blocks([pack(data[:0])], run).dtype
-    reduced = data.new_empty(len(own), dtype=dtype)
+    reduced = data.new_empty(len(own), dtype=sum_dtype(pack(data[:0]).dtype))
 
     def reduce_own(everyone: Addresses) -> None:
         _reduce(near, data, reduced, own, run, _at(0, everyone), pack)
@@ -163,7 +163,7 @@ def _reduce(
                 blocks[rank] = flat[at : at + size]
             else:
                 near.read(blocks[rank], rank, address + at * flat.element_size())
-        piece = reduce_into_first(blocks if pack is None else [pack(b) for b in blocks], run)
+        piece = fold(blocks if pack is None else [pack(b) for b in blocks], run, spoil=True)
         there = target[at - own.start : at - own.start + size]
         if piece.data_ptr() != there.data_ptr():
             there.copy_(piece)

@@ -26,4 +26,4 @@ def sums(
     for at in range(part.start, part.stop, CHUNK):
         stop = min(at + CHUNK, part.stop)
         first = None if start is None else start[at - part.start : stop - part.start]
-        yield at, fold([each[at:stop] for each in everyone], first, divisor)
+        yield at, fold([each[at:stop] for each in everyone], start=first, divisor=divisor)

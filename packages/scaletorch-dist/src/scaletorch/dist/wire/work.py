@@ -37,7 +37,7 @@ class Work(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def is_completed(self) -> bool:
-        """Tell whether `wait()` would return without waiting, as far as the backend can tell."""
+        """Return whether `wait()` would return without waiting, as far as the backend can tell."""
         return all(handle.is_completed() for handle in self._handles)
 
 

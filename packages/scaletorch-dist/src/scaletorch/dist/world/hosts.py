@@ -24,7 +24,7 @@ _local: tuple[weakref.ref[ProcessGroup], ProcessGroup] | None = None
 def get_local_rank(group: ProcessGroup | None = None) -> int:
     """This process's rank among those of its node; 0 without torch.distributed.
 
-    It is the launcher's where that says it. Otherwise, and for an explicit group (where it counts
+    It is the launcher's where that says it. Otherwise, and for an explicit group (then among
     that group's ranks), the first call compares host names, so that all its ranks must make it.
     """
     return _local_place(group)[0]
@@ -89,13 +89,13 @@ def init_local_group(node_rank: int | None = None, num_gpus_per_node: int | None
     """Create the group of this node's ranks; every rank calls it, after `init_dist`.
 
     Args:
-        node_rank: which node this is, for nodes of consecutive ranks; None finds the ranks by
+        node_rank: Which node this is, for nodes of consecutive ranks; None finds the ranks by
             comparing nodes.
-        num_gpus_per_node: ranks on each node; goes with `node_rank`.
+        num_gpus_per_node: Ranks on each node; goes with `node_rank`.
 
     Raises:
-        StateError: it exists already.
-        InvalidArgumentError: this rank is not among the ranks of that node.
+        StateError: It exists already.
+        InvalidArgumentError: This rank is not among the ranks of that node.
     """
     global _local
     if not is_distributed():
@@ -150,7 +150,7 @@ def get_local_group() -> ProcessGroup | None:
     """The group that `init_local_group` created; None without torch.distributed.
 
     Raises:
-        StateError: it was not created.
+        StateError: It was not created.
     """
     if not is_distributed():
         return None

@@ -51,7 +51,7 @@ class BucketManager:
     def use_buckets(self, buckets: Iterable[Bucket]) -> None:
         """Take other buckets over the same slots; nothing may be under way."""
         self.buckets = tuple(buckets)
-        self.reduction.forget()
+        self.reduction.buffers.forget()
         for bucket in self.buckets:
             bucket.use(self.reduction)
         self._next = 0
