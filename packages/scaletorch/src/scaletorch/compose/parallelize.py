@@ -14,13 +14,12 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ModuleWrapper, ProcessGroupManager
 from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
 from ..parallel.tensor_parallel import apply_tensor_parallel, joins_sequences
-from .before.auxiliary import require_no_router_loss
 from .before.batch_norm import synchronise_batch_norms
 from .before.initial import require_one_model
 from .before.positions import counts_otherwise
 from .experts import divide_experts, expert_groups, split_plan
 from .forward import Terms, keep_terms, read_terms, require_manager
-from .loss import keep_logits_sharded
+from .loss import keep_logits_sharded, require_no_router_loss
 from .recompute import recompute_layers
 
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 
@@ -59,13 +60,6 @@ class Form:
 
 
 NOTHING = Form(())
-
-
-def tensors_in(hidden: Hidden) -> list[Tensor]:
-    """Return the tensors of the value that a stage passes on, in order."""
-    if isinstance(hidden, Tensor):
-        return [hidden]
-    return list(hidden.values()) if isinstance(hidden, dict) else list(hidden)
 
 
 def is_hidden(value: Any) -> bool:
