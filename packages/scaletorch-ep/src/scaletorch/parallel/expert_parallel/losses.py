@@ -77,7 +77,8 @@ def sequence_balance_loss(
     all_reduce(counts, "sum", group)
     often, lengths = counts.to(affinities.dtype).split((experts, 1), 1)
     weights = often * (experts / index.shape[1]) / lengths.clamp(min=1) ** 2
-    return (weights[mine] * affinities).sum() / sequences
+    loss: Tensor = (weights[mine] * affinities).sum() / sequences
+    return loss
 
 
 def global_balance_loss(
