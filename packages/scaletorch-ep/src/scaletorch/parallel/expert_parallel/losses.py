@@ -75,7 +75,8 @@ def sequence_balance_loss(
         torch.ones_like(places, dtype=torch.int64).reshape(-1),
     )
     all_reduce(counts, "sum", group)
-    often, lengths = counts.to(affinities.dtype).split((experts, 1), 1)
+    found = counts.to(affinities.dtype)
+    often, lengths = found[:, :experts], found[:, experts:]
     weights = often * (experts / index.shape[1]) / lengths.clamp(min=1) ** 2
     loss: Tensor = (weights[mine] * affinities).sum() / sequences
     return loss
