@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..dist.errors import InvalidArgumentError, StateError
 from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
 from ..parallel.pipeline_parallel import PipelineParallel
+from .balance import RouterLoss
 
 _PASSING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
@@ -32,6 +33,7 @@ class Terms:
         manager: The grid; None if the model was put together by hand.
         shares_sequences: Each tp rank holds a shard of every sequence between layers.
         counts_otherwise: Its own positions, where sequences are divided, are not 0, 1, 2, ...
+        router_loss: The auxiliary loss that the model's config asks for.
         seen: Its first step has been looked at.
     """
 
@@ -43,6 +45,7 @@ class Terms:
     manager: ProcessGroupManager | None = None
     shares_sequences: bool = False
     counts_otherwise: bool = False
+    router_loss: RouterLoss | None = None
     seen: bool = False
 
     def takes(self, argument: str) -> bool:

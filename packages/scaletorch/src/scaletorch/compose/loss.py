@@ -57,27 +57,12 @@ def token_loss_sum(output: Any, labels: Tensor, head: ColumnParallelLinear | Non
     return pg_manager.token_loss_sum(logits, labels)
 
 
-def require_no_router_loss(model: nn.Module) -> None:
-    """Refuse a model whose config asks for a router's auxiliary loss.
-
-    Raises:
-        InvalidArgumentError: It does, with the way to turn it off.
-    """
-    for module in model.modules():
-        config: Any = getattr(module, "config", None)
-        factor = getattr(config, "router_aux_loss_coef", None)
-        wanted = getattr(config, "output_router_logits", False) is True
-        if wanted and isinstance(factor, int | float) and factor > 0:
-            raise InvalidArgumentError(
-                f"the config of {type(module).__name__} asks for a router's auxiliary loss "
-                f"(output_router_logits=True, router_aux_loss_coef={factor}), and train_step "
-                "trains by the cross entropy of tokens alone: the loss would be left out. Set "
-                "output_router_logits=False in the config to train without it"
-            )
-
-
-def require_logits_alone(output: Any) -> None:
+def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None:
     """Refuse an output that has a loss beside its logits.
+
+    Args:
+        output: The model's.
+        with_router_loss: Its `aux_loss` is computed anew, of the global batch.
 
     Raises:
         InvalidArgumentError: It has, or it has no logits.
@@ -85,7 +70,7 @@ def require_logits_alone(output: Any) -> None:
     given = (
         output if isinstance(output, dict) else vars(output) if hasattr(output, "__dict__") else {}
     )
-    for name in ("aux_loss", "loss", "z_loss"):
+    for name in ("loss", "z_loss", *(() if with_router_loss else ("aux_loss",))):
         value = None if isinstance(output, Tensor) else given.get(name)
         if isinstance(value, Tensor) and value.requires_grad:
             raise InvalidArgumentError(

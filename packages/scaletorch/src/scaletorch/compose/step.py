@@ -22,6 +22,7 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager
 from ..parallel.pipeline_parallel import train_step_pipeline
 from ..parallel.pipeline_parallel.building import read
+from .balance import require_one_micro_batch, router_loss
 from .batches import Batch, MicroBatch, as_called
 from .before.batch_norm import require_whole_batches
 from .before.buffers import buffers_followed
@@ -55,7 +56,8 @@ def train_step(
 
     Returns:
         The global loss, sum of token losses / number of valid tokens over the whole global batch,
-        equal on every rank; a 0-d tensor, in float32 at least.
+        and the routers' auxiliary loss of that batch if the model's config asks for it; equal on
+        every rank; a 0-d tensor, in float32 at least.
 
     Raises:
         InvalidArgumentError: The model and the layout, or the batch, do not go together.
@@ -65,10 +67,10 @@ def train_step(
     terms = terms_of(model)
     called, count = ready(model, micro_batches, manager, terms)
     if terms.seen:
-        return _step(model, called, count, manager, scaler)
+        return _step(model, called, count, manager, terms, scaler)
     require_one_batch(micro_batches, manager)
     with _first_step(model, called, manager, terms):
-        return _step(model, called, count, manager, scaler)
+        return _step(model, called, count, manager, terms, scaler)
 
 
 def _step(
@@ -76,13 +78,17 @@ def _step(
     micro_batches: Sequence[Batch],
     count: int,
     manager: ProcessGroupManager,
+    terms: Terms,
     scaler: GradScaler | None,
 ) -> Tensor:
-    head = find_sharded_head(model)
+    head, balance = find_sharded_head(model), terms.router_loss
 
     def loss_fn(output: Any, batch: Batch) -> Tensor:
-        require_logits_alone(output)
+        require_logits_alone(output, with_router_loss=balance is not None)
         loss = token_loss_sum(output, batch["labels"], head) / max(count, 1)
+        if balance is not None:
+            shares = terms.shares_sequences
+            loss = loss + router_loss(output, balance, manager, shares_sequences=shares)
         if scaler is not None and loss.requires_grad:
             loss.register_hook(scaler.scale)  # of the gradient with which backward begins
         return loss
@@ -156,6 +162,7 @@ def _called(
 ) -> list[Batch]:
     """Return the micro-batches as the model is called with them; refuse what does not fit it."""
     batches = read(micro_batches, with_labels=True)
+    require_one_micro_batch(terms.router_loss, batches)
     if terms.has_batch_norms:
         require_whole_batches(model, len(batches), manager)
     model.wrapped.refuse_others(model.module)

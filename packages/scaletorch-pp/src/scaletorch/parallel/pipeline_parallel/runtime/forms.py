@@ -82,11 +82,14 @@ def main_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], received: An
 
 
 def tensor_of(value: Any) -> Tensor:
-    """Return the tensor that carries the result of a module: itself, or the first in a container.
+    """Return the tensor that carries a module's result: itself, or a container's logits or first.
 
     Raises:
         InvalidArgumentError: There is none.
     """
+    logits = value.get("logits") if isinstance(value, Mapping) else None
+    if isinstance(logits, Tensor):  # before them a model may return losses of its own
+        return logits
     entries = tensors_of(value) if isinstance(value, Tensor | Mapping | tuple | list) else []
     if not entries:
         came = type(value).__name__
