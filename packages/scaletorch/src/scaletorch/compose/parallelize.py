@@ -90,13 +90,9 @@ def parallelize(
     if recompute:  # around all that a layer does, communication included
         recompute_layers(model, split)
     stage = PipelineParallel(model, split, manager.pp_group, schedule=schedule)
-    parallel = DataParallelBucket(  # last, when only this rank's parameters remain
-        stage,
-        bucket_size=bucket_size,
-        group=manager.cp_dp_group,
-        groups=expert_groups(stage, manager),
-        **data_parallel or {},
-    )
+    # Last, when only this rank's parameters remain.
+    sums: Any = {"bucket_size": bucket_size, "groups": expert_groups(stage, manager)}
+    parallel = DataParallelBucket(stage, group=manager.cp_dp_group, **sums, **data_parallel or {})
     keep_terms(parallel, terms)
     return parallel
 

@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..wire.recipes import Recipe
-from ..world.group import info_of
-from ..world.info import group_ranks
+from ..world.info import group_ranks, info_of
 from . import neighbours
 from . import reading_calls as calls
 from .neighbours import MOST, Neighbours
