@@ -22,7 +22,8 @@ from scaletorch.dist.building import (
 )
 from scaletorch.dist.errors import MismatchError, RankFailedError, StateError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.dist.transport import blocks, flat_buffers, joining, levels, sums
+from scaletorch.dist.transport import blocks, flat_buffers, joining, levels
+from scaletorch.dist.transport import node_memory as memories
 from scaletorch.dist.transport.joining import node_memory
 from scaletorch.dist.transport.node_memory import NodeMemory
 from scaletorch.dist.transport.ways import way_of
@@ -52,7 +53,7 @@ def in_rank_order(values, start=None, divisor=1):
 
 
 def check_results(dtype, elements, chunk):
-    sums.CHUNK = chunk
+    memories.CHUNK = chunk
     memory = node_memory(c10d.group.WORLD)
     rank, size = dist.get_rank(), dist.get_world_size()
     values = everyones(elements, dtype)

@@ -51,8 +51,7 @@ def parallelize(
 ) -> DataParallelBucket:
     """Put a model on every axis of a grid, in place; what comes back knows the grid.
 
-    Each rank passes the same whole model (same seed or same checkpoint); they are compared, which
-    reads the model once.
+    Each rank passes the same whole model (same seed or checkpoint); comparing them reads it once.
 
     Args:
         model: A plain module; its parameters keep their names.

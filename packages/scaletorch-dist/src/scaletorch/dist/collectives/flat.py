@@ -13,12 +13,12 @@ from torch.distributed import ProcessGroup
 from ..errors import InvalidArgumentError
 from ..transport.flat_buffers import FlatBuffers
 from ..transport.node_memory import NodeMemory
-from ..transport.ways import arrived, way_of
-from ..wire.backend import on_wire, process_group
+from ..transport.ways import way_of
+from ..wire.backend import bring_home, on_wire, process_group
 from ..wire.checks import checking, compare, tells_failure
 from ..wire.recipes import Recipe, recipe_for
 from ..wire.sums import even_parts, fold, part_of
-from ..wire.work import Work, nothing, settled
+from ..wire.work import Work, given, nothing, settled
 from .reduce import unpack_into
 
 SCALED = {"sum": False, "mean": True}
@@ -70,7 +70,7 @@ def all_reduce_flat(
     if members is not None and checking():
         compare(members, "all_reduce_flat", data, op)
     if way is None or size == 1 or not data.numel():
-        return Work((), partial(_given, data))
+        return Work((), partial(given, data))
     recipe = recipe_for(op, wire.dtype)
     done = partial(_unpacked_into, data, recipe, size)
     return cast(Work[Tensor], way.all_reduce(recipe.pack(wire), recipe, done, True))
@@ -160,8 +160,7 @@ def all_gather_flat(
     if isinstance(way, NodeMemory):
         work = Work((way.all_gather(wire, counts),), nothing)
         return work if async_op else work.wait()
-    done = arrived if wire.data_ptr() == data.data_ptr() else partial(_written, data)
-    return way.gather_flat(wire, counts, done, async_op)
+    return way.gather_flat(wire, counts, partial(bring_home, data), async_op)
 
 
 def _check(data: Tensor, counts: Sequence[int], size: int, call: str) -> None:
@@ -198,11 +197,3 @@ def _put_together(
 def _unpacked_into(data: Tensor, recipe: Recipe, size: int, reduced: Tensor) -> Tensor:
     unpack_into(data.detach(), recipe, size, reduced)
     return data
-
-
-def _given(data: Tensor) -> Tensor:
-    return data
-
-
-def _written(data: Tensor, wire: Tensor) -> None:
-    data.copy_(wire)

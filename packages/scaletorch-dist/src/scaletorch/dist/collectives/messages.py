@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
 from ..errors import InvalidArgumentError
-from ..wire.backend import movable, on_wire, process_group
+from ..wire.backend import bring_home, movable, on_wire, process_group
 from ..wire.checks import comparing
 from ..wire.message_ends import Agreement, agree
 from ..wire.port import note, post
@@ -197,13 +197,7 @@ def _incoming(
         return agreement.scratch, agreement, nothing
     data = data.detach()
     buffer = on_wire(data, members)
-    home = buffer.data_ptr() == data.data_ptr()
-    finish = nothing if home else partial(_bring_home, data, buffer)
-    return movable(buffer), agreement, finish
-
-
-def _bring_home(data: Tensor, buffer: Tensor) -> None:
-    data.copy_(buffer)
+    return movable(buffer), agreement, partial(bring_home, data, buffer)
 
 
 def _copies_to_self(sent: list[Tensor], received: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -209,9 +209,8 @@ def _optional_number(name: str) -> int | None:
 
 
 def _local_size(environment: LauncherEnvironment) -> int | None:
-    value = os.environ.get(environment.local_size, "")
     if environment.launcher != "slurm":
-        return int(value) if value.isdecimal() else None
-    sizes = expand_tasks_per_node(value)
+        return _optional_number(environment.local_size)
+    sizes = expand_tasks_per_node(os.environ.get(environment.local_size, ""))
     node = _optional_number("SLURM_NODEID") or 0
     return sizes[node] if node < len(sizes) else None

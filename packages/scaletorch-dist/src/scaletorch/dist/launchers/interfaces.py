@@ -7,7 +7,7 @@ import socket
 import struct
 import sys
 
-_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # with which gloo listens on this machine alone
 _GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 
 
@@ -36,7 +36,7 @@ def gloo_interface(address: str, one_machine: bool) -> str | None:
         one_machine: Whether all ranks are known to be here.
     """
     if one_machine or is_loopback(address):
-        return _LOOPBACK.get(sys.platform)
+        return LOOPBACK.get(sys.platform)
     if _name_leads_elsewhere():
         return None
     own = own_address(address)

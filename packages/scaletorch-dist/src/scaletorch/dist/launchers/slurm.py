@@ -14,8 +14,18 @@ from ..errors import StateError
 _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
-def expand_hosts(nodelist: str) -> list[str]:
-    """All hosts of a host list, in its order.
+def first_host(nodelist: str) -> str:
+    """Return the first host of a host list, without making the others.
+
+    Example:
+        >>> first_host("gpu[003-007,12],login1")
+        'gpu003'
+    """
+    return next(expand_hosts(nodelist))
+
+
+def expand_hosts(nodelist: str) -> Iterator[str]:
+    """Yield all hosts of a host list, in its order.
 
     Args:
         nodelist: Names with commas between; brackets hold numbers, ranges (zeros in front are
@@ -23,25 +33,7 @@ def expand_hosts(nodelist: str) -> list[str]:
 
     Raises:
         StateError: It is empty, or its brackets or ranges are broken.
-
-    Example:
-        >>> expand_hosts("gpu[08-10,12],a[1-2]n[7]")
-        ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'a1n7', 'a2n7']
     """
-    return list(_hosts(nodelist))
-
-
-def first_host(nodelist: str) -> str:
-    """The first host of a host list, without the others.
-
-    Example:
-        >>> first_host("gpu[003-007,12],login1")
-        'gpu003'
-    """
-    return next(_hosts(nodelist))
-
-
-def _hosts(nodelist: str) -> Iterator[str]:
     found = False
     for item in _split(nodelist, nodelist):
         for host in _names(item.strip(), nodelist):

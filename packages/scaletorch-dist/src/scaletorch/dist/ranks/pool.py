@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import InvalidArgumentError, StateError
+from ..launchers.interfaces import LOOPBACK
 from .collect import collect
 from .filters import own_filters
 from .locate import locate, rank_body
@@ -24,7 +25,6 @@ from .process import START_TIMEOUT, RankProcess, get_server, stop
 from .report import RankReport
 
 CLOSE_GRACE = 2.0  # s that ranks get to leave by themselves
-LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # so that gloo listens on this machine alone
 # Variables of an outer launch that would mislead a rank started here.
 _OUTER_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")
 

@@ -26,7 +26,7 @@ from ..wire.backend import Route, process_group, route
 from ..wire.recipes import Recipe, recipe_for
 from ..wire.sums import as_one, even_parts
 from ..wire.work import Work
-from ..world.hosts import nodes_of
+from ..world.hosts import ranks_by_node
 from ..world.info import get_timeout, group_ranks, info_of
 from .ways import Done, T, Way, arrived, way_of
 
@@ -282,12 +282,9 @@ def use_hierarchy(group: ProcessGroup | None = None) -> bool:
 
 def _places(members: ProcessGroup) -> list[list[int]] | None:
     """Return the group's ranks on each node, or None if nothing is to be gained."""
-    nodes: dict[bytes, list[int]] = {}
-    for rank, node in enumerate(nodes_of(members)):
-        nodes.setdefault(node, []).append(rank)
-    sizes = {len(each) for each in nodes.values()}
-    alike = len(sizes) == 1 and sizes != {1} and len(nodes) > 1
-    return list(nodes.values()) if alike else None
+    nodes = ranks_by_node(members)
+    sizes = {len(each) for each in nodes}
+    return nodes if len(nodes) > 1 and len(sizes) == 1 and sizes != {1} else None
 
 
 def _made(ranks: list[int]) -> ProcessGroup:

@@ -12,7 +12,7 @@ call, asks for the state of one or waits for it does what has become possible of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
 from itertools import accumulate, count
@@ -23,13 +23,13 @@ from torch.distributed import ProcessGroup
 
 from ..errors import StateError
 from ..naming import name_ranks
-from ..wire.sums import part_of, sum_dtype
+from ..wire.sums import fold, part_of, sum_dtype
 from ..wire.work import Work
 from ..world.info import group_ranks
 from .blocks import UNKEPT, VARIABLE, allocate, attach, block_of
-from .sums import sums
 from .tasks import Meeting, Task
 
+CHUNK = 2**18  # elements that are added up at a time: few enough to stay in a cache
 _NOTHING = (0, -1, 0, UNKEPT)  # what a rank says that has no memory to share
 
 # Takes what this rank shares and what everyone does, in the group's order; returns the result.
@@ -174,7 +174,7 @@ class NodeMemory:
     def _sum_everywhere(
         self, data: Tensor, everyone: list[Tensor], own: slice, mean: bool, start: Tensor | None
     ) -> Tensor:
-        for at, total in sums(everyone, own, start, mean=mean):
+        for at, total in _sums(everyone, own, start, mean):
             for each in everyone:
                 each[at : at + len(total)] = total
         return data
@@ -183,7 +183,7 @@ class NodeMemory:
         self, data: Tensor, everyone: list[Tensor], own: slice, mean: bool, start: Tensor | None
     ) -> Tensor:
         result = torch.empty(own.stop - own.start, dtype=sum_dtype(data.dtype))
-        for at, total in sums(everyone, own, start, mean=mean):
+        for at, total in _sums(everyone, own, start, mean):
             result[at - own.start : at - own.start + len(total)] = total
         return result
 
@@ -214,6 +214,17 @@ class NodeMemory:
             if slot != UNKEPT:
                 self._mapped[rank, slot] = known
         return known[1].view(like.dtype)[: like.numel()]
+
+
+def _sums(
+    everyone: Sequence[Tensor], part: slice, start: Tensor | None, mean: bool
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the sum of a part piece by piece, in rank order, and where each piece begins."""
+    divisor = len(everyone) if mean else 1
+    for at in range(part.start, part.stop, CHUNK):
+        stop = min(at + CHUNK, part.stop)
+        first = None if start is None else start[at - part.start : stop - part.start]
+        yield at, fold([each[at:stop] for each in everyone], start=first, divisor=divisor)
 
 
 class _Handle:

@@ -122,6 +122,12 @@ def on_wire(data: Tensor, group: ProcessGroup) -> Tensor:
     return data.contiguous()
 
 
+def bring_home(data: Tensor, wire: Tensor) -> None:
+    """Write into `data` what is in the tensor that `on_wire` made of it, if that is a copy."""
+    if wire.data_ptr() != data.data_ptr():
+        data.copy_(wire)
+
+
 def movable(data: Tensor) -> Tensor:
     """Return a contiguous tensor, as bytes where a backend may not know its dtype."""
     return data if data.dtype in MOVABLE else as_bytes(data)

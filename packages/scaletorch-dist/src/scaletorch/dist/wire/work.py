@@ -48,5 +48,10 @@ def settled(
     return Work(handles, finish, keep) if async_op else finish()
 
 
+def given(result: T) -> T:
+    """Finish what has its result already."""
+    return result
+
+
 def nothing() -> None:
     """Finish what has nothing left to do."""

@@ -76,6 +76,14 @@ def nodes_of(group: ProcessGroup | None) -> list[bytes]:
     return info.nodes
 
 
+def ranks_by_node(group: ProcessGroup | None) -> list[list[int]]:
+    """Return a group's ranks on each node, in the order of their first ranks."""
+    found: dict[bytes, list[int]] = {}
+    for rank, node in enumerate(nodes_of(group)):
+        found.setdefault(node, []).append(rank)
+    return list(found.values())
+
+
 def _node_digest() -> bytes:
     """The same on all processes of a node and on no other node."""
     # Two torchruns on one host are two nodes to everyone else.
@@ -130,10 +138,7 @@ def _all_nodes(node_rank: int | None, per_node: int | None) -> list[list[int]]:
     """Ranks of each node, in the order of their first ranks."""
     rank, world_size = get_rank(), get_world_size()
     if node_rank is None and per_node is None:
-        members: dict[bytes, list[int]] = {}
-        for other, node in enumerate(nodes_of(None)):
-            members.setdefault(node, []).append(other)
-        return list(members.values())
+        return ranks_by_node(None)
     if node_rank is None or per_node is None:
         raise InvalidArgumentError("node_rank and num_gpus_per_node go together; pass both or none")
     if per_node < 1 or rank // per_node != node_rank:
