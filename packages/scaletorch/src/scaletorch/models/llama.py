@@ -133,12 +133,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm decoder layer."""
 
-    def __init__(self, config: LlamaConfig, mlp: nn.Module) -> None:
+    def __init__(self, config: LlamaConfig, mlp_type: type[nn.Module] = MLP) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = mlp
+        self.mlp = mlp_type(config)
 
     def forward(self, x_BLH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the same shape as `x_BLH`."""
@@ -162,9 +162,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(
-            Block(config, self.mlp_type(config)) for _ in range(config.num_layers)
-        )
+        self.layers = nn.ModuleList(Block(config, self.mlp_type) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for parameter in self.parameters():
