@@ -1,4 +1,4 @@
-"""Experts' weights and moments on another layout, in one process, and in transformers' own files."""
+"""Experts' weights and moments on another layout, in one process, and in transformers' files."""
 
 import pytest
 import torch
