@@ -62,6 +62,8 @@ LAYOUTS = [
     ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, 1),
     ({"dp_size": 2, "pp_size": 2, "ep_size": 2}, 2),
     ({"dp_size": 2, "tp_size": 2, "ep_size": 2}, 2),
+    ({"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}, 1),
+    ({"tp_size": 4}, 0),
 ]
 
 
