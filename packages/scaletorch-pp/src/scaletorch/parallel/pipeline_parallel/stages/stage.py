@@ -175,7 +175,8 @@ class PipelineParallel(ModuleWrapper):
         """Run the model's forward on ids or hidden states; return the output that goes on."""
         passage = self.runtime.passage
         # The compiler takes no stand-ins, and there are none if nothing is cut.
-        followed = self.num_stages > 1 and self.module._compiled_call_impl is None
+        as_written = examined or self.module._compiled_call_impl is None
+        followed = self.num_stages > 1 and as_written
         ids = None if received is first else first
         flow.start(received, ids, examined=examined, followed=followed)
         try:
