@@ -34,7 +34,11 @@ def test_the_graph_comes_from_the_pyprojects():
         ),
         (
             ["packages/scaletorch-dp/tests/a.py", "packages/scaletorch-pg/src/a.py"],
-            [*(f"scaletorch-{x}" for x in ("pg", "dp", "cp", "pp", "tp")), "scaletorch", "tests"],
+            [
+                *(f"scaletorch-{x}" for x in ("pg", "dp", "cp", "ep", "pp", "tp")),
+                "scaletorch",
+                "tests",
+            ],
         ),
     ],
 )

@@ -15,6 +15,7 @@ from tools.packages import PACKAGES, ROOT, folder
 CLEAN = [
     "packages/scaletorch/src",
     "packages/scaletorch-cp/src",
+    "packages/scaletorch-dist/src",
     "packages/scaletorch-dp/src",
     "packages/scaletorch-ep/src",
     "packages/scaletorch-pg/src",

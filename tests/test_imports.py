@@ -29,6 +29,7 @@ NAMES = {
     ),
     "scaletorch.parallel.data_parallel.data_parallel": "DataParallelNaive DataParallelBucket",
     "scaletorch.parallel.data_parallel.bucket": "Bucket BucketManager",
+    "scaletorch.parallel.expert_parallel.expert_parallel": "apply_expert_parallel",
 }
 
 

@@ -118,7 +118,7 @@ def test_one_sends_and_another_receives():
 def fail_in_one():
     """A failed step of one copy's pipeline is not one of the other's, whose steps count alike."""
     watches = [
-        of(name, "parallel.pipeline_parallel.runtime.faults").Watch(c10d.group.WORLD, "(0, 1) 0 0")
+        of(name, "parallel.pipeline_parallel.runtime.execute").Watch(c10d.group.WORLD, "(0, 1) 0 0")
         for name in COPIES
     ]
     if c10d.get_rank() == 0:

@@ -6,7 +6,7 @@ which communicates once: in forward or in backward, or in both with sequence par
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -15,61 +15,27 @@ from torch import Tensor, nn
 
 from scaletorch.models.llama import Block
 
+Call = Callable[[Tensor], Tensor]
 
-class Enter(torch.autograd.Function):
-    """Identity forward, all_reduce backward."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return ``x``."""
-        return x.view_as(x)
+class Communicate(torch.autograd.Function):
+    """One call forward, and the one that is its transpose backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Sum the gradient over the ranks."""
-        return summed(grads[0])
-
-
-class Leave(torch.autograd.Function):
-    """all_reduce forward, identity backward."""
+    def forward(ctx: Any, x: Tensor, call: Call, transpose: Call) -> Tensor:
+        """Return what the call makes of ``x``."""
+        ctx.transpose = transpose
+        return call(x)
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return the sum of every rank's ``x``."""
-        return summed(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Hand the gradient on."""
-        return grads[0]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Return what the transpose makes of the gradient."""
+        return ctx.transpose(grads[0]), None, None
 
 
-class Gather(torch.autograd.Function):
-    """all_gather of the sequence forward, reduce_scatter backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return the whole sequence [B, L, H]."""
-        return gathered(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Return this rank's share of the sum."""
-        return scattered(grads[0])
-
-
-class Scatter(torch.autograd.Function):
-    """reduce_scatter of the sequence forward, all_gather backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return this rank's share of the sum."""
-        return scattered(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        """Return the whole gradient."""
-        return gathered(grads[0])
+def as_it_is(x: Tensor) -> Tensor:
+    """Return ``x``."""
+    return x.view_as(x)
 
 
 def summed(x: Tensor) -> Tensor:
@@ -95,16 +61,24 @@ def scattered(x: Tensor) -> Tensor:
 
 
 class Half(nn.Module):
-    """A half of the block written by hand: its input enters, its output leaves."""
+    """A half of the block written by hand: its input enters, its output leaves.
 
-    def __init__(self, inner: nn.Module, enter: Any, leave: Any) -> None:
+    Args:
+        inner: the half on shards.
+        enter: makes the input whole; it is also how the output's gradient enters.
+        leave: sums the output over the ranks; it is also how the input's gradient leaves.
+    """
+
+    def __init__(self, inner: nn.Module, enter: Call, leave: Call) -> None:
         super().__init__()
         self.inner, self.enter, self.leave = inner, enter, leave
 
     def forward(self, x: Tensor, *rest: Tensor) -> Tensor:
         """Run the half on shards."""
         inner: Any = self.inner
-        out: Tensor = self.leave.apply(inner(self.enter.apply(x), *rest))
+        communicate: Any = Communicate.apply
+        x = communicate(x, self.enter, self.leave)
+        out: Tensor = communicate(inner(x, *rest), self.leave, self.enter)
         return out
 
 
@@ -127,7 +101,7 @@ def by_hand(block: Block, styles: Mapping[str, str], *, sequence: bool = False) 
         shards = layer.weight.detach().chunk(dist.get_world_size(), 0 if style == "column" else 1)
         layer.weight = nn.Parameter(shards[dist.get_rank()].contiguous())
     divide_heads(block)
-    enter, leave = (Gather, Scatter) if sequence else (Enter, Leave)
+    enter, leave = (gathered, scattered) if sequence else (as_it_is, summed)
     block.self_attn = Half(block.self_attn, enter, leave)  # type: ignore[assignment]
     block.mlp = Half(block.mlp, enter, leave)
     return block

@@ -55,6 +55,7 @@ MODULES = {
     "scaletorch-ep": [
         f"{_PARALLEL}.expert_parallel",
         f"{_PARALLEL}.expert_parallel.building",
+        f"{_PARALLEL}.expert_parallel.expert_parallel",
     ],
     "scaletorch-pg": [
         f"{_PARALLEL}.pg_manager",

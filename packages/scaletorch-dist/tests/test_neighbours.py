@@ -16,8 +16,8 @@ import scaletorch.dist as dist
 from scaletorch.dist import functional
 from scaletorch.dist.errors import MismatchError, RankFailedError
 from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.transport import by_memory as calls
 from scaletorch.dist.transport import neighbours, reading
-from scaletorch.dist.transport import reading_calls as calls
 from scaletorch.dist.transport.by_memory import MemoryWay
 from scaletorch.dist.transport.ways import way_of
 from scaletorch.dist.world.group import info_of

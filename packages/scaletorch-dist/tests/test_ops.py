@@ -8,7 +8,8 @@ from torch.distributed import ReduceOp
 
 from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.wire.ops import REDUCE_OPS, op_name
-from scaletorch.dist.wire.recipes import recipe_for, reduce_blocks
+from scaletorch.dist.wire.recipes import recipe_for
+from scaletorch.dist.wire.sums import fold
 
 INTEGER_DTYPES = (
     torch.uint8,
@@ -60,7 +61,7 @@ def reduced(op, *rows):
     """Reduce tensors of one rank each as a backend would."""
     recipe = recipe_for(op, rows[0].dtype)
     blocks = torch.stack([recipe.pack(row.contiguous()) for row in rows])
-    result = recipe.unpack(reduce_blocks(blocks, recipe.run), len(rows))
+    result = recipe.unpack(fold(blocks, recipe.run), len(rows))
     return torch.empty_like(rows[0]).copy_(result)
 
 

@@ -13,10 +13,20 @@ import torch
 import torch.distributed as c10d
 
 import scaletorch.dist as dist
-from scaletorch.dist.errors import RankFailedError, StateError
+from scaletorch.dist.building import (
+    FlatBuffers,
+    all_gather_flat,
+    all_reduce_flat,
+    even_parts,
+    reduce_scatter_flat,
+)
+from scaletorch.dist.errors import MismatchError, RankFailedError, StateError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.dist.transport import blocks, joining, sums
+from scaletorch.dist.transport import blocks, flat_buffers, joining, levels
+from scaletorch.dist.transport import node_memory as memories
 from scaletorch.dist.transport.joining import node_memory
+from scaletorch.dist.transport.node_memory import NodeMemory
+from scaletorch.dist.transport.ways import way_of
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.complex64]
 
@@ -43,7 +53,7 @@ def in_rank_order(values, start=None, divisor=1):
 
 
 def check_results(dtype, elements, chunk):
-    sums.CHUNK = chunk
+    memories.CHUNK = chunk
     memory = node_memory(c10d.group.WORLD)
     rank, size = dist.get_rank(), dist.get_world_size()
     values = everyones(elements, dtype)
@@ -107,6 +117,82 @@ def check_many_under_way(seed):
 @pytest.mark.parametrize("seed", range(3))
 def test_many_under_way_in_any_order(seed):
     run_ranks(check_many_under_way, 3, seed)
+
+
+def flat_results(values, op, start, made, told):
+    """What flat calls give of tensors made of buffers, when they are told of buffers."""
+    rank, elements = dist.get_rank(), len(values)
+    counts = even_parts(elements, dist.get_world_size())
+    own = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+    data = made.empty(elements, values.dtype, values.device, made.slot()).copy_(values)
+    part = None if start is None else start[own]
+    options = {"ordered": True, "buffers": told}
+    shard = reduce_scatter_flat(data, counts, op, start=part, **options).wait()
+    whole = all_reduce_flat(data, op, start=start, **options)
+    assert whole.wait() is data
+    for later in (False, True):
+        gathered = made.empty(elements, values.dtype, values.device).zero_()
+        gathered[own] = shard.to(values.dtype)
+        work = all_gather_flat(gathered, counts, async_op=later, buffers=told)
+        assert (work is None) != later
+        if work is not None:
+            work.wait()
+        assert torch.equal(gathered, data)
+    return shard, data
+
+
+def check_flat_calls(dtype):
+    flat_buffers.LEAST = 8
+    buffers = FlatBuffers(c10d.group.WORLD)
+    assert buffers.shared
+    assert not FlatBuffers().shared
+    begun = mock.Mock()
+    begin = NodeMemory._begin
+    counted = mock.patch.object(NodeMemory, "_begin", lambda *args: [begun(), begin(*args)][1])
+    for elements in (3, 30):
+        values = everyones(elements, dtype)[dist.get_rank()]
+        start = torch.full((elements,), 3.0, dtype=torch.float32 if dtype.itemsize < 4 else dtype)
+        for op in ("sum", "mean"):
+            for first in (None, start):
+                by_messages = flat_results(values, op, first, FlatBuffers(), None)
+                begun.reset_mock()
+                with counted:
+                    by_memory = flat_results(values, op, first, buffers, buffers)
+                assert begun.call_count == (4 if elements >= 8 else 0)
+                for one, other in zip(by_messages, by_memory, strict=True):
+                    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_flat_calls_take_the_way_of_their_buffers(dtype):
+    run_ranks(check_flat_calls, 3, dtype)
+
+
+def check_order_of_ways():
+    os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
+    assert dist.use_hierarchy()
+    buffers, group = FlatBuffers(c10d.group.WORLD), c10d.group.WORLD
+    small, large = torch.ones(4), torch.ones(flat_buffers.LEAST)
+    assert isinstance(way_of(large, group, True, buffers), NodeMemory)
+    for data, told in ((small, buffers), (large, FlatBuffers()), (large, None)):
+        assert isinstance(way_of(data, group, True, told), levels.LevelsWay)
+
+
+def test_memory_comes_before_levels_and_levels_before_the_backend():
+    run_ranks(check_order_of_ways, 4)
+
+
+def check_comparison():
+    flat_buffers.LEAST = 1
+    buffers = FlatBuffers(c10d.group.WORLD)
+    dist.check_collectives()
+    with pytest.raises(MismatchError, match="all_reduce_flat"):
+        all_reduce_flat(torch.ones(4), "mean" if dist.get_rank() else "sum", buffers=buffers)
+    assert all_reduce_flat(torch.ones(4), buffers=buffers).wait().tolist() == [2] * 4
+
+
+def test_calls_by_memory_are_compared_too():
+    run_ranks(check_comparison, 2)
 
 
 def files():

@@ -115,15 +115,17 @@ class Fork(nn.Module):
 @contextlib.contextmanager
 def record(log):
     """Let every all_reduce note its operation and size."""
-    original = manager.all_reduce
 
-    def noting(data, op, **kwargs):
-        log.append((op, data.numel()))
-        return original(data, op, **kwargs)
+    def noting(original):
+        def noted(data, op, **kwargs):
+            log.append((op, data.numel()))
+            return original(data, op, **kwargs)
+
+        return noted
 
     with (
-        mock.patch.object(manager, "all_reduce", noting),
-        mock.patch.object(reduction, "all_reduce", noting),
+        mock.patch.object(manager, "all_reduce", noting(manager.all_reduce)),
+        mock.patch.object(reduction, "all_reduce_flat", noting(reduction.all_reduce_flat)),
     ):
         yield
 
@@ -140,7 +142,7 @@ def check_launch_order():
             model.zero_grad()
             model(torch.ones(1, 2), use).sum().backward()
             calls = [each for each in log if each != "first layer"]
-            assert calls == [("sum", 4)] * 4 + [("max", 6)]
+            assert calls == [("sum", 4)] * 4 + [("max", 8)]
             if len(use) == 4:  # three buckets left before backward came to the first layer
                 assert log.index("first layer") == 3
     assert all_gather_object(calls) == [calls, calls]
@@ -159,7 +161,7 @@ def check_naive_order():
         model(torch.ones(1, 2)).sum().backward()
     sizes = [each[1] for each in log if each != "last gradient"]
     assert log.index("last gradient") == 0
-    assert sizes == [6, 3, 3, 1, 6]
+    assert sizes == [6, 3, 3, 1, 8]
 
 
 def test_naive_reduces_one_by_one_at_the_end():

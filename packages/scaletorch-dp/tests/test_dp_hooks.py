@@ -210,7 +210,7 @@ def check_used_again():
     counted = noting(manager.all_reduce, calls)
     with (
         mock.patch.object(manager, "all_reduce", counted),
-        mock.patch.object(reduction, "all_reduce", counted),
+        mock.patch.object(reduction, "all_reduce_flat", noting(reduction.all_reduce_flat, calls)),
     ):
         for _ in range(2):  # the second adds to what is there
             run(model, c10d.get_rank())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from unittest import mock
 
@@ -61,14 +62,14 @@ def test_sums_in_rank_order_do_not_depend_on_the_ranks(stage):
 
 def check_wire():
     seen = []
-    original = reduction.all_reduce
+    original = reduction.all_reduce_flat
 
     def noting(data, *args, **options):
         seen.append(data.dtype)
         return original(data, *args, **options)
 
     model, plain = wrap(net(), reduce_dtype=torch.bfloat16), net()
-    with mock.patch.object(reduction, "all_reduce", noting):
+    with mock.patch.object(reduction, "all_reduce_flat", noting):
         model(rows(c10d.get_rank())).sum().backward()
     assert set(seen) == {torch.bfloat16}
     parts = []
@@ -247,6 +248,53 @@ def check_out_of_step():
 
 def test_ranks_out_of_step_are_told():
     run_ranks(check_out_of_step, 2)
+
+
+def backward(model, *, synced=True):
+    with contextlib.nullcontext() if synced else model.no_sync():
+        model(rows(c10d.get_rank())).sum().backward()
+
+
+def check_no_sync_alone(none):
+    """A rank that was in no_sync alone is a step ahead of the others when it next meets them."""
+    model, alone = wrap(net()), c10d.get_rank() == 0
+    backward(model)
+    model.zero_grad(none)
+    if alone:
+        backward(model, synced=False)
+        model.zero_grad(none)
+    found = f"made and dropped gradients {int(alone)} times .* other ranks 0 to 1 times"
+    with pytest.raises(MismatchError, match=f"rank {c10d.get_rank()}.*{found}: some alone were in"):
+        backward(model)
+    assert all(p.grad is None for p in model.parameters())
+    backward(model)
+
+
+@pytest.mark.parametrize("none", [True, False])
+def test_no_sync_on_some_ranks_is_told(none):
+    run_ranks(check_no_sync_alone, 2, none)
+
+
+def check_no_sync_unevenly():
+    """Ranks may accumulate another number of times, drop gradients together, and reset alone."""
+    model, plain, rank = wrap(net()), net(), c10d.get_rank()
+    for _ in range(2):
+        backward(model, synced=False)
+        model.zero_grad()
+    if rank:
+        backward(model, synced=False)
+        model.reset()
+    for _ in range(2 * rank):
+        backward(model, synced=False)
+    backward(model)
+    for r in (0, 1, 1, 1):
+        plain(rows(r)).sum().backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_uneven_accumulation_is_no_mismatch():
+    run_ranks(check_no_sync_unevenly, 2)
 
 
 def check_hooks_of_users():

@@ -15,8 +15,8 @@ import torch.distributed as c10d
 from torch import nn
 
 from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.dist.transport import flat_buffers
 from scaletorch.parallel.data_parallel import DataParallelBucket, shard_optimizer
-from scaletorch.parallel.data_parallel.buckets import reduction
 
 STEPS, MICRO_BATCHES = 3, 2
 
@@ -76,11 +76,11 @@ def fresh_model(dtype):
 
 
 def check_training(options, stage):
-    reduction.LEAST = 1
+    flat_buffers.LEAST = 1
     plain = fresh_model(torch.float64)
     train_alone(plain)
     wrapped = train(fresh_model(torch.float64), options, stage, synchronised=False)
-    assert wrapped.bucket_managers[0].reduction.node is not None
+    assert wrapped.bucket_managers[0].reduction.buffers.shared
     for (name, one), other in zip(
         plain.named_parameters(), wrapped.module.parameters(), strict=True
     ):
@@ -94,10 +94,10 @@ def test_training_is_that_of_one_process(options, stage):
 
 
 def check_bits(options, stage, dtype):
-    reduction.LEAST = 1
+    flat_buffers.LEAST = 1
     with mock.patch.dict(os.environ, {"SCALETORCH_SHARED_MEMORY": "0"}):
         messages = train(fresh_model(dtype), options, stage, synchronised=True)
-    assert messages.bucket_managers[0].reduction.node is None
+    assert not messages.bucket_managers[0].reduction.buffers.shared
     memory = train(fresh_model(dtype), options, stage, synchronised=True)
     for one, other in zip(messages.parameters(), memory.parameters(), strict=True):
         assert torch.equal(one, other)
@@ -110,7 +110,7 @@ def test_sums_in_rank_order_have_the_same_bits(dtype, stage):
 
 
 def check_kept_gradients():
-    reduction.LEAST = 1
+    flat_buffers.LEAST = 1
     wrapped = DataParallelBucket(fresh_model(torch.float32), group=c10d.group.WORLD)
     kept = []
     for step in batches():
@@ -134,7 +134,7 @@ def shared_files():
 
 
 def check_memory():
-    reduction.LEAST = 1
+    flat_buffers.LEAST = 1
     before = shared_files()  # of pools of ranks that other tests keep
     wrapped = train(fresh_model(torch.float32), {}, 1, synchronised=False)
     buckets = len(wrapped.bucket_managers[0].buckets)

@@ -298,6 +298,24 @@ def test_mpi_makes_the_groups_of_experts_together():
     assert all((calls, late) == (made, []) for calls, late, _ in results)
 
 
+def like_mpi_alone():
+    """A group that one rank would make when it likes has to be made by all, at the set-up."""
+    torch_dist.init_process_group("fake", store=FakeStore(), rank=3, world_size=16)
+    groups.get_backend = lambda: "mpi"
+    with CountedGroups() as calls:
+        manager = ProcessGroupManager(2, 2, 2, 2)
+    with CountedGroups() as late:
+        assert torch_dist.get_process_group_ranks(manager.ep_group) == [3]
+    assert late == []
+    assert calls[-16:] == [(rank,) for rank in range(16)]
+    manager.destroy()
+    groups.get_backend = torch_dist.get_backend
+
+
+def test_mpi_makes_also_the_groups_of_one_together():
+    run_ranks(like_mpi_alone, 1, init=False)
+
+
 def alone_among_experts():
     """Where no axis has a group of one rank, a rank that asks for `ep` makes its own, by itself."""
     manager = setup_process_group_manager(2, 2, 2, 2)

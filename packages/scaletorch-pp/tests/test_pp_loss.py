@@ -10,28 +10,15 @@ from torch.distributed import get_rank, new_subgroups_by_enumeration
 
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import setup_process_group_manager
-from scaletorch.parallel.pipeline_parallel import PipelineParallel, train_step_pipeline
+from scaletorch.parallel.pipeline_parallel import PipelineParallel, Split, train_step_pipeline
+from scaletorch.parallel.pipeline_parallel.runtime.program import plan_of
 from scaletorch.parallel.pipeline_parallel.schedules import one_f_one_b
-from scaletorch.parallel.pipeline_parallel.steps.step import _plan
-
-
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.head = nn.Linear(4, 7)
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
 
 
 def make():
     torch.manual_seed(0)
-    return Model().double()
+    layers = nn.Embedding(7, 4), nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 7)
+    return nn.Sequential(*layers).double()
 
 
 def batches(pipeline):
@@ -63,7 +50,7 @@ def two_pipelines(kind):
         "the manager's": (None, None),
         "the manager's, given": (manager.pp_group, manager.pp_group),
     }[kind]
-    stage = PipelineParallel(make(), group=at_start)
+    stage = PipelineParallel(make(), Split(points=("2",)), group=at_start)
     loss = train_step_pipeline(stage, batches(pipeline), group=in_step)
     plain = make()
     total, count = sum_and_count(plain, pipeline)
@@ -93,6 +80,6 @@ def test_a_step_numbers_its_schedule_once(monkeypatch):
         return number(schedule)
 
     monkeypatch.setattr(simulate, "number", counted)
-    _plan.cache_clear()
-    _plan(one_f_one_b, 2, 3, 0)
+    plan_of.cache_clear()
+    plan_of(one_f_one_b, 2, 3, 0)
     assert calls == ["1f1b"]

@@ -16,6 +16,7 @@ from scaletorch.parallel.pg_manager import (
 )
 from scaletorch.parallel.pipeline_parallel import (
     PipelineParallel,
+    Split,
     recording,
     simulate,
     train_step_pipeline_1f1b,
@@ -33,18 +34,9 @@ class Slow(nn.Linear):
         return super().forward(x)
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(7, 4)
-        self.layers = nn.ModuleList(Slow(4, 4) for _ in range(2))
-        self.head = nn.Linear(4, 7)
-
-    def forward(self, input_ids):
-        x = self.embed(input_ids)
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(x)
+def make():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Embedding(7, 4), Slow(4, 4), Slow(4, 4), nn.Linear(4, 7))
 
 
 def step(stage):
@@ -56,8 +48,7 @@ def step(stage):
 def recorded():
     setup_process_group_manager(pp_size=2)
     try:
-        torch.manual_seed(0)
-        stage = PipelineParallel(Model())
+        stage = PipelineParallel(make(), Split(points=("2",)))
         plain = step(stage)
         with recording(stage) as recorder:
             with pytest.raises(StateError, match="no train step has run"):

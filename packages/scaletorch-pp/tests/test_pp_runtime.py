@@ -16,8 +16,8 @@ from scaletorch.parallel.pipeline_parallel import (
     one_f_one_b,
     train_step_pipeline,
 )
-from scaletorch.parallel.pipeline_parallel.runtime.execute import Task, in_steps
 from scaletorch.parallel.pipeline_parallel.runtime.mail import Key, Message
+from scaletorch.parallel.pipeline_parallel.runtime.program import Task, in_steps
 from scaletorch.parallel.pipeline_parallel.schedules.messages import program_of
 from scaletorch.parallel.pipeline_parallel.schedules.simulate import proven
 

@@ -1,6 +1,7 @@
 """What stands for another stage's tensors gets nowhere: a step is as in one process, or refused."""
 
 import copy
+import types
 
 import pytest
 import torch
@@ -111,6 +112,31 @@ class Written(Net):
         beside = torch.zeros_like(x)
         beside[:, 0] = x.detach()[:, 0]
         return beside
+
+
+class Reaching(Layer):
+    """Takes a tensor from where the model has left it."""
+
+    kept = None
+
+    def forward(self, x, beside=None):
+        return super().forward(x, type(self).kept)
+
+
+class Kept(Net):
+    """Hands a tensor to its layers beside their arguments."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Reaching() for _ in range(4))
+
+    def forward(self, input_ids, entry=None, classes=None):
+        x = self.embed(input_ids)
+        Reaching.kept = x * 2
+        try:
+            return plainly_from(self, x)
+        finally:
+            Reaching.kept = None
 
 
 class Mask(Net):
@@ -232,6 +258,17 @@ class Aside(Net):
         return self.head(x) + aside
 
 
+def plainly(self, input_ids, entry=None, classes=None):
+    """The forward of a model before its code parts from it."""
+    return plainly_from(self, self.embed(input_ids))
+
+
+def plainly_from(self, x):
+    for layer in self.layers:
+        x = layer(x)
+    return self.head(x)
+
+
 def make_batches(count=3):
     generator = torch.Generator().manual_seed(1)
     batches = []
@@ -250,16 +287,20 @@ def build(kind):
     return kind().double()
 
 
-def refused(kinds, text, schedule):
+def refused(kinds, text, schedule, late=False):
     world = torch.distributed.group.WORLD
     for kind in kinds:
         stage = PipelineParallel(build(kind), group=world, schedule=schedule)
+        if late:
+            stage.module.forward = types.MethodType(plainly, stage.module)
+            train_step_pipeline(stage, make_batches())
+            del stage.module.forward
         with pytest.raises((InvalidArgumentError, StageError), match=text) as raised:
             train_step_pipeline(stage, make_batches())
         assert "rank" in str(raised.value).partition("\n")[0], kind
 
 
-BESIDE = [Condition, Normed, Activated, Classes, Same, Clone, Scaled, Mean, Written, Mask]
+BESIDE = [Condition, Normed, Activated, Classes, Same, Clone, Scaled, Mean, Mask]
 SKIPS = [Skip, SkipByName, SkipByAddition, SkipToHead]
 GRADIENTS = [Detached, Shrunk, Hooked, Reversed, Zeros]
 REFUSED = [
@@ -271,7 +312,8 @@ REFUSED = [
     ),
     ([Returned], r"the model returns a tensor that the model's forward makes from hidden states"),
     ([Reads], "the model's forward reads a number out of hidden states"),
-    ([Indexes], r"raised ValueError outside its layers: too many values to unpack .*\nIf it runs"),
+    ([Written], "the model's forward writes to a tensor what it makes of hidden states"),
+    ([Kept], r"layers\.\d computes with a tensor that the model's forward makes from hidden"),
     (GRADIENTS, "changes the gradient of hidden states before the first layer of this stage"),
     ([HookedAtEnd], "changes the gradient of hidden states after the last layer of this stage"),
     ([Aside], r"returns a tensor with a gradient of shape .* beside the hidden states"),
@@ -282,6 +324,17 @@ REFUSED = [
 @pytest.mark.parametrize(("kinds", "text"), REFUSED)
 def test_what_is_another_tensor_here_is_refused(kinds, text, schedule):
     run_ranks(refused, 2, kinds, f"(?s){text}", schedule)
+
+
+@pytest.mark.parametrize(("kinds", "text"), REFUSED)
+def test_what_is_another_tensor_in_a_later_step_is_refused(kinds, text):
+    """The first step has seen nothing of it; shapes and arguments are the same."""
+    run_ranks(refused, 2, kinds, f"(?s){text}", "1f1b", True)
+
+
+def test_a_failure_outside_the_layers_is_explained():
+    text = r"(?s)raised ValueError outside its layers: too many values to unpack .*\nIf it runs"
+    run_ranks(refused, 2, [Indexes], text, "1f1b")
 
 
 @distributed_test(world_size=2)
@@ -463,6 +516,11 @@ def test_compiled_layers_are_compiled_later():
     assert not compiled
     train_step_pipeline(stage, batches)
     assert compiled
+    stage.module.begin = lambda x: x * 1  # equal, so it goes on
+    train_step_pipeline(stage, batches)
+    stage.module.beside = lambda x, entry, classes: x
+    with pytest.raises((InvalidArgumentError, StageError), match=r"layers\.\d is given, as argum"):
+        train_step_pipeline(stage, batches)
 
 
 def test_tensors_without_gradients_are_no_part_of_the_trial():

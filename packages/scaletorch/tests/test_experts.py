@@ -8,6 +8,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from scaletorch import compose
+from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 
@@ -95,10 +96,10 @@ def compute_exactly(model):
     return model
 
 
-def build(family):
+def build(family, **options):
     """A tiny model in float64, whose router's choices are far apart."""
     torch.manual_seed(1)
-    config = getattr(transformers, f"{family}Config")(**{**SMALL, **FAMILIES[family]})
+    config = getattr(transformers, f"{family}Config")(**{**SMALL, **FAMILIES[family], **options})
     model = getattr(transformers, f"{family}ForCausalLM")(config).double()
     model.set_experts_implementation("eager")
     generator = torch.Generator().manual_seed(2)
@@ -184,3 +185,44 @@ LAYOUTS = [
 @pytest.mark.parametrize(("sizes", "options", "micro_batches", "stage"), LAYOUTS)
 def test_layouts(sizes, options, micro_batches, stage):
     run_ranks(train, 4, "Qwen3Moe", sizes, options, micro_batches, stage, timeout=120)
+
+
+BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.7}
+
+
+def balanced_reference(family):
+    """The loss with the routers' own, written out, and its gradients; of one process."""
+    model, whole = build(family, **BALANCE), batch(0)
+    output = model(whole["input_ids"])
+    scores = torch.cat(output.router_logits).softmax(-1)
+    chosen = nn.functional.one_hot(scores.topk(2).indices, scores.shape[-1]).sum((0, 1)).double()
+    balance = scores.shape[-1] * (chosen / len(scores) * scores.mean(0)).sum()
+    loss = nn.functional.cross_entropy(output.logits.flatten(0, 1), whole["labels"].flatten())
+    assert relative_error(balance, output.aux_loss) < 1e-6  # which is computed in float32
+    (loss + 0.7 * balance).backward()
+    return loss + 0.7 * balance, {n: p.grad for n, p in model.named_parameters()}
+
+
+def balanced(family, sizes, options):
+    manager = setup_process_group_manager(**sizes)
+    expected, gradients = balanced_reference(family)
+    model = compose.parallelize(build(family, **BALANCE), manager, **options)
+    loss = compose.train_step(model, compose.shard_global_batch(batch(0), 1, model=model))
+    assert relative_error(loss, expected) < BOUND
+    found = compose.full_gradients(model)
+    for name, gradient in gradients.items():
+        assert relative_error(found[name], gradient) < BOUND, name
+    with pytest.raises(InvalidArgumentError, match="which 2 micro-batches cannot compute"):
+        compose.train_step(model, compose.shard_global_batch(batch(0), 2, model=model))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"dp_size": 4, "ep_size": 2}, {"recompute": True}),
+        ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, {"sequence_parallel": True}),
+        ({"cp_size": 2, "tp_size": 2, "ep_size": 2}, {}),
+    ],
+)
+def test_the_routers_own_loss_is_of_the_global_batch(sizes, options):
+    run_ranks(balanced, 4, "Qwen3Moe", sizes, options, timeout=120)

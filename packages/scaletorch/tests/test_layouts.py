@@ -146,7 +146,7 @@ def idle(layout, *arguments):
 
     results = []
     for rank in range(layout[0]):
-        target = "parallel.data_parallel.buckets.reduction:all_reduce"
+        target = "parallel.data_parallel.buckets.reduction:all_reduce_flat"
         with patched(target, partial(thrown_away, idle=rank)):
             results.append(train(layout, *arguments))
     return results

@@ -46,14 +46,14 @@ def test_every_rank_counts_in_some_step_and_some_in_none(batch, dp):
 def idle(case, subject, reference, rank):
     """A data-parallel rank whose gradients are thrown away."""
 
-    def thrown_away(reduce_scatter_flat):
+    def thrown_away(all_reduce_flat):
         def faulty(data, *args, **options):
-            data = data * 0 if get_rank() == rank else data
-            return reduce_scatter_flat(data, *args, **options)
+            data.mul_(get_rank() != rank)
+            return all_reduce_flat(data, *args, **options)
 
         return faulty
 
-    with patched("parallel.data_parallel.buckets.reduction:reduce_scatter_flat", thrown_away):
+    with patched("parallel.data_parallel.buckets.reduction:all_reduce_flat", thrown_away):
         return run_case(case, subject, reference)
 
 

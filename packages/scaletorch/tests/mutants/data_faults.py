@@ -18,19 +18,19 @@ DATA = Catalogue("parallel.data_parallel")
 fault = DATA.fault
 
 
-@fault("buckets.reduction:all_reduce", layout="2x1x1x1")
-def buckets_not_reduced(all_reduce: Any) -> Any:
+@fault("buckets.reduction:all_reduce_flat", layout="2x1x1x1")
+def buckets_not_reduced(all_reduce_flat: Any) -> Any:
     """Gradient buckets miss their all-reduce."""
-    return lambda *_, **__: Work((), lambda: None)
+    return lambda data, *_, **__: Work((), lambda: data)
 
 
-@fault("buckets.reduction:all_reduce", layout="2x1x1x1")
-def buckets_reduced_twice(all_reduce: Any) -> Any:
+@fault("buckets.reduction:all_reduce_flat", layout="2x1x1x1")
+def buckets_reduced_twice(all_reduce_flat: Any) -> Any:
     """Gradient buckets are all-reduced twice."""
 
-    def twice(data: Tensor, op: str, **options: Any) -> Any:
-        all_reduce(data, op, group=options["group"])
-        return all_reduce(data, op, **options)
+    def twice(*args: Any, **options: Any) -> Any:
+        all_reduce_flat(*args, **options).wait()
+        return all_reduce_flat(*args, **options)
 
     return twice
 
@@ -43,7 +43,9 @@ def unused_parameter_blocks_bucket(launch: Any) -> Any:
         if self.ready:
             launch(self, *args, **options)
             return
-        with patched("parallel.data_parallel.buckets.reduction:all_reduce", buckets_not_reduced):
+        with patched(
+            "parallel.data_parallel.buckets.reduction:all_reduce_flat", buckets_not_reduced
+        ):
             launch(self, *args, **options)
 
     return blocked
@@ -98,25 +100,25 @@ def shards_of_own_gradients(reduce_scatter_flat: Any) -> Any:
     return own
 
 
-@fault("buckets.reduction:reduce_scatter_flat", layout="2x1x1x1", data_parallel="rank_order")
-def first_rank_left_out(reduce_scatter_flat: Any) -> Any:
+@fault("buckets.reduction:all_reduce_flat", layout="2x1x1x1", data_parallel="rank_order")
+def first_rank_left_out(all_reduce_flat: Any) -> Any:
     """The ordered sum begins with the second rank."""
 
-    def late(data: Tensor, counts: Any, op: str, group: Any, **options: Any) -> Work[Tensor]:
-        data = data * 0 if group.rank() == 0 else data
-        work: Work[Tensor] = reduce_scatter_flat(data, counts, op, group, **options)
+    def late(data: Tensor, op: str, group: Any, **options: Any) -> Work[Tensor]:
+        data.mul_(group.rank() != 0)
+        work: Work[Tensor] = all_reduce_flat(data, op, group, **options)
         return work
 
     return late
 
 
 @fault(
-    "buckets.reduction:reduce_scatter_flat",
+    "buckets.reduction:all_reduce_flat",
     layout="4x1x1x1", data_parallel="rank_order", model="built-in",
 )  # fmt: skip
-def first_of_four_ranks_left_out(reduce_scatter_flat: Any) -> Any:
+def first_of_four_ranks_left_out(all_reduce_flat: Any) -> Any:
     """The ordered sum of four ranks begins with the second one."""
-    return first_rank_left_out(reduce_scatter_flat)
+    return first_rank_left_out(all_reduce_flat)
 
 
 @fault("buckets.reduction:all_gather_flat", layout="2x1x1x1", data_parallel="zero1")

@@ -1,4 +1,4 @@
-"""What all ranks must have alike, compared once, and a difference reported on every one of them."""
+"""What must be the same on all ranks, compared once; a difference is reported on every rank."""
 
 from __future__ import annotations
 
@@ -38,23 +38,23 @@ def agree(
     error: Exception | None = None,
     note: int = 0,
 ) -> tuple[int, ...]:
-    """Raise on every rank of ``group`` unless all have equal ``lines`` and none has an ``error``.
+    """Raise on every rank of `group` unless all have equal `lines` and none has an `error`.
 
-    Costs one all-gather of 24 bytes a rank; the lines travel only where they differ. A rank that
+    Costs one all-gather of 24 bytes a rank; the lines travel only if they differ. A rank that
     has found a mistake of its own takes part too, so that no other waits for it in vain.
 
     Args:
-        subject: what is compared, for the message.
-        lines: one line of text for each thing that must be equal.
-        group: the ranks that compare; None is all of them.
-        error: a mistake found on this rank, raised here once the others know.
-        note: a number of this rank's own to tell the others, not compared.
+        subject: What is compared, for the message.
+        lines: One line of text for each thing that must be equal.
+        group: The ranks that compare; None is all of them.
+        error: A mistake found on this rank, raised here once the others know.
+        note: A number of this rank's own to tell the others, not compared.
 
     Returns:
         Every rank's note.
 
     Raises:
-        MismatchError: ranks differ, or another rank has an error.
+        MismatchError: Ranks differ, or another rank has an error.
     """
     ranks = group_ranks(group)
     notes: tuple[int, ...] = (note,)

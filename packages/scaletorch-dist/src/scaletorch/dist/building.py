@@ -8,34 +8,31 @@ such module is this package's own.
 
 from .agreement import agree, caught
 from .collectives.all_to_all import all_to_all_flat
-from .collectives.flat import all_gather_flat, reduce_scatter_flat
+from .collectives.flat import all_gather_flat, all_reduce_flat, reduce_scatter_flat
 from .collectives.peer import Handle, Peer
 from .data_devices import tensors_in
 from .differences import relative_error, worst
 from .naming import name_ranks
 from .ranks.locate import Locator, locate
 from .ranks.report import without_coordinates
-from .transport.joining import node_memory
-from .transport.node_memory import UNKEPT, NodeMemory
-from .wire.sums import even_parts, part_of, sum_dtype
+from .transport.flat_buffers import FlatBuffers
+from .wire.sums import even_parts, sum_dtype
 from .world.one_per_process import one_per_process
 
 __all__ = [
-    "UNKEPT",
+    "FlatBuffers",
     "Handle",
     "Locator",
-    "NodeMemory",
     "Peer",
     "agree",
     "all_gather_flat",
+    "all_reduce_flat",
     "all_to_all_flat",
     "caught",
     "even_parts",
     "locate",
     "name_ranks",
-    "node_memory",
     "one_per_process",
-    "part_of",
     "reduce_scatter_flat",
     "relative_error",
     "sum_dtype",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ def get_data_device(data: Any) -> torch.device:
     """Find the one device that all tensors of `data` are on.
 
     Args:
-        data: a tensor, or lists, tuples and mappings of tensors, nested as deep as you like.
+        data: A tensor, or lists, tuples and mappings of tensors, nested as deep as you like.
 
     Raises:
-        InvalidArgumentError: no tensor, something else than a tensor, or several devices.
+        InvalidArgumentError: No tensor, something else than a tensor, or several devices.
     """
     devices = {tensor.device for tensor in _tensors(data)}
     if len(devices) != 1:
@@ -32,15 +33,15 @@ def cast_data_device(data: Any, device: torch.device | str, out: Any = None) -> 
     """Move every tensor of `data` to a device.
 
     Args:
-        data: a tensor, or lists, tuples and mappings of tensors, nested as deep as you like.
-        device: where to.
-        out: a structure like `data`, whose tensors are filled in place with the same values.
+        data: A tensor, or lists, tuples and mappings of tensors, nested as deep as you like.
+        device: Where to.
+        out: A structure like `data`, whose tensors are filled in place with the same values.
 
     Returns:
         The moved tensors, in containers of the same types.
 
     Raises:
-        InvalidArgumentError: something else than a tensor, no device, or an `out` of another
+        InvalidArgumentError: Something else than a tensor, no device, or an `out` of another
             structure.
     """
     if out is not None:
@@ -74,15 +75,21 @@ def _items(data: Any) -> list[tuple[Any, Any]] | None:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of arguments or of a result: itself, or those in tuples, lists, mappings.
+    """Yield the tensors of arguments or of a result: itself, or those inside, at any depth.
 
-    Anything else is passed over.
+    That is in tuples, lists, mappings and dataclasses. Anything else is passed over.
     """
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, Mapping | tuple | list):
-        for each in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors_in(each)
+        return
+    if isinstance(value, Mapping):
+        value = value.values()
+    elif is_dataclass(value) and not isinstance(value, type):
+        value = [getattr(value, field.name) for field in fields(value)]
+    elif not isinstance(value, tuple | list):
+        return
+    for each in value:
+        yield from tensors_in(each)
 
 
 def _tensors(data: Any) -> Iterator[Tensor]:

@@ -1,6 +1,6 @@
 """How far tensors are apart, in numbers with which a comparison can fail.
 
-Python's ``max`` passes over a NaN that is not first, ``NaN > bound`` is false, shapes that differ
+Python's `max` passes over a NaN that is not first, `NaN > bound` is false, shapes that differ
 broadcast, and the largest of no errors is small. Here what is not finite is infinitely far off,
 and nothing at all is refused.
 """
@@ -16,13 +16,13 @@ from .errors import InvalidArgumentError
 
 
 def worst(errors: Iterable[float | Tensor]) -> float:
-    """Return the largest of ``errors``; infinity where one is NaN or below zero.
+    """Return the largest of `errors`; infinity if one is NaN or below zero.
 
     Args:
-        errors: what differences came to, each of one element.
+        errors: What differences came to, each of one element.
 
     Raises:
-        InvalidArgumentError: there are none: nothing was compared.
+        InvalidArgumentError: There are none: nothing was compared.
 
     Example:
         >>> worst([1e-16, float("nan")]) < 1e-12
@@ -38,17 +38,17 @@ def relative_error(actual: Tensor, expected: Tensor, *, scale: Tensor | None = N
     """Return the largest difference of two tensors over the largest expected value.
 
     Args:
-        actual: what was found, of any dtype and shape.
-        expected: what should have been found, of the same shape; zero where all of it is zero is
+        actual: What was found, of any dtype and shape.
+        expected: What should have been found, of the same shape; zero where all of it is zero is
             no difference, and anything else is an infinite one.
-        scale: the tensor whose largest value is meant, where ``expected`` is a part of it.
+        scale: The tensor whose largest value is meant, if `expected` is a part of it.
 
     Returns:
         The error in float64's range; infinity where either tensor has a NaN or an infinity, and 0
         for tensors without elements.
 
     Raises:
-        InvalidArgumentError: the shapes differ.
+        InvalidArgumentError: The shapes differ.
     """
     if actual.shape != expected.shape:
         raise InvalidArgumentError(

@@ -31,9 +31,9 @@ class RankFaultError(ScaletorchError, RuntimeError):
     """A guard has found that a rank failed, died, stopped, left or makes other calls than the rest.
 
     Attributes:
-        ranks: the guilty ranks; both sides where it cannot be told which one is.
-        kind: ``exception``, ``death``, ``left``, ``stopped``, ``mismatch``, ``cycle`` or ``slow``.
-        text: the whole story, which is the message too.
+        ranks: The guilty ranks; both sides if it cannot be told which one is.
+        kind: `exception`, `death`, `left`, `stopped`, `mismatch`, `cycle` or `slow`.
+        text: The whole story, which is the message too.
     """
 
     def __init__(self, text: str, *, ranks: tuple[int, ...] = (), kind: str = "") -> None:
@@ -51,10 +51,10 @@ class RankFailedError(ScaletorchError, RuntimeError):
     """One or more launched ranks failed, hung or died; the message holds every traceback.
 
     Attributes:
-        failures: rank → traceback text, in the order in which the ranks failed.
-        exceptions: rank → the exception itself, where it could be sent over.
-        finished: ranks that returned.
-        hung: ranks that had neither returned nor failed when they were stopped.
+        failures: Rank → traceback text, in the order in which the ranks failed.
+        exceptions: Rank → the exception itself, if it could be sent over.
+        finished: Ranks that returned.
+        hung: Ranks that had neither returned nor failed when they were stopped.
     """
 
     def __init__(

@@ -11,9 +11,9 @@
 | `split(x, dim)` | own piece of `x` along `dim` | everyone's piece joined |
 | `all_to_all(x, split_dim, concat_dim)` | piece i to rank i, received ones joined | the way back |
 
-`all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all` are adjoints where the loss is the
-sum of the ranks' losses. `copy`, `reduce`, `gather` and `split` are for a loss that every rank
-computes alike. No call changes its input. With one rank nothing is sent and `x` itself may
+`all_reduce`, `all_gather`, `reduce_scatter` and `all_to_all` are adjoints if the loss is the
+sum of the ranks' losses. `copy`, `reduce`, `gather` and `split` are for one loss that every rank
+computes. No call changes its input. With one rank nothing is sent and `x` itself may
 come back. Backward communicates, so every rank of the group must run it, in the same order.
 """
 
@@ -64,7 +64,7 @@ __all__ = [
 
 
 def _stays(x: Tensor, group: Group) -> bool:
-    """Tell whether nothing is to be sent."""
+    """Return whether nothing is to be sent."""
     if not isinstance(x, Tensor):
         raise InvalidArgumentError(f"expected a tensor, got {type(x).__name__}")
     return alone(group)
@@ -74,8 +74,8 @@ def copy(x: Tensor, group: Group = None) -> Tensor:
     """Return `x`; its gradient is summed over the ranks (the start of a parallel region).
 
     Args:
-        x: any shape; the same on every rank.
-        group: the ranks; the default group by default.
+        x: Any shape; the same on every rank.
+        group: The ranks; the default group by default.
     """
     return x if _stays(x, group) or not torch.is_grad_enabled() else apply(Copy, x, group)
 
@@ -85,8 +85,8 @@ def reduce(x: Tensor, group: Group = None) -> Tensor:
     """Return the sum of every rank's `x`; the gradient passes as it is (the end of a region).
 
     Args:
-        x: any shape, the same one on every rank.
-        group: the ranks; the default group by default.
+        x: Any shape, the same one on every rank.
+        group: The ranks; the default group by default.
     """
     return x if _stays(x, group) else apply(Reduce, x, group)
 
@@ -96,8 +96,8 @@ def all_reduce(x: Tensor, group: Group = None) -> Tensor:
     """Return the sum of every rank's `x`; the gradient is summed over the ranks too.
 
     Args:
-        x: any shape, the same one on every rank.
-        group: the ranks; the default group by default.
+        x: Any shape, the same one on every rank.
+        group: The ranks; the default group by default.
     """
     return x if _stays(x, group) else apply(AllReduce, x, group)
 
@@ -109,13 +109,13 @@ def all_gather(
     """Return every rank's `x` joined along `dim`; the gradient is summed, own piece kept.
 
     Args:
-        x: the same shape on every rank, but for `dim` where `sizes` is given.
-        dim: the dim to join along; may be negative.
-        group: the ranks; the default group by default.
-        sizes: the length along `dim` on each rank, where they differ.
+        x: The same shape on every rank, but for `dim` where `sizes` is given.
+        dim: The dim to join along; may be negative.
+        group: The ranks; the default group by default.
+        sizes: The length along `dim` on each rank, if they differ.
 
     Raises:
-        InvalidArgumentError: no such dim, or `sizes` do not fit.
+        InvalidArgumentError: No such dim, or `sizes` do not fit.
     """
     if _stays(x, group):
         return pieces.joined(x, dim, group, sizes)
@@ -131,13 +131,13 @@ def reduce_scatter(
     16-bit floats may be summed in float32 and rounded once.
 
     Args:
-        x: the same shape on every rank.
-        dim: the dim to cut; the number of ranks divides it, or `sizes` is given.
-        group: the ranks; the default group by default.
-        sizes: the length along `dim` of each rank's piece, where they differ.
+        x: The same shape on every rank.
+        dim: The dim to cut; the number of ranks divides it, or `sizes` is given.
+        group: The ranks; the default group by default.
+        sizes: The length along `dim` of each rank's piece, if they differ.
 
     Raises:
-        InvalidArgumentError: no such dim, it does not divide, or `sizes` do not fit.
+        InvalidArgumentError: No such dim, it does not divide, or `sizes` do not fit.
     """
     if _stays(x, group):
         return pieces.summed_piece(x, dim, group, sizes)
@@ -151,13 +151,13 @@ def gather(
     """Return every rank's `x` joined along `dim`; the gradient is cut to the own piece.
 
     Args:
-        x: the same shape on every rank, but for `dim` where `sizes` is given.
-        dim: the dim to join along; may be negative.
-        group: the ranks; the default group by default.
-        sizes: the length along `dim` on each rank, where they differ.
+        x: The same shape on every rank, but for `dim` where `sizes` is given.
+        dim: The dim to join along; may be negative.
+        group: The ranks; the default group by default.
+        sizes: The length along `dim` on each rank, if they differ.
 
     Raises:
-        InvalidArgumentError: no such dim, or `sizes` do not fit.
+        InvalidArgumentError: No such dim, or `sizes` do not fit.
     """
     if _stays(x, group):
         return pieces.joined(x, dim, group, sizes)
@@ -170,13 +170,13 @@ def split(
     """Return this rank's piece of `x` along `dim`, copied; the gradients' pieces are joined.
 
     Args:
-        x: the same on every rank.
-        dim: the dim to cut; the number of ranks divides it, or `sizes` is given.
-        group: the ranks; the default group by default.
-        sizes: the length along `dim` of each rank's piece, where they differ.
+        x: The same on every rank.
+        dim: The dim to cut; the number of ranks divides it, or `sizes` is given.
+        group: The ranks; the default group by default.
+        sizes: The length along `dim` of each rank's piece, if they differ.
 
     Raises:
-        InvalidArgumentError: no such dim, it does not divide, or `sizes` do not fit.
+        InvalidArgumentError: No such dim, it does not divide, or `sizes` do not fit.
     """
     if _stays(x, group):
         return pieces.own_piece(x, dim, group, sizes)
@@ -188,13 +188,13 @@ def all_to_all(x: Tensor, split_dim: int, concat_dim: int, group: Group = None) 
     """Send piece i of `x` along `split_dim` to rank i; join what came along `concat_dim`.
 
     Args:
-        x: the same shape on every rank.
-        split_dim: the dim to cut; the number of ranks divides it.
-        concat_dim: the dim to join along; both may be negative.
-        group: the ranks; the default group by default.
+        x: The same shape on every rank.
+        split_dim: The dim to cut; the number of ranks divides it.
+        concat_dim: The dim to join along; both may be negative.
+        group: The ranks; the default group by default.
 
     Raises:
-        InvalidArgumentError: no such dim, or `split_dim` does not divide.
+        InvalidArgumentError: No such dim, or `split_dim` does not divide.
     """
     if _stays(x, group):
         return pieces.swapped(x, split_dim, concat_dim, group)

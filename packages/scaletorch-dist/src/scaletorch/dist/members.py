@@ -14,8 +14,8 @@ def require_member(group: ProcessGroup | None) -> None:
     """Refuse a group that this rank is not in.
 
     Raises:
-        NotInGroupError: it names the group's ranks as far as torch knows them here.
-        InvalidArgumentError: it is no process group at all.
+        NotInGroupError: It names the group's ranks as far as torch knows them here.
+        InvalidArgumentError: It is no process group at all.
     """
     if group is None:
         return

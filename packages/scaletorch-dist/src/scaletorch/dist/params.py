@@ -33,13 +33,13 @@ def all_reduce_dict(data: Mapping[str, Tensor], op: Op = "sum", group: Group = N
     """Reduce every tensor of a dict over the ranks, in place.
 
     Args:
-        data: the same keys with the same shapes and dtypes on every rank, in any order.
-        op: as in `all_reduce`; each tensor keeps its dtype.
-        group: the default group by default.
+        data: The same keys with the same shapes and dtypes on every rank, in any order.
+        op: As in `all_reduce`; each tensor keeps its dtype.
+        group: The default group by default.
 
     Raises:
-        InvalidArgumentError: a key that is no string, a value that is no tensor, or a bad op.
-        MismatchError: on every rank, with the keys, shapes or dtypes that differ.
+        InvalidArgumentError: A key that is no string, a value that is no tensor, or a bad op.
+        MismatchError: On every rank, with the keys, shapes or dtypes that differ.
     """
     if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
         message = f"all_reduce_dict needs a dict with strings for keys, got {_kind(data)}"
@@ -68,15 +68,15 @@ def all_reduce_params(
     """Reduce many tensors over the ranks, in place: gradients, buffers or parameters.
 
     Args:
-        params: tensors of any dtypes, in one order on every rank; also a generator, also leaves
+        params: Tensors of any dtypes, in one order on every rank; also a generator, also leaves
             that require grad. One that comes twice is reduced once.
-        coalesce: send small tensors (under 1 MiB) together; larger ones always go by themselves.
-        bucket_size_mb: how many MiB to send together at most; -1 for no limit.
-        op: as in `all_reduce`.
-        group: the default group by default.
+        coalesce: Send small tensors (under 1 MiB) together; larger ones always go by themselves.
+        bucket_size_mb: How many MiB to send together at most; -1 for no limit.
+        op: As in `all_reduce`.
+        group: The default group by default.
 
     Raises:
-        InvalidArgumentError: something that is no tensor, a bad op or bucket size.
+        InvalidArgumentError: Something that is no tensor, a bad op or bucket size.
     """
     if isinstance(params, (Tensor, Mapping)) or not isinstance(params, Iterable):
         message = f"all_reduce_params needs an iterable of tensors, got {type(params).__name__}"

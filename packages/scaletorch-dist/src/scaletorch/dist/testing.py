@@ -56,20 +56,20 @@ def run_ranks(
     on a rank too.
 
     Args:
-        fn: a module-level function, of a test file or of an importable module.
-        world_size: number of ranks.
-        args: what `fn` is given; must pickle.
-        timeout: seconds; ranks that hang are killed and their stacks shown.
+        fn: A module-level function, of a test file or of an importable module.
+        world_size: Number of ranks.
+        args: What `fn` is given; must pickle.
+        timeout: Seconds; ranks that hang are killed and their stacks shown.
         init: False for ranks without a group, in the environment that torchrun would give them.
-        env: variables to set in each rank; None as a value removes one.
-        kwargs: what `fn` is given by name; must pickle.
+        env: Variables to set in each rank; None as a value removes one.
+        kwargs: What `fn` is given by name; must pickle.
 
     Returns:
         What each rank returned, by rank.
 
     Raises:
-        InvalidArgumentError: ranks could not find `fn`, or its arguments do not pickle.
-        RankFailedError: with the traceback of every rank that failed, the first failure first.
+        InvalidArgumentError: Ranks could not find `fn`, or its arguments do not pickle.
+        RankFailedError: With the traceback of every rank that failed, the first failure first.
     """
     if not init or env:
         with _new_pool(world_size, init=init, env=env) as fresh:
@@ -110,10 +110,10 @@ def distributed_test(
     pickle. It is skipped if every rank skips.
 
     Args:
-        world_size: number of ranks.
-        timeout: seconds.
-        init: as in `run_ranks`.
-        env: as in `run_ranks`.
+        world_size: Number of ranks.
+        timeout: Seconds.
+        init: As in `run_ranks`.
+        env: As in `run_ranks`.
 
     Example:
         >>> @distributed_test(world_size=4)

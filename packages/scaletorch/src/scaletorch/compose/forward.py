@@ -10,9 +10,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..dist.errors import InvalidArgumentError, StateError
 from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
+from ..parallel.pipeline_parallel import PipelineParallel
+from .balance import RouterLoss
 
 _PASSING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
@@ -25,20 +28,24 @@ class Terms:
         name: The class of the plain model.
         arguments: Of its forward, by name; whether each has to be given.
         takes_any: Its forward takes arguments of any name.
+        has_batch_norms: Its statistics may have to be of the whole batch.
         cp_layout: The order of positions over cp ranks; None if there is one rank.
         manager: The grid; None if the model was put together by hand.
         shares_sequences: Each tp rank holds a shard of every sequence between layers.
         counts_otherwise: Its own positions, where sequences are divided, are not 0, 1, 2, ...
+        router_loss: The auxiliary loss that the model's config asks for.
         seen: Its first step has been looked at.
     """
 
     name: str
     arguments: Mapping[str, bool]
     takes_any: bool
+    has_batch_norms: bool = False
     cp_layout: str | None = None
     manager: ProcessGroupManager | None = None
     shares_sequences: bool = False
     counts_otherwise: bool = False
+    router_loss: RouterLoss | None = None
     seen: bool = False
 
     def takes(self, argument: str) -> bool:
@@ -54,7 +61,7 @@ _known: WeakKeyDictionary[nn.Module, Terms] = WeakKeyDictionary()
 
 
 def read_terms(model: nn.Module) -> Terms:
-    """Read how a plain module wants to be called from its forward's signature."""
+    """Read how a plain module wants to be called, and what it is made of."""
     parameters = _signature(model)
     arguments = {
         name: parameter.default is parameter.empty
@@ -62,7 +69,8 @@ def read_terms(model: nn.Module) -> Terms:
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    return Terms(type(model).__name__, arguments, takes_any)
+    has_batch_norms = any(isinstance(module, _BatchNorm) for module in model.modules())
+    return Terms(type(model).__name__, arguments, takes_any, has_batch_norms)
 
 
 def keep_terms(model: nn.Module, terms: Terms) -> None:
@@ -78,6 +86,13 @@ def terms_of(model: nn.Module) -> Terms:
             plain = plain.module
         _known[model] = read_terms(plain)
     return _known[model]
+
+
+def pipeline_of(model: Any) -> PipelineParallel:
+    """Return the pipeline within wrappers."""
+    while not isinstance(model, PipelineParallel):
+        model = model.module
+    return model
 
 
 def manager_of(model: nn.Module, manager: ProcessGroupManager | None) -> ProcessGroupManager:

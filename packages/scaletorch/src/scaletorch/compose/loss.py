@@ -1,4 +1,4 @@
-"""The sum of token losses, of whole logits or of each rank's shard of the vocabulary."""
+"""The one loss, token losses of whole logits or of shards of the vocabulary; others are refused."""
 
 from __future__ import annotations
 
@@ -55,3 +55,40 @@ def token_loss_sum(output: Any, labels: Tensor, head: ColumnParallelLinear | Non
             logits, labels, reduction="sum", group=head.group, vocab_size=head.out_features
         )
     return pg_manager.token_loss_sum(logits, labels)
+
+
+def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None:
+    """Refuse an output that has a loss beside its logits.
+
+    Args:
+        output: The model's.
+        with_router_loss: Its `aux_loss` is computed anew, of the global batch.
+
+    Raises:
+        InvalidArgumentError: It has, or it has no logits.
+    """
+    given = (
+        output if isinstance(output, dict) else vars(output) if hasattr(output, "__dict__") else {}
+    )
+    for name in ("loss", "z_loss", *(() if with_router_loss else ("aux_loss",))):
+        value = None if isinstance(output, Tensor) else given.get(name)
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise InvalidArgumentError(
+                f"{type(output).__name__} has {name} beside its logits, and train_step trains by "
+                f"the cross entropy of tokens alone: {name} would be left out. Turn it off in the "
+                "model, or write the loss yourself (train_step_pipeline takes a loss_fn)"
+            )
+    if not isinstance(getattr(output, "logits", output), Tensor):
+        raise InvalidArgumentError(
+            "train_step needs a model that returns its logits [B, L, V], or an output that has "
+            f"them as .logits; it returned {_described(output)}"
+        )
+
+
+def _described(output: Any) -> str:
+    if isinstance(output, tuple | list):
+        inner = ", ".join(_described(entry) for entry in output)
+        return f"a {type(output).__name__} of {inner or 'nothing'}"
+    if isinstance(output, Tensor):
+        return f"a tensor {list(output.shape)}"
+    return type(output).__name__

@@ -14,7 +14,7 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ModuleWrapper, ProcessGroupManager
 from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
 from ..parallel.tensor_parallel import apply_tensor_parallel, joins_sequences
-from .before.auxiliary import require_no_router_loss
+from .balance import read_router_loss
 from .before.batch_norm import synchronise_batch_norms
 from .before.initial import require_one_model
 from .before.positions import counts_otherwise
@@ -142,10 +142,10 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Settings) 
             f"parallelize takes a plain nn.Module, got {type(model).__name__}"
         )
     shares = manager.tp_size > 1 and bool(settings.sequence_parallel)
-    require_no_router_loss(model)
+    balance = read_router_loss(model, manager)
     synchronise_batch_norms(model, manager, recompute=bool(settings.recompute), shares=shares)
     terms = read_terms(model)
-    terms.manager, terms.shares_sequences = manager, shares
+    terms.manager, terms.shares_sequences, terms.router_loss = manager, shares, balance
     if manager.cp_size > 1:
         terms.cp_layout = str(settings.cp_layout)
     if manager.cp_size > 1 or shares:

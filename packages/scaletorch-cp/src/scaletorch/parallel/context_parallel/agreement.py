@@ -24,11 +24,10 @@ from ...dist import all_gather
 from ...dist.errors import InvalidArgumentError, MismatchError
 from ..pg_manager import describe_rank
 from .alone import alone
-from .cp_comms import Ring
+from .cp_comms import Parts, Ring
 from .layouts.layout import LAYOUTS
 from .methods import METHODS
 from .methods.call import Call
-from .methods.parts import Parts
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

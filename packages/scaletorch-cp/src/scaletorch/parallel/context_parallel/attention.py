@@ -22,15 +22,14 @@ from .agreement import (
     with_one_head_dim,
 )
 from .alone import Alone, alone, attend_alone
-from .cp_comms import Ring
+from .cp_comms import Groups, Parts, Ring, rings_of
 from .layouts.layout import Layout, layout_of_shards
 from .layouts.order import order_of_shards
 from .masks.documents import read_documents
 from .masks.mask import Mask
 from .methods import METHODS, Method
-from .methods.call import Call
+from .methods.call import Call, parts_for
 from .methods.choose import choose_method
-from .methods.parts import Groups, Parts, parts_for, rings_of
 
 # A mask checks itself when it is made: the same one is made in every layer. 1 is not True here.
 _mask = lru_cache(maxsize=64, typed=True)(Mask)

@@ -1,20 +1,27 @@
-"""The ring of a context-parallel group, and the engine that passes tensors around it."""
+"""The ring of a context-parallel group, its parts, and the engine that passes tensors around it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import exchange, get_rank, group_ranks
+from ...dist import all_gather, exchange, get_comm_device, get_rank, group_ranks
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import axis_group, describe_rank
 
 if TYPE_CHECKING:
     from ...dist import Work
+
+__all__ = ["ContextCommunicate", "Ring", "ring_of"]
+
+_wholes: WeakKeyDictionary[ProcessGroup, dict[tuple[int, ...], tuple[int, ...]]] = (
+    WeakKeyDictionary()
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,50 @@ def ring_of(group: ProcessGroup | Ring | None = None) -> Ring:
         return Ring(None, (get_rank(),), 0)
     ranks = group_ranks(group)
     return Ring(group, ranks, ranks.index(get_rank()))
+
+
+# A ring as two: this rank's neighbours, which share out heads, and its peers in the other parts.
+Parts: TypeAlias = tuple[Ring, Ring]
+Groups: TypeAlias = ProcessGroup | tuple[ProcessGroup, ProcessGroup] | None
+
+
+def split(ring: Ring, size: int) -> Parts:
+    """Divide a ring into parts of `size` neighbours; both rings communicate over its own group.
+
+    Args:
+        ring: All ranks.
+        size: Ranks of a part; it divides their number.
+    """
+    part, place = divmod(ring.index, size)
+    neighbours = ring.ranks[part * size : (part + 1) * size]
+    return Ring(ring.group, neighbours, place), Ring(ring.group, ring.ranks[place::size], part)
+
+
+def rings_of(group: Groups) -> tuple[Ring, Parts | None]:
+    """Return the ring of all ranks, and its parts if a caller has a group for each of the two.
+
+    The first use of a pair of groups communicates over the second.
+
+    Raises:
+        NotInGroupError: This rank is outside a group.
+        StateError: Several ranks, and neither a group nor a process group manager.
+    """
+    if not isinstance(group, tuple):
+        return ring_of(group), None
+    part, across = (ring_of(each) for each in group)
+    index = across.index * part.size + part.index
+    return Ring(None, _all_ranks(part, across), index), (part, across)
+
+
+def _all_ranks(part: Ring, across: Ring) -> tuple[int, ...]:
+    """Return the ranks of all parts, in the order of their shares."""
+    if across.group is None:
+        return part.ranks
+    known = _wholes.setdefault(across.group, {})
+    if part.ranks not in known:
+        mine = torch.tensor(part.ranks, device=get_comm_device(across.group))
+        known[part.ranks] = tuple(torch.cat(all_gather(mine, across.group)).tolist())
+    return known[part.ranks]
 
 
 class ContextCommunicate:

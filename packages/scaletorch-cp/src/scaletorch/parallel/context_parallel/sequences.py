@@ -19,7 +19,7 @@ from .cp_comms import ring_of
 from .layouts.layout import named_layout
 from .layouts.order import DEFAULT
 from .layouts.sharding import batch_shape, is_sequence, shard_batch, unshard_sequence
-from .masks.documents import CU_SEQLENS, next_labels, positions_within, read_documents
+from .masks.documents import CU_SEQLENS, Documents, read_documents
 from .models.settings import Told, telling
 from .models.transformers_attention import adopted
 
@@ -105,10 +105,10 @@ class ShardedSequences:
         self._require_documents(batch)
         whole, documents = dict(batch), self.documents or (0, shape[1])
         if whole.get("position_ids") is None:
-            ids = positions_within(documents, whole["input_ids"].device)
+            ids = _positions_within(documents, whole["input_ids"].device)
             whole["position_ids"] = ids.expand(shape)
         if whole.get("labels") is not None and not shifted:
-            whole["labels"] = next_labels(whole["labels"], documents)
+            whole["labels"] = _next_labels(whole["labels"], documents)
         padded = {
             name: self._padded(name, value) if is_sequence(name, value, shape) else value
             for name, value in whole.items()
@@ -215,3 +215,25 @@ class ShardedSequences:
     def _padded(self, name: str, value: Tensor) -> Tensor:
         missing = self.layout.padded_length - self.layout.length
         return F.pad(value, (0, missing), value=IGNORED if name == "labels" else 0)
+
+
+def _positions_within(documents: Documents, device: torch.device) -> Tensor:
+    """Return each position counted from where its document begins, int64 [length]."""
+    bounds = torch.tensor(documents, device=device)
+    starts = bounds[:-1].repeat_interleave(bounds.diff())
+    return torch.arange(documents[-1], device=device) - starts
+
+
+def _next_labels(labels: Tensor, documents: Documents) -> Tensor:
+    """Return the target of each position: the next label of its own document.
+
+    Args:
+        labels: [B, length], each position's own label.
+        documents: Where documents begin, and the length.
+
+    Returns:
+        [B, length]; -100 at each document's end.
+    """
+    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
+    targets[:, [end - 1 for end in documents[1:] if end]] = IGNORED
+    return targets

@@ -18,10 +18,10 @@ COPIES = 6  # of a size that a rank may need at once
 
 
 def parse_grid(text: str) -> dict[str, int]:
-    """Read ``tp=2,dp=2``; the axes in the order of the grid.
+    """Read `tp=2,dp=2`; the axes in the order of the grid.
 
     Raises:
-        InvalidArgumentError: an unknown axis, one twice, or a size that is none.
+        InvalidArgumentError: An unknown axis, one twice, or a size that is none.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -40,7 +40,7 @@ def axis_group(grid: dict[str, int], axis: str) -> ProcessGroup:
     """Return this rank's group along an axis; every rank of the world calls this.
 
     Raises:
-        InvalidArgumentError: the grid does not have the axis, or is not as large as the world.
+        InvalidArgumentError: The grid does not have the axis, or is not as large as the world.
     """
     world = get_world_size()
     if axis not in grid:

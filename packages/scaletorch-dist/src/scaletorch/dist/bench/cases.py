@@ -34,12 +34,12 @@ class Case(NamedTuple):
     """One call.
 
     Attributes:
-        make: place, bytes → what runs it once.
-        factor: ranks → bytes that the busiest link carries for each byte of size.
-        steps: ranks → messages one after another, on a ring or (rooted calls) a binary tree.
-        split: whether the size is cut into one part a rank.
-        unit: bytes that the size is rounded up to a multiple of.
-        largest: bytes beyond which it is not measured; None for no limit.
+        make: Place, bytes → what runs it once.
+        factor: Ranks → bytes that the busiest link carries for each byte of size.
+        steps: Ranks → messages one after another, on a ring or (rooted calls) a binary tree.
+        split: Whether the size is cut into one part a rank.
+        unit: Bytes that the size is rounded up to a multiple of.
+        largest: Bytes beyond which it is not measured; None for no limit.
     """
 
     make: Callable[[Place, int], Run]

@@ -17,8 +17,8 @@ def fit(sizes: Sequence[float], seconds: Sequence[float]) -> tuple[float, float]
     alone, and leave alpha to their noise.
 
     Args:
-        sizes: bytes.
-        seconds: the time of each, above 0.
+        sizes: Bytes.
+        seconds: The time of each, above 0.
     """
     weights = [1 / time**2 for time in seconds]
     total = sum(weights)
@@ -43,8 +43,8 @@ def constants(rows: Sequence[Row], ranks: int) -> dict[str, dict[str, Any]]:
     """Return what a planner needs of each call.
 
     Args:
-        rows: of all calls.
-        ranks: in the group that they were measured on.
+        rows: Of all calls.
+        ranks: In the group that they were measured on.
 
     Returns:
         By call: `alpha` (seconds) and `beta` (seconds per byte of the call's size), for this

@@ -21,13 +21,13 @@ class Row(NamedTuple):
     """One line of the table.
 
     Attributes:
-        call: its name in `CASES`.
-        size: bytes, as `CASES` counts them.
-        seconds: of one call; the median of the rounds.
-        least: the quickest round's.
-        algorithm_bandwidth: size / seconds, bytes per second.
-        bus_bandwidth: what the busiest link carried, bytes per second.
-        calls: how often it was called in all.
+        call: Its name in `CASES`.
+        size: Bytes, as `CASES` counts them.
+        seconds: Of one call; the median of the rounds.
+        least: The quickest round's.
+        algorithm_bandwidth: Size / seconds, bytes per second.
+        bus_bandwidth: What the busiest link carried, bytes per second.
+        calls: How often it was called in all.
     """
 
     call: str
@@ -43,7 +43,7 @@ def sizes_between(least: int, most: int, factor: int) -> list[int]:
     """Return sizes that grow by a factor, the largest one last.
 
     Raises:
-        InvalidArgumentError: there are none, or the factor does not grow them.
+        InvalidArgumentError: There are none, or the factor does not grow them.
     """
     if not 1 <= least <= most or factor < 2:
         message = f"sizes grow from 1 byte or more, by 2 or more: got {least} to {most} by {factor}"
@@ -56,13 +56,13 @@ def sizes_between(least: int, most: int, factor: int) -> list[int]:
 
 
 def measure(name: str, size: int, place: Place, seconds: float) -> Row:
-    """Measure a call at one size; every rank of the world calls this alike.
+    """Measure a call at one size; every rank of the world makes the same call.
 
     Args:
-        name: of the call, in `CASES`.
-        size: bytes; rounded up to what the call can take.
-        place: where.
-        seconds: about how long to measure.
+        name: Of the call, in `CASES`.
+        size: Bytes; rounded up to what the call can take.
+        place: Where.
+        seconds: About how long to measure.
 
     Returns:
         The row, the same one on every rank of the world.

@@ -17,7 +17,7 @@ def require_matplotlib() -> None:
     """Find out before anything is measured that there would be no picture.
 
     Raises:
-        StateError: with how to install it.
+        StateError: With how to install it.
     """
     if importlib.util.find_spec("matplotlib") is None:
         raise StateError("--plot needs matplotlib: pip install 'scaletorch-dist[plot]'")

@@ -21,9 +21,9 @@ def report(options: Options, json_path: str | None = None, plot_path: str | None
     """Measure on this rank; global rank 0 prints tables and writes files.
 
     Args:
-        options: the same on every rank.
-        json_path: file to write rows and constants to; None for none.
-        plot_path: file to draw a picture into; None for none.
+        options: The same on every rank.
+        json_path: File to write rows and constants to; None for none.
+        plot_path: File to draw a picture into; None for none.
     """
     joined = not c10d.is_initialized()
     if joined:

@@ -25,14 +25,14 @@ class Options(NamedTuple):
     """What is asked for; sizes in bytes.
 
     Attributes:
-        calls: names in `CASES`.
-        least: smallest size.
-        most: largest size; None for as much as memory allows.
-        factor: between sizes.
-        seconds: for each call at each size.
+        calls: Names in `CASES`.
+        least: Smallest size.
+        most: Largest size; None for as much as memory allows.
+        factor: Between sizes.
+        seconds: For each call at each size.
         backend: None for that of this machine's device.
-        grid: such as ``tp=2,dp=2``; "" for the world as one group.
-        axis: of the grid.
+        grid: Such as `tp=2,dp=2`; "" for the world as one group.
+        axis: Of the grid.
     """
 
     calls: tuple[str, ...] = tuple(CASES)
@@ -49,8 +49,8 @@ def run(options: Options, tell: Callable[[Row], None]) -> dict[str, Any]:
     """Measure all on this rank; every rank of the world calls this.
 
     Args:
-        options: the same on every rank.
-        tell: is given each row as it comes.
+        options: The same on every rank.
+        tell: Is given each row as it comes.
 
     Returns:
         What `as_json` makes of it.

@@ -17,7 +17,7 @@ from ..wire.checks import checking, compare, tells_failure
 from ..wire.sums import as_one
 from ..wire.work import Work, settled
 from ..world.info import group_ranks
-from .arguments import check_list, check_target, check_tensor
+from .arguments import check_form_with_list, check_list, check_target, check_tensor
 
 Group = ProcessGroup | None
 
@@ -54,7 +54,7 @@ def all_to_all(*args: Any, **options: Any) -> Any:
     has it the other way round. Shapes may differ from pair to pair, and nothing is compared.
 
     Args:
-        args: the tensor to cut, the same shape and dtype on every rank; or the list to send and
+        args: The tensor to cut, the same shape and dtype on every rank; or the list to send and
             the list to fill.
         options: `group` (the default group by default); `async_op` (return a Work at once, whose
             `wait()` returns the tensor, or None once the list is filled).
@@ -63,20 +63,15 @@ def all_to_all(*args: Any, **options: Any) -> Any:
         The joined blocks in the first form, None in the second.
 
     Raises:
-        InvalidArgumentError: dim 0 does not divide, on any rank; or the lists do not fit.
-        MismatchError: the ranks' shapes or dtypes differ (first form).
-        NotInGroupError: this rank is outside the group.
+        InvalidArgumentError: Dim 0 does not divide, on any rank; or the lists do not fit.
+        MismatchError: The ranks' shapes or dtypes differ (first form).
+        NotInGroupError: This rank is outside the group.
     """
     data = args[0] if args else options.get("data")
     if isinstance(data, Tensor):
         return _all_to_all(*args, **options)
-    lists = "send_list" in options or isinstance(data, Sequence)
-    if not lists or not (len(args) > 1 or "recv_list" in options):
-        message = (
-            "all_to_all needs a tensor, or a list to send and one to receive into, "
-            f"got {type(data).__name__}"
-        )
-        raise InvalidArgumentError(message)
+    names, needs = ("send_list", "recv_list"), "a list to send and one to receive into"
+    check_form_with_list(args, options, names, "all_to_all", needs)
     return _all_to_all_lists(*args, **options)
 
 

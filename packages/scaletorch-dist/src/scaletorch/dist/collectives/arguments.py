@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ def check_tensor(data: Any, call: str, name: str = "data") -> None:
     """Make sure that `data` is a dense tensor with memory.
 
     Raises:
-        InvalidArgumentError: it is not.
+        InvalidArgumentError: It is not.
     """
     if not isinstance(data, Tensor):
         message = f"{call} needs a tensor for {name}, got {type(data).__name__}"
@@ -33,7 +33,7 @@ def check_target(data: Any, call: str, name: str = "data") -> None:
     """Make sure that `data` can be filled in place.
 
     Raises:
-        InvalidArgumentError: it is no dense tensor, or an expanded one.
+        InvalidArgumentError: It is no dense tensor, or an expanded one.
     """
     check_tensor(data, call, name)
     if data.is_contiguous():
@@ -60,7 +60,7 @@ def check_list(
     """Make sure that `tensors` are `count` dense tensors of one shape or dtype.
 
     Raises:
-        InvalidArgumentError: they are not.
+        InvalidArgumentError: They are not.
     """
     if isinstance(tensors, Tensor) or not isinstance(tensors, Sequence) or len(tensors) != count:
         got = f"{len(tensors)}" if isinstance(tensors, Sequence) else type(tensors).__name__
@@ -83,12 +83,26 @@ def check_list(
             raise InvalidArgumentError(message)
 
 
+def check_form_with_list(
+    args: Sequence[Any], options: Mapping[str, Any], names: tuple[str, str], call: str, needs: str
+) -> None:
+    """Make sure that a call which was not given one tensor was given a list and more.
+
+    Raises:
+        InvalidArgumentError: It was not.
+    """
+    first = args[0] if args else options.get("data")
+    listed = names[0] in options or isinstance(first, Sequence)
+    if not listed or not (len(args) > 1 or names[1] in options):
+        raise InvalidArgumentError(f"{call} needs a tensor, or {needs}, got {type(first).__name__}")
+
+
 def check_member(rank: Any, name: str, group: ProcessGroup | None) -> bool:
     """Make sure that global rank `rank` is in the group; tell whether it is this one.
 
     Raises:
-        InvalidArgumentError: it is no whole number.
-        NotInGroupError: it is outside.
+        InvalidArgumentError: It is no whole number.
+        NotInGroupError: It is outside.
     """
     if not isinstance(rank, int) or isinstance(rank, bool):
         message = f"{name} must be a global rank, got {rank!r}"
@@ -108,7 +122,7 @@ def check_tag(tag: Any) -> None:
     """Make sure that messages can be told apart by `tag`.
 
     Raises:
-        InvalidArgumentError: it is no number of at least 0.
+        InvalidArgumentError: It is no number of at least 0.
     """
     if not isinstance(tag, int) or tag < 0:
         raise InvalidArgumentError(f"tag must be a number of at least 0, got {tag!r}")

@@ -23,7 +23,7 @@ def apply(function: type[Function], *args: Any) -> Tensor:
 
 
 def alone(group: Group) -> bool:
-    """Tell whether there is one rank, so that every call here is the identity."""
+    """Return whether there is one rank, so that every call here is the identity."""
     members = process_group(group)
     return members is None or members.size() == 1
 

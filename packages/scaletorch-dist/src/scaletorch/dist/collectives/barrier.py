@@ -10,10 +10,10 @@ from ..wire.checks import checking, compare
 
 
 def barrier(group: ProcessGroup | None = None) -> None:
-    """Wait until every rank of a group is here; at once where there is one rank.
+    """Wait until every rank of a group is here; at once if there is only one.
 
     Raises:
-        NotInGroupError: this rank is outside the group.
+        NotInGroupError: This rank is outside the group.
     """
     members = process_group(group)
     if members is None or members.size() == 1:

@@ -11,7 +11,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import InvalidArgumentError
 from ..transport.ways import arrived, way_of
-from ..wire.backend import broadcast_ints, on_wire, process_group
+from ..wire.backend import bring_home, broadcast_ints, on_wire, process_group
 from ..wire.checks import checking, compare, tells_failure
 from ..wire.work import Work, nothing, settled
 from .arguments import check_list, check_member, check_target
@@ -34,10 +34,10 @@ def broadcast(
     """Copy `data` of rank `src` into that of every rank.
 
     Args:
-        data: filled in place; the same shape and dtype on every rank.
-        src: global rank to copy from.
-        group: the default group by default.
-        async_op: return a Work at once; `data` is right after its `wait()`.
+        data: Filled in place; the same shape and dtype on every rank.
+        src: Global rank to copy from.
+        group: The default group by default.
+        async_op: Return a Work at once; `data` is right after its `wait()`.
 
     Raises:
         NotInGroupError: `src` or this rank is outside the group.
@@ -50,8 +50,7 @@ def broadcast(
     if members is None or members.size() == 1 or data.numel() == 0:
         return settled((), nothing, async_op)
     buffer = on_wire(data, members)
-    there = mine or buffer.data_ptr() == data.data_ptr()
-    done = arrived if there else partial(_home, data.detach())
+    done = arrived if mine else partial(bring_home, data.detach())
     return way_of(buffer, members, async_op).broadcast(buffer, src, done, async_op)
 
 
@@ -86,14 +85,14 @@ def scatter(
     every rank.
 
     Args:
-        data: filled in place; the same shape and dtype on every rank.
-        scatter_list: on `src`, one tensor a rank like `data`; elsewhere ignored.
-        src: global rank that has the list.
-        group: the default group by default.
-        async_op: return a Work at once; `data` is right after its `wait()`.
+        data: Filled in place; the same shape and dtype on every rank.
+        scatter_list: On `src`, one tensor a rank like `data`; elsewhere ignored.
+        src: Global rank that has the list.
+        group: The default group by default.
+        async_op: Return a Work at once; `data` is right after its `wait()`.
 
     Raises:
-        InvalidArgumentError: the list does not fit; on every rank.
+        InvalidArgumentError: The list does not fit; on every rank.
         NotInGroupError: `src` or this rank is outside the group.
     """
     check_target(data, "scatter")
@@ -105,10 +104,10 @@ def scatter(
     _check_list_of_root(scatter_list, data, src, mine, members)
     if members is None or size == 1 or data.numel() == 0:
         source = scatter_list[0] if scatter_list else data
-        return settled((), partial(_home, data.detach(), source.detach()), async_op)
+        return settled((), partial(bring_home, data.detach(), source.detach()), async_op)
     entries = [on_wire(entry, members) for entry in scatter_list or ()] if mine else None
     buffer = on_wire(data, members)
-    done = partial(_home, data.detach())
+    done = partial(bring_home, data.detach())
     return way_of(buffer, members, async_op).scatter(buffer, entries, src, done, async_op)
 
 
@@ -128,8 +127,3 @@ def _check_list_of_root(tensors: Any, data: Tensor, src: int, mine: bool, member
             raise InvalidArgumentError(message)
     if error is not None:
         raise error
-
-
-def _home(data: Tensor, buffer: Tensor) -> None:
-    if buffer.data_ptr() != data.data_ptr():
-        data.copy_(buffer)

@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ..errors import InvalidArgumentError
 from ..transport.ways import way_of
 from ..wire.backend import on_wire, process_group
 from ..wire.checks import checking, compare, tells_failure
 from ..wire.work import Work, settled
-from .arguments import check_list, check_member, check_target, check_tensor
+from .arguments import (
+    check_form_with_list,
+    check_list,
+    check_member,
+    check_target,
+    check_tensor,
+)
 
 Group = ProcessGroup | None
 
@@ -47,7 +52,7 @@ def all_gather(*args: Any, **options: Any) -> Any:
     block of memory; `all_gather(tensor_list, tensor, group=None, async_op=False)` fills a list.
 
     Args:
-        args: this rank's tensor, the same shape and dtype on every rank; in the second form after
+        args: This rank's tensor, the same shape and dtype on every rank; in the second form after
             the list to fill.
         options: `group` (the default group by default); `async_op` (return a Work at once, whose
             `wait()` returns the list, or None once the given one is filled).
@@ -56,18 +61,14 @@ def all_gather(*args: Any, **options: Any) -> Any:
         The list in the first form, None in the second.
 
     Raises:
-        InvalidArgumentError: no tensor, or a list that does not fit.
-        NotInGroupError: this rank is outside the group.
+        InvalidArgumentError: No tensor, or a list that does not fit.
+        NotInGroupError: This rank is outside the group.
     """
     data = args[0] if args else options.get("data")
     if isinstance(data, Tensor):
         return _all_gather(*args, **options)
-    lists = "tensor_list" in options or isinstance(data, Sequence)
-    if not lists or not (len(args) > 1 or "tensor" in options):
-        message = (
-            f"all_gather needs a tensor, or a list to fill and a tensor, got {type(data).__name__}"
-        )
-        raise InvalidArgumentError(message)
+    names = ("tensor_list", "tensor")
+    check_form_with_list(args, options, names, "all_gather", "a list to fill and a tensor")
     return _all_gather_into(*args, **options)
 
 
@@ -118,16 +119,16 @@ def gather(
     """Collect a tensor from every rank on rank `dst`.
 
     Args:
-        data: this rank's tensor, the same shape and dtype on every rank.
-        dst: global rank that gets the list.
-        group: the default group by default.
-        async_op: return a Work at once, whose `wait()` returns the list.
+        data: This rank's tensor, the same shape and dtype on every rank.
+        dst: Global rank that gets the list.
+        group: The default group by default.
+        async_op: Return a Work at once, whose `wait()` returns the list.
 
     Returns:
         On `dst` a list of new tensors in the group's order, elsewhere `[]`.
 
     Raises:
-        InvalidArgumentError: no tensor.
+        InvalidArgumentError: No tensor.
         NotInGroupError: `dst` or this rank is outside the group.
     """
     check_tensor(data, "gather")

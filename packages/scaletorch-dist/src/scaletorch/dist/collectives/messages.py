@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
 from ..errors import InvalidArgumentError
-from ..wire.backend import movable, on_wire, process_group
+from ..wire.backend import bring_home, movable, on_wire, process_group
 from ..wire.checks import comparing
 from ..wire.message_ends import Agreement, agree
 from ..wire.port import note, post
@@ -30,10 +30,10 @@ def send(data: Tensor, dst: int, group: ProcessGroup | None = None, tag: int = 0
     """Send `data` and wait until it may be changed.
 
     Args:
-        data: any dtype, layout and device; not changed.
-        dst: global rank of the receiver, another member of `group`.
-        group: the default group by default.
-        tag: tells messages between two ranks apart; ignored by NCCL.
+        data: Any dtype, layout and device; not changed.
+        dst: Global rank of the receiver, another member of `group`.
+        group: The default group by default.
+        tag: Tells messages between two ranks apart; ignored by NCCL.
 
     Raises:
         NotInGroupError: `dst` or this rank is outside the group.
@@ -46,10 +46,10 @@ def recv(data: Tensor, src: int, group: ProcessGroup | None = None, tag: int = 0
     """Wait for a message from `src` and write it into `data`.
 
     Args:
-        data: filled in place; as many elements and the dtype of what was sent.
-        src: global rank of the sender, another member of `group`.
-        group: the default group by default.
-        tag: the sender's tag.
+        data: Filled in place; as many elements and the dtype of what was sent.
+        src: Global rank of the sender, another member of `group`.
+        group: The default group by default.
+        tag: The sender's tag.
 
     Raises:
         NotInGroupError: `src` or this rank is outside the group.
@@ -113,12 +113,12 @@ def exchange(
     Args:
         sends: `(tensor, dst)` pairs; the tensors are not changed and must not be until done.
         recvs: `(tensor, src)` pairs; the tensors are filled in place.
-        group: the default group by default; peers are global ranks in it.
-        async_op: return a Work at once; received tensors are filled after its `wait()`.
+        group: The default group by default; peers are global ranks in it.
+        async_op: Return a Work at once; received tensors are filled after its `wait()`.
 
     Raises:
-        NotInGroupError: a peer or this rank is outside the group.
-        InvalidArgumentError: sends to this rank itself do not match the receives from it.
+        NotInGroupError: A peer or this rank is outside the group.
+        InvalidArgumentError: Sends to this rank itself do not match the receives from it.
     """
     members = process_group(group)
     sent, received = _peers(sends, "dst", group), _peers(recvs, "src", group)
@@ -197,13 +197,7 @@ def _incoming(
         return agreement.scratch, agreement, nothing
     data = data.detach()
     buffer = on_wire(data, members)
-    home = buffer.data_ptr() == data.data_ptr()
-    finish = nothing if home else partial(_bring_home, data, buffer)
-    return movable(buffer), agreement, finish
-
-
-def _bring_home(data: Tensor, buffer: Tensor) -> None:
-    data.copy_(buffer)
+    return movable(buffer), agreement, partial(bring_home, data, buffer)
 
 
 def _copies_to_self(sent: list[Tensor], received: list[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -31,9 +31,9 @@ class Peer:
     Whether the ends of messages are compared (see `checks`) is asked once, here.
 
     Args:
-        rank: global rank, another member of `group`.
-        group: the default group by default.
-        device: where the tensors are.
+        rank: Global rank, another member of `group`.
+        group: The default group by default.
+        device: Where the tensors are.
 
     Raises:
         NotInGroupError: `rank` or this rank is outside the group.
@@ -69,5 +69,5 @@ class Peer:
 
 
 def _plain(data: Tensor) -> bool:
-    """Tell whether a backend takes a tensor as it is."""
+    """Return whether a backend takes a tensor as it is."""
     return data.dtype in MOVABLE and data.is_contiguous() and not data.is_neg()

@@ -18,6 +18,7 @@ from ..transport.ways import way_of
 from ..wire.backend import on_wire, process_group
 from ..wire.checks import checking, compare
 from ..wire.recipes import recipe_for
+from ..wire.work import given
 
 Group = ProcessGroup | None
 
@@ -102,7 +103,7 @@ def swapped(x: Tensor, split_dim: int, concat_dim: int, group: Group) -> Tensor:
     data = on_wire(x, members)
     sent = torch.stack(data.split(lengths, split_dim))
     if sent.numel():
-        sent = cast(Tensor, way_of(sent, members).all_to_all(sent, _given, False))
+        sent = cast(Tensor, way_of(sent, members).all_to_all(sent, given, False))
     return torch.cat(sent.unbind(0), concat_dim).to(x.device)
 
 
@@ -122,7 +123,7 @@ def check_sizes(sizes: Sequence[int] | None, members: Group, call: str) -> list[
     """Return `sizes` as a list after comparing its length with the group's.
 
     Raises:
-        InvalidArgumentError: another number of sizes than ranks, or a negative one.
+        InvalidArgumentError: Another number of sizes than ranks, or a negative one.
     """
     if sizes is None:
         return None
@@ -141,7 +142,7 @@ def check_length(x: Tensor, dim: int, expected: int, what: str) -> None:
     """Compare the length of `x` along `dim` with what was expected.
 
     Raises:
-        InvalidArgumentError: they differ.
+        InvalidArgumentError: They differ.
     """
     if x.size(dim) != expected:
         message = (
@@ -192,7 +193,7 @@ def _blocks(data: Tensor, members: ProcessGroup) -> Tensor:
     data = on_wire(data, members)
     if not data.numel():
         return data.new_empty((members.size(), *data.shape))
-    return cast(Tensor, way_of(data, members).all_gather(data, _given, False))
+    return cast(Tensor, way_of(data, members).all_gather(data, given, False))
 
 
 def _stacked(x: Tensor, members: ProcessGroup, dim: int) -> Tensor:
@@ -201,10 +202,6 @@ def _stacked(x: Tensor, members: ProcessGroup, dim: int) -> Tensor:
         joint = (*x.shape[:dim], members.size() * x.size(dim), *x.shape[dim + 1 :])
         return blocks.view(joint).to(x.device)
     return torch.cat(blocks.unbind(0), dim).to(x.device)
-
-
-def _given(result: Tensor) -> Tensor:
-    return result
 
 
 def _as(x: Tensor, shape: Sequence[int], result: Tensor) -> Tensor:
@@ -216,7 +213,7 @@ def _as(x: Tensor, shape: Sequence[int], result: Tensor) -> Tensor:
 
 
 def _leads(x: Tensor, dim: int) -> bool:
-    """Tell whether pieces along `dim` lie one after another in contiguous memory."""
+    """Return whether pieces along `dim` lie one after another in contiguous memory."""
     return all(size == 1 for size in x.shape[:dim])
 
 

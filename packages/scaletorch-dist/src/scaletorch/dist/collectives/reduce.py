@@ -36,16 +36,16 @@ def all_reduce(
     """Reduce `data` over the ranks, in place on every rank.
 
     Args:
-        data: any strides, any device, leaves that require grad too; the same shape and dtype on
+        data: Any strides, any device, leaves that require grad too; the same shape and dtype on
             every rank. Integers keep their dtype: sums wrap as torch's do, a mean is exact and
             truncated toward zero. Bools stay bools: a sum is "any", a product or mean "all".
-        op: sum, mean, product, min, max, band, bor or bxor, or a ReduceOp. NaNs survive all.
-        group: the default group by default.
-        async_op: return a Work at once; `data` is right after its `wait()`.
+        op: Sum, mean, product, min, max, band, bor or bxor, or a ReduceOp. NaNs survive all.
+        group: The default group by default.
+        async_op: Return a Work at once; `data` is right after its `wait()`.
 
     Raises:
-        InvalidArgumentError: unknown op, or one that has no meaning for the dtype.
-        NotInGroupError: this rank is outside the group.
+        InvalidArgumentError: Unknown op, or one that has no meaning for the dtype.
+        NotInGroupError: This rank is outside the group.
     """
     check_target(data, "all_reduce")
     recipe = recipe_for(op, data.dtype)
@@ -82,14 +82,14 @@ def reduce(
     """Reduce `data` over the ranks, in place on rank `dst`; other ranks keep theirs.
 
     Args:
-        data: as in `all_reduce`.
-        dst: global rank that gets the result.
-        op: as in `all_reduce`.
-        group: the default group by default.
-        async_op: return a Work at once.
+        data: As in `all_reduce`.
+        dst: Global rank that gets the result.
+        op: As in `all_reduce`.
+        group: The default group by default.
+        async_op: Return a Work at once.
 
     Raises:
-        InvalidArgumentError: unknown op, or one that has no meaning for the dtype.
+        InvalidArgumentError: Unknown op, or one that has no meaning for the dtype.
         NotInGroupError: `dst` or this rank is outside the group.
     """
     check_target(data, "reduce")
@@ -142,16 +142,16 @@ def reduce_scatter(
     16-bit floats may be reduced in float32 and rounded once.
 
     Args:
-        output: filled in place; shape of this rank's entry. Shapes may differ from rank to rank.
-        input_list: one tensor a rank, of one dtype; not changed.
-        op: as in `all_reduce`.
-        group: the default group by default.
-        async_op: return a Work at once; `output` is right after its `wait()`.
+        output: Filled in place; shape of this rank's entry. Shapes may differ from rank to rank.
+        input_list: One tensor a rank, of one dtype; not changed.
+        op: As in `all_reduce`.
+        group: The default group by default.
+        async_op: Return a Work at once; `output` is right after its `wait()`.
 
     Raises:
-        InvalidArgumentError: unknown op, one that has no meaning for the dtype, another number of
+        InvalidArgumentError: Unknown op, one that has no meaning for the dtype, another number of
             tensors than ranks, or one that does not fit `output`.
-        NotInGroupError: this rank is outside the group.
+        NotInGroupError: This rank is outside the group.
     """
     check_target(output, "reduce_scatter", "output")
     recipe = recipe_for(op, output.dtype)

@@ -34,7 +34,7 @@ def get_comm_device(group: ProcessGroup | None = None) -> torch.device:
     Without torch.distributed it is the CPU.
 
     Raises:
-        NotInGroupError: this rank is outside the group.
+        NotInGroupError: This rank is outside the group.
     """
     require_member(group)
     if not c10d.is_initialized():
@@ -43,14 +43,14 @@ def get_comm_device(group: ProcessGroup | None = None) -> torch.device:
 
 
 def backend_lacks(group: ProcessGroup | None, feature: str) -> bool:
-    """Whether a group's backend is known to lack a collective or a reduction.
+    """Return whether a group's backend is known to lack a collective or a reduction.
 
     Args:
         group: None for the default group.
         feature: "gather", "reduce_scatter", "avg", "band" … as in `DeviceEntry.lacks`.
 
     Raises:
-        NotInGroupError: this rank is outside the group.
+        NotInGroupError: This rank is outside the group.
     """
     require_member(group)
     if not c10d.is_initialized():

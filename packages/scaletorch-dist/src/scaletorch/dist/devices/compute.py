@@ -26,7 +26,7 @@ def set_device(local_rank: int) -> torch.device:
     Where a launcher shows each process a device of its own, the only one is taken.
 
     Raises:
-        InvalidArgumentError: ``local_rank`` is no number of at least 0.
+        InvalidArgumentError: `local_rank` is no number of at least 0.
     """
     if not isinstance(local_rank, int) or local_rank < 0:
         message = f"local_rank must be a number of at least 0, got {local_rank!r}"

@@ -21,7 +21,7 @@ def torch_module(device: str) -> Any:
 
 
 def is_usable(device: str) -> bool:
-    """Whether torch can use a device now, without importing any plugin."""
+    """Return whether torch can use a device now, without importing any plugin."""
     if device == "cpu":
         return True
     module = torch_module(device)
@@ -60,7 +60,7 @@ def backend_problem(backend: str) -> str | None:
     """Why this machine cannot use a backend, or None if it can.
 
     Raises:
-        InvalidArgumentError: neither the table nor torch knows this name.
+        InvalidArgumentError: Neither the table nor torch knows this name.
     """
     entry = entry_of_backend(backend)
     if entry is not None and not c10d.is_backend_available(backend):
@@ -115,7 +115,7 @@ def require_plugin(entry: DeviceEntry) -> None:
     """Refuse to go on without a plugin where the hardware it drives is in this machine.
 
     Raises:
-        StateError: with where the plugin comes from.
+        StateError: With where the plugin comes from.
     """
     problem = plugin_problem(entry.plugin) if entry.plugin else None
     if problem is not None and entry.nodes and glob.glob(entry.nodes):

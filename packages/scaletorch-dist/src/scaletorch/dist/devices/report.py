@@ -14,7 +14,7 @@ def backend_rows(*, probe: bool = True) -> list[tuple[str, ...]]:
     """Return the table's cells, a row for each backend.
 
     Args:
-        probe: see what this machine has: vendors' plugins and mpi4py are imported. Otherwise the
+        probe: See what this machine has: vendors' plugins and mpi4py are imported. Otherwise the
             last cell of each row is empty.
     """
     return [_row(entry, probe) for entry in device_entries()]

@@ -17,7 +17,7 @@ def resolve_backend(backend: str) -> list[tuple[str, str]]:
         torch was built without is replaced by the table's substitute.
 
     Raises:
-        InvalidArgumentError: pairs and names mixed, a device twice, or a part left out.
+        InvalidArgumentError: Pairs and names mixed, a device twice, or a part left out.
 
     Example:
         >>> resolve_backend("cpu:gloo,cuda:nccl")
@@ -43,7 +43,7 @@ def check_pair(device: str, backend: str) -> None:
     """Make sure that a backend serves the device it is asked for.
 
     Raises:
-        InvalidArgumentError: it serves others.
+        InvalidArgumentError: It serves others.
     """
     entry = entry_of_backend(backend)
     served = c10d.Backend.backend_capability.get(backend)

@@ -32,17 +32,17 @@ class DeviceEntry:
     """A kind of device, its backend and how to come by them.
 
     Attributes:
-        device: name as in `torch.device`.
-        backend: name as in `torch.distributed`; each is in the table once.
-        plugin: module that brings both to torch, or None where torch has them.
-        lacks: of `FEATURES`, those that are to be done another way.
-        source: where the backend comes from, for messages.
-        nodes: file pattern of the hardware's device nodes; "" for none.
-        activate: called, once the plugin is imported, before the backend is first used: it
+        device: Name as in `torch.device`.
+        backend: Name as in `torch.distributed`; each is in the table once.
+        plugin: Module that brings both to torch, or None if torch has them.
+        lacks: Of `FEATURES`, those that are to be done another way.
+        source: Where the backend comes from, for messages.
+        nodes: File pattern of the hardware's device nodes; "" for none.
+        activate: Called, once the plugin is imported, before the backend is first used: it
             registers the backend with torch.distributed where the plugin does not.
-        instead: backend that takes this one's place where torch was built without it.
-        alone: why it cannot stand beside another backend in a group; "" if it can.
-        check: called with rank and world size before the ranks meet: it raises if the backend would
+        instead: Backend that takes this one's place where torch was built without it.
+        alone: Why it cannot stand beside another backend in a group; "" if it can.
+        check: Called with rank and world size before the ranks meet: it raises if the backend would
             see other ranks.
     """
 
@@ -104,10 +104,10 @@ def register_device(entry: DeviceEntry) -> None:
     names a `DeviceEntry` or a list of them; it is loaded when devices are first asked for.
 
     Args:
-        entry: its device is preferred to the CPU, and not to those that stand before.
+        entry: Its device is preferred to the CPU, and not to those that stand before.
 
     Raises:
-        InvalidArgumentError: a field makes no sense, or the backend is there already.
+        InvalidArgumentError: A field makes no sense, or the backend is there already.
 
     Example:
         >>> register_device(DeviceEntry("hpu", "hccl_hpu", "habana_frameworks.torch"))

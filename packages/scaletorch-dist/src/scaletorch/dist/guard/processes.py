@@ -15,7 +15,7 @@ def host_number() -> int:
 
 
 def process_state(pid: int) -> str:
-    """Return a letter: ``T`` for a stopped process, ``X`` for one that is gone, ``?`` unknown."""
+    """Return a letter: `T` for a stopped process, `X` for one that is gone, `?` unknown."""
     return process_signs(pid)[0]
 
 

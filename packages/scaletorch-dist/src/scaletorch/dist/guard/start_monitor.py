@@ -47,7 +47,7 @@ class Agreed(NamedTuple):
 
 
 def start_monitor(group: ProcessGroup, folder: str | None, limits: dict[str, float]) -> Agreed:
-    """Start the monitor beside the first rank, and agree where it is; every rank calls it.
+    """Start the monitor beside the first rank, and agree on its place; every rank calls it.
 
     Args:
         group: The ranks that are guarded.

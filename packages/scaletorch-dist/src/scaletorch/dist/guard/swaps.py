@@ -1,4 +1,4 @@
-"""Look-alike calls that a rank makes in another order: the same calls, from other lines."""
+"""Calls that look the same, which a rank makes in another order: from other lines."""
 
 from __future__ import annotations
 

@@ -17,12 +17,12 @@ class LauncherEnvironment:
     """The variables that one program sets for each process it starts.
 
     Attributes:
-        program: what the user started.
-        launcher: the `init_dist` launcher it belongs to.
-        rank: variable of the rank.
-        world_size: variable of the number of ranks.
-        local_rank: variable of the rank among those of this node.
-        local_size: variable of the number of ranks on this node.
+        program: What the user started.
+        launcher: The `init_dist` launcher it belongs to.
+        rank: Variable of the rank.
+        world_size: Variable of the number of ranks.
+        local_rank: Variable of the rank among those of this node.
+        local_size: Variable of the number of ranks on this node.
     """
 
     program: str
@@ -68,7 +68,7 @@ ENVIRONMENTS = (
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where a launcher says this process is; None where it does not say."""
+    """The place of this process, as its launcher says; fields are None if it does not say."""
 
     program: str
     launcher: str
@@ -90,7 +90,7 @@ def find_environment(env: Mapping[str, str] | None = None) -> LauncherEnvironmen
 
 
 def _is_srun_pmi(env: Mapping[str, str]) -> bool:
-    """Whether srun itself speaks PMI (`--mpi=pmi2`), so that both sets of variables agree."""
+    """Return whether srun itself speaks PMI (`--mpi=pmi2`): both sets of variables agree then."""
     return (
         env["PMI_SIZE"] == env.get("SLURM_STEP_NUM_TASKS")
         and env["PMI_RANK"] == env.get("SLURM_PROCID")
@@ -121,7 +121,7 @@ def refuse_batch_script_of_many() -> None:
     """Where a Slurm job has many tasks and no launcher started this process, say what is missing.
 
     Raises:
-        StateError: this is the batch script's own process in a job of several tasks.
+        StateError: This is the batch script's own process in a job of several tasks.
     """
     env = os.environ
     tasks = env.get("SLURM_NTASKS", "")
@@ -145,7 +145,7 @@ def read_placement(launcher: str) -> Placement:
     """Read this process's place from the variables of a launcher.
 
     Raises:
-        StateError: a variable is missing or no number, or the rank is outside the world.
+        StateError: A variable is missing or no number, or the rank is outside the world.
     """
     env = os.environ
     environment = find_environment()
@@ -209,9 +209,8 @@ def _optional_number(name: str) -> int | None:
 
 
 def _local_size(environment: LauncherEnvironment) -> int | None:
-    value = os.environ.get(environment.local_size, "")
     if environment.launcher != "slurm":
-        return int(value) if value.isdecimal() else None
-    sizes = expand_tasks_per_node(value)
+        return _optional_number(environment.local_size)
+    sizes = expand_tasks_per_node(os.environ.get(environment.local_size, ""))
     node = _optional_number("SLURM_NODEID") or 0
     return sizes[node] if node < len(sizes) else None

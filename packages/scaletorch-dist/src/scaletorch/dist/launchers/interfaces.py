@@ -7,12 +7,12 @@ import socket
 import struct
 import sys
 
-_LOOPBACK = {"linux": "lo", "darwin": "lo0"}
+LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # with which gloo listens on this machine alone
 _GET_ADDRESS = 0x8915  # Linux's SIOCGIFADDR
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address says, without being resolved, that it is this machine only.
+    """Return whether an address says, without being resolved, that it is this machine only.
 
     A host's own name often resolves to loopback on that host alone: it does not count.
     """
@@ -25,18 +25,18 @@ def is_loopback(address: str) -> bool:
 
 
 def gloo_interface(address: str, one_machine: bool) -> str | None:
-    """The interface that gloo must be told, or None where its own choice is good.
+    """The interface that gloo must be told, or None if its own choice is good.
 
     On one machine it is loopback: gloo then listens to no others and resolves no name. On several,
     gloo takes the address that this host's name resolves to; where that is loopback or none at all
     (a container, Debian's 127.0.1.1), the others would be sent to themselves.
 
     Args:
-        address: of rank 0.
-        one_machine: whether all ranks are known to be here.
+        address: Of rank 0.
+        one_machine: Whether all ranks are known to be here.
     """
     if one_machine or is_loopback(address):
-        return _LOOPBACK.get(sys.platform)
+        return LOOPBACK.get(sys.platform)
     if _name_leads_elsewhere():
         return None
     own = own_address(address)
@@ -56,7 +56,7 @@ def own_address(towards: str = "192.0.2.1") -> str:
 
 
 def _name_leads_elsewhere() -> bool:
-    """Whether this host's own name resolves to an address that other hosts can use."""
+    """Return whether this host's own name resolves to an address that other hosts can use."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None)
     except OSError:

@@ -14,34 +14,26 @@ from ..errors import StateError
 _RANGE = re.compile(r"(\d+)-(\d+)")
 
 
-def expand_hosts(nodelist: str) -> list[str]:
-    """All hosts of a host list, in its order.
-
-    Args:
-        nodelist: names with commas between; brackets hold numbers, ranges (zeros in front are
-            kept) or names, several in one name or one in another.
-
-    Raises:
-        StateError: it is empty, or its brackets or ranges are broken.
-
-    Example:
-        >>> expand_hosts("gpu[08-10,12],a[1-2]n[7]")
-        ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'a1n7', 'a2n7']
-    """
-    return list(_hosts(nodelist))
-
-
 def first_host(nodelist: str) -> str:
-    """The first host of a host list, without the others.
+    """Return the first host of a host list, without making the others.
 
     Example:
         >>> first_host("gpu[003-007,12],login1")
         'gpu003'
     """
-    return next(_hosts(nodelist))
+    return next(expand_hosts(nodelist))
 
 
-def _hosts(nodelist: str) -> Iterator[str]:
+def expand_hosts(nodelist: str) -> Iterator[str]:
+    """Yield all hosts of a host list, in its order.
+
+    Args:
+        nodelist: Names with commas between; brackets hold numbers, ranges (zeros in front are
+            kept) or names, several in one name or one in another.
+
+    Raises:
+        StateError: It is empty, or its brackets or ranges are broken.
+    """
     found = False
     for item in _split(nodelist, nodelist):
         for host in _names(item.strip(), nodelist):
@@ -114,10 +106,10 @@ def expand_tasks_per_node(text: str) -> list[int]:
 
 
 def node_address(host: str) -> str:
-    """A node's name where it resolves, else the address that Slurm itself uses for it.
+    """A node's name if it resolves, else the address that Slurm itself uses for it.
 
     Raises:
-        StateError: neither is to be had.
+        StateError: Neither is to be had.
     """
     try:
         socket.getaddrinfo(host, None)

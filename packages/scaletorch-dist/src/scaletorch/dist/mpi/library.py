@@ -16,7 +16,7 @@ def load_mpi() -> Any:
     """Return the module `mpi4py.MPI`; the first call initialises MPI.
 
     Raises:
-        StateError: mpi4py or an MPI library is missing.
+        StateError: `mpi4py` or an MPI library is missing.
     """
     try:
         return importlib.import_module("mpi4py.MPI")
@@ -36,7 +36,7 @@ def check_world(mpi: Any, rank: int, size: int) -> None:
     """Make sure that MPI sees the ranks that torch.distributed is told of.
 
     Raises:
-        StateError: it sees others: no mpirun started this, or another MPI's.
+        StateError: It sees others: no mpirun started this, or another MPI's.
     """
     world = mpi.COMM_WORLD
     seen = world.Get_size()

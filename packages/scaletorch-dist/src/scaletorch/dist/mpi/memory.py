@@ -15,34 +15,23 @@ from ..wire.ops import op_name
 _TYPES = {
     torch.float32: "FLOAT",
     torch.float64: "DOUBLE",
-    torch.uint8: "UINT8_T",
-    torch.int8: "INT8_T",
-    torch.int16: "INT16_T",
-    torch.int32: "INT32_T",
-    torch.int64: "INT64_T",
-    torch.uint16: "UINT16_T",
-    torch.uint32: "UINT32_T",
-    torch.uint64: "UINT64_T",
+    **{
+        getattr(torch, f"{sign}int{bits}"): f"{sign}int{bits}_t".upper()
+        for sign in ("", "u")
+        for bits in (8, 16, 32, 64)
+    },
 }
 MOST = 2**31 - 1  # elements that every MPI can count
 _HALVES = (torch.float16, torch.bfloat16)
-_OPS = {
-    "sum": "SUM",
-    "mean": "SUM",
-    "product": "PROD",
-    "min": "MIN",
-    "max": "MAX",
-    "band": "BAND",
-    "bor": "BOR",
-    "bxor": "BXOR",
-}
+_OPS = {"sum": "SUM", "mean": "SUM", "product": "PROD", "min": "MIN", "max": "MAX",
+        "band": "BAND", "bor": "BOR", "bxor": "BXOR"}  # fmt: skip
 # Of bools, which stay 0 and 1: a sum is "any", a product "all".
 _BOOL_OPS = {"sum": "MAX", "max": "MAX", "bor": "MAX", "product": "MIN", "min": "MIN",
              "band": "MIN", "bxor": "BXOR"}  # fmt: skip
 
 
 def flat(data: Tensor) -> Tensor:
-    """Return a tensor's elements in order, flat and contiguous: its own memory where it is so."""
+    """Return a tensor's elements in order, flat and contiguous: its own memory if it is so."""
     if not data.is_cpu:
         raise InvalidArgumentError(
             f"backend 'mpi4py' moves CPU tensors, not {data.device.type}: copy it to the CPU, or "

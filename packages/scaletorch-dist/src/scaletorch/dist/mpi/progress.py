@@ -27,11 +27,11 @@ class Call:
     """One non-blocking call.
 
     Attributes:
-        name: for messages.
-        results: the tensors that hold the result.
-        done: finished, well or badly.
-        error: why it failed.
-        source: rank a message came from.
+        name: For messages.
+        results: The tensors that hold the result.
+        done: Finished, well or badly.
+        error: Why it failed.
+        source: Rank a message came from.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Call:
         """Take MPI's requests and what remains to do after them.
 
         Args:
-            name: for messages.
+            name: For messages.
             requests: MPI's; all are to end.
-            results: see the class.
-            finish: run once all requests have ended.
-            keep: memory that must live as long.
-            expected: bytes that the one request is to receive.
+            results: See the class.
+            finish: Run once all requests have ended.
+            keep: Memory that must live as long.
+            expected: Bytes that the one request is to receive.
         """
         self.name, self.results, self.done = name, results, False
         self.error: BaseException | None = None
@@ -132,7 +132,7 @@ class Engine:
         """Wait until a call is through.
 
         Raises:
-            DistBackendError: not within so many seconds; the group is of no use then.
+            DistBackendError: Not within so many seconds; the group is of no use then.
         """
         for _ in range(_SPINS):
             if self.look(call):

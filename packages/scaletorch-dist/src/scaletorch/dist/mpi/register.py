@@ -24,7 +24,7 @@ def register_backend() -> None:
     `init_dist` calls this itself for backend 'mpi' where torch was built without MPI.
 
     Raises:
-        StateError: mpi4py or an MPI library is missing.
+        StateError: `mpi4py` or an MPI library is missing.
     """
     load_mpi()
     if not hasattr(c10d.Backend, BACKEND.upper()):

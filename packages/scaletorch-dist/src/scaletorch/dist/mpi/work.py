@@ -23,7 +23,7 @@ class MPIWork(c10d.Work):
         """Wait until the results are there.
 
         Raises:
-            DistBackendError: not in time, or a message of another size came.
+            DistBackendError: Not in time, or a message of another size came.
         """
         asked = 0.0 if timeout is None else timeout.total_seconds()
         self._engine.wait(self._call, asked if asked > 0 else self._seconds)
@@ -32,11 +32,11 @@ class MPIWork(c10d.Work):
         return True
 
     def is_completed(self) -> bool:
-        """Tell whether `wait()` would return at once."""
+        """Return whether `wait()` would return at once."""
         return self._engine.look(self._call)
 
     def is_success(self) -> bool:
-        """Tell whether it is through, and well."""
+        """Return whether it is through, and well."""
         return self.is_completed() and self._call.error is None
 
     def exception(self) -> BaseException | None:

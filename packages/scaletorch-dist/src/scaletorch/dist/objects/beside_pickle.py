@@ -21,8 +21,8 @@ class Sent:
     """What a writer gathers beside the pickle.
 
     Attributes:
-        values: tensors and arrays whose bytes follow the pickle, in this order.
-        named: dataclasses and enums that the caller takes for plain.
+        values: Tensors and arrays whose bytes follow the pickle, in this order.
+        named: Dataclasses and enums that the caller takes for plain.
     """
 
     def __init__(self, named: Named) -> None:
@@ -34,8 +34,8 @@ class Received:
     """The bytes behind a pickle, and what else makers need.
 
     Attributes:
-        named: dataclasses and enums that the caller takes for plain.
-        paths: made so far, since a long text may be referred to many times.
+        named: Dataclasses and enums that the caller takes for plain.
+        paths: Made so far, since a long text may be referred to many times.
     """
 
     def __init__(self, values: memoryview, named: Named) -> None:

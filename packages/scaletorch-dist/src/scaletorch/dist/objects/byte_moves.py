@@ -10,7 +10,7 @@ from torch.distributed import ProcessGroup
 from ..collectives.gather import gather
 from ..collectives.messages import exchange
 from ..transport.ways import arrived, way_of
-from ..wire.backend import gather_ints, host_device
+from ..wire.backend import bring_home, gather_ints, host_device
 from ..world.info import group_ranks
 
 Buffer = bytearray | memoryview
@@ -27,16 +27,16 @@ def broadcast_bytes(content: Buffer, src: int, members: ProcessGroup) -> None:
     way = way_of(wire, members)
     for piece in wire.split(PIECE):
         way.broadcast(piece, src, arrived, False)
-    _home(data, wire)
+    bring_home(data, wire)
 
 
 def all_gather_bytes(own: Buffer, lengths: list[int], members: ProcessGroup) -> list[Buffer]:
     """Return every rank's bytes.
 
     Args:
-        own: this rank's; changed.
-        lengths: of every rank's, none of them 0.
-        members: the ranks.
+        own: This rank's; changed.
+        lengths: Of every rank's, none of them 0.
+        members: The ranks.
     """
     longest = max(lengths)
     if longest <= SMALL or (longest <= PIECE and longest * len(lengths) <= 1.25 * sum(lengths)):
@@ -63,7 +63,7 @@ def _all_gather_filled_up(own: Buffer, lengths: list[int], members: ProcessGroup
     wire = rows.to(filled.device)
     wire.view(len(lengths), longest)[members.rank()] = filled
     way_of(wire, members).gather_flat(wire, [longest] * len(lengths), arrived, False)
-    _home(rows, wire)
+    bring_home(rows, wire)
     view = memoryview(content)
     starts = range(0, len(content), longest)
     return [view[start : start + n] for start, n in zip(starts, lengths, strict=True)]
@@ -73,10 +73,10 @@ def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGrou
     """Return every rank's bytes on global rank `dst`, nothing elsewhere.
 
     Args:
-        own: this rank's.
-        lengths: of every rank's, none of them 0.
-        dst: who gets them.
-        members: the ranks.
+        own: This rank's.
+        lengths: Of every rank's, none of them 0.
+        dst: Who gets them.
+        members: The ranks.
     """
     longest, device = max(lengths), host_device(members)
     if longest <= SMALL:
@@ -98,7 +98,7 @@ def gather_bytes(own: Buffer, lengths: list[int], dst: int, members: ProcessGrou
     ]
     exchange(recvs=arrivals, group=members)
     for host, wire in zip(hosts, wires, strict=True):
-        _home(host, wire)
+        bring_home(host, wire)
     return parts
 
 
@@ -115,8 +115,3 @@ def _read(data: Tensor, length: int) -> bytearray:
     content = bytearray(length)
     torch.frombuffer(content, dtype=torch.uint8).copy_(data[:length])
     return content
-
-
-def _home(host: Tensor, wire: Tensor) -> None:
-    if wire.data_ptr() != host.data_ptr():
-        host.copy_(wire)

@@ -54,8 +54,8 @@ def read_closed(content: bytes, received: Received) -> Any:
     """Return the object of a pickle that anybody may have written.
 
     Args:
-        content: the pickle.
-        received: what makers need.
+        content: The pickle.
+        received: What makers need.
 
     Raises:
         Exception: of any type, if these bytes are not a plain object's.
@@ -75,8 +75,8 @@ class ClosedReader:
     """The stack of one pickle, its memo, and what its makers need.
 
     Attributes:
-        stack: what has been made since the last mark, and waits for its container.
-        memo: what may come again, by its number.
+        stack: What has been made since the last mark, and waits for its container.
+        memo: What may come again, by its number.
     """
 
     def __init__(self, content: bytes, received: Received) -> None:

@@ -33,11 +33,11 @@ class Hashing:
         """Count entries of one set, or keys of one dict, before they are hashed.
 
         Args:
-            entries: the new ones.
-            container: what they go into; may have entries already.
+            entries: The new ones.
+            container: What they go into; may have entries already.
 
         Raises:
-            MalformedError: hashing them takes too long.
+            MalformedError: Hashing them takes too long.
         """
         if set(map(type, entries)) <= _UNFORESEEN:
             return

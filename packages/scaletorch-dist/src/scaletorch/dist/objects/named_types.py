@@ -15,7 +15,7 @@ def named_types(types: Iterable[type]) -> Named:
     """Return dataclasses and enums by their names.
 
     Raises:
-        InvalidArgumentError: one is neither, or cannot be made from its fields alone.
+        InvalidArgumentError: One is neither, or cannot be made from its fields alone.
     """
     named = {}
     for kind in types:

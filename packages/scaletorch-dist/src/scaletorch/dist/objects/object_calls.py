@@ -69,7 +69,7 @@ def broadcast_object_list(
         types: Dataclasses and enums that are plain too, the same on every rank.
 
     Raises:
-        InvalidArgumentError: on every rank: an object cannot be sent, or the lengths differ.
+        InvalidArgumentError: On every rank: an object cannot be sent, or the lengths differ.
         NotInGroupError: `src` or this rank is outside the group.
     """
     if not isinstance(data, list):
@@ -103,17 +103,16 @@ def all_gather_object(
     Args:
         data: Anything that is plain or pickles.
         group: The default group by default.
-        allow_pickle: Whether what is not plain may be pickled; also `SCALETORCH_ALLOW_PICKLE=0`
-            switches that off.
-        types: Dataclasses and enums that are plain too, the same on every rank.
+        allow_pickle: As in `broadcast_object_list`.
+        types: As in `broadcast_object_list`.
 
     Returns:
         The objects in the group's order. With one process it is `[data]`, not copied.
 
     Raises:
-        InvalidArgumentError: on every rank, if an object cannot be sent on any, or a pickled
+        InvalidArgumentError: On every rank, if an object cannot be sent on any, or a pickled
             one does not unpickle on any.
-        NotInGroupError: this rank is outside the group.
+        NotInGroupError: This rank is outside the group.
     """
     members = process_group(group)
     terms = Terms(allow_pickle, named_types(types))
@@ -143,15 +142,14 @@ def gather_object(
         data: Anything that is plain or pickles.
         dst: Global rank that gets the list.
         group: The default group by default.
-        allow_pickle: Whether what is not plain may be pickled; also `SCALETORCH_ALLOW_PICKLE=0`
-            switches that off.
-        types: Dataclasses and enums that are plain too, the same on every rank.
+        allow_pickle: As in `broadcast_object_list`.
+        types: As in `broadcast_object_list`.
 
     Returns:
         On `dst` the objects in the group's order, elsewhere None.
 
     Raises:
-        InvalidArgumentError: on every rank, if an object cannot be sent on any, or a pickled
+        InvalidArgumentError: On every rank, if an object cannot be sent on any, or a pickled
             one does not unpickle.
         NotInGroupError: `dst` or this rank is outside the group.
     """

@@ -27,8 +27,8 @@ class Terms(NamedTuple):
     """What a call takes for plain, and whether anything else may be pickled.
 
     Attributes:
-        allow_pickle: as in the call; the environment may forbid it all the same.
-        named: dataclasses and enums that are plain too, of `named_types`.
+        allow_pickle: As in the call; the environment may forbid it all the same.
+        named: Dataclasses and enums that are plain too, of `named_types`.
     """
 
     allow_pickle: bool = True
@@ -56,14 +56,14 @@ def dump_object(data: Any, terms: Terms = _ALL) -> tuple[memoryview, str]:
     """Serialise an object.
 
     Args:
-        data: anything plain, or that pickles.
-        terms: what is plain, and whether anything else may be pickled.
+        data: Anything plain, or that pickles.
+        terms: What is plain, and whether anything else may be pickled.
 
     Returns:
         The bytes, which may be written to, and what is not plain in it: "" for nothing.
 
     Raises:
-        InvalidArgumentError: it is not plain, and may not be pickled or does not pickle.
+        InvalidArgumentError: It is not plain, and may not be pickled or does not pickle.
     """
     try:
         return encode(data, terms.named), ""
@@ -91,8 +91,8 @@ def load_object(data: bytearray | memoryview, terms: Terms = _ALL) -> Any:
     If pickle is forbidden, bytes that a stranger wrote can do no harm.
 
     Raises:
-        InvalidArgumentError: it does not unpickle, or it is pickled and that is not allowed.
-        MalformedError: the bytes are damaged.
+        InvalidArgumentError: It does not unpickle, or it is pickled and that is not allowed.
+        MalformedError: The bytes are damaged.
     """
     allowed = pickle_allowed(terms.allow_pickle)
     if bytes(data[: len(MAGIC)]) == MAGIC:

@@ -97,12 +97,12 @@ def encode(data: Any, named: Named = NOTHING) -> memoryview:
     Of tensors the values travel, not memory that they share; they come back contiguous, on the CPU.
 
     Args:
-        data: the object.
-        named: dataclasses and enums that are plain too, of `named_types`.
+        data: The object.
+        named: Dataclasses and enums that are plain too, of `named_types`.
 
     Raises:
-        NotPlainError: something in it is not plain; the message says what.
-        RecursionError: containers lie too deep in one another.
+        NotPlainError: Something in it is not plain; the message says what.
+        RecursionError: Containers lie too deep in one another.
     """
     sink, sent = io.BytesIO(), Sent(named)
     sink.write(MAGIC + _LENGTH.pack(0))
@@ -121,13 +121,13 @@ def decode(
     """Return the object that `encode` was given.
 
     Args:
-        data: its bytes; copied if they cannot be written to.
-        named: dataclasses and enums that are plain too, of `named_types`.
-        closed: read so that no bytes whatever can do harm, which takes several times as long.
+        data: Its bytes; copied if they cannot be written to.
+        named: Dataclasses and enums that are plain too, of `named_types`.
+        closed: Read so that no bytes whatever can do harm, which takes several times as long.
 
     Raises:
-        MalformedError: they are not what `encode` wrote.
-        ModuleNotFoundError: there are numpy's arrays in it, and no numpy here.
+        MalformedError: They are not what `encode` wrote.
+        ModuleNotFoundError: There are numpy's arrays in it, and no numpy here.
     """
     view = memoryview(bytearray(data) if memoryview(data).readonly else data)
     collects = gc.isenabled()

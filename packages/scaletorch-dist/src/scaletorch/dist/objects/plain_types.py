@@ -41,9 +41,9 @@ class Kind(NamedTuple):
     """A plain type.
 
     Attributes:
-        parts: an object and what is sent → what it is made from again.
-        types: exactly of which types the parts must be, Any for any plain one.
-        make: what is received and the parts → the object.
+        parts: An object and what is sent → what it is made from again.
+        types: Exactly of which types the parts must be, Any for any plain one.
+        make: What is received and the parts → the object.
     """
 
     parts: Callable[[Any, Sent], tuple[Any, ...]]
@@ -55,7 +55,7 @@ def parts_of(data: Any, sent: Sent) -> tuple[Any, ...]:
     """Return the name of an object's kind, and its parts.
 
     Raises:
-        NotPlainError: the object is not plain.
+        NotPlainError: The object is not plain.
     """
     name = _KIND_OF.get(type(data)) or _further_kind(data, sent.named)
     return name, *_KINDS[name].parts(data, sent)
@@ -76,7 +76,7 @@ def make(received: Received, name: Any, *parts: Any) -> Any:
     """Return an object of plain parts.
 
     Raises:
-        MalformedError: of such parts, `parts_of` makes nothing.
+        MalformedError: Of such parts, `parts_of` makes nothing.
     """
     if type(name) is not str or name not in _KINDS:  # in this order: hashing may take for ever
         raise MalformedError("no kind of object")

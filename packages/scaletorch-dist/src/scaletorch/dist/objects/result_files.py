@@ -47,7 +47,7 @@ def make_folder(parent: str) -> tuple[str, list[str], bytes]:
     """Make a folder for one call, which only this user may enter.
 
     Args:
-        parent: made, for this user alone, where it is not there.
+        parent: Made, for this user alone, if it is not there.
 
     Returns:
         The folder, the folders above it that were made, the deepest first, and the call's mark.
@@ -88,8 +88,8 @@ def read_part(folder: str, mark: bytes, rank: int, terms: Terms) -> Any:
     """Read what `write_part` wrote.
 
     Raises:
-        StateError: the file is foreign or damaged; with its name.
-        InvalidArgumentError: its object does not unpickle, or may not be unpickled.
+        StateError: The file is foreign or damaged; with its name.
+        InvalidArgumentError: Its object does not unpickle, or may not be unpickled.
     """
     path = _path(folder, rank)
     with _open(path) as file:

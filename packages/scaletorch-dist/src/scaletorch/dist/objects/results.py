@@ -36,25 +36,25 @@ def collect_results(
     """Collect the results of samples that were dealt out to the ranks one by one.
 
     Args:
-        results: this rank's results, in the order of its samples; anything plain, also None,
+        results: This rank's results, in the order of its samples; anything plain, also None,
             or that pickles.
-        size: number of samples; what was added to fill up the last round is cut off.
-        device: cpu, gpu, npu, cuda, mlu, musa or xpu: where the results came from. They travel
+        size: Number of samples; what was added to fill up the last round is cut off.
+        device: One of cpu, gpu, npu, cuda, mlu, musa, xpu: where results came from. They go
             through the group whatever it is.
-        tmpdir: a folder that all ranks share, to collect through files instead; only with "cpu".
+        tmpdir: A folder that all ranks share, to collect through files instead; only with "cpu".
             Files are private to this user; it is left as it was found, or gone again if it was
             not there.
-        group: the default group by default.
-        allow_pickle: whether what is not plain may be pickled; also `SCALETORCH_ALLOW_PICKLE=0`
+        group: The default group by default.
+        allow_pickle: Whether what is not plain may be pickled; also `SCALETORCH_ALLOW_PICKLE=0`
             switches that off.
-        types: dataclasses and enums that are plain too, the same on every rank.
+        types: Dataclasses and enums that are plain too, the same on every rank.
 
     Returns:
         On the group's first rank the results in the order of the samples, elsewhere None.
 
     Raises:
-        InvalidArgumentError: a bad argument; on every rank where a result cannot be sent.
-        StateError: on every rank, where a file cannot be written or read, is torn or not ours.
+        InvalidArgumentError: A bad argument; on every rank if a result cannot be sent.
+        StateError: On every rank, if a file cannot be written or read, is torn or not ours.
     """
     _check(results, size, device, tmpdir)
     terms = Terms(allow_pickle, named_types(types))

@@ -33,8 +33,8 @@ def main(connection_fd: int, request: dict[str, Any]) -> None:
     """Serve one rank until the caller closes it; never returns.
 
     Args:
-        connection_fd: the connection to the caller.
-        request: see `ranks.RankPool`, which makes it.
+        connection_fd: The connection to the caller.
+        request: See `ranks.RankPool`, which makes it.
     """
     connection: Connection[Any, Any] = Connection(connection_fd)
     try:

@@ -27,15 +27,15 @@ def collect(
     """One answer of every rank; failures are written into `report`.
 
     Args:
-        processes: the ranks in order.
-        report: filled with failures, results (unpickled) and the stacks of unfinished ranks.
-        timeout: seconds, or None to wait as long as it takes.
+        processes: The ranks in order.
+        report: Filled with failures, results (unpickled) and the stacks of unfinished ranks.
+        timeout: Seconds, or None to wait as long as it takes.
 
     Returns:
         rank → its answer.
 
     Raises:
-        RankFailedError: not every rank returned; the processes are still to be killed.
+        RankFailedError: Not every rank returned; the processes are still to be killed.
     """
     answers: dict[int, Answer] = {}
     deadline = None if timeout is None else time.monotonic() + timeout
@@ -97,7 +97,7 @@ def _record(rank: int, answer: Answer, report: RankReport) -> None:
 
 
 def _take_stacks(processes: Sequence[RankProcess], report: RankReport) -> None:
-    """Have each unfinished rank write where it is, also when it is blocked in C++."""
+    """Have each unfinished rank write its stack, also when it is blocked in C++."""
     pending = report.pending
     for rank in pending:
         processes[rank].signal(signal.SIGUSR1)

@@ -33,7 +33,7 @@ RankMain = Callable[[int, dict[str, Any]], None]
 
 
 def send_message(sock: socket.socket, message: dict[str, Any], fds: Iterable[int] = ()) -> None:
-    """Send one JSON message, with file descriptors where it has some."""
+    """Send one JSON message, with file descriptors if it has some."""
     body = json.dumps(message).encode()
     socket.send_fds(sock, [_LENGTH.pack(len(body))], list(fds))
     sock.sendall(body)
@@ -43,7 +43,7 @@ def receive_message(sock: socket.socket) -> tuple[dict[str, Any], list[int]]:
     """Receive one JSON message and its descriptors.
 
     Raises:
-        EOFError: the other side is gone.
+        EOFError: The other side is gone.
     """
     header, fds, _, _ = socket.recv_fds(sock, _LENGTH.size, len(RANK_FDS))
     header += _receive_exactly(sock, _LENGTH.size - len(header))
@@ -149,8 +149,8 @@ def serve(control_fd: int, package: str) -> None:
     """Serve requests until the caller goes away, then kill what ranks are left.
 
     Args:
-        control_fd: this end of a Unix stream socket to the caller.
-        package: importable name of this package, whose `child.main` a rank runs.
+        control_fd: This end of a Unix stream socket to the caller.
+        package: Importable name of this package, whose `child.main` a rank runs.
     """
     server = _Server(control_fd)
     directory = tempfile.mkdtemp(prefix="scaletorch-ranks-")

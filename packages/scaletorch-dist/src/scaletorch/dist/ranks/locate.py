@@ -29,11 +29,11 @@ class Locator:
     """A function by module name, file and qualified name.
 
     Attributes:
-        module: name of its module.
-        path: the module's file; None for a builtin one.
-        qualname: its name in the module.
-        is_main: the module is the program that was started.
-        explains: the module's asserts were rewritten by pytest to show values; so will a rank's.
+        module: Name of its module.
+        path: The module's file; None for a builtin one.
+        qualname: Its name in the module.
+        is_main: The module is the program that was started.
+        explains: The module's asserts were rewritten by pytest to show values; so will a rank's.
     """
 
     module: str
@@ -54,7 +54,7 @@ def locate(fn: Callable[..., Any]) -> Locator:
     """Name a module-level function.
 
     Raises:
-        InvalidArgumentError: no other process could find this function.
+        InvalidArgumentError: No other process could find this function.
     """
     if _loading:
         raise InvalidArgumentError(
@@ -89,7 +89,7 @@ def locate(fn: Callable[..., Any]) -> Locator:
 
 
 def _is_bound(fn: Callable[..., Any]) -> bool:
-    """Whether it is a method of an object; a builtin function is bound to its module alone."""
+    """Return whether it is an object's method; a builtin function is bound to its module alone."""
     return not isinstance(getattr(fn, "__self__", fn), ModuleType | type(fn))
 
 
@@ -120,7 +120,7 @@ def _find_module(locator: Locator) -> ModuleType:
 
 
 def _is_importable(module: str, path: str | None) -> bool:
-    """Whether `import module` would bring this very file."""
+    """Return whether `import module` would bring this very file."""
     if path is None:
         return False
     loaded = sys.modules.get(module)

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any
 
 from ..errors import InvalidArgumentError, StateError
+from ..launchers.interfaces import LOOPBACK
 from .collect import collect
 from .filters import own_filters
 from .locate import locate, rank_body
@@ -24,7 +25,6 @@ from .process import START_TIMEOUT, RankProcess, get_server, stop
 from .report import RankReport
 
 CLOSE_GRACE = 2.0  # s that ranks get to leave by themselves
-LOOPBACK = {"linux": "lo", "darwin": "lo0"}  # so that gloo listens on this machine alone
 # Variables of an outer launch that would mislead a rank started here.
 _OUTER_LAUNCH = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_")
 
@@ -33,22 +33,22 @@ class RankPool:
     """Ranks that stay alive, hold a default process group and run one function after another.
 
     Args:
-        world_size: number of ranks.
-        backend: backend of the default group.
-        timeout: seconds that one `run` may take; None for no limit.
-        group_timeout: timeout of the group's collectives; None for torch's own.
-        threads: threads that torch uses in each rank.
+        world_size: Number of ranks.
+        backend: Backend of the default group.
+        timeout: Seconds that one `run` may take; None for no limit.
+        group_timeout: Timeout of the group's collectives; None for torch's own.
+        threads: Threads that torch uses in each rank.
         init: False leaves the default group out and sets the environment as torchrun would
             (`MASTER_ADDR`, a free `MASTER_PORT`), for functions that call `init_dist` themselves.
-        env: variables to set in each rank beside the caller's own; None as a value removes one.
-        seed: seeds torch's, Python's and numpy's generators before every function; None does not.
+        env: Variables to set in each rank beside the caller's own; None as a value removes one.
+        seed: Seeds torch's, Python's and numpy's generators before every function; None does not.
 
     Attributes:
-        reusable: the last function succeeded on all ranks and left no state behind.
+        reusable: The last function succeeded on all ranks and left no state behind.
 
     Raises:
-        InvalidArgumentError: a world size below 1.
-        RankFailedError: a rank did not start.
+        InvalidArgumentError: A world size below 1.
+        RankFailedError: A rank did not start.
     """
 
     def __init__(
@@ -97,18 +97,18 @@ class RankPool:
         """Run `fn(*args, **kwargs)` on every rank, under the caller's filters of warnings.
 
         Args:
-            fn: a module-level function; ranks find it by its module's name or its file.
-            args: what it is given; must pickle.
-            timeout: seconds for this run, instead of the pool's.
-            kwargs: what it is given by name; must pickle.
+            fn: A module-level function; ranks find it by its module's name or its file.
+            args: What it is given; must pickle.
+            timeout: Seconds for this run, instead of the pool's.
+            kwargs: What it is given by name; must pickle.
 
         Returns:
             What each rank returned, by rank.
 
         Raises:
-            InvalidArgumentError: ranks could not find `fn`, or its arguments do not pickle.
-            RankFailedError: a rank failed, died or did not finish; the pool is closed then.
-            StateError: the pool is closed.
+            InvalidArgumentError: Ranks could not find `fn`, or its arguments do not pickle.
+            RankFailedError: A rank failed, died or did not finish; the pool is closed then.
+            StateError: The pool is closed.
         """
         if not self._close.alive:
             raise StateError("this pool of ranks is closed: make another RankPool")
@@ -166,22 +166,22 @@ def launch(
     them; so does Ctrl-C.
 
     Args:
-        fn: a module-level function.
-        nproc: number of ranks.
-        args: what `fn` is given; must pickle.
-        backend: backend of the default group.
-        timeout: seconds for the whole run; None for no limit.
-        group_timeout: timeout of the group's collectives; None for torch's own.
+        fn: A module-level function.
+        nproc: Number of ranks.
+        args: What `fn` is given; must pickle.
+        backend: Backend of the default group.
+        timeout: Seconds for the whole run; None for no limit.
+        group_timeout: Timeout of the group's collectives; None for torch's own.
         init: False leaves the group to `fn`, with the environment that torchrun would set.
-        env: variables to set in each rank; None as a value removes one.
-        kwargs: what `fn` is given by name; must pickle.
+        env: Variables to set in each rank; None as a value removes one.
+        kwargs: What `fn` is given by name; must pickle.
 
     Returns:
         What each rank returned, by rank.
 
     Raises:
-        InvalidArgumentError: ranks could not find `fn`, or its arguments do not pickle.
-        RankFailedError: a rank failed, died or did not finish in time.
+        InvalidArgumentError: Ranks could not find `fn`, or its arguments do not pickle.
+        RankFailedError: A rank failed, died or did not finish in time.
 
     Example:
         >>> def total(x):

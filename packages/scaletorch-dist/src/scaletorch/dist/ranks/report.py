@@ -54,7 +54,7 @@ class RankReport:
         )
 
     def _alike(self) -> list[tuple[list[int], str]]:
-        """Ranks that failed alike but for their coordinates, and the text of the first of them."""
+        """Ranks whose failures differ in coordinates alone, and the text of the first of them."""
         found: dict[str, tuple[list[int], str]] = {}
         for rank, text in self.failures.items():
             found.setdefault(without_coordinates(text), ([], text))[0].append(rank)

@@ -36,7 +36,7 @@ def read_caller(text: str) -> Caller:
     """Return who introduces itself by JSON, which anybody who reaches the store can write.
 
     Raises:
-        StateError: it is nothing that a rank writes.
+        StateError: It is nothing that a rank writes.
     """
     kinds = [int if field.type == "int" else str for field in fields(Caller)]
     try:

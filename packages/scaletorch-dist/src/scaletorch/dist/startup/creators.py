@@ -24,16 +24,16 @@ def choose_backend(backend: str, *, warn: bool = True) -> str:
     """What to initialise for an asked backend, falling back to the machine's own with a warning.
 
     Args:
-        backend: a name, or `device:backend` pairs with commas between.
-        warn: say that another is taken; one rank of a machine is enough.
+        backend: A name, or `device:backend` pairs with commas between.
+        warn: Say that another is taken; one rank of a machine is enough.
 
     Returns:
         A configuration as `init_process_group` takes it, such as 'cpu:gloo,cuda:nccl'.
 
     Raises:
-        InvalidArgumentError: nobody knows this backend, it does not serve the device it is named
+        InvalidArgumentError: Nobody knows this backend, it does not serve the device it is named
             for, or the pairs cannot be read.
-        StateError: its plugin is missing beside its hardware.
+        StateError: Its plugin is missing beside its hardware.
     """
     pairs = devices.resolve_backend(backend)
     problem = None

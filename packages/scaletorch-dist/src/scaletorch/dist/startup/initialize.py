@@ -52,16 +52,16 @@ def init_dist(
     Args:
         launcher: 'pytorch' (torchrun, or its variables set by hand), 'slurm' (srun), 'mpi'
             (mpirun of Open MPI or MPICH), or "none"; None infers it from the environment.
-        backend: 'nccl', 'gloo', 'hccl', 'cncl', 'mccl', 'mpi', or 'cpu:gloo,cuda:nccl' and alike.
-        port: port of rank 0's store instead of `MASTER_PORT`; torchrun's own stays as it is.
-        timeout: of the group's collectives, and so of every group made later; seconds or timedelta.
-        init_method: a URL as for `init_process_group`, instead of the environment's address.
-        init_backend: who creates the group: 'torch', 'deepspeed' or 'colossalai'.
-        kwargs: passed on to `init_process_group` (or its like).
+        backend: 'nccl', 'gloo', 'hccl', 'cncl', 'mccl', 'mpi', or 'cpu:gloo,cuda:nccl' and so on.
+        port: Port of rank 0's store instead of `MASTER_PORT`; torchrun's own stays as it is.
+        timeout: Of the group's collectives, and so of every group made later; seconds or timedelta.
+        init_method: A URL as for `init_process_group`, instead of the environment's address.
+        init_backend: Who creates the group: 'torch', 'deepspeed' or 'colossalai'.
+        kwargs: Passed on to `init_process_group` (or its like).
 
     Raises:
-        InvalidArgumentError: unknown launcher, backend or init_backend.
-        StateError: a variable is missing, this was called before, a Slurm job of several tasks runs
+        InvalidArgumentError: Unknown launcher, backend or init_backend.
+        StateError: A variable is missing, this was called before, a Slurm job of several tasks runs
             this without srun, or a vendor's plugin is missing beside the vendor's hardware.
 
     Example:
@@ -119,7 +119,7 @@ def _release_default_arguments() -> None:
 
     Its functions have `group=group.WORLD`, read at import; torch's optimizers import it, mostly
     after the group was made. A group that is kept so is never taken down: its threads live on and,
-    where one of them drops a tensor while the interpreter ends, abort the process.
+    if one of them drops a tensor while the interpreter ends, abort the process.
     """
     module = sys.modules.get("torch.distributed.nn.functional")
     for each in vars(module).values() if module is not None else ():

@@ -23,10 +23,10 @@ class Meeting:
     """Address and port of rank 0.
 
     Attributes:
-        address: of rank 0, as the others reach it.
-        port: of rank 0's store.
-        listener: on rank 0, the listening socket if it has one already.
-        by_agent: whether torchrun's agent holds the store there, so that no rank opens one.
+        address: Of rank 0, as the others reach it.
+        port: Of rank 0's store.
+        listener: On rank 0, the listening socket if it has one already.
+        by_agent: Whether torchrun's agent holds the store there, so that no rank opens one.
     """
 
     address: str
@@ -39,7 +39,7 @@ def find_meeting(placement: Placement, port: int | None) -> Meeting:
     """Work out where to meet; what the caller or the environment says comes first.
 
     Raises:
-        StateError: no address to be had; it names the variable to set.
+        StateError: No address to be had; it names the variable to set.
     """
     if placement.launcher == "pytorch" and agent_holds_store():
         return replace(_meet_by_environment(placement, None), by_agent=True)
@@ -47,7 +47,7 @@ def find_meeting(placement: Placement, port: int | None) -> Meeting:
 
 
 def agent_holds_store() -> bool:
-    """Whether this process was started by a torchrun whose agent holds the ranks' store."""
+    """Return whether this process was started by a torchrun whose agent holds the ranks' store."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -148,5 +148,5 @@ _FINDERS = {"pytorch": _meet_by_environment, "slurm": _meet_by_slurm, "mpi": _me
 
 
 def derived_port(key: str) -> int:
-    """A port that everyone who knows the key works out alike."""
+    """A port that everyone who knows the key works out the same."""
     return _FIRST_PORT + zlib.crc32(key.encode()) % _PORTS

@@ -38,18 +38,18 @@ def call_roll(store: Store, caller: Caller, deadline: float, shared: bool) -> St
     """Wait until all ranks are here; every one of them gets the same verdict.
 
     Args:
-        store: that all ranks have reached.
-        caller: this process.
-        deadline: of `time.monotonic`, by which the world must be full.
-        shared: whether the store belongs to none of the ranks and outlives them.
+        store: That all ranks have reached.
+        caller: This process.
+        deadline: Of `time.monotonic`, by which the world must be full.
+        shared: Whether the store belongs to none of the ranks and outlives them.
 
     Returns:
         The part of the store that belongs to this start alone.
 
     Raises:
-        StateError: ranks are missing, two processes are one rank, or ranks were told different
+        StateError: Ranks are missing, two processes are one rank, or ranks were told different
             sizes of the world.
-        StoreClosedError: the store went away before rank 0 said a word.
+        StoreClosedError: The store went away before rank 0 said a word.
     """
     global _last_start
     name = _lead(store, caller, deadline) if caller.rank == 0 else None

@@ -25,7 +25,7 @@ def open_store(placement: Placement, meeting: Meeting, timeout: timedelta | None
     """Meet all other ranks in a TCP store; the part of it that belongs to this start.
 
     Raises:
-        StateError: the port is taken, rank 0 is not to be reached, ranks are missing, or two
+        StateError: The port is taken, rank 0 is not to be reached, ranks are missing, or two
             processes are one rank: the same on every rank that got as far as the store.
     """
     timeout = timeout or default_pg_timeout
@@ -76,7 +76,7 @@ def _listen(meeting: Meeting) -> socket.socket:
 
 
 def _reach(placement: Placement, meeting: Meeting, timeout: timedelta, deadline: float) -> TCPStore:
-    """Connect to the store, and say what is in the way where it cannot be done in time.
+    """Connect to the store, and say what is in the way if it cannot be done in time.
 
     Torch's own connecting is silent about a name that does not resolve, and waits forever for a
     program that is no store. So a plain connection goes before it, and a thread does it.

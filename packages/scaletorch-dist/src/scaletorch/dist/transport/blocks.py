@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 VARIABLE = "SCALETORCH_SHARED_MEMORY"  # 0: no rank's memory is another's
+UNKEPT = -1  # the slot of a block that others map anew each time
 
 _numbers = itertools.count(1)
 _blocks: dict[int, Block] = {}  # by the address of their memory
@@ -37,7 +38,7 @@ class Block:
     slot: int
 
 
-def allocate(elements: int, dtype: torch.dtype, slot: int) -> Tensor:
+def allocate(elements: int, dtype: torch.dtype, slot: int = UNKEPT) -> Tensor:
     """Return a flat tensor, of one element at least, in a block of its own; its values are zero.
 
     Raises:

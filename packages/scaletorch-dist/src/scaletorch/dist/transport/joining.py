@@ -12,21 +12,21 @@ from ..launchers.host import this_host
 from ..wire.backend import gather_ints, route
 from ..world.one_per_process import one_per_process
 from .blocks import VARIABLE, allocate, attach, block_of
-from .node_memory import UNKEPT, NodeMemory
+from .node_memory import NodeMemory
 
 _TAG = 1 << 20  # of the messages of the first node memory in a process
 
 
 def node_memory(group: ProcessGroup | None) -> NodeMemory | None:
-    """Return what the ranks of a group need to share memory, or None where they cannot.
+    """Return what the ranks of a group need to share memory, or None if they cannot.
 
-    Every rank of the group calls it. They can on one Linux host, as one user, where the group has
-    gloo for CPU tensors; ``SCALETORCH_SHARED_MEMORY=0`` on any rank leaves it be.
+    Every rank of the group calls it. They can on one Linux host, as one user, if the group has
+    gloo for CPU tensors; with `SCALETORCH_SHARED_MEMORY=0` on any rank they do not.
     """
     if group is None or group.size() == 1 or not _on_gloo(group):
         return None
     try:
-        own = allocate(1, torch.int64, UNKEPT)
+        own = allocate(1, torch.int64)
         own[0] = os.getpid()
         block = block_of(own)
         allowed = os.environ.get(VARIABLE, "1") not in ("", "0")

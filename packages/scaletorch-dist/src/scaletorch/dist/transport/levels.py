@@ -27,7 +27,7 @@ from ..wire.recipes import Recipe, recipe_for
 from ..wire.sums import as_one, even_parts
 from ..wire.work import Work
 from ..world.group import info_of
-from ..world.hosts import nodes_of
+from ..world.hosts import ranks_by_node
 from ..world.info import get_timeout, group_ranks
 from .ways import Done, T, Way, arrived, way_of
 
@@ -282,13 +282,10 @@ def use_hierarchy(group: ProcessGroup | None = None) -> bool:
 
 
 def _places(members: ProcessGroup) -> list[list[int]] | None:
-    """Return the group's ranks on each node, or None where there is nothing to gain."""
-    nodes: dict[bytes, list[int]] = {}
-    for rank, node in enumerate(nodes_of(members)):
-        nodes.setdefault(node, []).append(rank)
-    sizes = {len(each) for each in nodes.values()}
-    alike = len(sizes) == 1 and sizes != {1} and len(nodes) > 1
-    return list(nodes.values()) if alike else None
+    """Return the group's ranks on each node, or None if nothing is to be gained."""
+    nodes = ranks_by_node(members)
+    sizes = {len(each) for each in nodes}
+    return nodes if len(nodes) > 1 and len(sizes) == 1 and sizes != {1} else None
 
 
 def _made(ranks: list[int]) -> ProcessGroup:

@@ -98,7 +98,7 @@ class Neighbours:
         return [addresses for _, *addresses in told]
 
     def _all_well(self, error: Exception | None) -> None:
-        """Wait for all ranks, and raise on each where one has failed."""
+        """Wait for all ranks, and raise on each if any has failed."""
         failed = torch.tensor([int(error is not None)])
         raw_all_reduce(failed, ReduceOp.MAX, self.group)
         if isinstance(error, OSError):
@@ -112,8 +112,8 @@ class Neighbours:
 def find(group: ProcessGroup) -> Neighbours | None:
     """Find out whether a group's ranks can read one another's memory; every rank asks.
 
-    They can as neighbours on one Linux host, as one user, where the group has gloo for CPU tensors
-    and the system lets them; ``SCALETORCH_SHARED_MEMORY=0`` on any rank leaves it be.
+    They can as neighbours on one Linux host, as one user, if the group has gloo for CPU tensors
+    and the system lets them; with `SCALETORCH_SHARED_MEMORY=0` on any rank they do not.
     """
     if group.size() == 1 or route(torch.empty(0), group).backend != "gloo":
         return None

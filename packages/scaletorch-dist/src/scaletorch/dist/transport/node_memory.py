@@ -3,7 +3,7 @@
 Bytes go through memory that every rank maps; who may read when goes through messages of the
 group, so that a rank that dies or stays away shows as it does in any collective. A reduction is:
 all are ready; each rank adds up its part of everybody's tensor, in rank order, and writes the sum
-where it is wanted; all are done.
+to its places; all are done.
 
 No thread of its own does it, since ranks that share a host share its cores: whoever makes the next
 call, asks for the state of one or waits for it does what has become possible of those before.
@@ -12,7 +12,7 @@ call, asks for the state of one or waits for it does what has become possible of
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
 from itertools import accumulate, count
@@ -23,15 +23,13 @@ from torch.distributed import ProcessGroup
 
 from ..errors import StateError
 from ..naming import name_ranks
-from ..wire.sums import part_of, sum_dtype
+from ..wire.sums import fold, part_of, sum_dtype
 from ..wire.work import Work
 from ..world.info import group_ranks
-from .blocks import VARIABLE, allocate, attach, block_of
-from .sums import sums
+from .blocks import UNKEPT, VARIABLE, allocate, attach, block_of
 from .tasks import Meeting, Task
 
-UNKEPT = -1
-
+CHUNK = 2**18  # elements that are added up at a time: few enough to stay in a cache
 _NOTHING = (0, -1, 0, UNKEPT)  # what a rank says that has no memory to share
 
 # Takes what this rank shares and what everyone does, in the group's order; returns the result.
@@ -62,7 +60,7 @@ class NodeMemory:
         """Return a number for tensors of which each takes the place of the one before."""
         return next(self._next_slot)
 
-    def empty(self, elements: int, dtype: torch.dtype, slot: int = UNKEPT) -> Tensor:
+    def empty(self, elements: int, dtype: torch.dtype, slot: int | None = None) -> Tensor:
         """Return a flat tensor of arbitrary values that other ranks can map.
 
         Args:
@@ -72,7 +70,8 @@ class NodeMemory:
                 one they map it anew each time, and its memory is free when this rank drops it.
         """
         try:
-            return allocate(elements, dtype, slot) if elements else torch.empty(0, dtype=dtype)
+            kept = UNKEPT if slot is None else slot
+            return allocate(elements, dtype, kept) if elements else torch.empty(0, dtype=dtype)
         except OSError:  # the call that is to share it tells every rank
             return torch.empty(elements, dtype=dtype)
 
@@ -92,7 +91,7 @@ class NodeMemory:
             start: What this rank's part of the sum begins with.
 
         Returns:
-            The work; its ``wait()`` gives ``data``.
+            The work; its `wait()` gives `data`.
         """
         own = self._part(counts)
         act = partial(self._sum_everywhere, own=own, mean=mean, start=start)
@@ -103,10 +102,10 @@ class NodeMemory:
     ) -> Work[Tensor]:
         """Sum each rank's part of a flat tensor over the ranks, in rank order.
 
-        Arguments as in `all_reduce`; ``data`` is left as it is.
+        Arguments as in `all_reduce`; `data` is left as it is.
 
         Returns:
-            The work; its ``wait()`` gives this rank's part, new memory, 16-bit floats as float32.
+            The work; its `wait()` gives this rank's part, new memory, 16-bit floats as float32.
         """
         own = self._part(counts)
         return self._begin(data, partial(self._sum_own, own=own, mean=mean, start=start))
@@ -115,7 +114,7 @@ class NodeMemory:
         """Fill a flat tensor, of which every rank has its own part, with the parts of all.
 
         Returns:
-            The work; its ``wait()`` gives ``data``.
+            The work; its `wait()` gives `data`.
         """
         ends = list(accumulate(counts, initial=0))
         return self._begin(data, partial(self._gather, ends=ends))
@@ -139,7 +138,7 @@ class NodeMemory:
         return Work((_Handle(self, task),), partial(_bring_home, task, mine, data))
 
     def advance(self, until: Task | None = None) -> None:
-        """Do this rank's parts of tasks that all are ready for; wait for those up to ``until``."""
+        """Do this rank's parts of tasks that all are ready for; wait for those up to `until`."""
         wait = until in self._tasks
         while self._tasks and self._tasks[0].advance(wait=wait):
             wait = wait and self._tasks[0] is not until
@@ -157,7 +156,7 @@ class NodeMemory:
         """Map what all share and act on it.
 
         Raises:
-            StateError: On every rank, where one has no memory for what it was to share.
+            StateError: On every rank, if one has no memory for what it was to share.
         """
         without = [rank for rank, row in enumerate(rows) if row[1] < 0]
         if mine is None or without:
@@ -175,7 +174,7 @@ class NodeMemory:
     def _sum_everywhere(
         self, data: Tensor, everyone: list[Tensor], own: slice, mean: bool, start: Tensor | None
     ) -> Tensor:
-        for at, total in sums(everyone, own, start, mean=mean):
+        for at, total in _sums(everyone, own, start, mean):
             for each in everyone:
                 each[at : at + len(total)] = total
         return data
@@ -184,7 +183,7 @@ class NodeMemory:
         self, data: Tensor, everyone: list[Tensor], own: slice, mean: bool, start: Tensor | None
     ) -> Tensor:
         result = torch.empty(own.stop - own.start, dtype=sum_dtype(data.dtype))
-        for at, total in sums(everyone, own, start, mean=mean):
+        for at, total in _sums(everyone, own, start, mean):
             result[at - own.start : at - own.start + len(total)] = total
         return result
 
@@ -203,7 +202,7 @@ class NodeMemory:
         if block_of(data) is not None:
             return data
         try:
-            return allocate(data.numel(), data.dtype, UNKEPT).copy_(data)
+            return allocate(data.numel(), data.dtype).copy_(data)
         except OSError:
             return None
 
@@ -215,6 +214,17 @@ class NodeMemory:
             if slot != UNKEPT:
                 self._mapped[rank, slot] = known
         return known[1].view(like.dtype)[: like.numel()]
+
+
+def _sums(
+    everyone: Sequence[Tensor], part: slice, start: Tensor | None, mean: bool
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield the sum of a part piece by piece, in rank order, and where each piece begins."""
+    divisor = len(everyone) if mean else 1
+    for at in range(part.start, part.stop, CHUNK):
+        stop = min(at + CHUNK, part.stop)
+        first = None if start is None else start[at - part.start : stop - part.start]
+        yield at, fold([each[at:stop] for each in everyone], start=first, divisor=divisor)
 
 
 class _Handle:
@@ -234,6 +244,6 @@ class _Handle:
 
 
 def _bring_home(task: Task, mine: Tensor | None, data: Tensor) -> Tensor:
-    """Return the result of a task; in ``data`` if it is in what stood for it."""
+    """Return the result of a task; in `data` if it is in what stood for it."""
     result = task.finish()
     return data.copy_(result) if result is mine and mine is not data else result

@@ -1,6 +1,6 @@
 """Work that ranks do in one another's memory: when all are ready, until all are done.
 
-They tell one another where they are by small messages that nobody need wait for.
+They tell one another how far they are by small messages that nobody need wait for.
 """
 
 from __future__ import annotations

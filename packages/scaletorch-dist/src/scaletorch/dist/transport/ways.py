@@ -1,6 +1,6 @@
 """How tensors travel: by a group's backend, by host memory or by levels of nodes.
 
-What every call takes: contiguous tensors on the group's device, packed by a recipe where they are
+What every call takes: contiguous tensors on the group's device, packed by a recipe to be
 reduced, and `done`, which is given the result and returns what the caller promised. An asynchronous
 call returns a `Work` that does both, a synchronous one returns what `done` does.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -30,12 +30,17 @@ from ..wire.backend import (
     reduce_scatter_single,
     route,
 )
-from ..wire.recipes import Recipe, reduce_blocks
+from ..wire.recipes import Recipe
+from ..wire.sums import fold
 from ..wire.work import Work, settled
 from ..world.group import info_of, infos
 from ..world.info import group_ranks
 from . import neighbours
 from .by_memory import MemoryWay, memory_way
+
+if TYPE_CHECKING:  # only builders of strategies have them
+    from .flat_buffers import FlatBuffers
+    from .node_memory import NodeMemory
 
 T = TypeVar("T")
 Done = Callable[[Tensor], T]
@@ -45,26 +50,46 @@ Done = Callable[[Tensor], T]
 def way_of(data: Tensor, group: ProcessGroup, async_op: Literal[True]) -> Way: ...
 @overload
 def way_of(data: Tensor, group: ProcessGroup, async_op: bool = ...) -> Way | MemoryWay: ...
-def way_of(data: Tensor, group: ProcessGroup, async_op: bool = False) -> Way | MemoryWay:
+@overload
+def way_of(
+    data: Tensor, group: ProcessGroup, async_op: Literal[True], buffers: FlatBuffers | None
+) -> Way | NodeMemory: ...
+@overload
+def way_of(
+    data: Tensor, group: ProcessGroup, async_op: bool, buffers: FlatBuffers | None
+) -> Way | MemoryWay | NodeMemory: ...
+def way_of(
+    data: Tensor,
+    group: ProcessGroup,
+    async_op: bool = False,
+    buffers: FlatBuffers | None = None,
+) -> Way | MemoryWay | NodeMemory:
     """Return how a call's tensor travels; every rank of the group asks, and for as many bytes.
 
     Args:
         data: The tensor, on the group's device.
         group: The ranks.
         async_op: Whether the call is to return at once.
+        buffers: Of which the tensor is, if of any.
     """
+    if buffers is not None:
+        memory = buffers._way_for(data)
+        if memory is not None:
+            return memory
     try:
         info = infos[group]
     except KeyError:
         info = info_of(group)
-    device = "cpu" if data.is_cpu else data.device.type
-    if device == "cpu":
+    if data.is_cpu:
+        device = "cpu"
         if info.levels is not None:
             return info.levels  # type: ignore[no-any-return]
         if not async_op and data.nbytes >= neighbours.LEAST:
-            memory = memory_way(group)
-            if memory is not None:
-                return memory
+            near = memory_way(group)
+            if near is not None:
+                return near
+    else:
+        device = data.device.type
     try:
         return info.ways[device]  # type: ignore[no-any-return]
     except KeyError:
@@ -266,4 +291,4 @@ def _reduced(received: Tensor, size: int, recipe: Recipe, done: Done[T]) -> T:
 
 
 def _reduced_rows(rows: Tensor, run: str, done: Done[T]) -> T:
-    return done(reduce_blocks(rows, run))
+    return done(fold(rows, run))

@@ -60,10 +60,10 @@ MOVABLE = frozenset(
 
 
 def process_group(group: ProcessGroup | None) -> ProcessGroup | None:
-    """Return the group a call runs on: None where this is one process without torch.distributed.
+    """Return the group a call runs on, or None if this is one process without torch.distributed.
 
     Raises:
-        NotInGroupError: this rank is outside `group`.
+        NotInGroupError: This rank is outside `group`.
     """
     if group is None:
         if c10d.is_initialized():
@@ -80,9 +80,9 @@ class Route:
     """How tensors of one device travel on one group.
 
     Attributes:
-        backend: with which backend.
-        lacks: collectives and reductions that it lacks.
-        native: whether it takes them where they are; else they are copied to its device first.
+        backend: With which backend.
+        lacks: Collectives and reductions that it lacks.
+        native: Whether it takes them as they are; else they are copied to its device first.
     """
 
     backend: str
@@ -111,7 +111,7 @@ def _find_route(device: str, group: ProcessGroup) -> Route:
 
 
 def on_wire(data: Tensor, group: ProcessGroup) -> Tensor:
-    """Return `data` detached, contiguous, on the group's device: the same memory where it is so."""
+    """Return `data` detached, contiguous, on the group's device: the same memory if it is so."""
     if data.requires_grad:
         data = data.detach()
     if not route(data, group).native:
@@ -121,6 +121,12 @@ def on_wire(data: Tensor, group: ProcessGroup) -> Tensor:
     if data.is_neg():
         data = data.resolve_neg()
     return data.contiguous()
+
+
+def bring_home(data: Tensor, wire: Tensor) -> None:
+    """Write into `data` what is in the tensor that `on_wire` made of it, if that is a copy."""
+    if wire.data_ptr() != data.data_ptr():
+        data.copy_(wire)
 
 
 def movable(data: Tensor) -> Tensor:

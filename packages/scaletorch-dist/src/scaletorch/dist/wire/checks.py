@@ -2,7 +2,7 @@
 
 With `check_collectives(True)`, or `SCALETORCH_DIST_CHECK=1` in the environment, of *every* rank,
 each call first compares its name, shapes, dtype, operation, root and group size over the group, and
-raises on every rank where they differ, instead of mixing up data, aborting or hanging. A call that
+raises on every rank if they differ, instead of mixing up data, aborting or hanging. A call that
 fails on one rank before it has compared takes part with its error, so that no other waits for it.
 """
 
@@ -46,7 +46,7 @@ def check_collectives(on: bool | None = True) -> None:
         on: True or False; None goes by `SCALETORCH_DIST_CHECK` again. The same on every rank.
 
     Raises:
-        InvalidArgumentError: anything else.
+        InvalidArgumentError: Anything else.
     """
     global _switch
     if on is not None and not isinstance(on, bool):
@@ -61,25 +61,25 @@ def __rank_state__() -> object:
 
 
 def checking() -> bool:
-    """Tell whether anybody wants to know of calls: a comparison or a guard."""
+    """Return whether anybody wants to know of calls: a comparison or a guard."""
     return port.guard is not None or comparing()
 
 
 def comparing() -> bool:
-    """Tell whether calls are compared; the environment is read at every call."""
+    """Return whether calls are compared; the environment is read at every call."""
     return _READ(_KEY, b"0") not in (b"", b"0") if _switch is None else _switch
 
 
 def compare(group: ProcessGroup, call: str, *facts: Any) -> None:
-    """Tell the guard of a call, where there is one, and compare it over its group if asked to.
+    """Tell the guard, if there is one, of a call, and compare it over its group if asked to.
 
     Args:
-        group: the group that the call is about to communicate on.
-        call: its name.
-        facts: tensors (their shape and dtype count), and whatever else must agree.
+        group: The group that the call is about to communicate on.
+        call: Its name.
+        facts: Tensors (their shape and dtype count), and whatever else must agree.
 
     Raises:
-        MismatchError: on every rank, if any rank's call differs; it shows who does what.
+        MismatchError: On every rank, if any rank's call differs; it shows who does what.
     """
     global _compared
     if port.guard is not None:
@@ -133,7 +133,7 @@ def _fact(fact: Any) -> str:
 
 
 def exchange_texts(text: str, group: ProcessGroup) -> list[str] | None:
-    """Return every rank's text if they differ, cut to `WIDTH` bytes; None where all are one."""
+    """Return every rank's text if they differ, cut to `WIDTH` bytes; or None if all are one."""
     data = text.encode(errors="backslashreplace")
     if len(data) > WIDTH:
         digest = hashlib.sha256(data).hexdigest()[:16]

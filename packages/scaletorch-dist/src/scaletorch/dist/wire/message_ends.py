@@ -32,7 +32,7 @@ class Agreement:
     """One end's knowledge of whether the ends of a message agree; to be awaited after it.
 
     Attributes:
-        scratch: what to send or receive into instead of the data, where this end came second and
+        scratch: What to send or receive into instead of the data, where this end came second and
             they differ; else None.
     """
 
@@ -52,7 +52,7 @@ class Agreement:
         """Raise if the ends of the message differ.
 
         Raises:
-            MismatchError: they do; on both ends.
+            MismatchError: They do; on both ends.
         """
         if not self._verdict:
             self._verdict = self._store.get(_verdict_key(self._key)).decode()
@@ -66,11 +66,11 @@ def agree(group: ProcessGroup, data: Tensor, peer: int, tag: int, *, sends: bool
     """Compare this end of a message with the other one, if that has come.
 
     Args:
-        group: the group that the message goes by.
-        data: what is sent, or received into.
-        peer: global rank of the other end.
-        tag: the message's tag.
-        sends: whether this is the end that sends.
+        group: The group that the message goes by.
+        data: What is sent, or received into.
+        peer: Global rank of the other end.
+        tag: The message's tag.
+        sends: Whether this is the end that sends.
     """
     me = get_rank()
     path = (me, peer, tag) if sends else (peer, me, tag)

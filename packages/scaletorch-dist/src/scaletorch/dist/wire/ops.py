@@ -37,7 +37,7 @@ def op_name(op: Op) -> str:
     """Return the name in `REDUCE_OPS` of a name in any case, an alias or a ReduceOp.
 
     Raises:
-        InvalidArgumentError: there is no such operation.
+        InvalidArgumentError: There is no such operation.
     """
     if isinstance(op, str):
         name = op.lower()
@@ -60,7 +60,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Make sure that the operation `name` has a meaning for `dtype`.
 
     Raises:
-        InvalidArgumentError: it has none, or no backend can do it.
+        InvalidArgumentError: It has none, or no backend can do it.
     """
     if dtype in INTEGERS or dtype in WIDENED or dtype == torch.bool:
         return

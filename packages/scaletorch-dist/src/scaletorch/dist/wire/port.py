@@ -77,7 +77,7 @@ def run_told(call: Callable[..., Any], args: Any, options: Any) -> Any:
 
 
 def note(data: Tensor, peer: int, members: ProcessGroup, tag: int, sends: bool) -> object:
-    """Tell the guard, where there is one, of one end of a message."""
+    """Tell the guard, if there is one, of one end of a message."""
     if guard is None:
         return None
     return guard.record_message(members, data, peer, tag, sends)

@@ -8,7 +8,7 @@ survives min and max (backends lose it, or not, by rank).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from .ops import COMPLEX, FLOATS, REDUCE_OPS, WIDENED, Op, check_dtype, op_name
-from .sums import sum_dtype
 
 Pack = Callable[[Tensor], Tensor]
 Unpack = Callable[[Tensor, int], Tensor]
@@ -32,12 +31,12 @@ class Recipe:
     """What to run instead.
 
     Attributes:
-        name: the operation that was asked for.
-        run: the operation to run on the packed tensor.
-        raw: torch's ReduceOp for it.
-        pack: contiguous tensor → tensor to reduce (the same one where nothing changes).
-        unpack: reduced tensor, number of ranks → result; any dtype that converts to the wanted one.
-        plain: neither packs nor unpacks: the backend reduces the tensor as it is.
+        name: The operation that was asked for.
+        run: The operation to run on the packed tensor.
+        raw: The ReduceOp of torch for it.
+        pack: Contiguous tensor → tensor to reduce (the same one where nothing changes).
+        unpack: Reduced tensor, number of ranks → result; any dtype that converts to the wanted one.
+        plain: Neither packs nor unpacks: the backend reduces the tensor as it is.
     """
 
     name: str
@@ -58,7 +57,7 @@ def recipe_for(op: Op, dtype: torch.dtype) -> Recipe:
     """Return how to reduce a tensor of `dtype` with `op`.
 
     Raises:
-        InvalidArgumentError: unknown operation, or one without a meaning for the dtype.
+        InvalidArgumentError: Unknown operation, or one without a meaning for the dtype.
     """
     name = op_name(op)
     check_dtype(name, dtype)
@@ -127,32 +126,3 @@ def _flip_negative(bits: Tensor) -> Tensor:
     """Flip all bits but the sign of negative numbers; it is its own inverse."""
     limits = torch.iinfo(bits.dtype)
     return bits ^ ((bits >> (limits.bits - 1)) & limits.max)
-
-
-_STEPS: dict[str, Callable[[Tensor, Tensor], Any]] = {
-    "sum": Tensor.add_,
-    "product": Tensor.mul_,
-    "min": lambda total, block: torch.minimum(total, block, out=total),
-    "max": lambda total, block: torch.maximum(total, block, out=total),
-    "band": Tensor.bitwise_and_,
-    "bor": Tensor.bitwise_or_,
-    "bxor": Tensor.bitwise_xor_,
-}
-
-
-def reduce_blocks(blocks: Tensor | Sequence[Tensor], run: str = "sum") -> Tensor:
-    """Reduce packed blocks over dim 0 on this rank, from the first to the last.
-
-    16-bit floats are reduced in float32 and returned so.
-    """
-    return reduce_into_first(
-        [blocks[0].to(sum_dtype(blocks[0].dtype), copy=True), *blocks[1:]], run
-    )
-
-
-def reduce_into_first(blocks: Sequence[Tensor], run: str = "sum") -> Tensor:
-    """Reduce packed blocks in the first one itself, if that is of the dtype to reduce in."""
-    total = blocks[0].to(sum_dtype(blocks[0].dtype))
-    for block in blocks[1:]:
-        _STEPS[run](total, block)
-    return total

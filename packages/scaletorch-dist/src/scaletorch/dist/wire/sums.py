@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 
 import torch
 from torch import Tensor
+
+STEPS: dict[str, Callable[..., Tensor]] = {
+    "sum": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "band": torch.bitwise_and,
+    "bor": torch.bitwise_or,
+    "bxor": torch.bitwise_xor,
+}
 
 
 def part_of(counts: Sequence[int], rank: int) -> range:
@@ -26,27 +36,39 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
 
 
-def fold(blocks: Sequence[Tensor] | Tensor, start: Tensor | None, divisor: int) -> Tensor:
-    """Add blocks from the first to the last, in float32 at least, behind ``start``."""
-    dtype = sum_dtype(blocks[0].dtype)
+def fold(
+    blocks: Tensor | Sequence[Tensor],
+    run: str = "sum",
+    *,
+    start: Tensor | None = None,
+    divisor: int = 1,
+    spoil: bool = False,
+) -> Tensor:
+    """Reduce packed blocks on this rank, from the first to the last, 16-bit floats in float32.
+
+    Args:
+        blocks: Of one shape and dtype.
+        run: The operation that a recipe runs.
+        start: What a sum begins with; then each block is divided before it is added.
+        divisor: Of a sum.
+        spoil: Whether the first block may be changed, to save memory; else none is.
+    """
+    step, dtype = STEPS[run], sum_dtype(blocks[0].dtype)
     if start is not None:
         total = start.to(dtype, copy=True)
         for block in blocks:
             total += block if divisor == 1 else block.to(dtype) / divisor
         return total
-    if len(blocks) == 1:
-        total = blocks[0].to(dtype, copy=True)
-    else:
-        total = torch.add(blocks[0].to(dtype), blocks[1])
-    for block in blocks[2:]:
-        total += block
+    total = blocks[0].to(dtype, copy=len(blocks) == 1 and not spoil)
+    for at, block in enumerate(blocks[1:]):
+        total = step(total, block, out=total if at or spoil else None)
     return total if divisor == 1 else total.div_(divisor)
 
 
 def as_one(entries: Sequence[Tensor]) -> Tensor:
     """Return flat contiguous tensors of one dtype joined, to be read only.
 
-    Nothing is copied where they lie one after another in one memory, as the chunks of a tensor do.
+    Nothing is copied if they lie one after another in one memory, as the chunks of a tensor do.
     """
     filled = [entry for entry in entries if entry.numel()]
     if not filled:

@@ -37,7 +37,7 @@ class Work(Generic[T]):
         return self._result  # type: ignore[return-value]
 
     def is_completed(self) -> bool:
-        """Tell whether `wait()` would return without waiting, as far as the backend can tell."""
+        """Return whether `wait()` would return without waiting, as far as the backend can tell."""
         return all(handle.is_completed() for handle in self._handles)
 
 
@@ -46,6 +46,11 @@ def settled(
 ) -> T | Work[T]:
     """Return the finished result, or a Work that will give it."""
     return Work(handles, finish, keep) if async_op else finish()
+
+
+def given(result: T) -> T:
+    """Finish what has its result already."""
+    return result
 
 
 def nothing() -> None:

@@ -24,7 +24,7 @@ _local: tuple[weakref.ref[ProcessGroup], ProcessGroup] | None = None
 def get_local_rank(group: ProcessGroup | None = None) -> int:
     """This process's rank among those of its node; 0 without torch.distributed.
 
-    It is the launcher's where that says it. Otherwise, and for an explicit group (where it counts
+    It is the launcher's where that says it. Otherwise, and for an explicit group (then among
     that group's ranks), the first call compares host names, so that all its ranks must make it.
     """
     return _local_place(group)[0]
@@ -77,6 +77,14 @@ def nodes_of(group: ProcessGroup | None) -> list[bytes]:
     return info.nodes
 
 
+def ranks_by_node(group: ProcessGroup | None) -> list[list[int]]:
+    """Return a group's ranks on each node, in the order of their first ranks."""
+    found: dict[bytes, list[int]] = {}
+    for rank, node in enumerate(nodes_of(group)):
+        found.setdefault(node, []).append(rank)
+    return list(found.values())
+
+
 def _node_digest() -> bytes:
     """The same on all processes of a node and on no other node."""
     # Two torchruns on one host are two nodes to everyone else.
@@ -89,13 +97,13 @@ def init_local_group(node_rank: int | None = None, num_gpus_per_node: int | None
     """Create the group of this node's ranks; every rank calls it, after `init_dist`.
 
     Args:
-        node_rank: which node this is, for nodes of consecutive ranks; None finds the ranks by
+        node_rank: Which node this is, for nodes of consecutive ranks; None finds the ranks by
             comparing nodes.
-        num_gpus_per_node: ranks on each node; goes with `node_rank`.
+        num_gpus_per_node: Ranks on each node; goes with `node_rank`.
 
     Raises:
-        StateError: it exists already.
-        InvalidArgumentError: this rank is not among the ranks of that node.
+        StateError: It exists already.
+        InvalidArgumentError: This rank is not among the ranks of that node.
     """
     global _local
     if not is_distributed():
@@ -131,10 +139,7 @@ def _all_nodes(node_rank: int | None, per_node: int | None) -> list[list[int]]:
     """Ranks of each node, in the order of their first ranks."""
     rank, world_size = get_rank(), get_world_size()
     if node_rank is None and per_node is None:
-        members: dict[bytes, list[int]] = {}
-        for other, node in enumerate(nodes_of(None)):
-            members.setdefault(node, []).append(other)
-        return list(members.values())
+        return ranks_by_node(None)
     if node_rank is None or per_node is None:
         raise InvalidArgumentError("node_rank and num_gpus_per_node go together; pass both or none")
     if per_node < 1 or rank // per_node != node_rank:
@@ -150,7 +155,7 @@ def get_local_group() -> ProcessGroup | None:
     """The group that `init_local_group` created; None without torch.distributed.
 
     Raises:
-        StateError: it was not created.
+        StateError: It was not created.
     """
     if not is_distributed():
         return None

@@ -25,13 +25,14 @@ _warned = False
 
 
 def is_distributed() -> bool:
-    """Whether torch.distributed is initialised in this process."""
+    """Return whether torch.distributed is initialised in this process."""
     return c10d.is_available() and c10d.is_initialized()
 
 
 def _active(group: ProcessGroup | None) -> bool:
-    """Whether there is a group to ask; outsiders are refused, forgotten launches warned of."""
-    require_member(group)
+    """Return whether there is a group to ask; refuse outsiders, warn of forgotten launches."""
+    if group is not None and not (isinstance(group, ProcessGroup) and group.rank() >= 0):
+        require_member(group)  # which says why not
     if is_distributed():
         return True
     _warn_if_launched()
@@ -84,7 +85,7 @@ def get_backend(group: ProcessGroup | None = None) -> str | None:
 
 
 def is_main_process(group: ProcessGroup | None = None) -> bool:
-    """Whether this is rank 0 of a group (None: all); True without torch.distributed."""
+    """Return whether this is rank 0 of a group (None: all); True without torch.distributed."""
     return get_rank(group) == 0
 
 
@@ -92,7 +93,7 @@ def master_only(func: Callable[P, R]) -> Callable[P, R | None]:
     """Decorate a function so that it runs on global rank 0 alone; elsewhere it returns None.
 
     Raises:
-        InvalidArgumentError: it cannot be called.
+        InvalidArgumentError: It cannot be called.
     """
     if not callable(func):
         message = f"master_only decorates a function, got {type(func).__name__}"

@@ -22,8 +22,8 @@ def one_per_process(name: str, make: Callable[[], T]) -> T:
     what is used of the object under one name must stay as it is.
 
     Args:
-        name: what it is.
-        make: makes it, cheaply.
+        name: What it is.
+        make: Makes it, cheaply.
     """
     kept: T = vars(c10d).setdefault(f"_scaletorch_{name}", make())
     return kept

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.distributed import ProcessGroup
 
-from ...dist.building import agree, caught, node_memory
+from ...dist.building import FlatBuffers, agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import ModuleWrapper, axis_group
 from .buckets.bucket import Bucket
@@ -96,7 +96,9 @@ class _DataParallel(ModuleWrapper):
         error = caught(refuse_taken, [(n, each) for n, each in parameters if each.requires_grad])
         agree("the model to wrap", describe(parameters, named), group, error=error)
         sync_initial_values([*parameters, *module.named_buffers()], settings.init_sync, group)
-        return replace(reduction, node=node_memory(group) if overlap else None)
+        if overlap and settings.reduce_dtype is None:  # else copies of the buffers travel
+            return replace(reduction, buffers=FlatBuffers(group))
+        return reduction
 
     @property
     def op(self) -> str:

@@ -3,6 +3,15 @@
 from ._version import __version__
 from .dispatch import Dispatched, combine, dispatch
 from .expert_parallel import apply_expert_parallel
+from .losses import (
+    RoutingStatistics,
+    count_tokens,
+    global_balance_loss,
+    router_z_loss,
+    routing_statistics,
+    sequence_balance_loss,
+    update_balance_bias,
+)
 from .plans import Plan
 from .routes import Route
 from .state import ExpertCut, find_expert_cuts, gather_experts, own_experts
@@ -12,11 +21,18 @@ __all__ = [
     "ExpertCut",
     "Plan",
     "Route",
+    "RoutingStatistics",
     "__version__",
     "apply_expert_parallel",
     "combine",
+    "count_tokens",
     "dispatch",
     "find_expert_cuts",
     "gather_experts",
+    "global_balance_loss",
     "own_experts",
+    "router_z_loss",
+    "routing_statistics",
+    "sequence_balance_loss",
+    "update_balance_bias",
 ]

@@ -69,12 +69,11 @@ def apply_expert_parallel(
     """
     group = expert_group(group)
     tokens = None if sequence_parallel else token_group(tp_group)
-    ranks = get_world_size(group)
+    ranks, sharers = get_world_size(group), 1 if tokens is None else get_world_size(tokens)
     found = [find_experts(name, module) for name, module in named_experts(model, plan).items()]
     divisions = [_divide(each, group, tokens, ranks) for each in found]
-    shared = tokens is not None and get_world_size(tokens) > 1
-    _check(model, found, shared=shared)
-    if ranks == 1 and not shared:
+    _check(model, found, shared=sharers > 1)
+    if ranks == sharers == 1:
         return model
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for each, division in zip(found, divisions, strict=True):

@@ -106,7 +106,7 @@ def _numbers(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], int]]:
     for each in module.modules():
         for attribute, value in vars(each).items():
             excluded = any(part in attribute for part in _NOT_A_NUMBER_OF_EXPERTS)
-            if type(value) is int and "expert" in attribute and not excluded:
+            if type(value) is int and "experts" in attribute and not excluded:
                 yield (each, attribute), value
 
 
@@ -115,8 +115,9 @@ def _number(
 ) -> int:
     lengths = {len(each) for each in lists.values()}
     rows = {each.shape[0] for each in tensors.values() if each.dim()}
-    said = {number for _, number in _numbers(module)} & (lengths | rows)
-    if not said:  # nothing tells the number: stacks of matrices do, or the only list
+    numbers = {number for _, number in _numbers(module)}
+    said = numbers & (lengths | rows)
+    if not numbers:  # nothing tells the number: stacks of matrices do, or the only list
         said = {each.shape[0] for each in tensors.values() if each.dim() > 2} | lengths
     if len(said) != 1:
         raise InvalidArgumentError(

@@ -10,7 +10,7 @@ from .pipeline_parallel import (
 from .pp_comms import bidirectional_pipeline_communicate, pipeline_communicate
 from .preparation.materialize import materialize, meta_parameters
 from .preparation.measure import measure_costs
-from .runtime.faults import StageError
+from .runtime.mail import StageError
 from .schedules import (
     SCHEDULES,
     Action,

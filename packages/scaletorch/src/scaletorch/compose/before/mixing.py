@@ -15,7 +15,6 @@ from __future__ import annotations
 import warnings
 from functools import partial
 from math import isqrt
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +33,7 @@ from ...parallel.context_parallel.building import (
 from ...parallel.pg_manager import ProcessGroupManager
 from ...parallel.pipeline_parallel import PipelineParallel, pipeline_forward
 from ..batches import Batch
+from ..forward import pipeline_of
 
 _SUBJECT = "asking the model whether it mixes positions"
 _MIXES, _UNSEEN = 1, 2  # a rank's note
@@ -74,13 +74,6 @@ def require_apart(model: nn.Module, batch: Batch, manager: ProcessGroupManager) 
         return False
     asked(pipeline.module)  # its own first forward needs not ask again
     return True
-
-
-def pipeline_of(model: Any) -> PipelineParallel:
-    """Return the pipeline within wrappers."""
-    while not isinstance(model, PipelineParallel):
-        model = model.module
-    return model
 
 
 def _shift(length: int) -> int:

@@ -1,16 +1,14 @@
-"""Packed documents of one sequence: their beginnings, positions and targets."""
+"""Packed documents of one sequence: the places at which they begin."""
 
 from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError
-from ...pg_manager import IGNORED, describe_rank
+from ...pg_manager import describe_rank
 from .mask import Mask
 
 CU_SEQLENS = ("cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens")  # documents of a batch, by name
@@ -49,25 +47,3 @@ def read_documents(cu_seqlens: Sequence[int] | Tensor, length: int | None = None
         )
         raise InvalidArgumentError(message)
     return documents
-
-
-def positions_within(documents: Documents, device: torch.device | str | None = None) -> Tensor:
-    """Return each position counted from where its document begins, int64 [length]."""
-    bounds = torch.tensor(documents, device=device)
-    starts = bounds[:-1].repeat_interleave(bounds.diff())
-    return torch.arange(documents[-1], device=device) - starts
-
-
-def next_labels(labels: Tensor, documents: Documents) -> Tensor:
-    """Return the target of each position: the next label of its own document.
-
-    Args:
-        labels: [B, length], each position's own label.
-        documents: Where documents begin, and the length.
-
-    Returns:
-        [B, length]; -100 at each document's end.
-    """
-    targets = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    targets[:, [end - 1 for end in documents[1:] if end]] = IGNORED
-    return targets

@@ -1,4 +1,4 @@
-"""One call of attention over a divided sequence, and how every method computes its blocks.
+"""One call of attention over a divided sequence: over which ranks, and how blocks are computed.
 
 Shapes, with H query heads in groups over K key/value heads and L positions on each rank:
 
@@ -12,15 +12,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from math import gcd
 
 import torch
 from torch import Tensor
 
-from ..cp_comms import Ring
+from ....dist.errors import InvalidArgumentError
+from ..cp_comms import Parts, Ring, split
 from ..kernels import Operands, backward, forward, merge_into, statistics_dtype
 from ..layouts.layout import Layout
 from ..masks.mask import Block, Mask, blocks
-from .parts import Parts
 
 # q, k, v, and the output and lse over all keys, once or for each piece of the heads.
 Saved = tuple[Tensor, ...]
@@ -168,3 +169,59 @@ def _cut(share: tuple[range, ...], half: slice) -> tuple[range, ...]:
         runs.append(run[max(wanted.start - start, 0) : max(wanted.stop - start, 0)])
         start += len(run)
     return tuple(runs)
+
+
+def part_size(kv_heads: int, size: int) -> int:
+    """Return over how many of `size` ranks "hybrid" divides heads, without replicating any."""
+    return gcd(kv_heads, size)
+
+
+def parts_for(method: str, q: Tensor, k: Tensor, ring: Ring, given: Parts | None) -> Parts:
+    """Return how a method divides the ranks: into those that exchange heads, and rings across.
+
+    Raises:
+        InvalidArgumentError: The heads do not divide over a part; or a caller's two groups for a
+            method that needs one.
+    """
+    if given is not None and method != "hybrid":
+        raise InvalidArgumentError(
+            f"a pair of groups is for method='hybrid', heads over the first and a ring over the "
+            f"second; method={method!r} needs one group of all ranks"
+        )
+    size = {"ulysses": ring.size, "hybrid": part_size(k.shape[1], ring.size)}.get(method, 1)
+    if given is not None:
+        _require_crossing(ring, given)
+    parts = given or split(ring, size)
+    _check_heads(q, k, parts[0].size)
+    return parts
+
+
+def _check_heads(q: Tensor, k: Tensor, size: int) -> None:
+    """Check that query heads divide over `size` ranks, and key/value heads with them.
+
+    Raises:
+        InvalidArgumentError: They do not.
+    """
+    heads, kv_heads = q.shape[1], k.shape[1]
+    if heads % size or (kv_heads % size and size % kv_heads):
+        raise InvalidArgumentError(
+            f"Ulysses divides heads over {size} ranks: their number must be a multiple of that, "
+            f"and key/value heads a multiple or a divisor; there are {heads} and {kv_heads}; "
+            "method='ring' takes any, method='hybrid' divides them as far as it can"
+        )
+
+
+def _require_crossing(ring: Ring, parts: Parts) -> None:
+    """Check that the ring across passes through one place of every part.
+
+    Raises:
+        InvalidArgumentError: It does not: heads of different places would be mixed.
+    """
+    part, across = parts
+    expected = ring.ranks[part.index :: part.size]
+    if across.ranks != expected:
+        raise InvalidArgumentError(
+            f"a pair of groups must cross: this rank has place {part.index} in its part "
+            f"{part.ranks}, and the ranks of that place in all parts are {expected}; the second "
+            f"group has {across.ranks}"
+        )

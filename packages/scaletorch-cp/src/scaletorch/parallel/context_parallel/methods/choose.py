@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError
 from ..kernels import statistics_dtype
-from .parts import part_size
+from .call import part_size
 
 FEW = 256  # positions on a rank: below this a hop around the ring takes longer than its block
 

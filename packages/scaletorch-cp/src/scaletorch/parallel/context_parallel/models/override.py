@@ -27,10 +27,9 @@ from ...pg_manager import describe_rank
 from ..alone import alone
 from ..attention import Asked
 from ..masks.documents import CU_SEQLENS, Documents, read_documents
-from .backward import note_backward
 from .calls import require_documents_kept, require_no_labels
 from .mixing import require_apart
-from .settings import Settings, refusal, settings_of
+from .settings import Settings, note_backward, refusal, settings_of
 
 
 class _Running(threading.local):

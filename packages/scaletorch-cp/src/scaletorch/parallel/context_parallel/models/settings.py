@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
 from ..attention import Asked, attend
@@ -137,6 +139,20 @@ class Settings:
                 "layout='contiguous', or run the model within ShardedSequences.inside, which "
                 "knows the padding"
             )
+
+
+def note_backward(output: Any, settings: Settings) -> None:
+    """Let the backward of a model's output know by which batch its forward attended."""
+    if not torch.is_grad_enabled():
+        return
+    begun = partial(_begun, settings, settings.told)
+    for tensor in tensors_in(output):
+        if tensor.grad_fn is not None:
+            tensor.grad_fn.register_prehook(begun)  # a hook of the tensor could change gradients
+
+
+def _begun(settings: Settings, told: Told | None, _: object) -> None:
+    settings.begin_backward(told)
 
 
 def settings_of(module: nn.Module) -> Settings | None:

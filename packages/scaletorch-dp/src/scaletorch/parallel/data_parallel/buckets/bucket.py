@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ....dist import Work
-from ....dist.building import UNKEPT
+from ....dist.building import FlatBuffers
 from .reduction import Reduction
 from .slot import Slot
 
@@ -35,8 +35,8 @@ class Bucket:
         self.length = -(-self.elements // multiple) * multiple
         self.launched = False
         self.keeps_buffer = True
-        self._reduction: Reduction | None = None
-        self._slot = 0
+        self._buffers = FlatBuffers()
+        self._slot: int | None = None
         self._places = dict(zip((s.index for s in self.slots), self._starts(), strict=True))
         self._buffer: Tensor | None = None  # has this rank's own gradients
         self._sent: Tensor | None = None  # read and written by the reduction that is under way
@@ -51,7 +51,7 @@ class Bucket:
 
     def use(self, reduction: Reduction) -> None:
         """Take buffers in memory that a reduction chooses."""
-        self._reduction, self._slot = reduction, reduction.slot()
+        self._buffers, self._slot = reduction.buffers, reduction.buffers.slot()
 
     def reset(self) -> None:
         """Forget which gradients are ready, and the reduction under way."""
@@ -173,11 +173,9 @@ class Bucket:
         return self._buffer
 
     def _new_buffer(self) -> Tensor:
-        like = self.slots[0].parameter
-        if self._reduction is None:
-            return torch.empty(self.length, dtype=self.dtype, device=like.device)
-        slot = self._slot if self.keeps_buffer else UNKEPT
-        return self._reduction.empty(self.length, like, self.dtype, slot)
+        slot = self._slot if self.keeps_buffer else None
+        device = self.slots[0].parameter.device
+        return self._buffers.empty(self.length, self.dtype, device, slot)
 
 
 def _is_shared(buffer: Tensor) -> bool:

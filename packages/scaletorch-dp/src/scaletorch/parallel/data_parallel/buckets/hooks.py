@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
-from ....dist.building import one_per_process
+from ....dist.building import one_per_process, tensors_in
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
 from ..culprits import shortened
@@ -54,6 +53,7 @@ class GradientSync:
         self._attached = False
         self._family = family
         family.add(self)
+        self._alive = _alive()
         self._serial = next(one_per_process("gradient_sync_numbers", itertools.count))
 
     def attach(self, module: nn.Module) -> None:
@@ -70,7 +70,7 @@ class GradientSync:
         undo = direct_products(module, parameters, sink)
         weakref.finalize(self, undo).atexit = False
         self._attached = True
-        _alive().add(self)
+        self._alive.add(self)
 
     @property
     def syncs(self) -> bool:
@@ -91,7 +91,7 @@ class GradientSync:
         if not self._attached:
             return
         this = weakref.ref(self)
-        for tensor in _tensors(output):
+        for tensor in tensors_in(output):
             if tensor.grad_fn is not None:
                 tensor.register_hook(partial(_output_hook, this))
 
@@ -161,7 +161,7 @@ class GradientSync:
             # Another wrapper's calls on the same group could fall between ours in another order
             # on another rank: then all calls are made at the end, wrapper by wrapper.
             self._crowded = any(
-                other is not self and other.group is self.group for other in _alive()
+                other is not self and other.group is self.group for other in self._alive
             )
             self._open()
         # Each backward gets a callback, inner ones too: if the root has raised, its own callback
@@ -185,7 +185,7 @@ class GradientSync:
             raise StateError(message)
         # Callbacks run in the order in which wrappers saw their first gradient, which may differ
         # between ranks. So the first callback ends all of them, by their numbers.
-        ending = [each for each in _alive() if each._root == task]
+        ending = [each for each in self._alive if each._root == task]
         for each in sorted(ending, key=lambda each: each._serial):
             each._end()
 
@@ -287,18 +287,3 @@ def _add_product(
 def _remove_hooks(handles: Iterable[RemovableHandle]) -> None:
     for handle in handles:
         handle.remove()
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in nested tuples, lists, mappings and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if isinstance(value, Mapping):
-        value = value.values()
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        value = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    elif not isinstance(value, list | tuple):
-        return
-    for each in value:
-        yield from _tensors(each)

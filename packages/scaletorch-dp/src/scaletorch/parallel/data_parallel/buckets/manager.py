@@ -45,13 +45,14 @@ class BucketManager:
         self.eager = False  # whether every backward sums into shards, and keeps no buffer
         self._check_finite = check_finite
         self._adds = False  # whether this backward adds to gradients of an earlier synchronisation
+        self._dropped = 0  # how often gradients of this rank's own were dropped since
         # Backward makes gradients in about the reverse order of registration.
         self.use_buckets(fill(reversed(self.slots)))
 
     def use_buckets(self, buckets: Iterable[Bucket]) -> None:
         """Take other buckets over the same slots; nothing may be under way."""
         self.buckets = tuple(buckets)
-        self.reduction.forget()
+        self.reduction.buffers.forget()
         for bucket in self.buckets:
             bucket.use(self.reduction)
         self._next = 0
@@ -64,8 +65,10 @@ class BucketManager:
 
     def open(self) -> None:
         """Follow, when a backward begins, what the user did to the gradients since the last."""
+        own = [slot for slot in self.slots if slot.local]
         for bucket in self.buckets:
             bucket.open()
+        self._dropped += bool(own) and not any(slot.local for slot in own)
         self._adds = any(slot.has_synchronised for slot in self.slots)
 
     def place(self, slot: Slot) -> Tensor:
@@ -85,9 +88,9 @@ class BucketManager:
     def finish(self) -> None:
         """Launch the buckets that are left, wait for all, and write every gradient.
 
-        One more, small reduction tells which parameters any rank used: one int32 for each. A
-        parameter that a reentrant checkpoint used again after its bucket had left is reduced in
-        a second round.
+        One more, small reduction tells which parameters any rank used, one int32 for each, and
+        whether all ranks have kept and dropped the same gradients. A parameter that a reentrant
+        checkpoint used again after its bucket had left is reduced in a second round.
 
         Raises:
             NonFiniteError: Some rank's gradient is not finite, and that was to be checked.
@@ -137,16 +140,25 @@ class BucketManager:
             for slot in bucket.slots:
                 flags[slot.index] = bucket.flag(slot)
         group = self.reduction.group
-        places = [int(self._adds), int(not self._adds)]
+        places = [int(self._adds), int(not self._adds), self._dropped, -self._dropped]
         shared = torch.tensor([*flags, *places], dtype=torch.int32, device=get_comm_device(group))
         all_reduce(shared, "max", group=group)
-        *result, adds, begins = shared.tolist()
+        *result, adds, begins, most, least = shared.tolist()
+        dropped, self._dropped = self._dropped, 0
         if adds and begins:
             self._drop()
             raise MismatchError(
                 f"{describe_rank()}: this backward {'adds to' if self._adds else 'begins without'} "
                 "gradients of an earlier one, and other ranks' does not do so: the ranks ran "
                 "backward or zero_grad a different number of times; all gradients are None now"
+            )
+        if most + least:
+            self._drop()
+            raise MismatchError(
+                f"{describe_rank()}: this rank has made and dropped gradients {dropped} times "
+                f"without a synchronisation, and other ranks {-least} to {most} times: some alone "
+                "were in no_sync(), and may have updated by gradients of their own; enter and "
+                "leave it on all ranks alike; all gradients are None now"
             )
         if NONFINITE in result:
             self._refuse(flags)

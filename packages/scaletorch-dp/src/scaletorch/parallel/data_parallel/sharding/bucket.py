@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ....dist import Work
-from ....dist.building import all_gather_flat, part_of
+from ....dist.building import all_gather_flat
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
 from ..buckets.bucket import UNUSED, Bucket
@@ -37,7 +37,8 @@ class ShardedBucket(Bucket):
         super().__init__(slots, dtype, 1 if whole else reduction.size)
         self.reduction, self.whole = reduction, whole
         self.counts = self._uncut() if whole else reduction.even(self.length)
-        own = part_of(self.counts, reduction.rank)
+        before = sum(self.counts[: reduction.rank])
+        own = range(before, before + self.counts[reduction.rank])
         self.own = slice(own.start, own.stop)
         self.values = self._move_parameters()
         self.shards = list(self._own_shards(own, whole))
@@ -217,7 +218,8 @@ class ShardedBucket(Bucket):
     @torch.no_grad()
     def _move_parameters(self) -> Tensor:
         first = self.slots[0].parameter
-        values = self.reduction.empty(self.length, first, first.dtype, self.reduction.slot())
+        buffers = self.reduction.buffers
+        values = buffers.empty(self.length, first.dtype, first.device, buffers.slot())
         values.zero_()
         for slot, view in self._views(values):
             view.copy_(slot.parameter)

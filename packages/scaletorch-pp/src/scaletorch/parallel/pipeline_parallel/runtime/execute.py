@@ -1,76 +1,27 @@
-"""The runtime: executes one rank's program, whatever the schedule and the model are."""
+"""The runtime: executes one rank's program, whatever the schedule and the model are.
+
+If a stage raises in the middle of a step, every rank of the pipeline learns why, soon.
+"""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any
 
-from ....dist import guard
+import torch
+from torch.distributed import ProcessGroup, distributed_c10d
+
+from ....dist import all_gather, all_gather_object, get_comm_device, guard
 from ....dist.errors import RankFaultError
-from ..schedules.messages import Operation, Receive
-from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action
-from .faults import StageError, Watch
-from .mail import Key, Mail, Message
+from ...pg_manager import describe_rank
+from .mail import Mail, StageError
+from .program import Step, Task
 
-
-class Task(NamedTuple):
-    """An action as its rank runs it.
-
-    Attributes:
-        action: The action.
-        stage: Its stage.
-        needs: Key of the output of another stage's action that it needs; None if it needs none.
-        makes: Key of its own output for another stage; None if there is no such stage.
-    """
-
-    action: Action
-    stage: int
-    needs: Key | None
-    makes: Key | None
-
-
-class Step(NamedTuple):
-    """Messages that begin together, and then one task; none after the last messages."""
-
-    messages: tuple[Message, ...]
-    task: Task | None
-
-
-def in_steps(
-    program: Sequence[Operation], stages: Sequence[int], num_stages: int, ahead: int
-) -> list[Step]:
-    """Part a rank's program before each of its actions.
-
-    Args:
-        program: As `derive_messages` gives it.
-        stages: The rank's stages, chunk by chunk.
-        num_stages: Of all ranks together.
-        ahead: By how many actions receives begin earlier than there.
-    """
-    messages: list[list[Message]] = [[]]
-    tasks: list[Task | None] = []
-    for operation in program:
-        if isinstance(operation, Action):
-            tasks.append(task_of(operation, stages[operation.chunk], num_stages))
-            messages.append([])
-        else:
-            receives = isinstance(operation, Receive)
-            place = max(0, len(messages) - 1 - ahead) if receives else -1
-            messages[place].append(Message(Key(*operation[1:]), operation.peer, receives))
-    return [Step(tuple(m), task) for m, task in zip(messages, [*tasks, None], strict=True)]
-
-
-def task_of(action: Action, stage: int, num_stages: int) -> Task:
-    """Return an action with the keys of its input and its output."""
-    kind, micro_batch, _ = action
-    if kind == BACKWARD_WEIGHT:
-        return Task(action, stage, None, None)
-    gradient = kind != FORWARD
-    before, own = stage + (1 if gradient else -1), Key(stage, micro_batch, gradient)
-    needs = Key(before, micro_batch, gradient) if 0 <= before < num_stages else None
-    ends = stage == (0 if gradient else num_stages - 1)
-    return Task(action, stage, needs, None if ends else own)
+PERIOD = 0.2  # seconds between looks at what the others say
+ANSWER = 5.0  # seconds that the store gets: the process that holds it may have stopped
 
 
 def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Task], None], watch: Watch) -> None:
@@ -125,3 +76,89 @@ def _let_pass(
     mail.skip([message for step in steps for message in step.messages][mail.begun :])
     mail.finish()
     return watch.settle(error)
+
+
+class Watch:
+    """The word of a step's failure, passed among the ranks of a pipeline.
+
+    Args:
+        group: The pipeline; None in one process.
+        step: A name of the step that all its ranks know, and no other step has.
+    """
+
+    def __init__(self, group: ProcessGroup | None, step: str) -> None:
+        # Another copy of this package, vendored under its own name, may number its steps alike.
+        self._group, self._key = group, f"{__name__}/{step}"
+        self._store = None if group is None else _store()
+        self._looked = time.monotonic()
+        self._own: str | None = None
+
+    def look(self) -> None:
+        """Raise if another rank has failed; they are asked at most every `PERIOD` seconds.
+
+        Raises:
+            StageError: One has; the message is its own.
+        """
+        if time.monotonic() - self._looked < PERIOD:
+            return
+        self._looked = time.monotonic()
+        first = self._first()
+        if first is not None:
+            raise StageError(first)
+
+    def report(self, error: Exception, where: str) -> None:
+        """Tell the others; the first one to do so is heard."""
+        if isinstance(error, StageError):
+            return
+        self._own = _text(error, where)
+        first = self._ask(lambda store: store.compare_set(self._key, "", self._own).decode())
+        if first not in (None, self._own):  # it may have come of that, by what was missing then
+            error.add_note(f"Before that, {first}")
+
+    def settle(self, error: Exception | None) -> str | None:
+        """End the step, on all ranks; return the message of the first that failed, or None."""
+        if self._group is None:
+            return None
+        failed = torch.tensor([error is not None], device=get_comm_device(self._group))
+        if not any(map(bool, all_gather(failed, group=self._group))):
+            return None
+        texts = [t for t in all_gather_object(self._own, group=self._group) if t is not None]
+        return self._first() or texts[0]
+
+    def _first(self) -> str | None:
+        """Return the message of the first rank that failed, or None."""
+        return self._ask(lambda s: s.get(self._key).decode() if s.check([self._key]) else None)
+
+    def _ask(self, question: Callable[[Any], str | None]) -> str | None:
+        """Ask the store; None if it does not answer, now and for the rest of the step."""
+        answers: list[str | None] = []
+
+        def ask(store: Any) -> None:
+            with suppress(Exception):
+                answers.append(question(store))
+
+        if self._store is not None:
+            thread = threading.Thread(target=ask, args=(self._store,), daemon=True)
+            thread.start()
+            thread.join(ANSWER)
+            if not answers:
+                self._store = None
+        return answers[0] if answers else None
+
+
+def _text(error: Exception, where: str) -> str:
+    """Say who failed where, with the type and the message of the error from the first line on."""
+    kind = type(error)
+    own = kind.__module__ in ("builtins", "__main__")
+    name = kind.__qualname__ if own else f"{kind.__module__}.{kind.__qualname__}"
+    notes = "".join(f"\n{note}" for note in getattr(error, "__notes__", ()))
+    text = f"{describe_rank()} failed in {where}: {name}: {error}{notes}"
+    return text.encode(errors="backslashreplace").decode()  # a store takes UTF-8 alone
+
+
+def _store() -> Any:
+    """Return the store where all ranks meet, or None under MPI."""
+    try:
+        return distributed_c10d._get_default_store()
+    except ValueError:
+        return None

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 
@@ -61,13 +62,6 @@ class Form:
 NOTHING = Form(())
 
 
-def tensors_in(hidden: Hidden) -> list[Tensor]:
-    """Return the tensors of the value that a stage passes on, in order."""
-    if isinstance(hidden, Tensor):
-        return [hidden]
-    return list(hidden.values()) if isinstance(hidden, dict) else list(hidden)
-
-
 def is_hidden(value: Any) -> bool:
     """Return whether it is a container of tensors alone, two or more, as a stage may pass on."""
     if type(value) not in (tuple, list, dict) or len(value) < 2:
@@ -88,11 +82,14 @@ def main_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], received: An
 
 
 def tensor_of(value: Any) -> Tensor:
-    """Return the tensor that carries the result of a module: itself, or the first in a container.
+    """Return the tensor that carries a module's result: itself, or a container's logits or first.
 
     Raises:
         InvalidArgumentError: There is none.
     """
+    logits = value.get("logits") if isinstance(value, Mapping) else None
+    if isinstance(logits, Tensor):  # before them a model may return losses of its own
+        return logits
     entries = tensors_of(value) if isinstance(value, Tensor | Mapping | tuple | list) else []
     if not entries:
         came = type(value).__name__

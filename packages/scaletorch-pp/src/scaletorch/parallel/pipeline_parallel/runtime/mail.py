@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ....dist.errors import InvalidArgumentError
+from ....dist.building import tensors_in
+from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
-from .faults import StageError
 from .forms import (
     HEADER_BYTES,
     NOTHING,
@@ -22,13 +22,16 @@ from .forms import (
     fits,
     form_of,
     from_header,
-    tensors_in,
     to_header,
 )
 from .posts import Parcel, Posts
 
 Forms = dict[Hashable, dict[int, Form]]  # by signature and stage
 Make = Callable[[tuple[TensorForm, ...]], list[Tensor]]
+
+
+class StageError(ScaletorchError, RuntimeError):
+    """A stage on another rank raised in the middle of a step; the message has that error."""
 
 
 class Key(NamedTuple):
@@ -157,7 +160,7 @@ class Mail:
     def take_gradients(self, key: Key) -> list[Tensor]:
         """Return the output of the stage behind: a gradient of each tensor that requires one."""
         parcel = self._coming.pop(key, None)
-        return tensors_in(self._made.pop(key)) if parcel is None else parcel.tensors
+        return list(tensors_in(self._made.pop(key))) if parcel is None else parcel.tensors
 
     def _send(self, key: Key, peer: int) -> None:
         made = self._made.pop(key)

@@ -10,9 +10,10 @@ file, make it compute that stage alone:
   refuse code around the layers that changes them. The first module may be given a copy.
 - `weights`: with a schedule that splits backwards, each `nn.Linear` with torch's own forward gets a
   `forward` of its own that can leave the weight's gradient for later.
-- `examination`, `stand_ins`, `gradient`: in the first forward of a kind alone, hooks on the stage's
-  modules and a `TorchDispatchMode` between them follow the tensors that stand for another stage's;
-  compiled code runs uncompiled meanwhile.
+- `stand_ins`, `gates`, `gradient`: what stands for another stage's tensors has a class of its own,
+  which sees whatever is computed from it; hooks on the stage's modules let nothing of it in but the
+  hidden states into the first. A model's code that leaves it alone, as most does, pays nothing.
+- `examination`: the first forward of a kind runs uncompiled, and its failures are explained.
 
 Two more belong to `preparation`: `meta_parameters` replaces `nn.Module.register_parameter` while a
 model is built, and `measure_costs` hooks the layers of a model that has not been cut.

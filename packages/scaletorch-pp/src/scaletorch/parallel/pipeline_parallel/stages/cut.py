@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,7 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..splitting.modules import has_parameters
 from ..splitting.split import Placement
-
-if TYPE_CHECKING:
-    from .examination import Examination
+from .stand_ins import plain, stand_in
 
 
 class Passage:
@@ -23,17 +21,52 @@ class Passage:
     Attributes:
         active: Whether one is; a recomputed one is not.
         furthest: The last stage of which it has met a module, in place or not.
-        received: The hidden states from the stage before.
-        examined: The examination of the first forward of a kind, or None.
+        origin: The hidden states from the stage before.
+        received: What the model is given in their place: stand-ins, or themselves.
+        examined: Whether it is the first of its kind.
         ids: The ids that the model was given, if they are not what was received.
+        entered: Whether a module of this stage has been called.
+        inside: How many modules of this stage are running, one in another.
+        left: The output of the one that was called last.
+        over: Whether the rest is another stage's.
     """
 
     def __init__(self) -> None:
-        self.active = False
-        self.furthest = 0
+        self.furthest = self.inside = 0
+        self.entered = self.over = self.active = self.examined = False
+        self.origin: Any = None
         self.received: Any = None
-        self.examined: Examination | None = None
+        self.left: Any = None
         self.ids: Any = None
+
+    def start(self, received: Any, ids: Any, *, examined: bool, followed: bool) -> None:
+        """Begin a forward.
+
+        Args:
+            received: The hidden states from the stage before; None on the first stage.
+            ids: The ids that the model is given in their place.
+            examined: Whether it is the first of its kind.
+            followed: Whether stand-ins are followed through the model's own code.
+        """
+        self.active, self.furthest = True, 0
+        self.origin = self.left = received
+        self.received = stand_in(received, self) if followed else received
+        self.ids, self.examined = ids, examined
+        self.entered, self.inside, self.over = received is None, 0, not followed
+
+    def reset(self) -> None:
+        """Forget the forward that was running."""
+        self.active = self.examined = False
+        self.origin = self.received = self.left = self.ids = None
+
+    @property
+    def follows(self) -> bool:
+        """Whether the model's own code runs, and modules of this stage are still to come."""
+        return self.active and not self.over and not torch.compiler.is_compiling()
+
+    def opened(self, value: Any) -> Any:
+        """Return hidden states for what stands for them."""
+        return self.origin if value is self.received else plain(value)
 
     def reach(self, stage: int, where: str) -> None:
         """Note that the forward has come to a module with parameters.
@@ -98,9 +131,9 @@ class PassThrough(nn.Module):
             value = passage.received  # which was made of them
         if self._embeds and isinstance(value, Tensor) and not value.is_floating_point():
             value = torch.zeros((), device=value.device)
-        if passage.examined is None or not self._changes or (self._drops and self._drops_nothing()):
+        if not passage.follows or not self._changes or (self._drops and self._drops_nothing()):
             return value
-        return passage.examined.stand_in(value)
+        return stand_in(value, passage)
 
     forward = __call__
 
@@ -139,8 +172,8 @@ class Chunks:
         if self._all:
             self._take_up()
         self.selected, stage, self._all = chunk, self._stages[chunk], False
-        for siblings, name, home, module, stand_in in self._switches:
-            siblings[name] = module if home == stage else stand_in
+        for siblings, name, home, module, passing in self._switches:
+            siblings[name] = module if home == stage else passing
 
     def restore(self) -> None:
         """Put back the modules of all the rank's stages."""
@@ -152,11 +185,11 @@ class Chunks:
 
     def _take_up(self) -> None:
         """Take note of modules that were put in place of others since, such as adapters."""
-        for index, (siblings, name, home, _, stand_in) in enumerate(self._switches):
-            self._switches[index] = siblings, name, home, siblings[name], stand_in
+        for index, (siblings, name, home, _, passing) in enumerate(self._switches):
+            self._switches[index] = siblings, name, home, siblings[name], passing
 
 
-# Where a module is registered, under which name, its stage, itself and its stand-in.
+# Where a module is registered, under which name, its stage, itself and its `PassThrough`.
 _Switch = tuple[dict[str, nn.Module | None], str, int, nn.Module | None, PassThrough]
 
 
@@ -172,16 +205,16 @@ def cut(
         model: The whole model; changed in place, names stay.
         placement: Which module belongs to which stage.
         stages: The rank's stages, chunk by chunk.
-        passage: The forward that runs, to which the stand-ins tell its position.
+        passage: The forward that runs, to which these tell its position.
     """
     switches: list[_Switch] = []
     for name, home in placement.homes():
         module, (path, _, leaf) = model.get_submodule(name), name.rpartition(".")
         siblings = model.get_submodule(path)._modules
         where = f"{name} is on stage {home} of the pipeline"
-        stand_in = PassThrough(module, where, home, passage)
+        passing = PassThrough(module, where, home, passage)
         if home in stages:
-            switches.append((siblings, leaf, home, module, stand_in))
+            switches.append((siblings, leaf, home, module, passing))
         else:
-            siblings[leaf] = stand_in
+            siblings[leaf] = passing
     return Chunks(stages, switches)

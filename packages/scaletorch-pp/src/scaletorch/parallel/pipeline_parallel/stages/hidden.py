@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import (
@@ -15,12 +16,12 @@ from ..runtime.forms import (
     is_hidden,
     main_argument,
     tensor_of,
-    tensors_in,
     tensors_of,
 )
 from .cut import Passage
-from .examination import Examination
+from .gates import Gates
 from .gradient import hands_on_gradients, trained_beside
+from .stand_ins import plain
 
 
 class HiddenFlow:
@@ -37,12 +38,16 @@ class HiddenFlow:
         entry: Its first module; None if nothing before it has been left out.
         exit: Its last module; None if nothing after it has been left out.
         passage: The forward that runs it.
+
+    Attributes:
+        gates: What keeps other stages' tensors out of its modules.
     """
 
     def __init__(
         self, stage: int, entry: nn.Module | None, exit: nn.Module | None, passage: Passage
     ) -> None:
         self._stage, self._passage = stage, passage
+        self.gates = Gates(passage, self._check_untouched, last=exit is None)
         self._received: Any = None
         self._left: Any = None
         self._versions: list[int] = []  # of what was received, and then of what was left
@@ -54,18 +59,12 @@ class HiddenFlow:
         if exit is not None:
             exit.register_forward_hook(self._leave)
 
-    def start(self, received: Any, examination: Examination | None = None, ids: Any = None) -> None:
-        """Take note of the argument of the stage's forward, and of its examination.
-
-        Args:
-            received: The hidden states from the stage before.
-            examination: The examination of the forward, if it is one.
-            ids: The ids that the model's forward is given in place of hidden states.
-        """
-        self._received, self._versions = received, _versions(received)
-        passage = self._passage
-        passage.active, passage.furthest = True, 0
-        passage.received, passage.examined, passage.ids = received, examination, ids
+    def start(self, received: Any, ids: Any, *, examined: bool, followed: bool) -> None:
+        """Begin a forward, as `Passage.start`."""
+        self._received = received
+        self.gates.start()
+        self._passage.start(received, ids, examined=examined, followed=followed)
+        self._versions = _versions(self._passage.received)
 
     def passed_on(self, output: Any) -> Hidden:
         """Return the hidden states that a stage but the last passes on, out of its output.
@@ -75,20 +74,20 @@ class HiddenFlow:
         Raises:
             InvalidArgumentError: The forward returned something else.
         """
-        examination = self._passage.examined
-        if self._left is None and examination is not None:  # its last module is skipped
-            self._leave(None, (), examination.left)
+        passage = self._passage
+        passage.over = True
+        if self._left is None and passage.left is not None:  # its last module is skipped
+            self._leave(None, (), passage.left)
         left, versions, hooks = self._left, self._versions, self._hooks
         if left is None:  # there is nothing to compare with
-            hidden: Hidden = output if is_hidden(output) else tensor_of(output)
+            hidden: Hidden = plain(output) if is_hidden(output) else plain(tensor_of(output))
             return hidden
         if versions != _versions(left):
             raise InvalidArgumentError(_changed_message("after the last layer", "last"))
         hidden = _handed_on(left, output)
         if hooks != _hooks_on(_tensors(left)):
             raise InvalidArgumentError(_gradient_message("after the last layer", "last"))
-        if examination is not None:
-            self._refuse_trained_beside(examination, output, hidden)
+        self._refuse_trained_beside(output, hidden)
         return hidden
 
     def reset(self) -> None:
@@ -96,8 +95,15 @@ class HiddenFlow:
         if self._copy is not None:
             self._copies = self._copies or any(_versions(self._copy))
         self._received = self._left = self._copy = None
-        passage = self._passage
-        passage.active, passage.received, passage.examined, passage.ids = False, None, None, None
+        self._passage.reset()
+
+    def _check_untouched(self) -> None:
+        """Check that the model's own code has not written to what it was given, nor hooked it."""
+        received = self._passage.received
+        if self._versions != _versions(received):
+            raise InvalidArgumentError(_changed_message("before the first layer", "first"))
+        if torch.is_grad_enabled() and _hooks_on(_tensors(received)):
+            raise InvalidArgumentError(_gradient_message("before the first layer", "first"))
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # Only the first call counts: a layer may be shared by several places, and it may be
@@ -108,19 +114,20 @@ class HiddenFlow:
         if received is None:
             return None
         main = main_argument(args, kwargs, received)
-        given: Any = kwargs[main] if main in kwargs else args[int(main)] if args else None
-        if self._versions != _versions(received):
-            raise InvalidArgumentError(_changed_message("before the first layer", "first"))
+        came: Any = kwargs[main] if main in kwargs else args[int(main)] if args else None
+        # A first module that changes nothing has no gate; the compiler sees no stand-ins.
+        given = came if torch.compiler.is_compiling() else self._passage.opened(came)
         if given is not received:
             _refuse_changed(given, received)
-        if torch.is_grad_enabled():
-            self._compare_gradients(given, received)
-        if self._passage.examined is None and not self._copies:
+            if torch.is_grad_enabled():
+                self._compare_gradients(given, received)
+        # What is given may be written to: whether it is, the first forward of a kind tells.
+        if self._passage.examined or self._copies:
+            given = self._copy = _copied(given)
+        if given is came:
             return None
-        # What the layer makes of it must not count as hidden states; and it may write to it.
-        self._copy = copy = _copied(given)
-        args = tuple(copy if str(place) == main else arg for place, arg in enumerate(args))
-        return args, {name: copy if name == main else value for name, value in kwargs.items()}
+        args = tuple(given if str(place) == main else arg for place, arg in enumerate(args))
+        return args, {name: given if name == main else value for name, value in kwargs.items()}
 
     def _compare_gradients(self, given: Any, received: Any) -> None:
         """Refuse code that changes the gradients of hidden states and leaves their values.
@@ -129,22 +136,23 @@ class HiddenFlow:
             InvalidArgumentError: There is such code.
         """
         theirs = _tensors(received)
-        changed = bool(_hooks_on(theirs))
-        if given is not received:
-            ours = _tensors(given) if is_hidden(received) else [tensor_of(given)]
-            changed |= [t.requires_grad for t in ours] != [t.requires_grad for t in theirs]
-            if not changed and self._passage.examined is not None:
-                beside = trained_beside(ours, theirs)
-                changed = bool(beside) or not hands_on_gradients(ours, theirs)
+        ours = _tensors(given) if is_hidden(received) else [tensor_of(given)]
+        changed = [t.requires_grad for t in ours] != [t.requires_grad for t in theirs]
+        if not changed and not torch.compiler.is_compiling():
+            passage = self._passage
+            over, passage.over = passage.over, True  # the trial is no code of the model's
+            changed = bool(trained_beside(ours, theirs)) or not hands_on_gradients(ours, theirs)
+            passage.over = over
         if changed:
             raise InvalidArgumentError(_gradient_message("before the first layer", "first"))
 
-    def _refuse_trained_beside(self, examination: Examination, output: Any, hidden: Hidden) -> None:
-        own = {id(leaf) for leaf in examination.leaves()}
-        first = tensors_in(hidden)[0]
+    def _refuse_trained_beside(self, output: Any, hidden: Hidden) -> None:
+        passed = list(tensors_in(hidden))
         for tensor in tensors_of(output):
-            if any(id(leaf) in own for leaf in trained_beside([tensor], tensors_in(hidden))):
-                skips = tensor is output and not _same_tensor(tensor, first)
+            leaves = {id(leaf) for leaf in trained_beside([tensor], passed)}
+            own = leaves and map(id, (*self.gates.parameters(), *_tensors(self._passage.origin)))
+            if not leaves.isdisjoint(own):
+                skips = tensor is output and not _same_tensor(tensor, passed[0])
                 raise InvalidArgumentError(
                     _skipped_message() if skips else _collected_message(tensor)
                 )
@@ -208,7 +216,7 @@ def _refuse_collected(output: Any, carrier: Tensor) -> None:
 
 
 def _same(a: Hidden, b: Hidden) -> bool:
-    ours, theirs = tensors_in(a), tensors_in(b)
+    ours, theirs = list(tensors_in(a)), list(tensors_in(b))
     return len(ours) == len(theirs) and all(map(_same_tensor, ours, theirs))
 
 
@@ -272,7 +280,7 @@ def _copied(hidden: Any) -> Any:
 
 
 def _tensors(value: Any) -> list[Tensor]:
-    return tensors_in(value) if isinstance(value, Tensor) or is_hidden(value) else []
+    return list(tensors_in(value)) if isinstance(value, Tensor) or is_hidden(value) else []
 
 
 def _versions(value: Any) -> list[int]:

@@ -12,15 +12,16 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, group_ranks
-from ....dist.building import agree
+from ....dist.building import agree, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import ModuleWrapper, axis_group
-from ..runtime.forms import is_hidden, signature, tensors_in
+from ..runtime.forms import is_hidden, signature
 from ..schedules.choose import AnySchedule, stages_of
-from ..splitting.modules import changes_nothing, parameter_facts, takes
+from ..splitting.modules import parameter_facts, takes
 from ..splitting.split import Placement, Split, place
 from .cut import Passage, cut
-from .examination import Examination
+from .examination import examining
+from .gates import check_output
 from .hidden import HiddenFlow
 from .state import MANY_FORMS, RuntimeState, name_of_next
 from .ties import Tie, TiedGradients, find_ties
@@ -83,7 +84,7 @@ class PipelineParallel(ModuleWrapper):
         if splits:
             defer_weight_gradients(model, deferral)
         tied.share_values()
-        self.runtime = RuntimeState(name_of_next(ranks), chunks, flows, tied, deferral)
+        self.runtime = RuntimeState(name_of_next(ranks), chunks, passage, flows, tied, deferral)
         self.runtime.note_parameters(self)
 
     @property
@@ -142,17 +143,19 @@ class PipelineParallel(ModuleWrapper):
         stage, flow = self.stages[chunk], runtime.flows[chunk]
         received = input_or_hidden if stage else None
         kind = (stage, self.training, torch.is_grad_enabled(), *_kind(input_or_hidden, kwargs))
-        examination = None if kind in runtime.examined else self._examination(stage, received)
+        examined = self.num_stages > 1 and kind not in runtime.examined
+        if examined:
+            self._prepare(stage, flow)
         run = partial(self._run, stage, received, kwargs, flow)
         wants_ids = stage > 0 and runtime.takes_ids and runtime.ids is not None
         try:
-            output = run(runtime.ids if wants_ids else input_or_hidden, examination)
+            output = run(runtime.ids if wants_ids else input_or_hidden, examined)
         except InvalidArgumentError:
             # Its own code before the layers may want ids, as `b, t = ids.shape` does.
-            fails = examination is None or examination.entered or self._takes_embeds
+            fails = not examined or runtime.passage.entered or self._takes_embeds
             if fails or runtime.takes_ids or runtime.ids is None:
                 raise
-            output = run(runtime.ids, self._examination(stage, received))
+            output = run(runtime.ids, examined)
             runtime.takes_ids = True
         runtime.examined.add(kind)
         return output
@@ -164,33 +167,34 @@ class PipelineParallel(ModuleWrapper):
         kwargs: Mapping[str, Any],
         flow: HiddenFlow,
         first: Any,
-        examination: Examination | None,
+        examined: bool,
     ) -> Any:
         """Run the model's forward on ids or hidden states; return the output that goes on."""
-        flow.start(received, examination, None if received is first else first)
+        passage = self.runtime.passage
+        # The compiler takes no stand-ins, and there are none if nothing is cut.
+        followed = self.num_stages > 1 and self.module._compiled_call_impl is None
+        ids = None if received is first else first
+        flow.start(received, ids, examined=examined, followed=followed)
         try:
-            with nullcontext() if examination is None else examination.watching():
+            with examining(passage) if examined else nullcontext():
                 if stage > 0 and self._takes_embeds:
-                    output = self.module(inputs_embeds=received, **kwargs)
+                    output = self.module(inputs_embeds=passage.received, **kwargs)
                 else:
-                    output = self.module(first, **kwargs)
+                    output = self.module(passage.received if ids is None else ids, **kwargs)
             if stage < self.num_stages - 1:
                 output = flow.passed_on(output)
-            elif examination is not None:
-                examination.check_output(output)
+            else:
+                check_output(output)
         finally:
             flow.reset()
         return output
 
-    def _examination(self, stage: int, received: Any) -> Examination | None:
-        """Return the examination of the first forward of a kind, or None if nothing is cut."""
-        if self.num_stages == 1:
-            return None
+    def _prepare(self, stage: int, flow: HiddenFlow) -> None:
+        """Put gates around a stage's modules as they are now, since adapters may have come."""
         if len(self.runtime.examined) > MANY_FORMS:
             self.runtime.examined.clear()
-        own = {name: self.module.get_submodule(name) for name in self.placement.stages[stage]}
-        modules = {name: module for name, module in own.items() if not changes_nothing(module)}
-        return Examination(modules, received, last=stage == self.num_stages - 1)
+        names = self.placement.stages[stage]
+        flow.gates.watch({name: self.module.get_submodule(name) for name in names})
 
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:
         """Backpropagate through a stage.
@@ -212,7 +216,7 @@ class PipelineParallel(ModuleWrapper):
         before = [parameter.grad for parameter in parameters]
         outputs = [tensor for tensor in tensors_in(output_tensor) if tensor.requires_grad]
         if outputs:  # none where everything up to here is frozen
-            gradients = None if output_tensor_grad is None else tensors_in(output_tensor_grad)
+            gradients = None if output_tensor_grad is None else list(tensors_in(output_tensor_grad))
             torch.autograd.backward(outputs, gradients)
         leaves = [] if input_tensor is None else tensors_in(input_tensor)
         made = [_gradient(tensor) for tensor in leaves if tensor.requires_grad]

@@ -9,10 +9,10 @@ from itertools import count
 
 from torch import Tensor, nn
 
-from ..runtime.execute import Task
 from ..runtime.forms import Form
+from ..runtime.program import Task
 from ..schedules.schedule import Schedule
-from .cut import Chunks
+from .cut import Chunks, Passage
 from .hidden import HiddenFlow
 from .ties import TiedGradients
 from .weights import Deferral
@@ -31,6 +31,7 @@ class RuntimeState:
     Attributes:
         name: A name that all ranks of the pipeline know it by, and no other pipeline has.
         chunks: The rank's stages in the model, of which one can be selected.
+        passage: The forward that runs.
         flows: The way of the hidden states through each of them.
         tied: The parameters that several ranks hold.
         deferral: Where the linear layers leave their weight gradients.
@@ -47,6 +48,7 @@ class RuntimeState:
 
     name: str
     chunks: Chunks
+    passage: Passage
     flows: list[HiddenFlow]
     tied: TiedGradients
     deferral: Deferral

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import all_gather_object, broadcast
-from ..runtime.execute import Task
 from ..runtime.forms import tensor_of
+from ..runtime.program import Task
 from ..schedules.choose import Builder
 from ..schedules.sweeps import forward_only
 from .loss import Batch
-from .step import StepArguments, agreed_step, execute_plan, stages_of_step, unwrap
-from .work import Stages
+from .step import StepArguments, agreed_step, execute_plan, stages_of_step
+from .work import Stages, unwrap
 
 
 @torch.no_grad()

@@ -13,9 +13,9 @@ from torch.distributed import ProcessGroup
 from ....dist import all_gather_object, barrier
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
-from ..runtime.execute import Task
+from ..runtime.program import Task
 from ..schedules.schedule import Action, Schedule, Span, Timeline
-from .step import unwrap
+from .work import unwrap
 
 
 class Recorder:

@@ -1,12 +1,9 @@
-"""One step: agree on it, prove its schedule, execute it."""
+"""One train step: agree on it, prove its schedule, execute it."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,22 +13,16 @@ from ....dist import get_comm_device, group_ranks, guard
 from ....dist.building import agree
 from ....dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from ...pg_manager import describe_rank
-from ..runtime.execute import Step, Task, execute, in_steps
-from ..runtime.faults import Watch
+from ..runtime.execute import Watch, execute
 from ..runtime.mail import Mail
 from ..runtime.posts import Posts
-from ..schedules.choose import AnySchedule, built
-from ..schedules.messages import program_of
-from ..schedules.schedule import FORWARD, Action, Schedule
-from ..schedules.simulate import proven
+from ..runtime.program import Plan, Task, plan_of
+from ..schedules.choose import AnySchedule
+from ..schedules.schedule import FORWARD, Schedule
 from ..stages.stage import PipelineParallel
 from .batches import MicroBatches, checked_dtype, checked_shape, read
 from .loss import Batch, LossFunction, token_mean_loss
-from .work import SYNC_SWITCH, Stages, Training
-
-# Actions that a receive begins earlier than its message is due, so that where messages take long
-# the sender knows of it in time. Each is one more buffer.
-AHEAD = 4
+from .work import Stages, Training, deferred_sync, unwrap
 
 
 class StepArguments(NamedTuple):
@@ -45,23 +36,91 @@ class StepArguments(NamedTuple):
     group: ProcessGroup | None
 
 
-class Plan(NamedTuple):
-    """A schedule that was proven to run to its end, as one rank executes it.
+def train_step_pipeline(
+    model: nn.Module,
+    data_loader: Iterable[Batch],
+    tensor_shapes: Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Run one step's micro-batches in the order of the model's own schedule.
 
-    Attributes:
-        schedule: The schedule.
-        text: Tells it from others.
-        steps: The rank's program with receives in their place, and with receives begun early.
-        crossings: The stages whose outputs this rank sends to, or receives from, another.
+    Gradients are added to `.grad` and complete on return: the last backward syncs those of a data
+    parallel wrapper, and tied parameters are summed over their ranks. If a stage raises, on
+    whichever rank, all ranks raise, and the model may be used again; its gradients are half made.
+
+    Args:
+        model: A `PipelineParallel`, or wrappers around one (`.module`); the outermost is called.
+        data_loader: This step's micro-batches, as many on every rank: mappings with `input_ids`
+            and `labels` [B, L] int64, and more that forward is given by keyword on every stage.
+            Sizes may differ from one to the next.
+        tensor_shapes: Shape of one micro-batch's hidden states, [B, L, H], to be checked; None
+            takes whatever shape they have.
+        device: Device on which the stage computes; None is that of its parameters.
+        dtype: Dtype of hidden states, to be checked, or cast to under autocast; None takes any.
+        loss_fn: `loss_fn(output, batch) -> scalar`, added up over micro-batches. None is the
+            token cross entropy of `labels` (aligned with the outputs, -100 ignored) divided by
+            the valid tokens of all micro-batches and, if the pipeline is the manager's pp axis, of
+            the manager's CP x DP group. Over a group of your own it counts this pipeline's alone.
+        group: The ranks in order; None is the model's own group.
+
+    Returns:
+        The sum of the micro-batches' losses on the rank of the last stage and zero elsewhere: 0-d,
+        detached, in `dtype` or the parameters' but float32 at least. With the default loss it is
+        this rank's share of the global batch's loss.
+
+    Raises:
+        InvalidArgumentError: A bad argument, or a stage's output that was announced otherwise.
+        MismatchError: Ranks that differ in micro-batches, their shapes, or schedule.
+        ScheduleError: A schedule that would not end, or not compute every gradient.
+        StageError: Another rank has failed in this step; the message has its error.
     """
-
-    schedule: Schedule
-    text: str
-    steps: tuple[list[Step], list[Step]]
-    crossings: frozenset[int]
+    arguments = StepArguments(model, data_loader, tensor_shapes, device, dtype, group)
+    return _train_step(arguments, loss_fn, None)
 
 
-def train_step(
+def train_step_pipeline_afab(
+    model: nn.Module,
+    data_loader: Iterable[Batch],
+    tensor_shapes: Sequence[int] | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    *,
+    loss_fn: LossFunction | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Run one step's micro-batches, all forwards first, then all backwards.
+
+    Arguments, result and errors are those of `train_step_pipeline`; the model has one stage on each
+    rank. Activations of all micro-batches are alive at once.
+    """
+    arguments = StepArguments(model, data_loader, tensor_shapes, device, dtype, group)
+    return _train_step(arguments, loss_fn, "afab")
+
+
+def train_step_pipeline_1f1b(
+    model: nn.Module,
+    data_loader: Iterable[Batch],
+    tensor_shapes: Sequence[int] | None,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+    *,
+    loss_fn: LossFunction | None = None,
+    group: ProcessGroup | None = None,
+) -> Tensor:
+    """Run one step's micro-batches, forwards and backwards in turn.
+
+    Arguments, result and errors are those of `train_step_pipeline`; the model has one stage on each
+    rank. Stage s of N keeps the activations of at most N - s micro-batches.
+    """
+    arguments = StepArguments(model, data_loader, tensor_shapes, device, dtype, group)
+    return _train_step(arguments, loss_fn, "1f1b")
+
+
+def _train_step(
     arguments: StepArguments, loss_fn: LossFunction | None, schedule: AnySchedule | None
 ) -> Tensor:
     """Run one step with a schedule; None is the pipeline's own."""
@@ -115,7 +174,7 @@ def agreed_step(
     try:
         inputs = _inputs(arguments, pipeline, with_labels=with_labels)
         chosen = pipeline.schedule if schedule is None else schedule
-        plan = _plan(chosen, len(pipeline.ranks), len(inputs.batches), pipeline.rank)
+        plan = plan_of(chosen, len(pipeline.ranks), len(inputs.batches), pipeline.rank)
         _require_stages(plan.schedule, pipeline)
         pipeline.check_ties()
         if require is not None:
@@ -174,26 +233,6 @@ def _inputs(
     )
 
 
-@lru_cache(maxsize=64)
-def _plan(schedule: AnySchedule, num_ranks: int, num_micro_batches: int, rank: int) -> Plan:
-    """Prove a schedule, and derive the program of one rank.
-
-    Raises:
-        ScheduleError: It would not run to its end, or not compute every gradient.
-    """
-    chosen = built(schedule, num_ranks, num_micro_batches)
-    program = program_of(*proven(chosen), rank)
-    digest = hashlib.blake2b(str(chosen).encode(), digest_size=8).hexdigest()
-    parted = partial(in_steps, program, chosen.stages[rank], chosen.num_stages)
-    messages = [operation for operation in program if not isinstance(operation, Action)]
-    return Plan(
-        chosen,
-        f"schedule {chosen.name!r} ({digest})",
-        (parted(0), parted(AHEAD)),
-        frozenset(message.stage - message.gradient for message in messages),
-    )
-
-
 def _require_training(model: nn.Module, schedule: Schedule) -> None:
     if not torch.is_grad_enabled():
         raise StateError(
@@ -221,38 +260,6 @@ def _require_stages(schedule: Schedule, pipeline: PipelineParallel) -> None:
             f"ranks, and this model was split into {pipeline.all_stages}; pass the schedule to "
             "PipelineParallel(model, schedule=...) and call train_step_pipeline"
         )
-
-
-def unwrap(model: nn.Module) -> tuple[list[nn.Module], PipelineParallel]:
-    """Return the wrappers around a `PipelineParallel`, outermost first, and itself.
-
-    Raises:
-        InvalidArgumentError: There is none beneath `model`.
-    """
-    wrappers: list[nn.Module] = []
-    inner: Any = model
-    while not isinstance(inner, PipelineParallel):
-        if not isinstance(inner, nn.Module):
-            raise InvalidArgumentError(
-                f"{describe_rank()}: expected a PipelineParallel, or wrappers around one that hold "
-                f"it as .module, got {type(model).__name__}; wrap the model in PipelineParallel"
-            )
-        wrappers.append(inner)
-        inner = getattr(inner, "module", None)
-    return wrappers, inner
-
-
-@contextmanager
-def deferred_sync(wrappers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, bool]]:
-    """Yield the wrappers that have a gradient sync switch with its value, and put it back after."""
-    # A wrapper shows attributes of what it wraps as its own, so hasattr would find one twice.
-    found = [w for w in wrappers if SYNC_SWITCH in vars(w) or hasattr(type(w), SYNC_SWITCH)]
-    switches = {wrapper: bool(getattr(wrapper, SYNC_SWITCH)) for wrapper in found}
-    try:
-        yield switches
-    finally:
-        for wrapper, value in switches.items():
-            setattr(wrapper, SYNC_SWITCH, value)
 
 
 def _same_ranks(pipeline: PipelineParallel, group: ProcessGroup | None) -> ProcessGroup | None:

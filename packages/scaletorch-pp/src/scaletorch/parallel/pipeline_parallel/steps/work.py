@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,9 +13,9 @@ from torch.distributed import ProcessGroup
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.execute import Task
 from ..runtime.forms import Hidden, autocasts
 from ..runtime.mail import Mail
+from ..runtime.program import Task
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action
 from ..stages.stage import PipelineParallel
 from ..stages.weights import WeightGradients
@@ -141,6 +142,38 @@ class Training:
         self._backwards -= 1
         for wrapper, wanted in self.switches.items():
             setattr(wrapper, SYNC_SWITCH, wanted and self._backwards == 0)
+
+
+def unwrap(model: nn.Module) -> tuple[list[nn.Module], PipelineParallel]:
+    """Return the wrappers around a `PipelineParallel`, outermost first, and itself.
+
+    Raises:
+        InvalidArgumentError: There is none beneath `model`.
+    """
+    wrappers: list[nn.Module] = []
+    inner: Any = model
+    while not isinstance(inner, PipelineParallel):
+        if not isinstance(inner, nn.Module):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: expected a PipelineParallel, or wrappers around one that hold "
+                f"it as .module, got {type(model).__name__}; wrap the model in PipelineParallel"
+            )
+        wrappers.append(inner)
+        inner = getattr(inner, "module", None)
+    return wrappers, inner
+
+
+@contextmanager
+def deferred_sync(wrappers: Iterable[nn.Module]) -> Iterator[dict[nn.Module, bool]]:
+    """Yield the wrappers that have a gradient sync switch with its value, and put it back after."""
+    # A wrapper shows attributes of what it wraps as its own, so hasattr would find one twice.
+    found = [w for w in wrappers if SYNC_SWITCH in vars(w) or hasattr(type(w), SYNC_SWITCH)]
+    switches = {wrapper: bool(getattr(wrapper, SYNC_SWITCH)) for wrapper in found}
+    try:
+        yield switches
+    finally:
+        for wrapper, value in switches.items():
+            setattr(wrapper, SYNC_SWITCH, value)
 
 
 def checked_loss(loss: Any) -> Tensor:

@@ -17,9 +17,11 @@ from torch.nn import functional
 
 from ....dist import all_reduce, get_rank, reduce_scatter
 from ....dist import functional as collectives
-from .main_grads import Products, bias_grad, weight_grad
+from ...pg_manager.building import bias_gradient, weight_factors
 
 Operands = tuple[Tensor, Tensor | None]  # weight [out, in] and bias [out]
+# Of each call of a layer: the gradient of its output [..., out], and its input [..., in].
+Products = Sequence[tuple[Tensor, Tensor]]
 
 DIM = -2  # of tokens in [..., L, H]
 
@@ -144,6 +146,36 @@ class Multiply(torch.autograd.Function):
             bias_grad(products) if bias_needed else None,
             None,
         )
+
+
+def weight_grad(products: Products, main_grad: Tensor | None = None) -> Tensor | None:
+    """Return the sum of the products' gradients of the weight [out, in], None without any.
+
+    With a main gradient they are added there, and None is returned; what is not of its dtype is
+    rounded once before.
+    """
+    total: Tensor | None = None
+    for grad, x in products:
+        rows, columns = weight_factors(grad, x)
+        if main_grad is None:
+            total = rows.mm(columns) if total is None else total.addmm(rows, columns)
+        elif main_grad.dtype == x.dtype:
+            main_grad.addmm_(rows, columns)
+        else:
+            main_grad.add_(rows.mm(columns))
+    return total
+
+
+def bias_grad(products: Products, main_grad: Tensor | None = None) -> Tensor | None:
+    """Return the sum of the products' gradients of the bias [out]; otherwise as `weight_grad`."""
+    total: Tensor | None = None
+    for grad, _ in products:
+        if main_grad is None:
+            own = bias_gradient(grad)
+            total = own if total is None else total + own
+        else:
+            main_grad.add_(bias_gradient(grad, main_grad.dtype))
+    return total
 
 
 def send(

@@ -32,6 +32,8 @@ _SHOWN = 3
 class WholeGradients:
     """A forward hook of a model, which looks at the graph of its first forward with gradients.
 
+    It takes itself off the model then.
+
     Args:
         group: Ranks of the tensor-parallel axis.
         joined: Names of the layers whose outputs are joined, unless a loss of shares takes them.
@@ -39,7 +41,6 @@ class WholeGradients:
 
     def __init__(self, group: ProcessGroup | None, joined: Collection[str]) -> None:
         self._group, self._joined = group, joined
-        self._seen = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> WholeGradients:
         """Return the hook of a copy: groups are not copied."""
@@ -55,12 +56,13 @@ class WholeGradients:
         Raises:
             InvalidArgumentError: A gradient would be a part of the whole; on every rank.
         """
-        if self._seen or torch.compiler.is_compiling() or _computes_with_others(model):
+        if torch.compiler.is_compiling() or _computes_with_others(model):
             return
         made = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if made:
             _require_whole(model, made, self._group, self._joined)
-            self._seen = True
+            for key in [key for key, hook in model._forward_hooks.items() if hook is self]:
+                del model._forward_hooks[key]
 
 
 def _computes_with_others(model: nn.Module) -> bool:

@@ -1,0 +1,89 @@
+"""A block of experts over two ranks: ours, transformers' own, and all-to-alls written by hand.
+
+Forward and backward of a router and 8 experts, top-2, on two ranks of one thread each, every rank
+with tokens of its own; and of all tokens in one process of one thread. Routing is as a random
+router has it, or skewed: its first expert gets nearly every token. Every repeat runs all ways once,
+in the same processes, shuffled. Every result is compared with one process.
+
+    python -m benchmarks.expert_parallel --tokens 64 1024 --dtype float32 bfloat16
+
+One table a size; of the two ranks the larger figure counts, but for exposed ms.
+
+- ms: median of the repeats.
+- x by hand: median of each repeat's own ratio to the way by hand, and its quartiles.
+- bytes sent: by each rank, were every collective a ring.
+- / formula: that over the bytes of the rows that have to go to the other rank, once a token and
+  rank: there and back, in forward and in backward.
+- peak MiB: the most that tensors took in forward and backward, beside weights and input.
+- exposed ms: median time in communication calls and in waiting for them; of the rank that spends
+  less there, since the other one also waits for it to come.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import os
+import statistics
+from collections.abc import Iterator, Sequence
+
+from scaletorch.dist import RankPool
+
+from ..harness.tables import MIB, largest, machine, ratio, table
+from .measure import ALONE, DTYPES, RANKS, SKEWS, Figures, Size, measure
+
+COLUMNS = [
+    "way",
+    "ms",
+    "x by hand (quartiles)",
+    "bytes sent",
+    "/ formula",
+    "peak MiB",
+    "exposed ms",
+]
+
+
+def show(size: Size, ranks: list[tuple[dict[str, Figures], int]]) -> None:
+    """Print one size."""
+    repeats = len(ranks[0][0][ALONE].seconds)
+    title = f"hidden {size.hidden}, {size.experts} experts, top-{size.top_k}"
+    title += f", {size.tokens} tokens a rank, {size.routing}, {size.dtype}, {repeats} repeats"
+    found = [figures for figures, _ in ranks]
+    formula = max(each for _, each in ranks)
+    print(f"\n{title}\n\n{table(COLUMNS, rows(found, formula))}", flush=True)
+
+
+def rows(ranks: list[dict[str, Figures]], formula: int) -> Iterator[Sequence[str]]:
+    """Write a way's row; waiting for a slower rank is not communication."""
+    times = {name: largest([r[name].seconds for r in ranks], float) for name in ranks[0]}
+    for name, seconds in times.items():
+        bytes_sent = max(rank[name].sent for rank in ranks)
+        waits = map(min, zip(*(rank[name].exposed for rank in ranks), strict=True))
+        yield [
+            name, f"{1e3 * statistics.median(seconds):.2f}", ratio(seconds, times["by hand"]),
+            str(bytes_sent), f"{bytes_sent / formula:.2f}",
+            f"{max(rank[name].peak for rank in ranks) / MIB:.2f}",
+            f"{1e3 * statistics.median(waits):.2f}",
+        ]  # fmt: skip
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--hidden", type=int, default=512)
+    parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024], help="of each rank")
+    parser.add_argument("--routing", nargs="+", default=list(SKEWS), choices=SKEWS)
+    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--seconds", type=float, default=1.0, help="about, a way and size")
+    options = parser.parse_args()
+    os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
+    print(machine())
+    with RankPool(RANKS, timeout=None) as pool:
+        chosen = itertools.product(options.tokens, options.routing, options.dtype)
+        for tokens, routing, dtype in chosen:
+            size = Size(options.hidden, 8, 2, tokens, routing, dtype)
+            show(size, pool.run(measure, size, options.seconds))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""A block of routed experts, as transformers has them, and its router with a say in the balance."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+class Experts(nn.Module):
+    """SwiGLU experts in stacked weights; one after another computes the tokens that chose it.
+
+    Args:
+        experts: Their number.
+        hidden: Size of a token.
+        inner: Size inside of an expert.
+    """
+
+    def __init__(self, experts: int, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.num_experts = experts
+        self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * inner, hidden) * hidden**-0.5)
+        self.down_proj = nn.Parameter(torch.randn(experts, hidden, inner) * inner**-0.5)
+
+    def one(self, expert: int, hidden: Tensor) -> Tensor:
+        """Return an expert's results, [T, H], for tokens [T, H]."""
+        gate, up = F.linear(hidden, self.gate_up_proj[expert]).chunk(2, dim=-1)
+        return F.linear(F.silu(gate) * up, self.down_proj[expert])
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted results [T, H] of the experts that tokens [T, H] chose, [T, K]."""
+        total = torch.zeros_like(hidden)
+        for expert in top_k_index.unique().tolist():
+            if expert == self.num_experts:  # that of another rank
+                continue
+            token, slot = torch.where(top_k_index == expert)
+            found = self.one(expert, hidden[token]) * top_k_weights[token, slot, None]
+            total.index_add_(0, token, found.to(total.dtype))
+        return total
+
+
+class Block(nn.Module):
+    """A router and its experts.
+
+    Args:
+        experts: Their number.
+        top_k: Experts of a token.
+        hidden: Size of a token.
+        inner: Size inside of an expert.
+        skew: Added to the first expert's score.
+    """
+
+    def __init__(self, experts: int, top_k: int, hidden: int, inner: int, skew: float) -> None:
+        super().__init__()
+        self.top_k, self.skew = top_k, skew
+        self.gate = nn.Linear(hidden, experts, bias=False)
+        self.experts = Experts(experts, hidden, inner)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the results [T, H] of tokens [T, H]."""
+        scores = self.gate(hidden).float()
+        scores = scores + F.one_hot(torch.tensor(0), scores.shape[-1]) * self.skew
+        weights, index = scores.softmax(-1).topk(self.top_k, dim=-1)
+        weights = (weights / weights.sum(-1, keepdim=True)).to(hidden.dtype)
+        result: Tensor = self.experts(hidden, index, weights)
+        return result

@@ -1,0 +1,82 @@
+"""Experts over ranks written by hand for one block: pairs sorted by expert, two all-to-alls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Function
+
+from .block import Block, Experts
+
+
+def _exchange(rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+    function: Any = _Exchange
+    came: Tensor = function.apply(rows, sends, receives)
+    return came
+
+
+class _Exchange(Function):
+    """Rows to other ranks; backward sends gradients the other way."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
+        ctx.counts = sends, receives
+        came = rows.new_empty((sum(receives), rows.shape[1]))
+        dist.all_to_all_single(came, rows, list(receives), list(sends))
+        return came
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        sends, receives = ctx.counts
+        back = grads[0].new_empty((sum(sends), grads[0].shape[1]))
+        dist.all_to_all_single(back, grads[0].contiguous(), list(sends), list(receives))
+        return back, None, None
+
+
+class ByHand(nn.Module):
+    """This rank's experts, and the way to the others'.
+
+    Args:
+        whole: All experts; an equal number goes to each rank.
+    """
+
+    def __init__(self, whole: Experts) -> None:
+        super().__init__()
+        self.ranks = dist.get_world_size()
+        self.own = whole.num_experts // self.ranks
+        rows = slice(dist.get_rank() * self.own, (dist.get_rank() + 1) * self.own)
+        self.experts = whole
+        for name, parameter in list(whole.named_parameters()):
+            setattr(whole, name, nn.Parameter(parameter.detach()[rows].clone()))
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return [T, H], as all experts would."""
+        top_k, experts = top_k_index.shape[1], self.own * self.ranks
+        chosen, order = top_k_index.flatten().sort(stable=True)
+        counts = torch.bincount(chosen, minlength=experts)
+        heard = torch.empty_like(counts)
+        dist.all_to_all_single(heard, counts)
+        sends = counts.view(self.ranks, -1).sum(1).tolist()
+        heard = heard.view(self.ranks, -1)
+        receives, sizes = heard.sum(1).tolist(), heard.flatten().tolist()
+        came = _exchange(hidden[order // top_k], sends, receives)
+        pieces = came.split(sizes)  # by rank, and of each by expert
+        mine = [torch.cat(pieces[expert :: self.own]) for expert in range(self.own)]
+        done = [self.experts.one(expert, rows) for expert, rows in enumerate(mine)]
+        parts = [each.split(sizes[at :: self.own]) for at, each in enumerate(done)]
+        back = torch.cat([parts[e][r] for r in range(self.ranks) for e in range(self.own)])
+        rows = _exchange(back, receives, sends)
+        found = torch.empty_like(rows).index_copy(0, order, rows).view(*top_k_index.shape, -1)
+        result: Tensor = (found * top_k_weights[..., None]).sum(1)
+        return result
+
+
+def by_hand(block: Block) -> nn.Module:
+    """Put the experts of a block on the ranks, in place."""
+    whole = block.experts
+    block.experts = ByHand(whole)  # type: ignore[assignment]
+    return block

@@ -1,0 +1,122 @@
+"""Measures a block whose experts are on the ranks; every rank runs this in the same way."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..harness.checks import check
+from ..harness.gauges import exposed, peak, sent
+from ..harness.turns import Run, of_slowest_rank, repeated, seconds
+from .block import Block
+from .ways import WAYS
+
+RANKS = 2
+LEAST, MOST = 9, 200  # repeats
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+BOUNDS = {"float32": 1e-4, "bfloat16": 1e-1}
+ALONE = "one process"
+SKEWS = {"balanced": 0.0, "skewed": 4.0}
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a block is run on; tokens are each rank's."""
+
+    hidden: int
+    experts: int
+    top_k: int
+    tokens: int
+    routing: str
+    dtype: str
+
+    def formula(self, rows: int) -> int:
+        """Return the bytes of rows that go to other ranks, there and back, in both directions."""
+        return 4 * rows * self.hidden * DTYPES[self.dtype].itemsize
+
+
+@dataclass(frozen=True)
+class Figures:
+    """What was measured of one way; a list has one entry for each repeat.
+
+    Attributes:
+        sent: Bytes.
+        peak: Bytes.
+        seconds: Of forward and backward.
+        exposed: Seconds in communication.
+    """
+
+    sent: int
+    peak: int
+    seconds: list[float]
+    exposed: list[float]
+
+
+def make(size: Size) -> Block:
+    """Return the whole block, the same on every rank."""
+    torch.manual_seed(0)
+    skew = SKEWS[size.routing]
+    block = Block(size.experts, size.top_k, size.hidden, 2 * size.hidden, skew)
+    return block.to(DTYPES[size.dtype])
+
+
+def step(block: nn.Module, x: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Run forward and backward; return output and gradient of tokens, [T, H]."""
+    x = x.detach().requires_grad_()
+    out = block(x)
+    out.backward(gradient)
+    for parameter in block.parameters():
+        parameter.grad = None
+    return out.detach(), torch.as_tensor(x.grad)
+
+
+def prepare(size: Size) -> dict[str, Run]:
+    """Return each way's step, after a look at its results."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(2, RANKS * size.tokens, size.hidden, generator=generator)
+    x, gradient = drawn.to(DTYPES[size.dtype])
+    whole = make(size)
+    alone = partial(step, whole, x, gradient)
+    own = partial(torch.chunk, chunks=RANKS)
+    rank = dist.get_rank()
+    expected, runs = [own(each)[rank] for each in alone()], {}
+    for name, divide in WAYS.items():
+        block = divide(copy.deepcopy(whole))
+        runs[name] = partial(step, block, own(x)[rank], own(gradient)[rank])
+        check(name, runs[name](), expected, BOUNDS[size.dtype])
+    return runs | {ALONE: alone if rank == 0 else lambda: None}  # the others wait
+
+
+def elsewhere(size: Size) -> int:
+    """Return how many rows go to other ranks if each token goes once to a rank."""
+    generator = torch.Generator().manual_seed(1)
+    drawn = torch.randn(2, RANKS * size.tokens, size.hidden, generator=generator)
+    x, rank = drawn.to(DTYPES[size.dtype])[0].chunk(RANKS)[dist.get_rank()], dist.get_rank()
+    chosen: list[Tensor] = []
+    block = make(size)
+    hook = block.experts.register_forward_pre_hook(lambda _, args: chosen.append(args[1]))
+    with torch.no_grad():
+        block(x)
+    hook.remove()
+    owners = chosen[0] * RANKS // size.experts
+    return sum(int((owners == r).any(1).sum()) for r in range(RANKS) if r != rank)
+
+
+def measure(size: Size, budget: float) -> tuple[dict[str, Figures], int]:
+    """Measure every way on this rank, for about `budget` seconds each; and the formula's bytes."""
+    runs = prepare(size)
+    (spent,) = of_slowest_rank([sum(map(seconds, runs.values()))])
+    repeats = min(MOST, max(LEAST, int(budget * len(runs) / spent)))
+    times = repeated(seconds, runs, repeats)
+    waits = repeated(exposed, runs, repeats // 3)
+    peaks = {name: min(peak(run) for _ in range(2)) for name, run in runs.items()}
+    figures = {
+        name: Figures(sent(run), peaks[name], times[name], waits[name])
+        for name, run in runs.items()
+    }
+    return figures, size.formula(elsewhere(size))

@@ -1,0 +1,237 @@
+"""Whole models whose experts are divided: modules of several kinds, state, and what is refused."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.distributed as c10d
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scaletorch.dist import StateError
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
+from scaletorch.parallel.expert_parallel import (
+    apply_expert_parallel,
+    find_expert_cuts,
+    gather_experts,
+    own_experts,
+)
+
+HIDDEN, TOKENS, TOP_K = 6, 10, 3
+WORLD = c10d.group.WORLD
+
+
+class Stacked(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.num_experts, self.num_experts_per_tok = experts, TOP_K
+        self.up = nn.Parameter(torch.randn(experts, HIDDEN, 4))
+        self.bias = nn.Parameter(torch.randn(experts, 4))
+        self.down = nn.Parameter(torch.randn(experts, 4, HIDDEN))
+        self.register_buffer("scale", 1 + torch.rand(experts))
+
+    def forward(self, hidden, top_k_index, top_k_weights):
+        result = torch.zeros_like(hidden)
+        for expert in range(self.num_experts):
+            token, slot = torch.where(top_k_index == expert)
+            if len(token):
+                states = torch.tanh(hidden[token] @ self.up[expert] + self.bias[expert])
+                states = states @ self.down[expert] * self.scale[expert]
+                result.index_add_(0, token, states * top_k_weights[token, slot, None])
+        return result
+
+
+class Listed(nn.Module):
+    def __init__(self, experts):
+        super().__init__()
+        self.parts = nn.ModuleList(nn.Linear(HIDDEN, HIDDEN) for _ in range(experts))
+
+    def forward(self, hidden_states, selected, scores):
+        result = torch.zeros_like(hidden_states)
+        for expert in selected.unique().tolist():
+            token, slot = torch.where(selected == expert)
+            states = self.parts[expert](hidden_states[token]).tanh()
+            result = result.index_add(0, token, states * scores[token, slot, None])
+        return result
+
+
+class List(nn.ModuleList):
+    def __init__(self, experts):
+        super().__init__(nn.Linear(HIDDEN, HIDDEN) for _ in range(experts))
+        self.n_routed_experts = experts
+
+    def forward(self, hidden, index, weights):
+        result = torch.zeros_like(hidden)
+        for expert, each in enumerate(self):
+            chosen = ((index == expert) * weights).sum(1, keepdim=True)
+            result = result + each(hidden).tanh() * chosen
+        assert len(self) == self.n_routed_experts
+        return result
+
+
+KINDS = {"stacked": Stacked, "listed": Listed, "list": List}
+
+
+class Block(nn.Module):
+    def __init__(self, kind, experts):
+        super().__init__()
+        self.router = nn.Linear(HIDDEN, experts)
+        self.experts = KINDS[kind](experts)
+
+    def forward(self, x):
+        weights, index = self.router(x).softmax(-1).topk(TOP_K)
+        return x + self.experts(x, index, weights)
+
+
+class Model(nn.Module):
+    def __init__(self, kind, experts=5):
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(Block(kind, experts) for _ in range(2))
+        self.double()
+
+    def forward(self, x, recompute=False):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        return x
+
+
+PLAN = {"blocks.*.experts": "experts"}
+
+
+def _batch():
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(7)).double()
+
+
+def _trained(kind):
+    model, batch = Model(kind), _batch().requires_grad_()
+    loss = model(batch).square().sum() / TOKENS
+    loss.backward()
+    return loss.detach(), batch.grad, {n: p.grad for n, p in model.named_parameters()}, model
+
+
+def _zeros_for_none(model):
+    parameters = model.named_parameters()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters}
+
+
+def _divided(kind, sizes, recompute):
+    """Return the worst difference of this rank's loss, gradients and state to one process's."""
+    rank = c10d.get_rank()
+    loss, of_batch, gradients, plain = _trained(kind)
+    model = apply_expert_parallel(Model(kind), PLAN, WORLD)
+    own = _batch().split(sizes)[rank].requires_grad_()
+    mine = model(own, recompute).square().sum() / TOKENS
+    mine.backward()
+    cuts, found = find_expert_cuts(model), _zeros_for_none(model)
+    for name, gradient in found.items():
+        if name not in cuts:
+            c10d.all_reduce(gradient)
+    whole = gather_experts(model, found)
+    assert whole.keys() == gradients.keys()
+    state = gather_experts(model, model.state_dict())
+    assert state.keys() == plain.state_dict().keys()
+    assert all(torch.equal(state[n], each) for n, each in plain.state_dict().items())
+    total = mine.detach()
+    c10d.all_reduce(total)
+    errors = [relative_error(total, loss), relative_error(own.grad, of_batch.split(sizes)[rank])]
+    return worst([*errors, *(relative_error(whole[n], gradients[n]) for n in gradients)])
+
+
+@pytest.mark.parametrize("sizes", [(7, 3), (4, 0, 6), (3, 3, 3, 1)])
+@pytest.mark.parametrize("kind", KINDS)
+def test_modules_of_every_kind(kind, sizes):
+    for recompute in (False, True):
+        assert max(run_ranks(_divided, len(sizes), kind, sizes, recompute)) <= 1e-12
+
+
+def _shared(kind, tokens):
+    """Two tp ranks hold the same tokens; the experts are divided over all four ranks."""
+    rank = c10d.get_rank()
+    pairs = [c10d.new_group([0, 1]), c10d.new_group([2, 3])]
+    tp_group = pairs[rank // 2]
+    batch = torch.randn(2, tokens, HIDDEN, generator=torch.Generator().manual_seed(8)).double()
+    plain, model = Model(kind), apply_expert_parallel(Model(kind), PLAN, WORLD, tp_group=tp_group)
+    whole = batch.requires_grad_()
+    plain(whole.flatten(0, 1)).square().sum().backward()
+    own = batch.detach()[rank // 2].clone().requires_grad_()
+    model(own).square().sum().backward()
+    expected, cuts, found = _zeros_for_none(plain), find_expert_cuts(model), _zeros_for_none(model)
+    for name, gradient in found.items():
+        if name not in cuts:
+            c10d.all_reduce(gradient)  # all tp ranks have the whole of their tokens
+            gradient /= 2
+    gathered = gather_experts(model, found)
+    errors = [relative_error(own.grad, whole.grad[rank // 2])]
+    errors += [relative_error(gathered[n], expected[n]) for n in expected]
+    for group in pairs:
+        if group is tp_group:
+            c10d.destroy_process_group(group)
+    return worst(errors)
+
+
+@pytest.mark.parametrize("tokens", [5, 1])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ranks_that_hold_the_same_tokens_send_a_share_each(kind, tokens):
+    assert max(run_ranks(_shared, 4, kind, tokens)) <= 1e-12
+
+
+@distributed_test(world_size=2)
+def test_what_becomes_of_a_model():
+    torch.manual_seed(0)
+    model = Model("stacked")
+    model.blocks[1].experts.up = model.blocks[0].experts.up  # tied
+    model.blocks[0].experts.down.requires_grad_(False)
+    whole = {name: each.clone() for name, each in model.state_dict().items()}
+    kind, experts = type(model.blocks[0].experts), model.blocks[0].experts
+    apply_expert_parallel(model, PLAN, WORLD)
+    assert model.blocks[0].experts is experts
+    assert isinstance(experts, kind)
+    assert type(experts).__name__ == kind.__name__
+    assert experts.num_experts == (3, 2)[c10d.get_rank()]
+    assert experts.num_experts_per_tok == TOP_K
+    assert experts.up is model.blocks[1].experts.up
+    assert not experts.down.requires_grad
+    assert model.state_dict().keys() == whole.keys()
+    own = own_experts(model, whole)
+    assert all(torch.equal(own[name], each) for name, each in model.state_dict().items())
+    cut = find_expert_cuts(model)["blocks.0.experts.scale"]
+    assert (cut.dim, cut.whole, cut.ranges) == (0, 5, (range(3), range(3, 5)))
+    assert cut.group is WORLD
+    twin, x = copy.deepcopy(model), _batch()
+    assert torch.equal(twin(x), model(x))
+    assert twin.blocks[0].experts.up is not experts.up
+    with pytest.raises(StateError, match="cannot be pickled"):
+        pickle.dumps(model)
+
+
+@distributed_test(world_size=2)
+def test_lists_keep_names_and_take_their_own():
+    for kind, first in (("listed", "experts.parts."), ("list", "experts.")):
+        plain, model = Model(kind), apply_expert_parallel(Model(kind), PLAN, WORLD)
+        own = own_experts(model, plain.state_dict())
+        assert own.keys() == model.state_dict().keys()
+        model.load_state_dict(own)
+        names = {
+            n.removeprefix(f"blocks.0.{first}")[0] for n in own if n.startswith(f"blocks.0.{first}")
+        }
+        assert names == ({"0", "1", "2"}, {"3", "4"})[c10d.get_rank()]
+        part = model.blocks[0].experts
+        part = part.parts if kind == "listed" else part
+        assert torch.equal(part[0].weight, part[-len(part)].weight)
+        assert [*part[:1]] == [part[0]]
+
+
+@distributed_test(world_size=2)
+def test_gathering_refuses_what_does_not_fit():
+    model = apply_expert_parallel(Model("stacked"), PLAN, WORLD)
+    name = "blocks.0.experts.up"
+    with pytest.raises(ValueError, match="the model has no 'up'"):
+        gather_experts(model, {"up": torch.ones(1)})
+    with pytest.raises(ValueError, match="this rank's experts have"):
+        gather_experts(model, {name: torch.ones(5, HIDDEN, 4)})
+    with pytest.raises(RuntimeError, match="disagree on the tensors of experts"):
+        gather_experts(model, model.state_dict() if c10d.get_rank() else {})
+    with pytest.raises(ValueError, match="the whole has 5 experts"):
+        own_experts(model, model.state_dict())

@@ -1,0 +1,205 @@
+"""What cannot be divided, and calls that ranks make differently: errors on every rank."""
+
+import re
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as c10d
+from torch import nn
+
+from scaletorch.dist import InvalidArgumentError, MismatchError
+from scaletorch.dist.testing import distributed_test
+from scaletorch.parallel.expert_parallel import apply_expert_parallel, combine, dispatch
+
+WORLD = c10d.group.WORLD
+
+
+class Experts(nn.Module):
+    def __init__(self, experts=4, result=lambda x: x):
+        super().__init__()
+        self.num_experts, self.result = experts, result
+        self.weight = nn.Parameter(torch.ones(experts, 3, 3))
+
+    def forward(self, hidden, top_k_index, top_k_weights):
+        return self.result(hidden @ self.weight[0] * top_k_weights.sum(1, keepdim=True))
+
+
+class Routed(Experts):
+    def forward(self, hidden):
+        return hidden
+
+
+class Looping(Experts):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 4, 3))
+
+
+class Two(Experts):
+    def __init__(self):
+        super().__init__()
+        self.num_local_experts, self.other = 6, nn.Parameter(torch.ones(6, 2, 2))
+
+
+class Normed(Experts):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.Parameter(torch.ones(3))
+
+
+class Base(nn.Module):
+    config = SimpleNamespace(base_model_ep_plan={"experts": "moe"})
+
+    def __init__(self):
+        super().__init__()
+        self.experts = Experts()
+
+    @property
+    def base_model(self):
+        return self
+
+
+def _hooked():
+    experts = Experts()
+    experts.weight.register_hook(lambda grad: grad)
+    return experts
+
+
+def _replaced():
+    experts = Experts()
+    experts.forward = lambda *given: given[0]
+    return experts
+
+
+def _tied():
+    experts = Experts()
+    model = nn.ModuleDict({"experts": experts, "head": nn.Linear(3, 3)})
+    model.head.weight = experts.weight
+    return model
+
+
+CASES = {
+    "no module": (Experts, {"expert": "experts"}, "matches no module; nearest module names: exp"),
+    "no plan": (Experts, None, "brings no plan for experts"),
+    "style": (Experts, {"experts": "column"}, "the style 'column'; there is one, 'experts'"),
+    "bare list": (lambda: nn.ModuleList([Experts()]), None, "without a forward of its own"),
+    "routing": (Routed, None, re.escape("is called as Routed(hidden)")),
+    "replaced": (_replaced, None, "was replaced on the instance"),
+    "no stack": (Looping, None, "the number of experts of 'experts' .* is one of|not to be seen"),
+    "two numbers": (Two, None, re.escape("is one of [4, 6]")),
+    "too few": (lambda: Experts(1), None, "has 1 experts, fewer than the 2 ranks"),
+    "hooks": (_hooked, None, "has gradient hooks"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@distributed_test(world_size=2)
+def test_a_model_that_cannot_be_divided_is_as_before(case):
+    make, plan, message = CASES[case]
+    model = nn.ModuleDict({"experts": make()})
+    before = {name: id(each) for name, each in model.named_parameters()}
+    if case != "no plan":
+        plan = plan or {"experts": "experts"}
+    with pytest.raises(InvalidArgumentError, match=message):
+        apply_expert_parallel(model, plan, WORLD)
+    assert {name: id(each) for name, each in model.named_parameters()} == before
+    assert type(model["experts"]).__mro__[1] is not type(model["experts"])
+
+
+@distributed_test(world_size=2)
+def test_ties_shared_parameters_and_twice():
+    with pytest.raises(InvalidArgumentError, match=r"'head\.weight' is tied to a parameter of exp"):
+        apply_expert_parallel(_tied(), {"experts": "experts"}, WORLD)
+    model = nn.ModuleDict({"experts": Normed()})
+    with pytest.raises(InvalidArgumentError, match="norm of 'experts' belong to all experts"):
+        apply_expert_parallel(model, {"experts": "experts"}, WORLD, tp_group=WORLD)
+    apply_expert_parallel(model, {"experts": "experts"}, WORLD)
+    with pytest.raises(InvalidArgumentError, match="is divided already"):
+        apply_expert_parallel(model, {"experts": "experts"}, WORLD)
+
+
+@distributed_test(world_size=2)
+def test_styles_of_a_model_s_own_plan():
+    model = nn.ModuleDict({"experts": Experts()})
+    model._ep_plan = {"experts": "ep_dispatch_experts", "experts.weight": "grouped_gemm"}
+    assert apply_expert_parallel(model, group=WORLD)["experts"].num_experts == 2
+    model = Base()
+    with pytest.raises(InvalidArgumentError, match="gives 'experts' the style 'moe'"):
+        apply_expert_parallel(model, group=WORLD)
+
+
+def _call(**other):
+    """Dispatch with something else on rank 1."""
+    odd = other if c10d.get_rank() else {}
+    given = {"tokens": 3, "top_k": 2, "dtype": torch.float32, "index": 1, "experts": 4} | odd
+    hidden = torch.ones(given["tokens"], 3, dtype=given["dtype"])
+    index = torch.full((given["tokens"], given["top_k"]), given["index"])
+    with torch.set_grad_enabled(not given.get("frozen")):
+        return dispatch(hidden, index, torch.ones(index.shape), given["experts"], WORLD)
+
+
+@pytest.mark.parametrize(
+    ("other", "line"),
+    [
+        ({"top_k": 1}, "top-k 1"),
+        ({"dtype": torch.bfloat16}, "hidden size 3, torch.bfloat16"),
+        ({"experts": 5}, "experts on the ranks"),
+        ({"frozen": True}, "gradients off"),
+    ],
+)
+@distributed_test(world_size=2)
+def test_calls_that_differ_are_an_error_on_every_rank(other, line):
+    with pytest.raises(MismatchError, match=line):
+        _call(**other)
+    assert len(_call().hidden) == 6 * (c10d.get_rank() == 0)  # the group is as good as before
+
+
+@pytest.mark.parametrize("index", [-1, 4])
+@distributed_test(world_size=2)
+def test_an_index_outside_is_an_error_on_every_rank(index):
+    kind = InvalidArgumentError if c10d.get_rank() else MismatchError
+    with pytest.raises(kind, match=rf"rank 1 of the group routes tokens to experts \[{index}\]"):
+        _call(index=index)
+    _call()
+
+
+@distributed_test(world_size=2)
+def test_arguments_that_do_not_fit():
+    ones = torch.ones(3, 2)
+    with pytest.raises(InvalidArgumentError, match="experts take hidden states"):
+        dispatch(torch.ones(1, 3, 3), ones.long(), ones, 4, WORLD)
+    with pytest.raises(InvalidArgumentError, match="experts take hidden states"):
+        dispatch(torch.ones(3, 3), ones, ones, 4, WORLD)
+    with pytest.raises(InvalidArgumentError, match="each of 2 ranks needs at least one expert"):
+        dispatch(torch.ones(3, 3), ones.long(), ones, (4, 0), WORLD)
+    route = _call().route
+    with pytest.raises(InvalidArgumentError, match="one for each row"):
+        combine(torch.ones(5, 3), route)
+
+
+@pytest.mark.parametrize("result", ["bfloat16", "shape", "tuple"])
+@distributed_test(world_size=2)
+def test_experts_that_return_something_else(result):
+    results = {
+        "bfloat16": torch.Tensor.bfloat16,
+        "shape": lambda x: x[:, :2],
+        "tuple": lambda x: (x,),
+    }
+    experts = Experts(4, results[result] if c10d.get_rank() else lambda x: x)
+    model = apply_expert_parallel(
+        nn.ModuleDict({"experts": experts}), {"experts": "experts"}, WORLD
+    )
+    with pytest.raises(
+        (InvalidArgumentError, MismatchError), match="experts must return what they"
+    ):
+        model["experts"](torch.ones(3, 3), torch.full((3, 1), 3), torch.ones(3, 1))
+
+
+@distributed_test(world_size=2)
+def test_other_arguments_than_three_tensors():
+    model = apply_expert_parallel(
+        nn.ModuleDict({"experts": Experts()}), {"experts": "experts"}, WORLD
+    )
+    with pytest.raises(InvalidArgumentError, match="hidden states, indices and weights alone"):
+        model["experts"](torch.ones(3, 3), None, top_k_weights=torch.ones(3, 1))

@@ -1,0 +1,114 @@
+"""The routers' auxiliary loss that models of transformers ask for, of the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dist import all_reduce
+from ..dist.errors import InvalidArgumentError
+from ..parallel.expert_parallel import count_tokens, global_balance_loss
+from ..parallel.pg_manager import ProcessGroupManager, describe_rank
+
+_INSTEAD = (
+    "set output_router_logits=False in the config to train without it, or write the loss yourself "
+    "(train_step_pipeline takes a loss_fn) by sequence_balance_loss of "
+    "scaletorch.parallel.expert_parallel, which is defined for each sequence"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterLoss:
+    """What a model's config says of the loss.
+
+    Attributes:
+        coefficient: By which it is multiplied (`router_aux_loss_coef`).
+        top_k: Experts of a token (`num_experts_per_tok`).
+    """
+
+    coefficient: float
+    top_k: int
+
+
+def read_router_loss(model: nn.Module, manager: ProcessGroupManager) -> RouterLoss | None:
+    """Return the auxiliary loss that the model's config asks for; None if it asks for none.
+
+    Raises:
+        InvalidArgumentError: It does, and cannot have it on this grid.
+    """
+    for module in model.modules():
+        config: Any = getattr(module, "config", None)
+        factor = getattr(config, "router_aux_loss_coef", None)
+        wanted = getattr(config, "output_router_logits", False) is True
+        if not (wanted and isinstance(factor, int | float) and factor > 0):
+            continue
+        top_k: Any = getattr(config, "num_experts_per_tok", None)
+        problem = None
+        if not isinstance(top_k, int):
+            problem = "does not say how many experts a token has (num_experts_per_tok)"
+        elif manager.pp_size > 1:
+            problem = "takes means over all layers, of which each pipeline stage has some"
+        if problem is not None:
+            raise InvalidArgumentError(
+                f"the config of {type(module).__name__} asks for a router's auxiliary loss "
+                f"(output_router_logits=True, router_aux_loss_coef={factor}), which {problem}: "
+                f"{_INSTEAD}"
+            )
+        return RouterLoss(float(factor), top_k)
+    return None
+
+
+def require_one_micro_batch(wanted: RouterLoss | None, micro_batches: Sequence[object]) -> None:
+    """Refuse several micro-batches, of which none knows what experts the others' tokens choose.
+
+    Raises:
+        InvalidArgumentError: There are several, and the loss is wanted.
+    """
+    if wanted is not None and len(micro_batches) > 1:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: the router's auxiliary loss is a product of two means over the "
+            f"global batch, which {len(micro_batches)} micro-batches cannot compute one by one: "
+            f"take one micro-batch; or {_INSTEAD}"
+        )
+
+
+def router_loss(
+    output: Any, wanted: RouterLoss, manager: ProcessGroupManager, *, shares_sequences: bool
+) -> Tensor:
+    """Return this rank's part of the loss, of which the parts of cp x dp make up the whole.
+
+    With N experts and all tokens of all layers in one: N times the sum over experts i of (choices
+    of i / tokens) * (mean probability of i). Source: Switch Transformers (arXiv 2101.03961),
+    equations 4 to 6, as `load_balancing_loss_func` of transformers has it, over the global batch.
+
+    Args:
+        output: The model's, with each layer's [T, N] in `router_logits`.
+        wanted: What the config asks for.
+        manager: The grid.
+        shares_sequences: Each tp rank has the logits of a share of the tokens.
+
+    Returns:
+        0-d, in float32 at least; the same on all tp ranks, whose gradients are of their tokens.
+    """
+    given = getattr(output, "router_logits", None)
+    if not isinstance(given, tuple | list) or not all(isinstance(x, Tensor) for x in given):
+        raise InvalidArgumentError(
+            f"{type(output).__name__} has no router_logits, [T, N] of every layer, for the "
+            f"auxiliary loss that the config asks for: {_INSTEAD}"
+        )
+    scores = torch.cat([x.reshape(-1, x.shape[-1]) for x in given]).softmax(-1)
+    index = scores.topk(wanted.top_k, dim=-1).indices
+    counts = count_tokens(index, scores.shape[-1])
+    groups = [manager.cp_dp_group, *([manager.tp_group] if shares_sequences else [])]
+    for group in groups:
+        all_reduce(counts, group=group)
+    part = global_balance_loss(scores, index, counts=counts) * wanted.coefficient * wanted.top_k
+    if shares_sequences:
+        total = part.detach().clone()
+        all_reduce(total, group=manager.tp_group)
+        part = part + (total - part).detach()
+    return part

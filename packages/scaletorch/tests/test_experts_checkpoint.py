@@ -1,0 +1,115 @@
+"""Experts on another layout, in one process, and in files of transformers."""
+
+import pytest
+import torch
+from torch import nn
+
+from scaletorch import compose
+from scaletorch.checkpoint import export_safetensors, import_safetensors, load, save
+from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.parallel.data_parallel import shard_optimizer
+from scaletorch.parallel.pg_manager import setup_process_group_manager
+
+transformers = pytest.importorskip("transformers")
+
+from test_experts import BOUND, STEPS, batch, build, reference  # noqa: E402
+
+FAMILY = "DeepseekV3"
+
+
+def prepared(sizes, stage):
+    manager = setup_process_group_manager(**sizes)
+    model = compose.parallelize(build(FAMILY), manager)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    if stage:
+        shard_optimizer(optimizer, model, stage=stage)
+    return model, optimizer
+
+
+def step_on(model, optimizer, step):
+    optimizer.zero_grad()
+    loss = compose.train_step(model, compose.shard_global_batch(batch(step), 1, model=model))
+    compose.clip_grad_norm_(model, 0.3)
+    optimizer.step()
+    return loss
+
+
+def begin(folder, sizes, stage):
+    model, optimizer = prepared(sizes, stage)
+    for step in range(STEPS - 1):
+        step_on(model, optimizer, step)
+    save(folder, model, optimizer, step=STEPS - 1)
+    if sizes.get("ep_size"):
+        export_safetensors(model, f"{folder}/plain")
+
+
+def go_on(folder, sizes, stage):
+    losses, _, _, weights = reference(FAMILY)
+    model, optimizer = prepared(sizes, stage)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)  # so that what is not loaded shows
+    load(folder, model, optimizer)
+    loss = step_on(model, optimizer, STEPS - 1)
+    assert relative_error(loss, losses[STEPS - 1]) < BOUND
+    state = compose.full_state_dict(model)
+    for name, expected in weights.items():
+        assert relative_error(state[name], expected) < 1e-9, name
+
+
+LAYOUTS = [
+    ({"dp_size": 4, "ep_size": 4}, 0),
+    ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, 1),
+    ({"dp_size": 2, "pp_size": 2, "ep_size": 2}, 2),
+    ({"dp_size": 2, "tp_size": 2, "ep_size": 2}, 2),
+]
+
+
+@pytest.mark.parametrize("number", range(len(LAYOUTS)))
+def test_training_goes_on_on_another_layout(tmp_path, number):
+    (one, stage), (other, later) = LAYOUTS[number], LAYOUTS[(number + 1) % len(LAYOUTS)]
+    run_ranks(begin, 4, str(tmp_path), one, stage, timeout=120)
+    run_ranks(go_on, 4, str(tmp_path), other, later, timeout=120)
+
+
+def test_one_process_takes_over_and_hands_back(tmp_path):
+    run_ranks(begin, 4, str(tmp_path / "a"), *LAYOUTS[1], timeout=120)
+    run_ranks(go_on, 1, str(tmp_path / "a"), {}, 0, timeout=120)
+    run_ranks(begin, 1, str(tmp_path / "b"), {}, 0, timeout=120)
+    run_ranks(go_on, 4, str(tmp_path / "b"), *LAYOUTS[2], timeout=120)
+
+
+def imported(folder, sizes):
+    model, _ = prepared(sizes, 0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    import_safetensors(model, folder)
+    return compose.full_state_dict(model)
+
+
+def test_transformers_files(tmp_path):
+    sizes, stage = LAYOUTS[1]
+    run_ranks(begin, 4, str(tmp_path), sizes, stage, timeout=120)
+    plain = build(FAMILY)
+    config = plain.config
+    config.save_pretrained(tmp_path / "plain")
+    theirs = type(plain).from_pretrained(tmp_path / "plain", dtype=torch.float64)
+    model = build(FAMILY)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(STEPS - 1):
+        optimizer.zero_grad()
+        whole = batch(step)
+        logits = model(whole["input_ids"]).logits
+        nn.functional.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten()).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.3)
+        optimizer.step()
+    expected = model.state_dict()
+    found = theirs.state_dict()
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert relative_error(tensor, expected[name]) < 1e-9, name
+    theirs.save_pretrained(tmp_path / "theirs")
+    for each in run_ranks(imported, 4, str(tmp_path / "theirs"), sizes, timeout=120):
+        for name, tensor in each.items():
+            assert relative_error(tensor, found[name]) < 1e-15, name
