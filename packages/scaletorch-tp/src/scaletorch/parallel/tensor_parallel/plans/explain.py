@@ -26,6 +26,7 @@ def explain(
     want every gradient. Column layers of one module (attention, an MLP) whose inputs are equally
     wide are taken to share one input, whose gradient is summed once; with sequence parallelism it
     is gathered once. An embedding is taken to be looked up for each token of the batch.
+    The router's weights that experts are called with, a few for each token, are not counted.
 
     Args:
         model: The whole model; its parameters may be on the meta device. It is not changed.
