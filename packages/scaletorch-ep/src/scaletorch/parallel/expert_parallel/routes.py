@@ -30,7 +30,7 @@ class Route:
     Attributes:
         group: The ranks; None is this one alone.
         tokens: T, the tokens of this rank.
-        rows: Int64 [S], the token of each row that leaves, those for the first rank first.
+        rows: Indices int64 [S], the token of each row that leaves, those for the first rank first.
         sends: Rows for each rank; their sum is S.
         receives: Rows from each rank; their sum is R, the rows that come.
         pairs: Pairs of a row that comes and one of its experts here: R at least.
