@@ -73,6 +73,7 @@ def guarded(
 def write_end(folder: str, rank: int, work: Callable[[], list[float]]) -> None:
     """Do a rank's work, and write down how it ended."""
     _write(folder, f"pid{rank}", os.getpid())
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # jobs in the background ignore it
     outcome: dict[str, Any] = {}
     try:
         outcome = {"results": work(), "error": ""}

@@ -162,6 +162,12 @@ def _opens_a_pipe(scene: Scene) -> None:
         pass
 
 
+def _makes_a_group(scene: Scene) -> None:
+    """Wait for the next rank; who is not in a group does not wait for it."""
+    me, size = c10d.get_rank(), c10d.get_world_size()
+    print(c10d.new_group([me, (me + 1) % size]))
+
+
 def _loops(scene: Scene) -> None:
     while True:
         pass
@@ -278,7 +284,7 @@ KINDS = {
     "own lock": Kind(_waits_for_itself, endless=True),
     "queue": Kind(lambda scene: queue.Queue[None]().get(), endless=True),
     "pipe": Kind(_opens_a_pipe, endless=True),
-    "new group": Kind(lambda scene: print(c10d.new_group([0, 1])), told="two", endless=True),
+    "new group": Kind(_makes_a_group, told="two", endless=True),
     "shape": Kind(_calls(at0={"shape": (5,)}), told="two"),
     "big shape": Kind(_calls(at0={"shape": (BIG + 1,)}), told="two"),
     "transposed": Kind(_calls(at2={"shape": (3, 2)}), told="two"),

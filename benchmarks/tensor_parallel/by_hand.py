@@ -103,7 +103,7 @@ def by_hand(block: Block, styles: Mapping[str, str], *, sequence: bool = False) 
     divide_heads(block)
     enter, leave = (gathered, scattered) if sequence else (as_it_is, summed)
     block.self_attn = Half(block.self_attn, enter, leave)  # type: ignore[assignment]
-    block.mlp = Half(block.mlp, enter, leave)  # type: ignore[assignment]
+    block.mlp = Half(block.mlp, enter, leave)
     return block
 
 

@@ -474,7 +474,7 @@ def test_a_bad_scatter_list_is_an_error_on_every_rank():
 def without_gather():
     """The gather of a backend that lacks it, and reductions of one that lacks those."""
     from scaletorch.dist.wire.backend import Route
-    from scaletorch.dist.world.group import info_of
+    from scaletorch.dist.world.info import info_of
 
     world = c10d.group.WORLD
     info = info_of(world)
@@ -507,7 +507,7 @@ def native_reduce_scatter():
     """The way that backends other than gloo go, here on gloo's own call."""
     from scaletorch.dist import functional
     from scaletorch.dist.wire.backend import Route
-    from scaletorch.dist.world.group import info_of
+    from scaletorch.dist.world.info import info_of
 
     world = c10d.group.WORLD
     info = info_of(world)

@@ -2,6 +2,7 @@
 
 import types
 from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, StateError, devices
+from scaletorch.dist.building import tensors_in
 from scaletorch.dist.devices import DEVICES, DeviceEntry, device_entries, entry_of_backend
 from scaletorch.dist.startup import creators
 from scaletorch.dist.testing import distributed_test
@@ -228,3 +230,15 @@ def test_casting_fills_out_in_place():
 def test_an_out_of_another_structure_is_refused(data, out, message):
     with pytest.raises(InvalidArgumentError, match=message):
         dist.cast_data_device(data, "cpu", out=out)
+
+
+@dataclass
+class Output:
+    logits: object
+    name: str = "an output"
+
+
+def test_tensors_inside_are_found_at_any_depth():
+    a, b, c = (torch.full((1,), float(value)) for value in range(3))
+    value = {"first": [a, ("text", b)], "second": Output([c]), "class": Output}
+    assert [float(tensor) for tensor in tensors_in(value)] == [0.0, 1.0, 2.0]

@@ -19,7 +19,7 @@ from scaletorch.dist import InvalidArgumentError, NotInGroupError
 from scaletorch.dist import functional as F
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.dist.wire.backend import Route
-from scaletorch.dist.world.group import info_of
+from scaletorch.dist.world.info import info_of
 
 
 def ranks_inputs(size, shape, seed=0):

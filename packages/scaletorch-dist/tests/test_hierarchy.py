@@ -14,7 +14,7 @@ from scaletorch.dist import guard
 from scaletorch.dist.building import all_gather_flat, even_parts, reduce_scatter_flat
 from scaletorch.dist.testing import run_ranks
 from scaletorch.dist.transport import levels
-from scaletorch.dist.world.group import info_of
+from scaletorch.dist.world.info import info_of
 
 CASES = [
     (torch.float64, ("sum", "mean", "max", "product")),

@@ -20,7 +20,7 @@ from scaletorch.dist.transport import by_memory as calls
 from scaletorch.dist.transport import neighbours, reading
 from scaletorch.dist.transport.by_memory import MemoryWay
 from scaletorch.dist.transport.ways import way_of
-from scaletorch.dist.world.group import info_of
+from scaletorch.dist.world.info import info_of
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux lets processes do so")
 

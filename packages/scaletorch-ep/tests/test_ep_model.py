@@ -235,3 +235,40 @@ def test_gathering_refuses_what_does_not_fit():
         gather_experts(model, model.state_dict() if c10d.get_rank() else {})
     with pytest.raises(ValueError, match="the whole has 5 experts"):
         own_experts(model, model.state_dict())
+
+
+def _idle(kind, recompute, frozen):
+    """No token chooses an expert of the last rank, which has no rows to compute."""
+    rank, sizes = c10d.get_rank(), (4, 3, 3)
+
+    def build():
+        torch.manual_seed(4)
+        block = Block(kind, 5).double()
+        with torch.no_grad():
+            block.router.bias[:3] += 50
+        block.router.requires_grad_(not frozen)
+        return block
+
+    plain, block = build(), apply_expert_parallel(build(), {"experts": "experts"}, WORLD)
+    whole, own = _batch(), _batch().split(sizes)[rank].clone()
+    for batch in (whole, own):
+        batch.requires_grad_(not frozen)
+    plain(whole).square().sum().backward()
+    out = checkpoint(block, own, use_reentrant=False) if recompute else block(own)
+    out.square().sum().backward()
+    expected, found = _zeros_for_none(plain), _zeros_for_none(block)
+    for name in () if frozen else ("router.weight", "router.bias"):
+        c10d.all_reduce(found[name])
+    assert kind != "stacked" or all(p.grad is not None for p in block.experts.parameters())
+    gathered = gather_experts(block, found)
+    errors = [relative_error(gathered[n], expected[n]) for n in expected]
+    if not frozen:
+        errors.append(relative_error(own.grad, whole.grad.split(sizes)[rank]))
+    return worst(errors)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("kind", ["stacked", "listed"])
+def test_a_rank_that_gets_no_rows_takes_part(kind, frozen):
+    for recompute in (False, True):
+        assert max(run_ranks(_idle, 3, kind, recompute, frozen, timeout=20)) <= 1e-12

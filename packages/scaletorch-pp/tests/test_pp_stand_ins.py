@@ -332,6 +332,29 @@ def test_what_is_another_tensor_in_a_later_step_is_refused(kinds, text):
     run_ranks(refused, 2, kinds, f"(?s){text}", "1f1b", True)
 
 
+class Around(nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, *args):
+        return self.inner(*args)
+
+
+@distributed_test(world_size=2)
+def test_layers_that_are_replaced_later_are_looked_at():
+    stage = PipelineParallel(build(Same), group=torch.distributed.group.WORLD)
+    stage.module.forward = types.MethodType(plainly, stage.module)
+    train_step_pipeline(stage, make_batches())
+    for place, layer in enumerate(stage.module.layers):
+        if isinstance(layer, Layer):
+            stage.module.layers[place] = Around(layer)
+    train_step_pipeline(stage, make_batches())
+    del stage.module.forward
+    with pytest.raises((InvalidArgumentError, StageError), match="is given, as argument 1"):
+        train_step_pipeline(stage, make_batches())
+
+
 def test_a_failure_outside_the_layers_is_explained():
     text = r"(?s)raised ValueError outside its layers: too many values to unpack .*\nIf it runs"
     run_ranks(refused, 2, [Indexes], text, "1f1b")
@@ -423,6 +446,14 @@ class Gain(Net):
         return x * self.gain
 
 
+class ReadsAtEnd(Net):
+    """For a log: what comes after a stage's last layer is the last stage's to compute."""
+
+    def end(self, x):
+        self.largest = x.detach().abs().max().item()
+        return x
+
+
 class Recomputed(Net):
     reentrant = False
 
@@ -459,7 +490,7 @@ class Skipped(Net):
 
 
 RIGHT = [OfEntries, Positions, LateDropout, GivenByName, Gain, Recomputed, RecomputedReentrant]
-RIGHT += [Frozen, Skipped]
+RIGHT += [Frozen, Skipped, ReadsAtEnd]
 
 
 def serial(plain, batches):
@@ -521,6 +552,15 @@ def test_compiled_layers_are_compiled_later():
     stage.module.beside = lambda x, entry, classes: x
     with pytest.raises((InvalidArgumentError, StageError), match=r"layers\.\d is given, as argum"):
         train_step_pipeline(stage, batches)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo's
+@distributed_test(world_size=2)
+def test_a_model_compiled_as_a_whole_is_looked_at_in_its_first_step():
+    stage = PipelineParallel(build(Same), group=torch.distributed.group.WORLD)
+    stage.module.compile(backend="eager")
+    with pytest.raises((InvalidArgumentError, StageError), match="is given, as argument 1"):
+        train_step_pipeline(stage, make_batches())
 
 
 def test_tensors_without_gradients_are_no_part_of_the_trial():

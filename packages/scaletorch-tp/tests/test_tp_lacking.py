@@ -11,7 +11,7 @@ from torch import nn
 
 from scaletorch.dist.testing import run_ranks
 from scaletorch.dist.wire.backend import Route
-from scaletorch.dist.world.group import info_of
+from scaletorch.dist.world.info import info_of
 from scaletorch.parallel.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 
 

@@ -1,4 +1,4 @@
-"""Experts on another layout, in one process, and in files of transformers."""
+"""Experts' weights and moments on another layout, in one process, and in transformers' files."""
 
 import pytest
 import torch
@@ -62,6 +62,8 @@ LAYOUTS = [
     ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, 1),
     ({"dp_size": 2, "pp_size": 2, "ep_size": 2}, 2),
     ({"dp_size": 2, "tp_size": 2, "ep_size": 2}, 2),
+    ({"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}, 1),
+    ({"tp_size": 4}, 0),
 ]
 
 

@@ -1,4 +1,4 @@
-"""The built-in model is a Llama: another library's has its logits and its gradients."""
+"""The built-in models are a Llama and a Mixtral: another library's have their logits."""
 
 from dataclasses import asdict
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scaletorch.dist.testing import relative_error, worst
-from scaletorch.models import Llama, LlamaConfig
+from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
 from scaletorch.verify import default_model
 from scaletorch.verify.precision import model_precision
 
@@ -67,3 +67,26 @@ def test_logits_and_gradients_are_those_of_transformers(tied, positions):
 
 def test_the_model_that_is_verified_is_this_one():
     assert type(default_model()) is Llama
+
+
+def test_the_mixture_has_logits_and_gradients_of_mixtral():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = MixtureConfig(48, 32, 24, 2, 8, 2, THETA, num_experts=5, top_k=2)
+    model = Mixture(config).double()
+    for parameter in model.parameters():
+        parameter.data += torch.randn_like(parameter) * 0.2
+    sizes = {NAMES[n]: getattr(config, n) for n in NAMES if n != "rope_theta"}
+    sizes |= {"num_local_experts": 5, "num_experts_per_tok": 2, "use_cache": False}
+    sizes["rope_parameters"] = {"rope_theta": THETA, "rope_type": "default"}
+    other = transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes)).double()
+    other.set_experts_implementation("eager")
+    other.load_state_dict(
+        {n if n.startswith("lm_head") else f"model.{n}": t for n, t in model.state_dict().items()}
+    )
+    ids, labels = torch.randint(48, (2, 2, 11))
+    logits, gradients = trained(model, ids, labels)
+    expected, wanted = trained(other, ids, labels)
+    assert relative_error(logits, expected) < 1e-12
+    assert set(gradients) == set(wanted)
+    assert worst(relative_error(gradients[name], wanted[name]) for name in wanted) < 1e-11

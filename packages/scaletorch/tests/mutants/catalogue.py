@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from .context_faults import CONTEXT
 from .data_faults import DATA
+from .expert_faults import AROUND, BESIDE, EXPERTS
 from .mutant import Mutant
 from .pipeline_faults import PIPELINE
 from .tensor_faults import TENSOR
@@ -13,6 +14,6 @@ from .whole_faults import WHOLE
 
 MUTANTS: Mapping[str, Mutant] = {
     mutant.name: mutant
-    for catalogue in (TENSOR, CONTEXT, PIPELINE, DATA, WHOLE)
+    for catalogue in (TENSOR, CONTEXT, PIPELINE, DATA, WHOLE, EXPERTS, AROUND, BESIDE)
     for mutant in catalogue.mutants
 }

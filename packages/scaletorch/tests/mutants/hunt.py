@@ -21,12 +21,15 @@ from scaletorch.verify.verify import Task, run_all, save_reference
 
 from .catalogue import MUTANTS
 from .mutant import Mutant
+from .routed import ROUTED_PLAN, Routed, Skewed
 from .specimen import PLAN, Sharded, Shared, Specimen, batch
 
 MODELS: Mapping[str, tuple[ModelFn, Plan | None, BatchFn]] = {
     "specimen": (Specimen, PLAN, batch),
     "shared": (Shared, PLAN, batch),
     "sharded": (Sharded, {}, batch),
+    "routed": (Routed, ROUTED_PLAN, batch),
+    "skewed": (Skewed, ROUTED_PLAN, batch),
     "built-in": (default_model, None, default_batch),
 }
 

@@ -23,7 +23,8 @@ class Mutant:
         mutate: makes the replacement out of each target's original.
         case: where the fault must show.
         model: 'specimen', 'shared' for one that can be sequence parallel, 'sharded' for one that
-            is written with sharded layers, or 'built-in' for what users run by default.
+            is written with sharded layers, 'routed' for one with experts, 'skewed' for one of
+            which some get no token, or 'built-in' for what users run by default.
     """
 
     name: str

@@ -145,10 +145,12 @@ def _write(path: Path | None, held: list[Held]) -> OSError | None:
 @torch.no_grad()
 def _gather(each: Held) -> Tensor:
     tensor = each.tensor.detach()
+    if each.cut is not None:
+        tensor = each.cut.join(tensor)
     if each.experts is not None:
         sizes = [len(own) for own in each.experts.ranges]
-        return functional.gather(tensor, 0, each.experts.group, sizes=sizes)
-    return tensor if each.cut is None else each.cut.layer.join(tensor, each.cut.dim)
+        tensor = functional.gather(tensor, 0, each.experts.group, sizes=sizes)
+    return tensor
 
 
 def _raise(error: OSError | None) -> None:

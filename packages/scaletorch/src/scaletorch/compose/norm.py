@@ -138,7 +138,9 @@ def _counted_of(
     if known is None or known[0] != key:
         tied: dict[str, tuple[int, ...]] = getattr(model, "tied_parameters", {})  # of a stage
         here = [tied.get(s.name, (manager.pp_rank,))[0] == manager.pp_rank for s in shards]
-        owned: dict[str, Counted] = dict.fromkeys(expert_names(model), True)
+        # Where each expert is cut over tp (etp = tp), the tp rank says who counts, as elsewhere.
+        apart = expert_names(model) if manager.etp_size == 1 else frozenset[str]()
+        owned: dict[str, Counted] = dict.fromkeys(apart, True)
         rest = [s for s, own in zip(shards, here, strict=True) if own and s.name not in owned]
         owned |= _owned(model, rest, manager)
         known = (

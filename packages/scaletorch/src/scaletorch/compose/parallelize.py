@@ -52,8 +52,7 @@ def parallelize(
 ) -> DataParallelBucket:
     """Put a model on every axis of a grid, in place; what comes back knows the grid.
 
-    Each rank passes the same whole model (same seed or same checkpoint); they are compared, which
-    reads the model once.
+    Each rank passes the same whole model (same seed or checkpoint); comparing them reads it once.
 
     Args:
         model: A plain module; its parameters keep their names.
@@ -91,13 +90,9 @@ def parallelize(
     if recompute:  # around all that a layer does, communication included
         recompute_layers(model, split)
     stage = PipelineParallel(model, split, manager.pp_group, schedule=schedule)
-    parallel = DataParallelBucket(  # last, when only this rank's parameters remain
-        stage,
-        bucket_size=bucket_size,
-        group=manager.cp_dp_group,
-        groups=expert_groups(stage, manager),
-        **data_parallel or {},
-    )
+    # Last, when only this rank's parameters remain.
+    sums: Any = {"bucket_size": bucket_size, "groups": expert_groups(stage, manager)}
+    parallel = DataParallelBucket(stage, group=manager.cp_dp_group, **sums, **data_parallel or {})
     keep_terms(parallel, terms)
     return parallel
 

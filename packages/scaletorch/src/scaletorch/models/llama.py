@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -101,12 +102,12 @@ class Attention(nn.Module):
         """Attend within `x_BLH`; returns the same shape."""
         batch, length, _ = x_BLH.shape
 
-        def heads(x: Tensor, num_heads: int) -> Tensor:
-            return x.view(batch, length, num_heads, self.head_dim).transpose(1, 2)
+        def heads(x: Tensor) -> Tensor:  # as many as the projection here has
+            return x.view(batch, length, -1, self.head_dim).transpose(1, 2)
 
-        q_BNLD = rotate(heads(self.q_proj(x_BLH), self.num_heads), cos, sin)
-        k_BKLD = rotate(heads(self.k_proj(x_BLH), self.num_kv_heads), cos, sin)
-        v_BKLD = heads(self.v_proj(x_BLH), self.num_kv_heads)
+        q_BNLD = rotate(heads(self.q_proj(x_BLH)), cos, sin)
+        k_BKLD = rotate(heads(self.k_proj(x_BLH)), cos, sin)
+        v_BKLD = heads(self.v_proj(x_BLH))
         out_BNLD = F.scaled_dot_product_attention(
             q_BNLD, k_BKLD, v_BKLD, is_causal=True, enable_gqa=self.num_heads != self.num_kv_heads
         )
@@ -132,12 +133,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm decoder layer."""
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, mlp_type: type[nn.Module] = MLP) -> None:
         super().__init__()
         self.input_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.self_attn = Attention(config)
         self.post_attention_layernorm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mlp_type(config)
 
     def forward(self, x_BLH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Return the same shape as `x_BLH`."""
@@ -155,15 +156,17 @@ class Llama(nn.Module):
         torch.Size([1, 8, 256])
     """
 
+    mlp_type: ClassVar[type[nn.Module]] = MLP
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.layers = nn.ModuleList(Block(config, self.mlp_type) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         for parameter in self.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim > 1:
                 nn.init.normal_(parameter, std=0.02)
         if config.tie_embeddings:
             self.lm_head.weight = self.embed_tokens.weight

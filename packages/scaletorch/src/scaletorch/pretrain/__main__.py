@@ -12,14 +12,14 @@ from ..dist import RankFailedError
 from ..dist.building import without_coordinates
 from ..dist.devices import current_device
 from ..dist.errors import ScaletorchError
-from ..models import Llama
 from .commands import COMMANDS, PROGRAM, load_tyro, run_command
 from .config import PretrainConfig
 from .interrupt import stop_on_ctrl_c
 from .report import logged_losses
 from .run import Result, pretrain
+from .sizes import plain_model, sizes_of
 
-DESCRIPTION = f"""Train a small Llama on text, on any layout of ranks.
+DESCRIPTION = f"""Train a small Llama, or Mixtral with --experts, on text, on any layout of ranks.
 
 It starts its own ranks on this machine, or is one rank of torchrun, srun or mpirun. The text is the
 Python standard library's sources unless --data names other. All defaults below are those of this
@@ -75,7 +75,7 @@ def as_one_process(config: PretrainConfig, result: Result) -> bool:
 def parameters_of(config: PretrainConfig) -> int:
     """Return the number of the model's weights, the vocabulary apart where a tokenizer has it."""
     with torch.device("meta"):
-        return sum(weight.numel() for weight in Llama(config.model).parameters())
+        return sum(weight.numel() for weight in plain_model(sizes_of(config)).parameters())
 
 
 def way_on(config: PretrainConfig, result: Result) -> str:

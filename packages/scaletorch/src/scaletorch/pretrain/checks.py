@@ -10,14 +10,25 @@ import torch
 
 from ..dist import devices
 from ..dist.errors import InvalidArgumentError
-from ..models import Llama
 from ..parallel.pipeline_parallel import SCHEDULES
 from ..parallel.tensor_parallel import explain
 from .config import PretrainConfig
 from .data import check_paths
+from .sizes import plain_model, sizes_of
 
-_POSITIVE = ("tp", "cp", "pp", "dp", "steps", "batch_size", "micro_batches", "seq_len")
-_COUNTS = ("warmup_steps", "decay_steps", "save_every", "keep", "seed", "check_every")
+_POSITIVE = (
+    "tp",
+    "cp",
+    "pp",
+    "dp",
+    "ep",
+    "top_k",
+    "steps",
+    "batch_size",
+    "micro_batches",
+    "seq_len",
+)
+_COUNTS = ("experts", "warmup_steps", "decay_steps", "save_every", "keep", "seed", "check_every")
 
 
 def check_config(config: PretrainConfig) -> None:
@@ -31,6 +42,7 @@ def check_config(config: PretrainConfig) -> None:
     _check_divisions(config)
     _check_folders(config)
     _check_backend(config.backend)
+    _check_experts(config)
     _check_model(config)
     check_paths(config.data, config.tokenizer)
 
@@ -97,6 +109,18 @@ def _check_backend(backend: str) -> None:
         devices.check_pair(device, name)
 
 
+def _check_experts(config: PretrainConfig) -> None:
+    """Fold the ranks as experts would."""
+    experts = getattr(sizes_of(config), "num_experts", 0)
+    if config.ep > 1 and not experts:
+        raise InvalidArgumentError(
+            f"ep {config.ep} divides experts, and the model has none: pass --experts"
+        )
+    if config.ep > max(experts, 1):
+        raise InvalidArgumentError(f"ep {config.ep} must be at most experts = {experts}")
+    _ = config.grid
+
+
 def _check_model(config: PretrainConfig) -> None:
     """Cut the model as the ranks would, without a weight of it."""
     stages = SCHEDULES[config.schedule](config.pp, config.micro_batches).num_stages
@@ -108,4 +132,4 @@ def _check_model(config: PretrainConfig) -> None:
         )
     if config.tp > 1:
         with torch.device("meta"):
-            explain(Llama(config.model), config.tp)
+            explain(plain_model(sizes_of(config)), config.tp)

@@ -26,12 +26,18 @@ class PretrainConfig:
     """Pipeline parallel size."""
     dp: int = 1
     """Data parallel size."""
+    ep: int = 1
+    """Expert parallel size: over how many of a stage's tp x cp x dp ranks experts are divided."""
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule."""
     zero: Literal[0, 1, 2] = 0
     """What dp x cp ranks share out: 1 the optimizer's state, 2 gradients too."""
     model: LlamaConfig = field(default_factory=LlamaConfig)
     """Sizes of the model; the vocabulary is the tokenizer's when there is one."""
+    experts: int = 0
+    """Experts of each layer, each an MLP of `model.intermediate_size`; 0 is a model without."""
+    top_k: int = 2
+    """How many of the experts each token goes to."""
     steps: int = 60
     """Optimizer steps."""
     batch_size: int = 16
@@ -78,11 +84,11 @@ class PretrainConfig:
     @property
     def grid(self) -> Grid:
         """The layout."""
-        return Grid(tp=self.tp, cp=self.cp, pp=self.pp, dp=self.dp)
+        return Grid(tp=self.tp, cp=self.cp, pp=self.pp, dp=self.dp, ep=self.ep)
 
     def one_process(self) -> PretrainConfig:
         """The same training on one process, leaving nothing behind."""
         return replace(
-            self, tp=1, cp=1, pp=1, dp=1, micro_batches=self.micro_batches * self.dp,
+            self, tp=1, cp=1, pp=1, dp=1, ep=1, micro_batches=self.micro_batches * self.dp,
             zero=0, save_every=0, keep=0, resume="no", out=None, compare=False, tensorboard=False,
         )  # fmt: skip

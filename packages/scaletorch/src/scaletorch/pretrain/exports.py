@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from ..checkpoint import export_safetensors
+from ..models import MixtureConfig
 from .saved import Trained
 
 
@@ -40,7 +41,7 @@ def _write(path: Path, value: dict[str, Any]) -> None:
 
 
 def _named_as_theirs(trained: Trained) -> nn.Module:
-    """Return a module with the names of `LlamaForCausalLM`."""
+    """Return a module with the names of `LlamaForCausalLM`, or of `MixtralForCausalLM`."""
     model, theirs, inner = trained.model, nn.Module(), nn.Module()
     inner.embed_tokens, inner.layers, inner.norm = model.embed_tokens, model.layers, model.norm
     theirs.model, theirs.lm_head = inner, model.lm_head
@@ -48,11 +49,15 @@ def _named_as_theirs(trained: Trained) -> nn.Module:
 
 
 def describe(trained: Trained) -> dict[str, Any]:
-    """Return the config.json of `LlamaForCausalLM`."""
+    """Return the config.json of `LlamaForCausalLM`, or of `MixtralForCausalLM`."""
     sizes = trained.model.config
+    experts: dict[str, Any] = {}
+    if isinstance(sizes, MixtureConfig):
+        experts = {"num_local_experts": sizes.num_experts, "num_experts_per_tok": sizes.top_k}
     return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
+        "architectures": ["MixtralForCausalLM" if experts else "LlamaForCausalLM"],
+        "model_type": "mixtral" if experts else "llama",
+        **experts,
         "vocab_size": sizes.vocab_size,
         "hidden_size": sizes.hidden_size,
         "intermediate_size": sizes.intermediate_size,

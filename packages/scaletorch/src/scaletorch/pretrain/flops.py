@@ -7,7 +7,7 @@ import time
 
 import torch
 
-from ..models import LlamaConfig
+from ..models import LlamaConfig, MixtureConfig
 
 
 def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
@@ -18,6 +18,8 @@ def flops_per_token(config: LlamaConfig, seq_len: int) -> float:
     head_dim = config.hidden_size // config.num_heads
     attention = config.hidden_size * head_dim * 2 * (config.num_heads + config.num_kv_heads)
     mlp = 3 * config.hidden_size * config.intermediate_size
+    if isinstance(config, MixtureConfig):  # of the experts that it goes to, and the router
+        mlp = config.top_k * mlp + config.num_experts * config.hidden_size
     weights = config.num_layers * (attention + mlp) + config.hidden_size * config.vocab_size
     return 6.0 * weights + 6.0 * config.num_layers * config.hidden_size * seq_len
 

@@ -26,7 +26,7 @@ from .report import CURVE, LOG
 # Settings that a resumed run may change; all others decide the numbers, but for rounding.
 FREE = frozenset(
     ("out", "save_every", "keep", "resume", "compare", "backend", "data", "tokenizer",
-     "tp", "cp", "pp", "dp", "schedule", "zero", "micro_batches", "steps", "tensorboard",
+     "tp", "cp", "pp", "dp", "ep", "schedule", "zero", "micro_batches", "steps", "tensorboard",
      "check_every")
 )  # fmt: skip
 
@@ -150,7 +150,8 @@ def load_last(
         saved = extra.get("settings")
         if not isinstance(saved, dict):
             raise StateError(f"{folder} has a checkpoint that this program did not save")
-        before = {"decay_steps": config.decay_steps, **saved}  # which older versions had not
+        older = {"decay_steps": config.decay_steps, "experts": 0, "top_k": now["top_k"]}
+        before = {**older, **saved}  # versions before had fewer settings
         if different := [f"{k}: saved {before.get(k)}, now {v}" for k, v in now.items()
                          if k != "decay_steps" and before.get(k) != v]:  # fmt: skip
             raise StateError(

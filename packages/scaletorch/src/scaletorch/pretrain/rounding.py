@@ -19,10 +19,10 @@ from dataclasses import replace
 
 import torch
 
-from ..models import Llama
 from ..verify.bounds import bound, chain_length
 from .config import PretrainConfig
 from .data import vocabulary_size
+from .sizes import plain_model, sizes_of
 
 # The largest relative difference of any step's loss between a layout and one process.
 LARGEST = {"float32": 1e-3, "float64": 1e-8, "bfloat16": 2e-2}
@@ -43,6 +43,6 @@ def loss_bounds(config: PretrainConfig, steps: Iterable[int]) -> list[float]:
 
 
 def _additions(config: PretrainConfig) -> int:
-    sizes = replace(config.model, vocab_size=vocabulary_size(config.tokenizer))
+    sizes = replace(sizes_of(config), vocab_size=vocabulary_size(config.tokenizer))
     with torch.device("meta"):
-        return chain_length(Llama(sizes), torch.empty(config.batch_size, config.seq_len))
+        return chain_length(plain_model(sizes), torch.empty(config.batch_size, config.seq_len))

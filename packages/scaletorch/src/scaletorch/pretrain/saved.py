@@ -15,6 +15,7 @@ from ..checkpoint.loading import read_document
 from ..dist.errors import InvalidArgumentError
 from ..models import Llama, LlamaConfig
 from .data import byte_tokens, read_tokenizer, vocabulary_size
+from .sizes import plain_model, read_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def _load(path: Path, tokenizer: Path | None) -> Trained:
     extra = decode(read_document(path)["extra"])
     try:
         settings = extra["settings"]
-        sizes = LlamaConfig(**extra["model"])
+        sizes = read_sizes(extra["model"])
         file = tokenizer or (Path(extra["tokenizer"]) if extra["tokenizer"] else None)
         seq_len, data = int(settings["seq_len"]), str(settings["data"])
         dtype = torch.float64 if settings["dtype"] == "float64" else torch.float32
@@ -84,7 +85,7 @@ def _load(path: Path, tokenizer: Path | None) -> Trained:
             f"{path} was not saved by this command, or by an earlier version of it: {error!r}"
         ) from error
     _check_tokenizer(file, sizes)
-    model = Llama(sizes).to(dtype)
+    model = plain_model(sizes).to(dtype)
     loaded = load(path, model)
     if loaded is None:
         raise InvalidArgumentError(f"{path} is no checkpoint")

@@ -23,7 +23,7 @@ from ..compose import (
 from ..dist import barrier, guard, is_main_process
 from ..dist.devices import current_device
 from ..dist.errors import NonFiniteError
-from ..models import Llama, LlamaConfig
+from ..models import LlamaConfig
 from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
 from ..parallel.data_parallel.building import name_culprits
 from ..parallel.pg_manager import (
@@ -40,6 +40,7 @@ from .interrupt import StopFile
 from .report import Reporter
 from .resume import load_last, refuse_mixing, save_step
 from .saver import Saver
+from .sizes import plain_model, sizes_of
 
 
 def train(config: PretrainConfig, stop: Path | None = None) -> list[float]:
@@ -57,9 +58,7 @@ def train(config: PretrainConfig, stop: Path | None = None) -> list[float]:
         NonFiniteError: The loss or the gradients' norm is infinite or NaN; on every rank. The last
             good checkpoint stays.
     """
-    manager = setup_process_group_manager(
-        tp_size=config.tp, cp_size=config.cp, pp_size=config.pp, dp_size=config.dp
-    )
+    manager = setup_process_group_manager(config.tp, config.cp, config.pp, config.dp, config.ep)
     try:
         with guard.watch(label=describe_rank):
             return train_on(config, manager, stop)
@@ -75,7 +74,7 @@ def train_on(
     device = current_device()
     corpus = load_corpus(config.data, config.tokenizer, seq_len=config.seq_len)
     check_same_data(corpus)
-    sizes = replace(config.model, vocab_size=corpus.vocab_size)
+    sizes = replace(sizes_of(config), vocab_size=corpus.vocab_size)
     model = parallelize(build_model(config, sizes, device), manager, schedule=config.schedule)
     optimizer = build_optimizer(config, model)
     if config.zero:
@@ -116,7 +115,7 @@ def train_on(
 
 def short_name(grid: Grid) -> str:
     """Return a layout in few letters, such as `tp2 dp2`."""
-    sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp}
+    sizes = {"tp": grid.tp, "cp": grid.cp, "pp": grid.pp, "dp": grid.dp, "ep": grid.ep}
     return " ".join(f"{axis}{size}" for axis, size in sizes.items() if size > 1) or "one process"
 
 
@@ -196,7 +195,7 @@ def learning_rate(config: PretrainConfig, step: int) -> float:
 def build_model(config: PretrainConfig, sizes: LlamaConfig, device: torch.device) -> nn.Module:
     """Return the whole plain model; the same weights on every rank and for every layout."""
     torch.manual_seed(config.seed)
-    model = Llama(sizes)
+    model = plain_model(sizes)
     if config.dtype == "bfloat16":  # around forward alone: backward must not run under autocast
         model.__dict__["forward"] = torch.autocast(device.type, torch.bfloat16)(model.forward)
     return model.to(device, torch.float64 if config.dtype == "float64" else torch.float32)

@@ -2,7 +2,7 @@
 
 from .cases import OPTIONS, Case, every_layout, layout_name, parse_layout
 from .compare import Difference
-from .problem import default_batch, default_model
+from .problem import default_batch, default_mixture, default_model
 from .report import CaseResult, Report
 from .verify import verify
 
@@ -13,6 +13,7 @@ __all__ = [
     "Difference",
     "Report",
     "default_batch",
+    "default_mixture",
     "default_model",
     "every_layout",
     "layout_name",

@@ -12,8 +12,27 @@ from pathlib import Path
 from typing import Any
 
 from ..dist.errors import InvalidArgumentError, ScaletorchError
-from .cases import DTYPES, OPTIONS, enumerate_cases, every_layout, parse_layout
-from .problem import default_batch, default_model, wide_batch, wide_model
+from ..parallel.pg_manager import Grid
+from ..parallel.pipeline_parallel import SCHEDULES
+from .cases import (
+    DTYPES,
+    OPTIONS,
+    choose_layouts,
+    enumerate_cases,
+    every_layout,
+    parse_layout,
+)
+from .experts import count_experts
+from .problem import (
+    BatchFn,
+    ModelFn,
+    default_batch,
+    default_mixture,
+    default_model,
+    wide_batch,
+    wide_mixture,
+    wide_model,
+)
 from .report import CaseResult, Report
 from .verify import verify
 
@@ -22,7 +41,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
     parser.add_argument("--world-size", type=int, help="try every layout of so many ranks")
-    parser.add_argument("--layout", nargs="+", default=[], help="DPxPPxCPxTP, such as 2x1x2x2")
+    parser.add_argument(
+        "--layout", nargs="+", default=[], help="DPxPPxCPxTP, such as 2x1x2x2, or 2x1x2x2-ep4"
+    )
+    parser.add_argument(
+        "--ep", type=int, nargs="*", help="experts over so many ranks; every size if none is named"
+    )
     parser.add_argument("--model", help="package.module:function that makes the plain module")
     parser.add_argument("--batch", help="package.module:function of a step, the global batch")
     parser.add_argument("--plan", help="package.module:name of a tensor parallel plan")
@@ -58,15 +82,32 @@ def load(name: str) -> Any:
         raise InvalidArgumentError(f"{name!r} is not package.module:name: {error}") from error
 
 
+def problem_of(arguments: argparse.Namespace, layouts: list[Grid]) -> tuple[ModelFn, BatchFn]:
+    """Return the model and the batches that are named, or the built-in ones that fit."""
+    model = load(arguments.model) if arguments.model else None
+    batch = load(arguments.batch) if arguments.batch else None
+    named = arguments.schedule or [OPTIONS["schedule"][0]]
+    schedules = OPTIONS["schedule"] if arguments.every_option else named
+    stages = (SCHEDULES[str(name)](g.pp, 1).num_stages for g in layouts for name in schedules)
+    wide = max(*(g.world_size for g in layouts), *stages) > 8
+    if arguments.ep is not None or any(grid.ep > 1 for grid in layouts):
+        model = model or (wide_mixture if wide else default_mixture)
+    built_in = wide_model if wide else default_model
+    return model or built_in, batch or (wide_batch if wide else default_batch)
+
+
 def run(arguments: argparse.Namespace) -> Report:
     """Verify what the command line asks for, with a progress line on a terminal."""
     layouts = [parse_layout(text) for text in arguments.layout]
     if not layouts and arguments.world_size is None:
         raise InvalidArgumentError("say --world-size N, or --layout DPxPPxCPxTP")
-    layouts = layouts or every_layout(arguments.world_size)
     options = options_of(arguments)
-    cases = list(enumerate_cases(layouts, arguments.dtype, options))
-    wide = max(max(case.grid.world_size, case.num_stages) for case in cases) > 8
+    plan = load(arguments.plan) if arguments.plan else None
+    model, batch = problem_of(arguments, layouts or every_layout(arguments.world_size))
+    grids = choose_layouts(
+        layouts or None, arguments.world_size, arguments.ep or None, count_experts(model(), plan)
+    )
+    cases = list(enumerate_cases(grids, arguments.dtype, options))
     done: list[CaseResult] = []
 
     def progress(result: CaseResult) -> None:
@@ -80,13 +121,14 @@ def run(arguments: argparse.Namespace) -> Report:
             )
 
     report = verify(
-        load(arguments.model) if arguments.model else (wide_model if wide else default_model),
-        load(arguments.batch) if arguments.batch else (wide_batch if wide else default_batch),
-        layouts=layouts if arguments.layout else None,
+        model,
+        batch,
+        layouts=layouts or None,
         world_size=arguments.world_size,
+        ep=arguments.ep or None,
         dtype=arguments.dtype,
         options=options,
-        plan=load(arguments.plan) if arguments.plan else None,
+        plan=plan,
         timeout=arguments.timeout,
         progress=progress,
     )
@@ -95,12 +137,12 @@ def run(arguments: argparse.Namespace) -> Report:
     return report
 
 
-def main() -> int:
+def main(given: Sequence[str] | None = None) -> int:
     """Run the command; 1 where a layout trains otherwise than one process, 2 for wrong usage.
 
     What the library refuses is wrong too, if it was named or nothing else was tried.
     """
-    arguments = parse()
+    arguments = parse(given)
     try:
         report = run(arguments)
     except ScaletorchError as error:
@@ -109,6 +151,7 @@ def main() -> int:
     again = [f"--model {arguments.model}"] * bool(arguments.model)
     again += [f"--batch {arguments.batch}"] * bool(arguments.batch)
     again += [f"--plan {arguments.plan}"] * bool(arguments.plan)
+    again += ["--ep"] * (arguments.ep is not None)  # the model with experts
     report = replace(report, command=" ".join([report.command, *again]))
     print(report)
     if arguments.out is not None:

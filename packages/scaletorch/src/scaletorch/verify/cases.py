@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -31,7 +32,7 @@ class Case:
     """One training run to compare.
 
     Attributes:
-        grid: The layout.
+        grid: The layout; `ep` above 1 divides experts.
         dtype: 'float64' or 'float32'.
         schedule: Pipeline schedule.
         micro_batches: Micro-batches per data-parallel rank.
@@ -84,28 +85,84 @@ class Case:
 
 
 def layout_name(grid: Grid) -> str:
-    """Write a layout as `dp x pp x cp x tp`, such as `2x1x2x2`."""
-    return f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}"
+    """Write a layout as `dp x pp x cp x tp`, such as `2x1x2x2`, or `2x1x2x2-ep4`."""
+    name = f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}"
+    return name if grid.ep == 1 else f"{name}-ep{grid.ep}"
 
 
 def parse_layout(text: str) -> Grid:
-    """Read `2x1x2x2`.
+    """Read `2x1x2x2`, or `2x1x2x2-ep4`.
 
     Raises:
-        InvalidArgumentError: the text is not four positive numbers joined by x.
+        InvalidArgumentError: the text is not four positive numbers joined by x, and perhaps a
+            fifth behind -ep; or that does not fold the ranks of a stage.
     """
-    parts = text.split("x")
-    if len(parts) != 4 or not all(part.isdecimal() and int(part) for part in parts):
+    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(?:-ep(\d+))?", text, re.ASCII)
+    sizes = [int(part) for part in found.groups("1")] if found else []
+    if not sizes or not all(sizes):
         raise InvalidArgumentError(
-            f"layout {text!r} is not DPxPPxCPxTP, four positive numbers such as 2x1x2x2"
+            f"layout {text!r} is not DPxPPxCPxTP, four positive numbers such as 2x1x2x2, or "
+            "2x1x2x2-ep4 with an expert parallel size"
         )
-    dp, pp, cp, tp = map(int, parts)
-    return Grid(tp=tp, cp=cp, pp=pp, dp=dp)
+    dp, pp, cp, tp, ep = sizes
+    return Grid(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep)
 
 
-def every_layout(world_size: int) -> list[Grid]:
-    """Return all layouts of a world, in the order of their names."""
-    return sorted(legal_layouts(world_size), key=lambda g: (g.dp, g.pp, g.cp, g.tp))
+def every_layout(world_size: int, ep: Iterable[int] = (1,)) -> list[Grid]:
+    """Return all layouts of a world, in the order of their names.
+
+    Args:
+        world_size: Number of ranks.
+        ep: Expert parallel sizes, each tried on every layout whose stages it folds.
+
+    Raises:
+        InvalidArgumentError: A size folds none.
+    """
+    plain = sorted(legal_layouts(world_size), key=lambda g: (g.dp, g.pp, g.cp, g.tp))
+    sizes = list(ep)
+    for size in sizes:
+        if not any(_folds(grid, size) for grid in plain):
+            raise InvalidArgumentError(
+                f"ep {size} folds no layout of {world_size} ranks: it must divide that number"
+            )
+    return [with_experts(grid, size) for grid in plain for size in sizes if _folds(grid, size)]
+
+
+def choose_layouts(
+    layouts: Iterable[Grid] | None, world_size: int | None, ep: Iterable[int] | None, experts: int
+) -> list[Grid]:
+    """Return the layouts to try; see `verify`.
+
+    Args:
+        layouts: Those that were named; None is every one of the world.
+        world_size: Ranks, where `layouts` is None.
+        ep: Expert parallel sizes to cross them with; None is what `layouts` say, or every one.
+        experts: Experts of the model, 1 if it has none.
+
+    Raises:
+        InvalidArgumentError: Neither layouts nor a world size, or a size that does not fold.
+    """
+    sizes = None if ep is None else list(ep)
+    if layouts is not None:
+        named = list(layouts)
+        return named if sizes is None else [with_experts(g, n) for g in named for n in sizes]
+    if world_size is None:
+        raise InvalidArgumentError("verify needs layouts or a world_size")
+    folding = [n for n in range(1, min(experts, world_size) + 1) if world_size % n == 0]
+    return every_layout(world_size, folding if sizes is None else sizes)
+
+
+def with_experts(grid: Grid, ep: int) -> Grid:
+    """Return a layout with an expert parallel size.
+
+    Raises:
+        InvalidArgumentError: It does not fold the ranks of a stage.
+    """
+    return Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=ep)
+
+
+def _folds(grid: Grid, ep: int) -> bool:
+    return grid.size("tp_cp_dp") % ep == 0
 
 
 def enumerate_cases(
@@ -119,14 +176,15 @@ def enumerate_cases(
     _check(dtypes, options)
     chosen = {name: options.get(name, values[:1]) for name, values in OPTIONS.items()}
     for grid in grids:
+        summed = grid.cp * grid.dp > 1 or (grid.ep > 1 and grid.edp > 1)  # over replicas
         matters = {
             "schedule": grid.pp > 1,
-            "bucket_size": grid.cp * grid.dp > 1,
+            "bucket_size": summed,
             "sequence_parallel": grid.tp > 1,
             "loss_parallel": grid.tp > 1,
             "cp_layout": grid.cp > 1,
             "cp_method": grid.cp > 1,
-            "data_parallel": grid.cp * grid.dp > 1,
+            "data_parallel": summed,
         }
         values = [v if matters.get(name, True) else OPTIONS[name][:1] for name, v in chosen.items()]
         for dtype, combination in itertools.product(dtypes, itertools.product(*values)):

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..models import Llama, LlamaConfig
+from ..models import Llama, LlamaConfig, Mixture, MixtureConfig
 from . import dropout
 from .phases import MAX_NORM, phase_at
 from .precision import model_precision
+from .routing import Choice, watched
 
 Batch = Mapping[str, Tensor]
 ModelFn = Callable[[], nn.Module]
@@ -31,37 +32,45 @@ class Step:
         norm: 2-norm of the whole gradient, 0-d.
         gradients: By plain names; shared parameters under each of theirs.
         weights: `state_dict` after the optimizer's step.
+        choices: Which scores were chosen, where the model called `topk`.
     """
 
     loss: Tensor
     norm: Tensor
     gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
+    choices: list[Choice]
 
 
 def default_model() -> nn.Module:
     """Return a small Llama that splits up to 8 ways on each axis; grouped heads, tied head."""
-    return sharpened(
-        LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=96, num_layers=8, num_heads=16,
-            num_kv_heads=8, tie_embeddings=True,
-        )
-    )  # fmt: skip
+    return sharpened(Llama(LlamaConfig(**_small(8))))
 
 
 def wide_model() -> nn.Module:
     """Return a small Llama that splits up to 16 ways on each axis; grouped heads, tied head."""
-    return sharpened(
-        LlamaConfig(
-            vocab_size=64, hidden_size=64, intermediate_size=96, num_layers=16, num_heads=32,
-            num_kv_heads=16, tie_embeddings=True,
-        )
-    )  # fmt: skip
+    return sharpened(Llama(LlamaConfig(**_small(16))))
 
 
-def sharpened(config: LlamaConfig) -> nn.Module:
-    """Return a Llama with larger weights: the usual ones leave attention nearly uniform."""
-    model = Llama(config)
+def default_mixture() -> nn.Module:
+    """Return the same with 8 experts in each layer, of which each token goes to two."""
+    return sharpened(Mixture(MixtureConfig(**_small(8), num_experts=8)))
+
+
+def wide_mixture() -> nn.Module:
+    """Return the wide one with 16 experts in each layer, of which each token goes to two."""
+    return sharpened(Mixture(MixtureConfig(**_small(16), num_experts=16)))
+
+
+def _small(ways: int) -> dict[str, Any]:
+    return {
+        "vocab_size": 64, "hidden_size": 64, "intermediate_size": 96, "num_layers": ways,
+        "num_heads": 2 * ways, "num_kv_heads": ways, "tie_embeddings": True,
+    }  # fmt: skip
+
+
+def sharpened(model: nn.Module) -> nn.Module:
+    """Return a model with larger weights: the usual ones leave attention nearly uniform."""
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(4.0)
@@ -114,8 +123,9 @@ def one_process(model: nn.Module, batches: Sequence[Batch]) -> list[Step]:
     for number, batch in enumerate(batches):
         labels = batch["labels"]
         inputs = {name: entry for name, entry in batch.items() if name != "labels"}
-        with model_precision(next(model.parameters()).dtype):
+        with model_precision(next(model.parameters()).dtype), watched() as choices:
             loss = mean_loss(model(**inputs), labels)
+        with model_precision(next(model.parameters()).dtype):
             loss.backward()
         named = list(model.named_parameters(remove_duplicate=False))
         gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
@@ -129,7 +139,7 @@ def one_process(model: nn.Module, batches: Sequence[Batch]) -> list[Step]:
         optimizer.step()
         optimizer.zero_grad()
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        steps.append(Step(loss.detach(), norm, gradients, weights))
+        steps.append(Step(loss.detach(), norm, gradients, weights, choices))
     return steps
 
 

@@ -43,9 +43,22 @@ class CaseResult:
         return bool(self.ranks) and not any(rank.failures for rank in self.ranks)
 
     @property
+    def flip(self) -> Difference | None:
+        """The routing flip before which nothing failed, if one explains what did."""
+        failed = [failure.step for rank in self.ranks for failure in rank.failures]
+        flips = [flip for rank in self.ranks for flip in rank.flips]
+        first = min(flips, key=lambda flip: flip.step, default=None)
+        return first if failed and first is not None and first.step <= min(failed) else None
+
+    @property
     def failed(self) -> bool:
         """Whether a fault showed, or could not have been seen."""
-        return not self.passed and not self.refused
+        return not self.passed and not self.refused and self.flip is None
+
+    @property
+    def margin(self) -> float | None:
+        """The smallest distance between a chosen score and the next one, in one process."""
+        return self.ranks[0].margin if self.ranks else None
 
     @property
     def bitwise(self) -> float:
@@ -66,7 +79,7 @@ class CaseResult:
             verdict = "refused" if self.refused else "not judged" if self.unjudged else "FAIL"
             said = self.refused or self.unjudged or self.error.split("\n", 1)[0]
             return (str(self.case), verdict, "-", "-", "-", said)
-        verdict = "pass" if self.passed else "FAIL"
+        verdict = "pass" if self.passed else "flip" if self.flip else "FAIL"
         error, bound = f"{worst.error:.1e}", f"{worst.bound:.1e}"
         tensor = f"{worst.what} (step {worst.step})"
         bitwise = "all" if self.bitwise == 1 else f"{math.floor(100 * self.bitwise)} %"
@@ -74,6 +87,12 @@ class CaseResult:
 
     def explanation(self, command: str) -> str:
         """Say where a failed case differs, and how to repeat it alone."""
+        if self.flip is not None:
+            return (
+                f"{self.case}: a routing flip, and no fault that could be seen, in step "
+                f"{self.flip.step}: {self.flip.note}; nothing after it can be compared: in float64 "
+                "there is none"
+            )
         if self.unjudged:
             return f"{self.case}: NOT JUDGED: {self.unjudged}"
         lines = [f"{self.case}: FAILED"]
@@ -91,7 +110,7 @@ class CaseResult:
         return "\n".join([*lines, f"  repeat it: {command} {self.case.arguments}"])
 
 
-HEADER = ("dp x pp x cp x tp", "", "error", "bound", "bitwise", "worst tensor")
+HEADER = ("dp x pp x cp x tp (-ep)", "", "error", "bound", "bitwise", "worst tensor")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +142,11 @@ class Report:
         return [result for result in self.results if result.failed]
 
     @property
+    def flips(self) -> list[CaseResult]:
+        """The cases that rounding sent on another way: what differs then is no fault."""
+        return [result for result in self.results if result.flip is not None]
+
+    @property
     def refusals(self) -> list[CaseResult]:
         """The cases that the library refuses in words."""
         return [result for result in self.results if result.refused]
@@ -138,7 +162,7 @@ class Report:
         lines = [
             "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
         ]
-        lines += ["", *(result.explanation(self.command) for result in self.failures)]
+        lines += ["", *(r.explanation(self.command) for r in self.failures + self.flips)]
         return "\n".join([*lines, self.summary()])
 
     def summary(self) -> str:
@@ -151,15 +175,26 @@ class Report:
         return (
             f"{passed} of {asked} cases train like one process{refused}: {tensors} comparisons in "
             f"{seconds:.0f} s; bound = machine epsilon x {ROOM:g} x root of ({self.chain} "
-            "additions x step)"
+            f"additions x step){self._margins()}"
         )
+
+    def _margins(self) -> str:
+        """Say how near tokens came to other experts, if there are any."""
+        found = {r.case.dtype: r.margin for r in self.results if r.margin is not None}
+        if found:
+            named = ", ".join(f"{margin:.1e} in {dtype}" for dtype, margin in found.items())
+            return f"; smallest distance of a chosen score from the next: {named}"
+        divided = any(result.case.grid.ep > 1 for result in self.results)
+        return "; distances of scores not seen: the router calls no topk" if divided else ""
 
     def to_markdown(self) -> str:
         """Return the table and the versions for a pull request."""
         rows = [HEADER, tuple("---" for _ in HEADER), *self.rows()]
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
         named = ", ".join(f"{name} {version}" for name, version in versions().items())
-        failed = "\n\n".join(f"```text\n{r.explanation(self.command)}\n```" for r in self.failures)
+        failed = "\n\n".join(
+            f"```text\n{r.explanation(self.command)}\n```" for r in [*self.failures, *self.flips]
+        )
         return "\n\n".join(part for part in (table, failed, self.summary(), named) if part) + "\n"
 
     def to_json(self) -> str:
@@ -176,6 +211,8 @@ class Report:
                 "error": result.error,
                 "refused": result.refused,
                 "unjudged": result.unjudged,
+                "flip": None if result.flip is None else plain(result.flip),
+                "margin": result.margin,
             }
             for result in self.results
         ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,12 +15,14 @@ from ..parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from ..parallel.tensor_parallel import load_full_state_dict, take_own
+from ..parallel.tensor_parallel import load_full_state_dict
 from . import dropout
 from .cases import Case
 from .compare import Difference, compare_named
+from .experts import own_part
 from .problem import TORCH_DTYPES
 from .refusal import refusing
+from .routing import FLIP
 from .training import Subject, build, compare_dropout, divide, train_and_compare
 
 SHOWN = 3  # failures that a rank reports
@@ -35,12 +37,17 @@ class RankReport:
         worst: The one nearest to its bound, or beyond it.
         failures: The first and furthest off that rounding does not explain.
         bitwise: Of how many all bits agree.
+        flips: Steps in which rounding sent a token to other experts than in one process.
+        margin: The smallest distance of a chosen score from the next one, in one process; see
+            `routing.margins`. None if the model chose nothing that could be seen.
     """
 
     compared: int
     worst: Difference
     failures: list[Difference]
     bitwise: int
+    flips: list[Difference] = field(default_factory=list)
+    margin: float | None = None
 
 
 def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
@@ -52,9 +59,10 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
         reference: File with the plain checkpoint, the batches and one process's steps.
     """
     grid = case.grid
-    manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp)
+    manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep)
+    saved = load_reference(reference)
     try:
-        found = list(compare_case(case, subject, load_reference(reference), manager))
+        found = list(compare_case(case, subject, saved, manager))
     finally:
         destroy_process_group_manager()
     found = [replace(difference, rank=get_rank()) for difference in found]
@@ -63,8 +71,11 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
         (difference for difference in found if difference.failed),
         key=lambda difference: (difference.step, difference.what != "loss", -difference.severity),
     )
+    flips = [difference for difference in found if difference.what == FLIP]
+    found = [difference for difference in found if difference.what != FLIP]
     worst = max(found, key=lambda difference: difference.severity)
-    return RankReport(len(found), worst, failures[:SHOWN], sum(d.bitwise for d in found))
+    bitwise = sum(difference.bitwise for difference in found)
+    return RankReport(len(found), worst, failures[:SHOWN], bitwise, flips, saved["margin"])
 
 
 @functools.lru_cache(maxsize=2)
@@ -79,8 +90,8 @@ def compare_case(
 ) -> Iterator[Difference]:
     """Build the model, compare its initial weights, its training and its dropout."""
     model = subject.model_fn.find()().to(TORCH_DTYPES[case.dtype])
-    shard = functools.partial(take_own, model)
-    yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, shard)
+    part = own_part(model)
+    yield from compare_named("initial weight", 0, model.state_dict(), saved["state"], 0.0, part)
     load_full_state_dict(model, saved["state"])
     with refusing():
         parallel = build(case, model, subject, manager)

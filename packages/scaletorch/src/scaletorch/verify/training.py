@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -27,16 +26,17 @@ from ..dist.building import Locator
 from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel import Split
-from ..parallel.tensor_parallel import split_by_owner, take_own
 from . import dropout
 from .bounds import bound
 from .cases import Case
 from .compare import Difference, compare_named, compare_tensor
+from .experts import own_part, split_by_holder
 from .phases import MAX_NORM, Phase, phase_at
 from .precision import model_precision
 from .problem import TORCH_DTYPES
 from .refusal import refusing
 from .replicas import doubled, missing, unlike
+from .routing import Choice, flips, watched
 
 WRAPPER: Mapping[str, Mapping[str, Any]] = {
     "rank_order": {"order": "rank"},
@@ -55,7 +55,7 @@ class Subject:
 
     Attributes:
         model_fn: Makes the plain model.
-        plan: Tensor parallel plan; None recognises the model's family.
+        plan: Of tensor parallelism and of experts; None recognises the model's family.
         split: Pipeline split; None infers it.
     """
 
@@ -101,8 +101,7 @@ def train_and_compare(
 
     Ends with the first step in which a rank finds a fault: what follows from it tells nothing new.
     """
-    mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
-    stages: list[set[str]] = all_gather_object(mine, manager.pp_group)
+    stages = names_of_stages(model, manager)
     dtype = TORCH_DTYPES[case.dtype]
     yield from doubled(stages, model.tied_parameters, bound(dtype, saved["chain"], 0))
     for step, (batch, theirs) in enumerate(zip(saved["batches"], saved["steps"], strict=True)):
@@ -110,22 +109,34 @@ def train_and_compare(
         phase, first = phase_at(step)
         if first:
             optimizer = optimizer_of(case, phase, model)
-        with refusing() if step == 0 else nullcontext(), model_precision(dtype):
+        near = [Choice(*each) for each in saved["doubtful"][step]]
+        refused = refusing() if step == 0 else nullcontext()
+        with refused, model_precision(dtype), watched(on=bool(near)) as choices:
             loss = train_step(model, divide(case, batch, model), manager)
         found = [compare_tensor("loss", step, loss, theirs["loss"], limit)]
-        found += compare_gradients(step, model, theirs["gradients"], stages, limit)
+        found += flips(choices, near, step, limit)
+        found += compare_gradients(step, model, theirs["gradients"], stages, limit, manager)
         norm = norm_of(model, manager, clips=phase.clips)
         found.append(compare_tensor("norm", step, norm, theirs["norm"], limit))
         optimizer.step()
         optimizer.zero_grad()
-        shard = functools.partial(take_own, model)
-        found += compare_named("weight", step, model.state_dict(), theirs["weights"], limit, shard)
+        part = own_part(model)
+        found += compare_named("weight", step, model.state_dict(), theirs["weights"], limit, part)
         yield from found
         if any(all_gather_object(any(difference.failed for difference in found))):
             return
     weights = full_state_dict(model, manager)
     yield from missing("whole weight", step, weights, theirs["weights"], limit)
     yield from compare_named("whole weight", step, weights, theirs["weights"], limit)
+
+
+def names_of_stages(model: nn.Module, manager: ProcessGroupManager) -> list[set[str]]:
+    """Return the names of each pipeline stage's parameters, of all its ranks together."""
+    mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    stages: list[set[str]] = [set() for _ in range(manager.pp_size)]
+    for stage, names in all_gather_object((manager.pp_rank, mine)):
+        stages[stage] |= names  # ranks have other experts, if these are modules in a list
+    return stages
 
 
 def optimizer_of(case: Case, phase: Phase, model: DataParallelBucket) -> Optimizer:
@@ -149,15 +160,15 @@ def compare_gradients(
     theirs: Mapping[str, Tensor],
     stages: Iterable[set[str]],
     limit: float,
+    manager: ProcessGroupManager,
 ) -> Iterator[Difference]:
     """Compare this rank's gradients with one process's, and with those of ranks that have them."""
     gradients, expected = local_gradients(model), set(theirs)
     mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     yield from missing("gradient", step, set().union(*stages), expected, limit)
     yield from missing("gradient", step, gradients, expected & mine, limit)
-    shard = functools.partial(take_own, model)
-    yield from compare_named("gradient", step, gradients, theirs, limit, shard)
-    yield from unlike("gradient", step, split_by_owner(model, gradients), limit)
+    yield from compare_named("gradient", step, gradients, theirs, limit, own_part(model))
+    yield from unlike("gradient", step, split_by_holder(model, gradients, manager), limit)
 
 
 def compare_dropout(

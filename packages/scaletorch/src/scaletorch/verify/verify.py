@@ -13,13 +13,13 @@ from torch import nn
 
 from ..dist import RankFailedError, RankPool
 from ..dist.building import locate
-from ..dist.errors import InvalidArgumentError
 from ..dist.testing import preload
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
-from .bounds import blind, chain_length
-from .cases import DTYPES, Case, enumerate_cases, every_layout
+from .bounds import blind, bound, chain_length
+from .cases import DTYPES, Case, choose_layouts, enumerate_cases
 from .dropout import dropouts
+from .experts import count_experts
 from .phases import STEPS
 from .problem import (
     TORCH_DTYPES,
@@ -32,6 +32,7 @@ from .problem import (
 )
 from .refusal import refusal
 from .report import CaseResult, Report
+from .routing import doubtful, smallest
 from .runner import RankReport, run_case
 from .training import Subject
 
@@ -52,6 +53,7 @@ def verify(
     *,
     layouts: Iterable[Grid] | None = None,
     world_size: int | None = None,
+    ep: Iterable[int] | None = None,
     dtype: str | Sequence[str] = DTYPES,
     options: Mapping[str, Sequence[str | int]] | None = None,
     plan: Mapping[str, Any] | None = None,
@@ -71,9 +73,12 @@ def verify(
             for none) and further [B, L] entries of the module's forward.
         layouts: The grids to try; None is every layout of `world_size`.
         world_size: Ranks, where `layouts` is None.
+        ep: Over how many ranks experts are divided: sizes to cross the layouts with. None is what
+            `layouts` say, or every size that folds a layout and that the experts are enough for.
         dtype: 'float64', 'float32' or both.
         options: Values to try of `cases.OPTIONS`; an option that is absent keeps its default.
-        plan: Tensor parallel plan; None recognises the model's family.
+        plan: Tensor parallel plan, and modules of experts as "experts"; None recognises the
+            model's family, and its own plan for experts.
         split: Pipeline split; None infers it from the module.
         timeout: Seconds for one case.
         progress: Called with each case's result.
@@ -85,17 +90,18 @@ def verify(
         does a dtype in which rounding would hide faults: it is not judged.
 
     Raises:
-        InvalidArgumentError: neither layouts nor a world size, or unknown options.
+        InvalidArgumentError: neither layouts nor a world size, unknown options, or an ep size
+            that does not fold.
 
     Example:
         >>> verify(world_size=2, dtype="float64").passed
         True
     """
-    grids = _grids(layouts, world_size)
+    model = model_fn()
+    grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
     dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
     cases = list(enumerate_cases(grids, dtypes, options or {}))
     subject = Subject(locate(model_fn), plan, split)
-    model = model_fn()
     chain = chain_length(model, batch_fn(0)["input_ids"])
     preload(*heavy_modules(model))
     why = {name: blind(TORCH_DTYPES[name], chain, STEPS) for name in dtypes}
@@ -105,14 +111,6 @@ def verify(
         if progress is not None:
             progress(result)
     return Report(results, chain, named=layouts is not None)
-
-
-def _grids(layouts: Iterable[Grid] | None, world_size: int | None) -> Iterable[Grid]:
-    if layouts is not None:
-        return layouts
-    if world_size is None:
-        raise InvalidArgumentError("verify needs layouts or a world_size")
-    return every_layout(world_size)
 
 
 def _judged(
@@ -152,10 +150,17 @@ def save_reference(path: Path, model_fn: ModelFn, batch_fn: BatchFn, dtype: str)
     batches = [dict(batch_fn(step)) for step in range(STEPS)]
     chain = chain_length(model, batches[0]["input_ids"])
     drops = bool(dropouts(model))
-    steps = as_saved(one_process(model, batches))
-    torch.save(
-        {"state": state, "batches": batches, "steps": steps, "chain": chain, "dropout": drops}, path
-    )
+    steps = one_process(model, batches)
+    limits = [bound(TORCH_DTYPES[dtype], chain, step) for step in range(STEPS)]
+    near = [doubtful(s.choices, limit) for s, limit in zip(steps, limits, strict=True)]
+    chosen = [choice for step in steps for choice in step.choices]
+    saved = {
+        "state": state, "batches": batches, "steps": as_saved(steps), "chain": chain,
+        "dropout": drops, "margin": smallest(chosen) if chosen else None,
+        # In float64 no flip is taken for rounding.
+        "doubtful": [[tuple(c) for c in each] if dtype != "float64" else [] for each in near],
+    }  # fmt: skip
+    torch.save(saved, path)
     return str(path)
 
 

@@ -82,13 +82,13 @@ def all_to_all_flat(
     """Send every rank its part of a flat tensor, of any length, asynchronously.
 
     Args:
-        data: flat contiguous tensor of any dtype; read until the work is waited for.
-        counts: elements for each rank; the parts lie in rank order.
-        received_counts: elements from each rank, which every rank must know beforehand.
-        group: the default group by default.
+        data: Flat contiguous tensor of any dtype; read until the work is waited for.
+        counts: Elements for each rank; the parts lie in rank order.
+        received_counts: Elements from each rank, which every rank must know beforehand.
+        group: The default group by default.
 
     Returns:
-        The work; its ``wait()`` gives the parts for this rank, joined in rank order, new memory.
+        The work; its `wait()` gives the parts for this rank, joined in rank order, new memory.
 
     Raises:
         InvalidArgumentError: the parts are not the tensor's, or not one a rank.

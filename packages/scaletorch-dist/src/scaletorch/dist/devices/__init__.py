@@ -1,7 +1,13 @@
 """Kinds of devices and their backends: the table, what this machine has, and what follows."""
 
-from .communication import backend_lacks, comm_entry, get_comm_device
-from .compute import current_device, set_device, synchronize
+from .chosen import (
+    backend_lacks,
+    comm_entry,
+    current_device,
+    get_comm_device,
+    set_device,
+    synchronize,
+)
 from .probe import (
     backend_problem,
     default_backend,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .compute import current_device
+from .chosen import current_device
 from .probe import backend_problem, default_backend
 from .table import FEATURES, DeviceEntry, device_entries
 

@@ -15,8 +15,7 @@ from torch.distributed import ProcessGroup
 
 from ..wire.recipes import Pack, Recipe
 from ..wire.sums import fold, part_of, sum_dtype
-from ..world.group import info_of
-from ..world.info import group_ranks
+from ..world.info import group_ranks, info_of
 from . import neighbours
 from .neighbours import MOST, Addresses, Neighbours
 

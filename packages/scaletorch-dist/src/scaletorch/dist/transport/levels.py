@@ -26,9 +26,8 @@ from ..wire.backend import Route, process_group, route
 from ..wire.recipes import Recipe, recipe_for
 from ..wire.sums import as_one, even_parts
 from ..wire.work import Work
-from ..world.group import info_of
 from ..world.hosts import ranks_by_node
-from ..world.info import get_timeout, group_ranks
+from ..world.info import get_timeout, group_ranks, info_of
 from .ways import Done, T, Way, arrived, way_of
 
 LEAST = 4096  # bytes; gloo reduces smaller tensors in fewer steps than there are ranks

@@ -33,8 +33,7 @@ from ..wire.backend import (
 from ..wire.recipes import Recipe
 from ..wire.sums import fold
 from ..wire.work import Work, settled
-from ..world.group import info_of, infos
-from ..world.info import group_ranks
+from ..world.info import group_ranks, info_of, infos
 from . import neighbours
 from .by_memory import MemoryWay, memory_way
 

@@ -14,8 +14,7 @@ from torch.distributed import ProcessGroup
 
 from ..devices import comm_entry, entry_of_backend, get_comm_device
 from ..members import require_member
-from ..world.group import info_of, infos
-from ..world.info import get_world_size
+from ..world.info import get_world_size, info_of, infos
 from . import port
 
 

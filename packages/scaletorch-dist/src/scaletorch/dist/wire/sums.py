@@ -53,15 +53,19 @@ def fold(
         divisor: Of a sum.
         spoil: Whether the first block may be changed, to save memory; else none is.
     """
-    step, dtype = STEPS[run], sum_dtype(blocks[0].dtype)
+    step, given = STEPS[run], blocks[0].dtype
+    dtype = sum_dtype(given)
     if start is not None:
         total = start.to(dtype, copy=True)
         for block in blocks:
             total += block if divisor == 1 else block.to(dtype) / divisor
         return total
+    spoil = spoil or dtype is not given  # a copy anyway
     total = blocks[0].to(dtype, copy=len(blocks) == 1 and not spoil)
-    for at, block in enumerate(blocks[1:]):
-        total = step(total, block, out=total if at or spoil else None)
+    if len(blocks) > 1:
+        total = step(total, blocks[1], out=total) if spoil else step(total, blocks[1])
+    for block in blocks[2:]:
+        step(total, block, out=total)
     return total if divisor == 1 else total.div_(divisor)
 
 

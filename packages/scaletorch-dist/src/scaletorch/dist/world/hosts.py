@@ -14,8 +14,7 @@ from ..devices import get_comm_device
 from ..errors import InvalidArgumentError, StateError
 from ..launchers.environment import find_environment, read_placement
 from ..launchers.host import this_host
-from .group import forget_nodes, info_of
-from .info import get_rank, get_timeout, get_world_size, is_distributed
+from .info import forget_nodes, get_rank, get_timeout, get_world_size, info_of, is_distributed
 
 _DIGEST = 16  # bytes that stand for a node
 _local: tuple[weakref.ref[ProcessGroup], ProcessGroup] | None = None

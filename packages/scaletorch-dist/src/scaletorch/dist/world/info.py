@@ -1,12 +1,17 @@
-"""Who and where this process is; every function also works with no process group at all."""
+"""Who and where this process is, and what it knows of a group: one record, filled in when asked.
+
+Every function also works with no process group at all.
+"""
 
 from __future__ import annotations
 
 import functools
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as c10d
@@ -16,12 +21,49 @@ from ..devices import comm_entry
 from ..errors import InvalidArgumentError
 from ..launchers.environment import launched_world_size
 from ..members import require_member
-from .group import info_of
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 _warned = False
+
+
+@dataclass(slots=True)
+class GroupInfo:
+    """One group's record, which lives as long as the group.
+
+    Attributes:
+        ranks: Global ranks in group order; empty until asked for.
+        nodes: A digest of each rank's node, in group order; None until asked for.
+        routes: With which backend tensors travel, by the kind of their device.
+        ways: How they travel then, by the kind of their device.
+        memory: The way by host memory: None if there is none, missing until asked for.
+        levels: The way by levels of nodes; None unless `use_hierarchy` has found one.
+    """
+
+    ranks: tuple[int, ...] = ()
+    nodes: list[bytes] | None = None
+    routes: dict[str, Any] = field(default_factory=dict)
+    ways: dict[str, Any] = field(default_factory=dict)
+    memory: Any = ...
+    levels: Any = None
+
+
+infos: WeakKeyDictionary[ProcessGroup, GroupInfo] = WeakKeyDictionary()
+
+
+def info_of(group: ProcessGroup) -> GroupInfo:
+    """Return the record of a group."""
+    try:
+        return infos[group]
+    except KeyError:
+        return infos.setdefault(group, GroupInfo())
+
+
+def forget_nodes() -> None:
+    """Forget which nodes ranks are on; another start may place them elsewhere."""
+    for info in infos.values():
+        info.nodes = None
 
 
 def is_distributed() -> bool:

@@ -3,6 +3,7 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
+from .finding import Found, find_experts
 from .module import DividedExperts, Division
 from .plans import named_experts
 from .state import ExpertCut, find_expert_cuts, gather_experts, own_experts
@@ -11,7 +12,9 @@ __all__ = [
     "DividedExperts",
     "Division",
     "ExpertCut",
+    "Found",
     "find_expert_cuts",
+    "find_experts",
     "gather_experts",
     "named_experts",
     "own_experts",

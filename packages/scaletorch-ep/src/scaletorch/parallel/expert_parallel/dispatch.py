@@ -28,9 +28,9 @@ class Dispatched(NamedTuple):
 
     Attributes:
         hidden: [R, H].
-        top_k_index: int64 [R, K], counted from this rank's first expert; the number of experts
-            here where the expert is another rank's.
-        top_k_weights: [R, K]; 0 where the expert is another rank's.
+        top_k_index: Indices int64 [R, K], counted from this rank's first expert; the number of
+            experts here if the expert is another rank's.
+        top_k_weights: [R, K]; 0 if the expert is another rank's.
         route: What `combine` needs to send results back.
     """
 
@@ -162,7 +162,7 @@ class _Combine(Function):
 
 
 class _Meet(Function):
-    """The identity, in front of a call that all ranks make, so that recomputation is alike.
+    """The identity, in front of a call that all ranks make, so that all recompute the same.
 
     `torch.utils.checkpoint` recomputes when backward first unpacks a saved tensor, and no further
     than to the last one. A rank that got no rows saves less than others: without a tensor that is
@@ -189,7 +189,7 @@ def _send(rows: Tensor, route: Route) -> Work[Tensor]:
 
 
 def _send_back(rows: Tensor, route: Route) -> Work[Tensor]:
-    """Send rows [R, …] to where they came from; wait for [S, …], flat."""
+    """Send rows [R, …] to the ranks they came from; wait for [S, …], flat."""
     return _exchange(rows, route.receives, route.sends, route.group)
 
 

@@ -143,7 +143,7 @@ def _cut(found: Found, division: Division, memo: Memo) -> None:
         setattr(owner, attribute, len(own))
     vars(module)["_division"] = division
     put_before(DividedExperts, module)
-    mark_divided(module)
+    mark_divided(module, division.group if division.tokens is None else division.tokens)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

@@ -2,7 +2,7 @@
 
 A loss is returned as this rank's part of it: the parts of all ranks and micro-batches add up to
 the loss of the global batch, as those of token losses over the global count do, so gradients follow
-by sums. What is counted has no gradient, and is summed over the ranks where it must be; what has a
+by sums. What is counted has no gradient, and is summed over the ranks; what has a
 gradient never travels. Recomputation repeats the numbers and adds nothing up twice.
 """
 

@@ -167,7 +167,7 @@ def _over_experts(
     if len(division.counts) == 1:
         return own(hidden, index, weights)
     came = dispatch(hidden, index, weights, division.counts, division.group)
-    named = {name: module.get_parameter(name) for name in division.stacked}
+    named = {name: _tensor(module, name) for name in division.stacked}
     results, wrong = compute(own, came, len(division.own), [*named.values()])
     if not division.checked:
         lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
@@ -175,3 +175,11 @@ def _over_experts(
     if wrong is not None:
         raise wrong
     return combine(results, came.route)
+
+
+def _tensor(module: nn.Module, name: str) -> Tensor:
+    """Return a parameter, or what another strategy uses in its place during this call."""
+    owner, _, own = name.rpartition(".")
+    found = module.get_submodule(owner)._parameters[own]
+    assert found is not None
+    return found

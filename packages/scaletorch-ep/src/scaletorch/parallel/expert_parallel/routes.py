@@ -30,7 +30,7 @@ class Route:
     Attributes:
         group: The ranks; None is this one alone.
         tokens: T, the tokens of this rank.
-        rows: int64 [S], the token of each row that leaves, those for the first rank first.
+        rows: Indices int64 [S], the token of each row that leaves, those for the first rank first.
         sends: Rows for each rank; their sum is S.
         receives: Rows from each rank; their sum is R, the rows that come.
         pairs: Pairs of a row that comes and one of its experts here: R at least.
@@ -57,7 +57,7 @@ def find_route(
 
     Args:
         hidden: [T, H].
-        index: int [T, K].
+        index: Integers [T, K].
         weights: [T, K].
         counts: Experts of each rank.
         group: The ranks.

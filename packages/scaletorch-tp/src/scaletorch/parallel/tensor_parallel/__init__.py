@@ -3,6 +3,7 @@
 from ._version import __version__
 from .cross_entropy import vocab_parallel_cross_entropy
 from .cuts.fused import Fused
+from .cuts.stacked import Slices, Stacked
 from .layers.base import TensorParallelLayer
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -51,6 +52,8 @@ __all__ = [
     "Plan",
     "ReduceFromModelParallelRegion",
     "RowParallelLinear",
+    "Slices",
+    "Stacked",
     "Style",
     "TensorParallelLayer",
     "VocabParallelEmbedding",

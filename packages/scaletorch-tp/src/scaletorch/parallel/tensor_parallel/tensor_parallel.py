@@ -10,6 +10,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ...dist import get_rank, get_world_size
 from ..pg_manager import axis_group
+from ..pg_manager.building import divided_modules
 from .layers.base import Memo, TensorParallelLayer
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -50,8 +51,9 @@ def apply_tensor_parallel(
         plan: Pattern of module names -> style. `*` stands for any text inside one component of a
             name, a component `**` for any number of components; "" is the root. Styles are
             "column", "column_gather", "row", "row_split", "vocab", "replicate", "sequence",
-            "sequence_join", "replicate_sum_grad", "sharded", `Fused` and `Divide`. None is the
-            model's own plan (transformers), or that of the known family whose names it has.
+            "sequence_join", "replicate_sum_grad", "sharded", `Fused`, `Stacked` and `Divide`. None
+            is the model's own plan (transformers), or that of the known family whose names it
+            has; experts that are divided over these ranks already are left out of it.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
         sequence_parallel: Between sharded layers each rank holds its share of every sequence.
 
@@ -68,7 +70,8 @@ def apply_tensor_parallel(
     """
     group = axis_group("tp", group)
     tp_size = get_world_size(group)
-    resolved = resolve(model, plan, tp_size, sequence_parallel=sequence_parallel)
+    divided = divided_modules(model, group)
+    resolved = resolve(model, plan, tp_size, sequence_parallel=sequence_parallel, divided=divided)
     matches = resolved.matches.values()
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for match in matches:

@@ -9,7 +9,6 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from ...dist import get_rank
 from ...dist.errors import InvalidArgumentError
 from ...parallel.data_parallel import Shard, parameter_shards
 from ...parallel.expert_parallel.building import ExpertCut, find_expert_cuts
@@ -27,8 +26,10 @@ class Held:
         tensor: What is here of it.
         shape: The whole's.
         cut: How it is cut over tp; None if it is not.
-        experts: How it is divided over ep; None if it is no experts'.
-        atoms: What of the cut dim is here.
+        experts: How it is divided over ep, along dim 0 or as one of a list; None if it is no
+            experts'. An expert's tensors may be cut over tp as well.
+        atoms: What of the dim that is cut over tp is here.
+        owner: The first tensor-parallel rank that has it, if it is not cut over tp.
         first: Whether this is the first stage of the pipeline that has it.
     """
 
@@ -38,6 +39,7 @@ class Held:
     cut: ParameterCut | None
     experts: ExpertCut | None
     atoms: tuple[Atom, ...]
+    owner: int
     first: bool
 
     @property
@@ -47,15 +49,19 @@ class Held:
 
     @property
     def dim(self) -> int | None:
-        """The dim that is cut."""
-        found = self.cut or self.experts
-        return None if found is None else found.dim
+        """The dim that is cut over tp."""
+        return None if self.cut is None else self.cut.dim
 
     def parts(self, tensor: Tensor, start: int = 0, stop: int | None = None) -> Iterator[Part]:
         """Yield the parts of the whole in `tensor`, which is elements start to stop of this."""
         stop = self.tensor.numel() if stop is None else stop
         shape = tuple(self.tensor.shape)
-        return cut_parts(tensor.detach(), start, stop, shape, self.dim, self.atoms)
+        stacked = self.experts is not None and self.experts.dim == 0
+        row = self.experts.own.start if self.experts is not None and stacked else 0
+        for part in cut_parts(tensor.detach(), start, stop, shape, self.dim, self.atoms):
+            at = (part.offsets[0] + row, *part.offsets[1:]) if stacked else part.offsets
+            owner = part.owner if self.cut is not None else self.owner
+            yield replace(part, offsets=at, owner=owner)
 
 
 def find_held(model: nn.Module, place: Place) -> dict[int, Held]:
@@ -84,10 +90,9 @@ def find_held(model: nn.Module, place: Place) -> dict[int, Held]:
         tie = stages.get(names[0])
         every = tuple(names) if tie is None else tie.names
         first = tie is None or tie.owners[0] == place.pp
-        if names[0] in experts:
-            held[key] = _describe_experts(tensors[key], every, experts[names[0]], first, place)
-        else:
-            held[key] = _describe(tensors[key], every, cuts.get(names[0]), first)
+        plain = _describe(tensors[key], every, cuts.get(names[0]), first)
+        divided = experts.get(names[0])
+        held[key] = plain if divided is None else _divided(plain, divided, place)
     return held
 
 
@@ -95,21 +100,21 @@ def _describe(
     tensor: Tensor, names: tuple[str, ...], cut: ParameterCut | None, first: bool
 ) -> Held:
     if cut is None or cut.layer.tp_size == 1:
-        return Held(names, tensor, tuple(tensor.shape), None, None, (), first)
-    ranks = [cut.layer.cut.ranges(rank) for rank in range(cut.layer.tp_size)]
+        return Held(names, tensor, tuple(tensor.shape), None, None, (), 0, first)
+    ranks = [cut.cut.ranges(rank) for rank in range(cut.layer.tp_size)]
     atoms = find_atoms(ranks, cut.layer.tp_rank)
-    return Held(names, tensor, cut.whole(tensor.shape), cut, None, atoms, first)
+    return Held(names, tensor, cut.whole(tensor.shape), cut, None, atoms, 0, first)
 
 
-def _describe_experts(
-    tensor: Tensor, names: tuple[str, ...], experts: ExpertCut, first: bool, place: Place
-) -> Held:
-    if experts.dim is None:  # one of a list, which no other rank of the group has
-        return Held(names, tensor, tuple(tensor.shape), None, experts, (), first)
-    found = find_atoms([(own,) for own in experts.ranges], get_rank(experts.group))
-    atoms = tuple(replace(atom, owner=place.tp) for atom in found)  # no other tp rank has them
-    shape = experts.whole, *tensor.shape[1:]
-    return Held(names, tensor, shape, None, experts, atoms, first)
+def _divided(plain: Held, experts: ExpertCut, place: Place) -> Held:
+    """Return what a tensor is whose experts are divided over ep.
+
+    Where each of them is cut over tp (etp = tp), the tp ranks have the same ones; otherwise no
+    other tp rank has this one's.
+    """
+    shape = plain.shape if experts.dim is None else (experts.whole, *plain.shape[1:])
+    owner = 0 if place.grid.etp > 1 else place.tp
+    return replace(plain, shape=shape, experts=experts, owner=owner)
 
 
 @torch.no_grad()

@@ -45,6 +45,12 @@ def fill_buckets(
     return [Bucket(each, dtype, reduction.multiple) for dtype, each in members]
 
 
+def one_each(slots: Iterable[Slot], reduction: Reduction) -> list[Bucket]:
+    """Give every parameter a bucket of its own, in registration order."""
+    ordered = sorted(slots, key=lambda slot: slot.index)
+    return [Bucket([slot], slot.parameter.dtype, reduction.multiple) for slot in ordered]
+
+
 def _buffer_dtype(slot: Slot, grad_type: torch.dtype | None) -> torch.dtype:
     """Return the dtype a gradient is kept in; `grad_type` is for real floating ones."""
     dtype = slot.parameter.dtype

@@ -144,8 +144,11 @@ class PipelineParallel(ModuleWrapper):
         received = input_or_hidden if stage else None
         kind = (stage, self.training, torch.is_grad_enabled(), *_kind(input_or_hidden, kwargs))
         examined = self.num_stages > 1 and kind not in runtime.examined
-        if examined:
-            self._prepare(stage, flow)
+        if len(runtime.examined) > MANY_FORMS:
+            runtime.examined.clear()
+        if self.num_stages > 1:  # modules may have been replaced since, as by adapters
+            names = self.placement.stages[stage]
+            flow.gates.watch({name: self.module.get_submodule(name) for name in names})
         run = partial(self._run, stage, received, kwargs, flow)
         wants_ids = stage > 0 and runtime.takes_ids and runtime.ids is not None
         try:
@@ -172,7 +175,8 @@ class PipelineParallel(ModuleWrapper):
         """Run the model's forward on ids or hidden states; return the output that goes on."""
         passage = self.runtime.passage
         # The compiler takes no stand-ins, and there are none if nothing is cut.
-        followed = self.num_stages > 1 and self.module._compiled_call_impl is None
+        as_written = examined or self.module._compiled_call_impl is None
+        followed = self.num_stages > 1 and as_written
         ids = None if received is first else first
         flow.start(received, ids, examined=examined, followed=followed)
         try:
@@ -188,13 +192,6 @@ class PipelineParallel(ModuleWrapper):
         finally:
             flow.reset()
         return output
-
-    def _prepare(self, stage: int, flow: HiddenFlow) -> None:
-        """Put gates around a stage's modules as they are now, since adapters may have come."""
-        if len(self.runtime.examined) > MANY_FORMS:
-            self.runtime.examined.clear()
-        names = self.placement.stages[stage]
-        flow.gates.watch({name: self.module.get_submodule(name) for name in names})
 
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:
         """Backpropagate through a stage.

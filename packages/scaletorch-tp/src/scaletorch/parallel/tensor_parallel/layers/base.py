@@ -192,25 +192,31 @@ class TensorParallelLayer(nn.Module):
             if whole is not None and self.tp_size > 1:
                 self._parameters[name] = self._shard_parameter(name, dim, whole, memo)
 
+    def cut_of(self, name: str) -> Cut:
+        """Return how the parameter of that name is cut along its dim."""
+        return self.cut
+
     def _shard_parameter(
         self, name: str, dim: int, whole: nn.Parameter, memo: Memo
     ) -> nn.Parameter:
+        own = self.cut_of(name)
         if whole not in memo:
-            shard = nn.Parameter(self._own(whole, dim), requires_grad=whole.requires_grad)
+            shard = nn.Parameter(self._own(whole, dim, own), requires_grad=whole.requires_grad)
             vars(shard).update(vars(whole))
-            shard.grad = None if whole.grad is None else self._own(whole.grad, dim)
-            memo[whole] = (dim, self.cut, shard)
+            shard.grad = None if whole.grad is None else self._own(whole.grad, dim, own)
+            memo[whole] = (dim, own, shard)
         known, cut, shard = memo[whole]
-        if (known, cut) != (dim, self.cut):
+        if (known, cut) != (dim, own):
             raise InvalidArgumentError(
                 f"the {name} is tied to one that was sharded along dim {known} into {cut.sizes}, "
-                f"and cannot be sharded along dim {dim} into {self.cut.sizes} as well"
+                f"and cannot be sharded along dim {dim} into {own.sizes} as well"
             )
         return shard
 
-    def _own(self, whole: Tensor, dim: int) -> Tensor:
+    def _own(self, whole: Tensor, dim: int, cut: Cut) -> Tensor:
         """Copy this rank's shard, so that the whole can be freed."""
-        return self.take(whole.detach(), dim).clone(memory_format=torch.contiguous_format)
+        shard = cut.take(whole.detach(), dim, self.tp_rank)
+        return shard.clone(memory_format=torch.contiguous_format)
 
     def _leave(self, partial: Tensor) -> Tensor:
         """End the region: sum the ranks' partial results, whole on each rank or in shares."""

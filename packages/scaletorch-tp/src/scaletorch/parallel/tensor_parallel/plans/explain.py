@@ -9,6 +9,7 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ..cuts.fused import Fused
+from ..cuts.stacked import Stacked
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..sharing.sequence import JoinSequence, until_joined
 from .explanation import Communication, ExplainedParameter, Explanation
@@ -25,6 +26,7 @@ def explain(
     want every gradient. Column layers of one module (attention, an MLP) whose inputs are equally
     wide are taken to share one input, whose gradient is summed once; with sequence parallelism it
     is gathered once. An embedding is taken to be looked up for each token of the batch.
+    The router's weights that experts are called with, a few for each token, are not counted.
 
     Args:
         model: The whole model; its parameters may be on the meta device. It is not changed.
@@ -49,14 +51,15 @@ def explain(
 def _parameters(model: nn.Module, resolved: Resolved, tp: int) -> Iterator[ExplainedParameter]:
     for name, module in model.named_modules(remove_duplicate=False):
         match = resolved.matches.get(module)
-        dims = match.layer.shard_dims if match is not None and match.layer is not None else {}
+        dims = {} if match is None else match.dims
         for own, parameter in module._parameters.items():
             if parameter is None:
                 continue
             shape, dim = tuple(parameter.shape), None
             locals_ = (shape,) * tp
-            if match is not None and match.cut is not None and own in dims and tp > 1:
-                dim, sizes = dims[own], match.cut.sizes
+            cut = None if match is None else match.cut_of(own)
+            if cut is not None and tp > 1:
+                dim, sizes = dims[own], cut.sizes
                 locals_ = tuple((*shape[:dim], size, *shape[dim + 1 :]) for size in sizes)
             style = "" if match is None else _style(match)
             yield ExplainedParameter(f"{name}.{own}".lstrip("."), style, shape, dim, locals_)
@@ -154,6 +157,8 @@ def _of_layer(name: str, match: Match, sequence_parallel: bool) -> Iterator[Comm
     if match.becomes(ColumnParallelLinear):
         yield from _of_column(name, match)
         return
+    if isinstance(match.style, Stacked):
+        yield from _beginning(name, [match], sequence_parallel)
     out = _width(match, "out")
     yield Communication(name, "forward", _sum(sequence_parallel), "output", out)
     if sequence_parallel:
@@ -208,6 +213,8 @@ def _size(module: nn.Module) -> int:
 
 def _width(match: Match, side: Literal["in", "out"]) -> int:
     """Return the whole width of a layer's input or output."""
+    if isinstance(match.style, Stacked):
+        return match.style.hidden(match.module)
     names = {"in": ("in_features", "nx"), "out": ("out_features", "nf", "embedding_dim")}[side]
     found = (getattr(match.module, name, None) for name in names)
     return next(width for width in found if isinstance(width, int))

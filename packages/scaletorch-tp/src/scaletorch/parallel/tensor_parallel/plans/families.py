@@ -10,6 +10,7 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ..cuts.fused import Fused
+from ..cuts.stacked import Slices, Stacked
 from .plan import Divide, Match, Plan, match_plan, matching
 
 
@@ -124,7 +125,26 @@ GPT_NEOX = Family(
     heads={"**.layers.*.attention": ("query_key_value",)},
 )
 
-FAMILIES: tuple[Family, ...] = (LLAMA, GPT2, GPT_NEOX)
+# Its attention stays whole on every rank: each head has a logit of its own that takes no key.
+GPT_OSS = Family(
+    name="gpt-oss",
+    plan={
+        "**.embed_tokens": "vocab",
+        "**.layers.*.mlp.experts": Stacked(
+            {
+                "gate_up_proj": Slices(2, unit=2),  # [experts, in, gate and up by turns]
+                "gate_up_proj_bias": Slices(1, unit=2),
+                "down_proj": 1,
+            },
+            added=("down_proj_bias",),
+        ),
+        "**.layers.*.mlp.router": "sequence",
+        "**.lm_head": "column_gather",
+    },
+    may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
+)
+
+FAMILIES: tuple[Family, ...] = (LLAMA, GPT2, GPT_NEOX, GPT_OSS)
 
 
 def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | None:

@@ -13,9 +13,11 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ..cuts.cut import Cut
 from ..cuts.fused import Fused
+from ..cuts.stacked import Stacked
 from ..layers.base import TensorParallelLayer
 from ..layers.conv1d import ColumnParallelConv1D, RowParallelConv1D
 from ..layers.embedding import ScaledVocabParallelEmbedding, VocabParallelEmbedding
+from ..layers.experts import ParallelExperts
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.surround import Surrounded
@@ -45,7 +47,7 @@ class Divide:
         object.__setattr__(self, "optional", optional)
 
 
-Style = str | Divide | Fused
+Style = str | Divide | Fused | Stacked
 Plan = Mapping[str, Style]
 
 # Style -> the layer a plain module becomes and its options, or the mixin its class gets; None
@@ -118,6 +120,21 @@ class Match:
         takes_shards = bool(self.options.get("input_is_parallel", True))
         return self.becomes(RowParallelLinear) and takes_shards
 
+    @property
+    def dims(self) -> Mapping[str, int]:
+        """The dim along which each of its own parameters is cut; others stay whole."""
+        if isinstance(self.style, Stacked):
+            return self.style.dims
+        return {} if self.layer is None else self.layer.shard_dims
+
+    def cut_of(self, name: str) -> Cut | None:
+        """Return how its parameter of that name is cut; None if it is not, or not yet known."""
+        if self.cut is None or name not in self.dims:
+            return None
+        return (
+            self.style.sharded[name].cut(self.cut) if isinstance(self.style, Stacked) else self.cut
+        )
+
     def becomes(self, layer: type[TensorParallelLayer]) -> bool:
         """Return whether the module becomes this layer or a variant of it."""
         return self.layer is not None and issubclass(self.layer, layer)
@@ -130,19 +147,25 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     """Return the match of a module with all that its style, which is known, means for it."""
     if isinstance(style, Divide):
         return Match(name, module, pattern, style)
+    lengths: tuple[int, ...]
+    if isinstance(style, Stacked):
+        misfit = style.misfit(module)
+        lengths = () if misfit else (style.width(module),)
+        options = {"stacked": style}
+        return Match(name, module, pattern, style, ParallelExperts, options, None, lengths, misfit)
     meaning = STYLES[style.style if isinstance(style, Fused) else style]
     if not isinstance(meaning, tuple):
         return Match(name, module, pattern, style, mixin=meaning)
-    kind, options = meaning
+    kind, settings = meaning
     layer = next((each for each in VARIANTS.get(kind, ()) if each.takes(module)), kind)
-    lengths: tuple[int, ...] = ()
+    lengths = ()
     misfit = layer.misfit(module)
     if misfit is None:
         length = int(getattr(module, layer.sharded_size))
         misfit = style.misfit(length) if isinstance(style, Fused) else None
         if misfit is None:
             lengths = style.lengths(length) if isinstance(style, Fused) else (length,)
-    return Match(name, module, pattern, style, layer, options, None, lengths, misfit)
+    return Match(name, module, pattern, style, layer, settings, None, lengths, misfit)
 
 
 def children_of(module: nn.Module, matches: Matches) -> list[Match]:
@@ -214,11 +237,14 @@ def with_mixins(matches: Sequence[Match]) -> list[Match]:
 
 
 def _check_style(pattern: str, style: Style) -> None:
-    known = isinstance(style, Divide | Fused) or (isinstance(style, str) and style in STYLES)
+    known = isinstance(style, Divide | Fused | Stacked) or (
+        isinstance(style, str) and style in STYLES
+    )
     if not known:
         raise InvalidArgumentError(
             f"the plan gives '{pattern}' the unknown style {style!r}; expected one of "
-            f"{', '.join(map(repr, STYLES))}, Divide('attribute', ...) or Fused('column', parts)"
+            f"{', '.join(map(repr, STYLES))}, Divide('attribute', ...), Fused('column', parts) "
+            "or Stacked({'parameter': dim})"
         )
 
 

@@ -50,7 +50,12 @@ class Resolved(NamedTuple):
 
 
 def resolve(
-    model: nn.Module, plan: Plan | None, tp_size: int, *, sequence_parallel: bool = False
+    model: nn.Module,
+    plan: Plan | None,
+    tp_size: int,
+    *,
+    sequence_parallel: bool = False,
+    divided: Collection[nn.Module] = (),
 ) -> Resolved:
     """Find what a plan, or else the model's own or its family's, does to it, and check that.
 
@@ -60,6 +65,8 @@ def resolve(
             (transformers), then for a known family.
         tp_size: Number of ranks it will be sharded over; none need exist.
         sequence_parallel: Whether sequences will be sharded between the sharded layers.
+        divided: Modules that another strategy has divided over these ranks: no plan of the
+            model's own names them.
 
     Raises:
         InvalidArgumentError: The plan does not match the model, a style does not fit its module,
@@ -67,7 +74,7 @@ def resolve(
             would be sharded in two ways, the model is not quite of its family, or would compute
             something else on shards of its sequences.
     """
-    found, named, heads = _match(model, plan)
+    found, named, heads = _match(model, plan, divided)
     matches = {match.module: match for match in with_mixins(_checked_styles(found))}
     _check_mixins(matches.values())
     attentions = find_attentions(model, matches, named)
@@ -88,11 +95,13 @@ def resolve(
     return Resolved(matches, attributes, regions, whole)
 
 
-def _match(model: nn.Module, plan: Plan | None) -> tuple[list[Match], set[nn.Module], list[Length]]:
+def _match(
+    model: nn.Module, plan: Plan | None, divided: Collection[nn.Module]
+) -> tuple[list[Match], set[nn.Module], list[Length]]:
     """Return what is sharded, the modules known to be attention, and how many heads they have."""
     if plan is not None:
         return match_plan(model, plan), set(), []
-    known = find_own_plan(model) or find_family(model)
+    known = find_own_plan(model, divided) or find_family(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     check_complete(modules, known)
     heads = list(head_counts(modules, known.heads))

@@ -133,13 +133,13 @@ def check_ties(model: nn.Module, matches: Matches) -> None:
     seen: dict[nn.Parameter, tuple[str, int | None, Cut | None]] = {}
     for module_name, module in model.named_modules():
         match = matches.get(module)
-        dims = match.layer.shard_dims if match is not None and match.layer is not None else {}
+        dims = {} if match is None else match.dims
         for name, parameter in module._parameters.items():
             if parameter is None:
                 continue
             full_name = f"{module_name}.{name}".lstrip(".")
             dim = dims.get(name)
-            cut = None if dim is None or match is None else match.cut
+            cut = None if match is None else match.cut_of(name)
             other, other_dim, other_cut = seen.setdefault(parameter, (full_name, dim, cut))
             if (dim, cut) != (other_dim, other_cut):
                 raise InvalidArgumentError(

@@ -7,16 +7,17 @@ modules and their config, as for any plan.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ...pg_manager.building import divided_modules
 from ..cuts.fused import Fused
+from ..cuts.stacked import Stacked
 from .attention import has_heads, head_length_of
 from .families import Recognised
 from .plan import Match, Matches, Style, children_of, look_up
+from .transformers_experts import EXPERTS, stacked_of
 
 # Their style -> ours; what is missing here cannot be done.
 TRANSFORMERS_STYLES: Mapping[str, Style] = {
@@ -45,25 +46,28 @@ def own_plan(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def find_own_plan(model: nn.Module) -> Recognised | None:
+def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Recognised | None:
     """Match the model's own plan; None if it has none, or one for its head alone.
 
-    Modules that another strategy has divided, such as experts, are left out.
+    Args:
+        model: The whole model.
+        divided: Modules that another strategy has divided over these ranks, such as experts, and
+            that are left out.
 
     Raises:
         InvalidArgumentError: It gives a module an unknown style, or shards a single parameter, or
             does not name parameters that see a part of the activations.
     """
     plan = own_plan(model)
-    divided = divided_modules(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     modules = {name: module for name, module in modules.items() if module not in divided}
     matches = _match(plan, modules)
     if all(match.style in _OF_THE_HEAD for match in matches.values()):
         return None
-    for name, _ in _parameters(modules):
+    for module, name in _parameters(modules):
         pattern = _pattern(plan, name)
-        if pattern is not None and plan[pattern] != "replicate":
+        of_experts = module in matches and isinstance(matches[module].style, Stacked)
+        if pattern is not None and not of_experts and plan[pattern] != "replicate":
             raise InvalidArgumentError(
                 f"the plan of {type(model).__name__} gives the single parameter '{name}' the "
                 f"style '{plan[pattern]}', but only modules are sharded; pass a plan of your own"
@@ -79,10 +83,10 @@ def find_own_plan(model: nn.Module) -> Recognised | None:
     return Recognised(f"{type(model).__name__}._tp_plan", ordered, (), heads)
 
 
-def _parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, str]]:
     for name, module in modules.items():
-        for own, parameter in module.named_parameters(recurse=False):
-            yield f"{name}.{own}".lstrip("."), parameter
+        for own in module._parameters:
+            yield module, f"{name}.{own}".lstrip(".")
 
 
 def _plans(module: nn.Module) -> Iterator[Mapping[str, str]]:
@@ -109,10 +113,17 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
         if pattern is None:
             continue
         theirs = plan[pattern]
+        if theirs == EXPERTS:
+            own = {n: _pattern(plan, f"{name}.{n}") for n in module._parameters}
+            styles = {n: plan[found] for n, found in own.items() if found is not None}
+            stacked = stacked_of(name, module, styles)
+            matches.setdefault(module, look_up(name, module, pattern, stacked))
+            continue
         if theirs not in TRANSFORMERS_STYLES:
             raise InvalidArgumentError(
                 f"the model's own plan (_tp_plan) gives '{pattern}' the style {theirs!r}, which "
-                f"is none of {', '.join(map(repr, TRANSFORMERS_STYLES))}; pass a plan of your own"
+                f"is none of {', '.join(map(repr, (*TRANSFORMERS_STYLES, EXPERTS)))}; "
+                "pass a plan of your own"
             )
         style = TRANSFORMERS_STYLES[theirs]
         if style == "row" and isinstance(module, nn.Embedding):
@@ -197,7 +208,7 @@ def _beside(module: nn.Module, matches: Matches) -> Iterator[tuple[str, nn.Param
 
 def _tied(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[Match]:
     """Yield the other side of a tied embedding and head of which the plan names one."""
-    sharded = {m.module.weight for m in matches.values() if m.layer is not None}
+    sharded = {m.module._parameters.get("weight") for m in matches.values() if m.layer is not None}
     styles: dict[type[nn.Module], Style] = {nn.Embedding: "vocab", nn.Linear: "column_gather"}
     for name, module in modules.items():
         style = next((s for kind, s in styles.items() if isinstance(module, kind)), None)

@@ -6,8 +6,8 @@ gradient is summed over the ranks once, after the layers' shares have been added
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -98,6 +98,17 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
     else:
         entrance = running.once(x, _entrance, running.overlapping)
     return None if entrance is None else entrance.linear(layer)
+
+
+@contextmanager
+@around_compiled
+def in_region() -> Iterator[None]:
+    """Let the body be inside of a region that its caller has entered, and leaves."""
+    token = _running.set(_Running([]))
+    try:
+        yield
+    finally:
+        _running.reset(token)
 
 
 def region_runs() -> bool:

@@ -78,6 +78,34 @@ class SequenceShares:
         """Return this rank's share of the sum of the ranks' partial results."""
         return reduce_scatter(x, DIM, self.holder.group, sizes=self.sizes_of(x.shape[DIM]))
 
+    def rows(self, x: Tensor) -> tuple[int, ...]:
+        """Return how many rows each rank has of its tokens of all sequences, as `x` [rows, ...].
+
+        Raises:
+            InvalidArgumentError: They are not of this rank's share of a number of sequences.
+        """
+        if self.length is None:
+            return (x.shape[0],) * get_world_size(self.holder.group)
+        sizes = self.sizes_of(self.length)
+        batch, odd = divmod(x.shape[0], sizes[self.rank])
+        if odd:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: expected this rank's {sizes[self.rank]} of {self.length} "
+                f"tokens of each sequence in rows, got a tensor of shape {tuple(x.shape)}; "
+                "do without sequence parallelism"
+            )
+        return tuple(batch * size for size in sizes)
+
+    @uncompiled
+    def enter_rows(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Return all ranks' rows, one rank's after another's; backward sums the gradients."""
+        return all_gather(x, 0, self.holder.group, sizes=sizes)
+
+    @uncompiled
+    def leave_rows(self, x: Tensor, sizes: tuple[int, ...]) -> Tensor:
+        """Return this rank's rows of the sum of the ranks' partial results, in that order."""
+        return reduce_scatter(x, 0, self.holder.group, sizes=sizes)
+
     @uncompiled
     def split(self, x: Tensor) -> Tensor:
         """Return this rank's share of what every rank has whole."""

@@ -108,7 +108,8 @@ def share_sequences(
     shares = SequenceShares(SharedGroup(group))
     summed = [module for module in model.modules() if isinstance(module, SumGradients)]
     joins = [module for module in model.modules() if isinstance(module, JoinSequence)]
-    as_it_is = {inner for module in whole for inner in module.modules()} | divided_modules(model)
+    as_it_is = {inner for module in whole for inner in module.modules()}
+    divided = divided_modules(model)
     for module in until_joined(model, joins):
         # The order of these cases counts: what is whole shields all that it contains, and a
         # sharded layer or a region reduces for itself, where others need their gradients summed.
@@ -120,6 +121,8 @@ def share_sequences(
             vars(module)["sequence"] = shares
         elif isinstance(module, Region):
             vars(module)["_sequence"] = shares
+        elif module in divided:
+            continue
         elif isinstance(module, nn.Embedding):
             vars(surround(module, SplitSequence, group))["_sequence"] = shares
         elif module._parameters and module not in (*replicated, *summed):

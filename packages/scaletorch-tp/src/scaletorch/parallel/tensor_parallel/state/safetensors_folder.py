@@ -109,8 +109,8 @@ def _read(source: Any, target: Tensor, cut: ParameterCut | None) -> None:
     if cut is None or cut.layer.tp_size == 1:
         target.copy_(source[...])
         return
-    layer, before = cut.layer, (slice(None),) * cut.dim
-    ranges = layer.cut.ranges(layer.tp_rank)
+    before = (slice(None),) * cut.dim
+    ranges = cut.cut.ranges(cut.layer.tp_rank)
     pieces = target.split([len(piece) for piece in ranges], cut.dim)
     for ours, piece in zip(ranges, pieces, strict=True):
         piece.copy_(source[(*before, slice(ours.start, ours.stop))])

@@ -13,18 +13,30 @@ from torch.distributed import ProcessGroup
 from ....dist import all_gather_object, get_world_size
 from ....dist.errors import InvalidArgumentError, MismatchError
 from ...pg_manager import describe_rank
+from ..cuts.cut import Cut
 from ..layers.base import TensorParallelLayer
+from ..regions.uncompiled import gather
 
 
 class ParameterCut(NamedTuple):
-    """The layer a parameter belongs to, and the dim it is sharded along."""
+    """The layer a parameter belongs to, the dim it is sharded along, and how that is cut."""
 
     layer: TensorParallelLayer
     dim: int
+    cut: Cut
 
     def whole(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Return the shape of the whole from that of a shard."""
-        return (*shape[: self.dim], self.layer.cut.whole, *shape[self.dim + 1 :])
+        return (*shape[: self.dim], self.cut.whole, *shape[self.dim + 1 :])
+
+    def take(self, whole: Tensor) -> Tensor:
+        """Return this rank's shard of a whole tensor, a view if it is contiguous there."""
+        return self.cut.take(whole, self.dim, self.layer.tp_rank)
+
+    def join(self, shard: Tensor, group: ProcessGroup | None = None) -> Tensor:
+        """Return the whole tensor on every rank; all ranks call it."""
+        group = self.layer.group if group is None else group
+        return self.cut.arrange(gather(shard, self.dim, group, sizes=self.cut.sizes), self.dim)
 
 
 def shard_dims(model: nn.Module) -> dict[str, int | None]:
@@ -61,12 +73,13 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     dim = layer.shard_dims.get(parameter)
     if dim is None:
         return whole
-    if whole.dim() <= dim or whole.shape[dim] != layer.cut.whole:
+    cut = ParameterCut(layer, dim, layer.cut_of(parameter))
+    if whole.dim() <= dim or whole.shape[dim] != cut.cut.whole:
         raise InvalidArgumentError(
             f"{describe_rank()}: '{name}' has shape {tuple(whole.shape)}, but the whole has "
-            f"{layer.cut.whole} along dim {dim}"
+            f"{cut.cut.whole} along dim {dim}"
         )
-    return layer.take(whole, dim)
+    return cut.take(whole)
 
 
 def _refuse_misspelt(model: nn.Module, name: str) -> None:
@@ -159,7 +172,7 @@ def load_full_state_dict(
         if cut is not None:
             _check_group(cut.layer, group)
             _check_shape(name, state[name], cut.whole(shape), "the whole")
-            local[name] = cut.layer.take(state[name], cut.dim)
+            local[name] = cut.take(state[name])
         else:
             _check_shape(name, state[name], shape, "the whole")
     model.load_state_dict(local, strict=False)
@@ -176,7 +189,8 @@ def find_cuts(model: nn.Module) -> dict[str, ParameterCut]:
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, TensorParallelLayer):
             for parameter, dim in module.shard_dims.items():
-                cuts[f"{name}.{parameter}".lstrip(".")] = ParameterCut(module, dim)
+                cut = ParameterCut(module, dim, module.cut_of(parameter))
+                cuts[f"{name}.{parameter}".lstrip(".")] = cut
         elif any(kind.__name__ == TensorParallelLayer.__name__ for kind in type(module).__mro__):
             raise InvalidArgumentError(
                 f"{describe_rank()}: module '{name}' is a {type(module).__module__}."
@@ -189,7 +203,7 @@ def find_cuts(model: nn.Module) -> dict[str, ParameterCut]:
 def _gather(tensor: Tensor, cut: ParameterCut | None, group: ProcessGroup | None) -> Tensor:
     if cut is None or cut.layer.tp_size == 1:
         return tensor.detach().clone()
-    return cut.layer.join(tensor.detach(), cut.dim, group)
+    return cut.join(tensor.detach(), group)
 
 
 def check_names(problem: str, names: Iterable[str]) -> None:

@@ -1,0 +1,151 @@
+"""Experts whose stacked weights are divided over the ranks along the width inside of each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+from torch.distributed import ProcessGroup
+
+from ....dist import get_world_size
+from ....dist.building import tensors_in
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from ..cuts.cut import Cut, require_shares, share_cut
+from ..cuts.stacked import Stacked
+from ..regions.region import in_region
+from ..regions.surround import Surrounded, own_class, surround
+from ..regions.uncompiled import around_compiled, copy, reduce, uncompiled
+from .base import Memo, TensorParallelLayer
+
+# What names of attributes that hold the width of experts contain.
+_OF_WIDTH = ("intermediate", "ffn", "expert_dim")
+
+
+class ParallelExperts(TensorParallelLayer, Surrounded):
+    """A module of stacked expert weights, before whose own class this comes.
+
+    Hidden states and the router's weights enter, so the gradients of both are summed over the
+    ranks; results leave as a sum. With sequence parallelism the tokens of all ranks are gathered
+    at the entrance, each with its indices and weights, and every rank gets its tokens' results.
+    """
+
+    plain_class = nn.Module
+    sharded_size = "width"
+    shard_dims: ClassVar[Mapping[str, int]] = {}  # each module has its own
+    options: ClassVar[dict[str, Any]] = {"stacked": None}
+
+    stacked: Stacked
+
+    @classmethod
+    def convert(
+        cls,
+        module: nn.Module,
+        group: ProcessGroup | None,
+        memo: Memo,
+        cut: Cut | None = None,
+        **options: Any,
+    ) -> Any:
+        """Turn a module itself into this rank's shard, which stays an instance of its class."""
+        stacked: Stacked = options["stacked"]
+        reason = stacked.misfit(module)
+        if reason is not None:
+            raise InvalidArgumentError(f"{cls.__name__} cannot be made of this module: {reason}")
+        width, tp_size = stacked.width(module), get_world_size(group)
+        require_shares(f"{cls.__name__}: {cls.sharded_size}", width, tp_size)
+        vars(module)["shard_dims"] = stacked.dims
+        layer: Any = surround(module, cls, group)
+        layer._shard(group, memo, options, cut or share_cut(width, tp_size))
+        if tp_size > 1:
+            _set_widths(layer, width, layer.cut.sizes[layer.tp_rank])
+        return layer
+
+    def cut_of(self, name: str) -> Cut:
+        """Return how a parameter is cut along its dim."""
+        return self.stacked.sharded[name].cut(self.cut)
+
+    @around_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's own forward on this rank's share of the width; return whole results."""
+        if self.tp_size == 1:
+            return super().forward(*args, **kwargs)
+        sizes = None if self.sequence is None else self._rows(args, kwargs)
+        args = tuple(self._enter(each, sizes) for each in args)
+        kwargs = {name: self._enter(each, sizes) for name, each in kwargs.items()}
+        own = self._parameters
+        # Hooks and names stay on the parameters; only this call sees what they became.
+        vars(self)["_parameters"] = own | self._added()
+        try:
+            with in_region():
+                results = super().forward(*args, **kwargs)
+        finally:
+            vars(self)["_parameters"] = own
+        if not isinstance(results, Tensor):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {own_class(self).__name__} must return the experts' results, "
+                f"a tensor of which ranks have parts, and returned a {type(results).__name__}"
+            )
+        if self.sequence is None or sizes is None:
+            return reduce(results, self.group)
+        return self.sequence.leave_rows(results, sizes)
+
+    def _enter(self, x: Any, sizes: tuple[int, ...] | None) -> Any:
+        if not isinstance(x, Tensor):
+            return x
+        if self.sequence is not None and sizes is not None:
+            return self.sequence.enter_rows(x, sizes)
+        return copy(x, self.group) if x.is_floating_point() else x
+
+    @uncompiled
+    def _rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+        """Return how many rows of tokens each rank has."""
+        given = [*tensors_in((args, kwargs))]
+        hidden = given[0] if given else torch.empty(())
+        if hidden.dim() != 2 or any(x.shape[:1] != hidden.shape[:1] for x in given):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: with sequence parallelism {own_class(self).__name__} must be "
+                "called with rows, a token each, as hidden states [T, H], indices [T, K] and "
+                f"weights [T, K], got {', '.join(str(tuple(x.shape)) for x in given) or 'none'}; "
+                "do without sequence parallelism"
+            )
+        assert self.sequence is not None
+        return self.sequence.rows(hidden)
+
+    def _added(self) -> dict[str, Any]:
+        """Return what is to be added once, as this rank adds it."""
+        function: Any = AddedElsewhere
+        added = {name: self._parameters[name] for name in self.stacked.added}
+        return {n: function.apply(p) for n, p in added.items()} if self.tp_rank else added
+
+    def extra_repr(self) -> str:
+        """Describe the division."""
+        return f"width={self.cut.whole}, tp={self.tp_size}"
+
+
+class AddedElsewhere(Function):
+    """Zeros in place of what the first rank adds; backward gives it the gradient that it has there.
+
+    Every rank sees the gradient of the whole result, so each computes the whole of this one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor) -> Tensor:
+        """Return zeros like `whole`."""
+        return torch.zeros_like(whole)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Return the gradient as it is."""
+        return grads[0]
+
+
+def _set_widths(module: nn.Module, whole: int, own: int) -> None:
+    """Set the attributes that hold the width to this rank's share of it."""
+    for name, value in vars(module).items():
+        if type(value) is int and value == whole and any(part in name for part in _OF_WIDTH):
+            vars(module)[name] = own

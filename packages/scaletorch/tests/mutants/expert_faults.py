@@ -1,0 +1,285 @@
+"""Faults of expert parallelism, most of them public bugs of other libraries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from scaletorch.dist import all_reduce, get_rank, get_world_size
+
+from .mutant import Catalogue
+
+EXPERTS = Catalogue("parallel.expert_parallel")
+AROUND = Catalogue("compose")
+BESIDE = Catalogue("parallel.tensor_parallel")
+fault = partial(EXPERTS.fault, model="routed")
+around = partial(AROUND.fault, model="routed")
+beside = partial(BESIDE.fault, model="routed")
+
+
+def own_rows(rows: Tensor, route: Any) -> Tensor:
+    """Return the rows with zeros in the place of those that came from other ranks."""
+    rank = get_rank(route.group)
+    start = sum(route.receives[:rank])
+    kept = torch.zeros_like(rows)
+    kept[start : start + route.receives[rank]] = rows[start : start + route.receives[rank]]
+    return kept
+
+
+@fault("dispatch:_Dispatch.backward", layout="2x1x1x1-ep2")
+def scores_without_gradient(backward: Any) -> Any:
+    """The router's scores get no gradient from the experts."""
+
+    def losing(ctx: Any, *grads: Tensor) -> Any:
+        hidden, weights, *rest = backward(ctx, *grads)
+        return hidden, torch.zeros_like(weights), *rest
+
+    return losing
+
+
+@fault("dispatch:_Dispatch.backward", layout="2x1x1x1-ep2")
+def scores_gradient_of_own_experts_alone(backward: Any) -> Any:
+    """The gradient of scores is not summed over the ranks that have a token's experts."""
+    return lambda ctx, rows, weights, *more: backward(
+        ctx, rows, own_rows(weights, ctx.route), *more
+    )
+
+
+@fault("dispatch:_Dispatch.backward", layout="2x1x1x1-ep2")
+def hidden_gradient_of_own_experts_alone(backward: Any) -> Any:
+    """Hidden states get a gradient by the scores, and by experts of their own rank only."""
+    return lambda ctx, rows, *more: backward(ctx, own_rows(rows, ctx.route), *more)
+
+
+@fault("module:_over_tokens", layout="1x1x1x2-ep2")
+def router_gradient_of_own_share(over_tokens: Any) -> Any:
+    """Where tp ranks share tokens out, each keeps the router's gradient of its share."""
+
+    def keeping(module: Any, own: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        group = module._division.tokens
+        rank, share = get_rank(group), len(weights) // get_world_size(group)
+
+        def own_share(grad: Tensor) -> Tensor:
+            mask = torch.zeros_like(grad)
+            mask[rank * share : (rank + 1) * share] = 1
+            return grad * mask
+
+        if weights.requires_grad:
+            weights.register_hook(own_share)
+        out: Tensor = over_tokens(module, own, hidden, index, weights)
+        return out
+
+    return keeping
+
+
+@fault("module:_over_tokens", layout="1x1x1x2-ep2")
+def gradient_times_tp(over_tokens: Any) -> Any:
+    """Where tp ranks share tokens out, the gradients that all of them have are summed."""
+
+    def summing(module: Any, *given: Any) -> Tensor:
+        out: Tensor = over_tokens(module, *given)
+        if out.requires_grad:
+            out.register_hook(lambda grad: grad * get_world_size(module._division.tokens))
+        return out
+
+    return summing
+
+
+@fault("expert_parallel:_rows", layout="2x1x1x1-ep2")
+def expert_gradients_times_ep(rows: Any) -> Any:
+    """An expert's gradient counts once for every rank of its ep group."""
+
+    def larger(*args: Any) -> nn.Parameter:
+        cut: nn.Parameter = rows(*args)
+        cut.register_hook(lambda grad: grad * 2)
+        return cut
+
+    return larger
+
+
+@fault("expert_parallel:_rows", layout="2x1x1x1-ep2")
+def experts_alike_on_every_rank(rows: Any) -> Any:
+    """Every rank begins with the experts of the first."""
+    return lambda whole, own, memo: rows(whole, range(len(own)), memo)
+
+
+@fault("module:combine", layout="2x1x1x1-ep2")
+def results_not_put_back_in_order(combine: Any) -> Any:
+    """Results go back in another order than that in which their tokens came."""
+    return lambda rows, route: combine(rows.flip(0), route)
+
+
+@fault("dispatch:_add_up", layout="2x1x1x1-ep2")
+def results_added_to_another_token(add_up: Any) -> Any:
+    """What comes back is added to the token after the one that it belongs to."""
+    return lambda rows, route: add_up(rows, replace(route, rows=route.rows.roll(1)))
+
+
+@fault("dispatch:_Combine.backward", layout="2x1x1x1-ep2")
+def gradients_of_results_in_another_order(backward: Any) -> Any:
+    """The gradient of a result goes to the row of another one."""
+
+    def mixed(ctx: Any, *grads: Tensor) -> Any:
+        rows, *rest = backward(ctx, *grads)
+        return rows.flip(0), *rest
+
+    return mixed
+
+
+@fault("computing:_folded", layout="2x1x1x1-ep2")
+def second_expert_of_a_rank_replaces_the_first(folded: Any) -> Any:
+    """Of a token's two experts on one rank, the results are not added up."""
+
+    def replacing(results: Tensor, row: Tensor, rows: int) -> Tensor:
+        return results.new_zeros((rows, results.shape[1])).index_copy(0, row, results)
+
+    return replacing
+
+
+@fault("module:compute", layout="2x1x1x1-ep2")
+def sentinel_is_an_expert(compute: Any) -> Any:
+    """A token's experts of other ranks are computed by the last one here, with some weight."""
+
+    def counting(experts: Any, came: Any, count: int, parameters: Any) -> Any:
+        elsewhere = came.top_k_index == count
+        route = replace(came.route, pairs=elsewhere.numel())
+        index = came.top_k_index.clamp(max=count - 1)
+        weights = came.top_k_weights.masked_fill(elsewhere, 0.1)
+        return compute(experts, type(came)(came.hidden, index, weights, route), count, parameters)
+
+    return counting
+
+
+@fault("module:compute", layout="2x1x1x1-ep2")
+def indices_from_another_expert(compute: Any) -> Any:
+    """A rank counts its experts from the second on."""
+
+    def shifted(experts: Any, came: Any, count: int, parameters: Any) -> Any:
+        index = came.top_k_index
+        moved = torch.where(index < count, (index + 1) % count, index)
+        return compute(experts, came._replace(top_k_index=moved), count, parameters)
+
+    return shifted
+
+
+@fault("module:compute", layout="2x1x1x1-ep2")
+def weights_sum_to_one_on_each_rank(compute: Any) -> Any:
+    """A token's weights are normalised over the experts of a rank, not over all that it has."""
+
+    def normalised(experts: Any, came: Any, count: int, parameters: Any) -> Any:
+        weights = came.top_k_weights / came.top_k_weights.sum(-1, keepdim=True)
+        return compute(experts, came._replace(top_k_weights=weights), count, parameters)
+
+    return normalised
+
+
+@fault("module:combine", layout="2x1x1x1-ep2")
+def tokens_beyond_a_capacity_dropped(combine: Any) -> Any:
+    """A rank leaves out what comes beyond its share and a quarter."""
+
+    def dropping(rows: Tensor, route: Any) -> Any:
+        capacity = route.tokens * 5 // 4
+        kept = torch.cat([rows[:capacity], torch.zeros_like(rows[capacity:])])
+        return combine(kept, route)
+
+    return dropping
+
+
+@fault("module:dispatch", layout="2x1x1x1-ep2")
+def scores_travel_in_bfloat16(dispatch: Any) -> Any:
+    """Scores are rounded to bfloat16 on their way to the experts."""
+    return lambda hidden, index, weights, *more: dispatch(
+        hidden, index, weights.bfloat16().to(weights.dtype), *more
+    )
+
+
+@fault("computing:_Idle.backward", layout="4x1x1x1-ep4", model="skewed")
+def rank_without_tokens_has_no_gradient(backward: Any) -> Any:
+    """The experts of a rank to which no token goes have no gradient in place of zeros."""
+
+    def none(ctx: Any, *grads: Tensor) -> Any:
+        hidden, weights, *parameters = backward(ctx, *grads)
+        return hidden, weights, *[None for _ in parameters]
+
+    return none
+
+
+@around("parallelize:DataParallelBucket", layout="2x1x1x1-ep2")
+def experts_summed_over_dp(wrapper: Any) -> Any:
+    """The gradients of different experts are summed, over dp in place of edp."""
+    # Compared at the beginning, their values would give the fault away.
+    return lambda stage, **options: wrapper(stage, **options | {"groups": {}, "init_sync": "none"})
+
+
+@around("parallelize:expert_groups", layout="4x1x1x1-ep2")
+def experts_not_summed_over_edp(groups: Any) -> Any:
+    """The gradient of an expert stays that of its ep group's tokens."""
+    return lambda model, manager: dict.fromkeys(groups(model, manager), manager.tp_group)
+
+
+@around("parallelize:expert_groups", layout="2x1x1x1-ep2")
+def shared_expert_taken_for_a_routed_one(groups: Any) -> Any:
+    """The gradient of the shared expert is summed over edp alone."""
+
+    def more(model: nn.Module, manager: Any) -> Any:
+        shared = (name for name, _ in model.named_parameters() if ".shared." in name)
+        return groups(model, manager) | dict.fromkeys(shared, manager.edp_group)
+
+    return more
+
+
+@around("parallelize:DataParallelBucket", layout="2x1x1x1-ep2")
+def shared_expert_summed_twice(wrapper: Any) -> Any:
+    """The gradient of the shared expert is summed over ep, and with all others over dp again."""
+
+    def summed(stage: nn.Module, *args: Any, **options: Any) -> Any:
+        for name, parameter in stage.named_parameters():
+            if ".shared." in name:
+                parameter.register_hook(lambda grad: twice(grad, options["group"]))
+        return wrapper(stage, *args, **options)
+
+    def twice(grad: Tensor, group: Any) -> Tensor:
+        grad = grad.clone()
+        all_reduce(grad, group=group)
+        return grad
+
+    return summed
+
+
+@beside("tensor_parallel:share_sequences", layout="1x1x1x2-ep2", sequence_parallel="on")
+def router_gradient_of_own_share_of_the_sequence(share: Any) -> Any:
+    """With sequence parallelism a router's gradient is not summed over tp."""
+
+    def leaving(model: nn.Module, group: Any, replicated: Any, whole: Any) -> Any:
+        routers = (m for name, m in model.named_modules() if name.endswith(".gate"))
+        return share(model, group, [*replicated, *routers], whole)
+
+    return leaving
+
+
+@around("norm:expert_names", layout="2x1x1x1-ep2")
+def norm_without_experts_of_other_ranks(names: Any) -> Any:
+    """The norm takes experts for replicas, and counts those of the first rank alone."""
+    return lambda model: frozenset()
+
+
+class Everybody:
+    """A manager by which every rank is the first of its edp group."""
+
+    edp_rank = 0
+
+    def __init__(self, manager: Any) -> None:
+        self._manager = manager
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._manager, name)
+
+
+@around("norm:counted_gradients", layout="4x1x1x1-ep2")
+def norm_counts_experts_edp_times(counted: Any) -> Any:
+    """The norm counts an expert on every rank that has it."""
+    return lambda model, manager: counted(model, Everybody(manager))

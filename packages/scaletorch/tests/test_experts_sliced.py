@@ -1,0 +1,39 @@
+"""Mixtures of experts under tensor parallelism: each expert's width divided over the ranks."""
+
+import pytest
+
+from scaletorch.dist.testing import run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+from test_experts import FAMILIES, train  # noqa: E402
+
+SEQUENCES = {"sequence_parallel": True}
+
+
+@pytest.mark.parametrize("options", [{}, SEQUENCES], ids=["whole", "shares"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family, options):
+    run_ranks(train, 2, family, {"tp_size": 2}, options, 1, 0, timeout=120)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_divided_both_ways(family):
+    sizes = {"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}
+    run_ranks(train, 4, family, sizes, {}, 1, 0, timeout=120)
+
+
+LAYOUTS = [
+    ("Qwen3Moe", {"tp_size": 4}, SEQUENCES, 2, 0),
+    ("GptOss", {"tp_size": 4}, {}, 1, 0),
+    ("GptOss", {"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}, SEQUENCES, 1, 1),
+    ("DeepseekV3", {"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}, SEQUENCES, 2, 2),
+    ("Mixtral", {"dp_size": 2, "tp_size": 2}, {"recompute": True, **SEQUENCES}, 1, 2),
+    ("Qwen3Moe", {"cp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}, {}, 1, 0),
+    ("Qwen3Moe", {"pp_size": 2, "tp_size": 2}, {"recompute": True}, 2, 0),
+]
+
+
+@pytest.mark.parametrize(("family", "sizes", "options", "micro_batches", "stage"), LAYOUTS)
+def test_layouts(family, sizes, options, micro_batches, stage):
+    run_ranks(train, 4, family, sizes, options, micro_batches, stage, timeout=120)

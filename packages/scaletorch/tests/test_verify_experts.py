@@ -1,0 +1,203 @@
+"""The proof divides experts too, and tells a token that rounding sent elsewhere from a fault."""
+
+import pytest
+import torch
+from torch import nn
+
+from scaletorch.dist import get_rank
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
+from scaletorch.models.mixture import Experts, Router
+from scaletorch.parallel.pg_manager import Grid
+from scaletorch.verify import every_layout, layout_name, parse_layout, verify
+from scaletorch.verify.__main__ import main, parse, problem_of
+from scaletorch.verify.experts import count_experts
+from scaletorch.verify.problem import default_mixture, sharpened
+from scaletorch.verify.routing import Choice, doubtful, margins, watched
+
+SMALL = MixtureConfig(
+    vocab_size=64, hidden_size=16, intermediate_size=8, num_layers=2, num_heads=4, num_kv_heads=2,
+    num_experts=4,
+)  # fmt: skip
+
+
+def small():
+    return sharpened(Mixture(SMALL))
+
+
+class Listed(nn.Module):
+    """Experts that are modules in a list, of which no other rank has one."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, hidden, index, weights):
+        out = torch.zeros_like(hidden)
+        for number, expert in enumerate(self.experts):
+            token, slot = torch.where(index == number)
+            out = out.index_add(0, token, expert(hidden[token]) * weights[token, slot, None])
+        return out
+
+
+LISTED = {"layers.*.mlp.experts": "experts", "layers.*.mlp.gate": "replicate"}
+
+
+def listed():
+    model = Mixture(MixtureConfig(64, 16, 8, 2, 4, 2, num_experts=3))
+    for layer in model.layers:
+        layer.mlp.experts = Listed()
+    return sharpened(model)
+
+
+class Leaning(Router):
+    """Two experts have the same scores, but for a little that is a rank's own."""
+
+    lean = 1e-7
+
+    def forward(self, x):
+        scores = nn.functional.linear(x, self.weight[[0, 1, 1, 3]]).float().softmax(-1)
+        own = torch.tensor([0, 0, 1, 0]) * self.lean * get_rank()
+        weights, index = torch.topk(scores + own.to(scores.dtype), self.top_k)
+        return index, weights / weights.sum(-1, keepdim=True)
+
+
+class Faulty(Leaning):
+    lean = 1e-2
+
+
+def leaning(kind=Leaning):
+    model = small()
+    for layer in model.layers:
+        gate = kind(SMALL)
+        gate.weight = layer.mlp.gate.weight
+        layer.mlp.gate = gate
+    return model
+
+
+def faulty():
+    return leaning(Faulty)
+
+
+def test_layouts_with_experts_are_named_and_read():
+    grid = parse_layout("2x1x1x2-ep4")
+    assert grid == Grid(dp=2, tp=2, ep=4)
+    assert layout_name(grid) == "2x1x1x2-ep4"
+    for text in ("2x1x1x2-ep", "2x1x1x2-ep0", "2x1x1x2ep4", "2x1x1x2-ep4-ep4"):
+        with pytest.raises(InvalidArgumentError, match="2x1x2x2-ep4 with an expert"):
+            parse_layout(text)
+    with pytest.raises(InvalidArgumentError, match="nearest legal ep sizes: 4, 2, 1"):
+        parse_layout("2x1x1x2-ep3")
+
+
+def test_every_size_that_folds_is_enumerated():
+    names = [layout_name(grid) for grid in every_layout(2, (1, 2))]
+    assert names == ["1x1x1x2", "1x1x1x2-ep2", "1x1x2x1", "1x1x2x1-ep2", "1x2x1x1", "2x1x1x1",
+                     "2x1x1x1-ep2"]  # fmt: skip
+    with pytest.raises(InvalidArgumentError, match="ep 3 folds no layout of 2 ranks"):
+        every_layout(2, (3,))
+    assert all(grid.ep == 1 for grid in every_layout(8))
+
+
+def test_a_model_says_how_many_experts_it_has():
+    assert count_experts(default_mixture()) == 8
+    assert count_experts(Llama(LlamaConfig())) == 1
+    assert count_experts(listed(), LISTED) == 3
+    with pytest.raises(InvalidArgumentError, match="matches no module"):
+        count_experts(default_mixture(), {"layers.*.mlp.expert": "experts"})
+
+
+def test_all_layouts_of_two_ranks():
+    report = verify(small, world_size=2, dtype="float64")
+    assert report.passed, report
+    assert len(report.results) == 7
+    assert "2x1x1x1-ep2 float64" in str(report)
+    assert "smallest distance of a chosen score from the next: " in report.summary()
+    assert 0 < report.results[0].margin < 1
+
+
+def test_experts_in_a_list_on_uneven_ranks():
+    named = {"layouts": [Grid(dp=2, ep=2)], "dtype": "float64"}
+    report = verify(listed, plan={"layers.*.mlp.experts": "experts"}, **named)
+    assert report.passed, report
+
+
+def test_ep_is_crossed_with_named_layouts():
+    report = verify(small, layouts=[Grid(dp=4)], ep=[2, 4], dtype="float64")
+    assert [str(each.case) for each in report.results] == [
+        "4x1x1x1-ep2 float64", "4x1x1x1-ep4 float64"
+    ]  # fmt: skip
+    assert report.passed, report
+    assert "--layout 4x1x1x1-ep2 " in report.results[0].case.arguments
+
+
+def test_the_command_takes_the_built_in_mixture_where_ep_is_asked(capsys):
+    def chosen(*arguments):
+        parsed = parse(arguments)
+        return problem_of(parsed, [parse_layout(t) for t in parsed.layout or ["2x1x1x1"]])
+
+    assert chosen("--ep", "2")[0] is chosen("--ep")[0] is default_mixture
+    assert chosen("--layout", "2x1x1x1-ep2")[0] is default_mixture
+    assert chosen("--layout", "2x1x1x1")[0].__name__ == "default_model"
+    assert chosen("--layout", "16x1x1x1-ep16")[0].__name__ == "wide_mixture"
+    assert main(["--layout", "2x1x1x1", "--ep", "4"]) == 2
+    assert "nearest legal ep sizes" in capsys.readouterr().err
+
+
+def test_a_flip_is_no_fault_where_rounding_can_make_one():
+    single, double = verify(leaning, layouts=[Grid(dp=2)], dtype=["float32", "float64"]).results
+    assert single.flip
+    assert not single.failed
+    assert not single.passed
+    assert single.row()[1] == "flip"
+    assert "went to other experts than in one process" in single.explanation("")
+    assert double.failed
+    assert double.flip is None
+    report = verify(faulty, layouts=[Grid(dp=2)], dtype="float32")
+    assert report.failures
+    assert not report.flips
+    assert not verify(leaning, layouts=[Grid(dp=2)], dtype="float32").passed
+
+
+def test_margins_are_of_scores_that_were_chosen_and_the_next():
+    scores = torch.tensor([[4.0, 1.0, 3.0, -8.0], [1.0, 1.0, 0.0, 2.0]])
+    with watched() as choices:
+        torch.topk(scores, 2)
+        scores.topk(4)  # leaves nothing out
+        scores.topk(2, dim=0)
+        torch.topk(scores, 1, largest=False)
+    (choice,) = choices
+    assert choice.chosen.sum(1).tolist() == [2, 2]
+    assert margins(choice).tolist() == [0.25, 0.0]
+    assert [len(each.scores) for each in doubtful(choices, 0.1)] == [1]
+    nothing = Choice(torch.full((1, 3), -torch.inf), torch.tensor([[True, False, False]]))
+    assert margins(nothing).tolist() == [torch.inf]
+    with watched(on=False) as none:
+        torch.topk(scores, 2)
+    assert none == []
+
+
+def test_where_scores_are_not_seen_the_report_says_so():
+    report = verify(sorting, layouts=[Grid(dp=2, ep=2)], dtype="float64")
+    assert report.passed, report
+    assert "the router calls no topk" in report.summary()
+
+
+class Sorting(Router):
+    def forward(self, x):
+        scores, index = nn.functional.linear(x, self.weight).softmax(-1).sort(descending=True)
+        return index[:, :2].contiguous(), scores[:, :2].contiguous()
+
+
+def sorting():
+    return leaning(Sorting)
+
+
+def test_experts_without_tokens_get_a_gradient_of_zeros():
+    experts = Experts(SMALL).double()
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    index = torch.zeros(5, 1, dtype=torch.int64)
+    experts(torch.randn(5, 16).double(), index, torch.ones(5, 1).double()).sum().backward()
+    assert experts.down_proj.grad[0].any()
+    assert not experts.down_proj.grad[1:].any()
