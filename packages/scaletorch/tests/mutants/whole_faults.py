@@ -28,9 +28,9 @@ def gradients_averaged(wrapper: Any) -> Any:
 def gradients_not_summed_over_cp(wrapper: Any) -> Any:
     """Gradients are summed over one axis of dp and cp alone."""
 
-    def over_dp(stage: Any, bucket_size: int, group: Any) -> Any:
+    def over_dp(stage: Any, **options: Any) -> Any:
         manager = get_process_group_manager()
-        return wrapper(stage, bucket_size=bucket_size, group=manager and manager.dp_group)
+        return wrapper(stage, **options | {"group": manager and manager.dp_group})
 
     return over_dp
 

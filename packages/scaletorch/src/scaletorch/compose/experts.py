@@ -23,7 +23,7 @@ def split_plan(plan: Plan) -> tuple[Plan, Plan]:
         return None, None
     experts = {pattern: style for pattern, style in plan.items() if style == EXPERTS}
     layers = {pattern: style for pattern, style in plan.items() if style != EXPERTS}
-    return experts or None, layers or None
+    return experts or None, layers if layers or not experts else None
 
 
 def divide_experts(
