@@ -18,7 +18,7 @@ Plan = Mapping[str, Any] | None
 
 
 def split_plan(plan: Plan) -> tuple[Plan, Plan]:
-    """Return of one plan what names experts, and what names layers; None where it names nothing."""
+    """Return of one plan what names experts, and what names layers; None for what it lacks."""
     if plan is None:
         return None, None
     experts = {pattern: style for pattern, style in plan.items() if style == EXPERTS}

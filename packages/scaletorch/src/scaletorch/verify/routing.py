@@ -59,7 +59,7 @@ class _Watch(TorchFunctionMode):
 
 @contextmanager
 def watched(*, on: bool = True) -> Iterator[list[Choice]]:
-    """Yield a list that gets the choices of what runs; it stays empty where it is not `on`."""
+    """Yield a list that gets the choices of what runs; it stays empty if it is not `on`."""
     watch = _Watch()
     if not on:
         yield watch.choices
@@ -83,7 +83,7 @@ def _sizes(scores: Tensor) -> Tensor:
 
 
 def smallest(choices: Sequence[Choice]) -> float:
-    """Return the smallest margin of all tokens; infinite where there were no choices."""
+    """Return the smallest margin of all tokens; infinite if there were no choices."""
     return min(
         (float(margins(each).min()) for each in choices if len(each.scores)), default=torch.inf
     )
