@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from ..dist.errors import InvalidArgumentError
 from ..parallel.expert_parallel import apply_expert_parallel
 from ..parallel.expert_parallel.building import find_expert_cuts
 from ..parallel.pg_manager import ProcessGroupManager
@@ -17,12 +18,12 @@ Plan = Mapping[str, Any] | None
 
 
 def split_plan(plan: Plan) -> tuple[Plan, Plan]:
-    """Return of a plan what names experts and what names layers, or None if it names none."""
+    """Return of one plan what names experts, and what names layers; None for what it lacks."""
     if plan is None:
         return None, None
     experts = {pattern: style for pattern, style in plan.items() if style == EXPERTS}
     layers = {pattern: style for pattern, style in plan.items() if style != EXPERTS}
-    return experts or None, layers or None
+    return experts or None, layers if layers or not experts else None
 
 
 def divide_experts(
@@ -35,6 +36,11 @@ def divide_experts(
     """
     if manager.ep_size == 1:
         return
+    if manager.etp_size > 1:
+        raise InvalidArgumentError(
+            f"the grid {manager.grid} divides each expert over etp = {manager.etp_size} ranks, "
+            "which parallelize does not do yet: leave etp_size out"
+        )
     apply_expert_parallel(model, plan, manager.ep_group, sequence_parallel=shares_sequences)
 
 
