@@ -11,18 +11,24 @@ from torch.distributed import ProcessGroup
 from ..parallel.expert_parallel import apply_expert_parallel
 from ..parallel.expert_parallel.building import find_expert_cuts
 from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.tensor_parallel import Stacked
 
 EXPERTS = "experts"  # the style of a plan that means them
 Plan = Mapping[str, Any] | None
 
 
-def split_plan(plan: Plan) -> tuple[Plan, Plan]:
-    """Return of one plan what names experts, and what names layers; None where it names nothing."""
+def split_plan(plan: Plan, manager: ProcessGroupManager) -> tuple[Plan, Plan]:
+    """Return of one plan what names experts, and what names layers; None where it names nothing.
+
+    Experts that are `Stacked` are both, where each of them is cut over tp (etp = tp).
+    """
     if plan is None:
         return None, None
-    experts = {pattern: style for pattern, style in plan.items() if style == EXPERTS}
-    layers = {pattern: style for pattern, style in plan.items() if style != EXPERTS}
-    return experts or None, layers or None
+    named = {p for p, style in plan.items() if style == EXPERTS or isinstance(style, Stacked)}
+    layers = {pattern: style for pattern, style in plan.items() if style != EXPERTS} or None
+    if layers is not None and manager.ep_size > 1 and manager.etp_size == 1:
+        layers = {p: style for p, style in layers.items() if not isinstance(style, Stacked)}
+    return dict.fromkeys(sorted(named), EXPERTS) or None, layers
 
 
 def divide_experts(
