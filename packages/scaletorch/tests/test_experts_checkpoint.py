@@ -17,9 +17,9 @@ from test_experts import BOUND, STEPS, batch, build, reference  # noqa: E402
 FAMILY = "DeepseekV3"
 
 
-def prepared(sizes, stage):
+def prepared(sizes, stage, family=FAMILY):
     manager = setup_process_group_manager(**sizes)
-    model = compose.parallelize(build(FAMILY), manager)
+    model = compose.parallelize(build(family), manager)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if stage:
         shard_optimizer(optimizer, model, stage=stage)
@@ -34,8 +34,8 @@ def step_on(model, optimizer, step):
     return loss
 
 
-def begin(folder, sizes, stage):
-    model, optimizer = prepared(sizes, stage)
+def begin(folder, sizes, stage, family=FAMILY):
+    model, optimizer = prepared(sizes, stage, family)
     for step in range(STEPS - 1):
         step_on(model, optimizer, step)
     save(folder, model, optimizer, step=STEPS - 1)
@@ -43,9 +43,9 @@ def begin(folder, sizes, stage):
         export_safetensors(model, f"{folder}/plain")
 
 
-def go_on(folder, sizes, stage):
-    losses, _, _, weights = reference(FAMILY)
-    model, optimizer = prepared(sizes, stage)
+def go_on(folder, sizes, stage, family=FAMILY):
+    losses, _, _, weights = reference(family)
+    model, optimizer = prepared(sizes, stage, family)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(0.5)  # so that what is not loaded shows
@@ -79,6 +79,12 @@ def test_one_process_takes_over_and_hands_back(tmp_path):
     run_ranks(go_on, 1, str(tmp_path / "a"), {}, 0, timeout=120)
     run_ranks(begin, 1, str(tmp_path / "b"), {}, 0, timeout=120)
     run_ranks(go_on, 4, str(tmp_path / "b"), *LAYOUTS[2], timeout=120)
+
+
+def test_biases_that_are_added_once(tmp_path):
+    run_ranks(begin, 4, str(tmp_path), *LAYOUTS[4], "GptOss", timeout=120)
+    run_ranks(go_on, 1, str(tmp_path), {}, 0, "GptOss", timeout=120)
+    run_ranks(go_on, 4, str(tmp_path), {"tp_size": 4}, 0, "GptOss", timeout=120)
 
 
 def imported(folder, sizes):

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 from mutants import MUTANTS, hunt, to_markdown
 from mutants.patch import patched
+from mutants.routed import ROUTED_PLAN, Routed
 from mutants.specimen import PLAN, Shared, Specimen, batch
 
 from scaletorch.dist import functional
@@ -67,6 +68,20 @@ def test_shares_of_sequences_are_sound(layout):
     }
     grids = [parse_layout(layout)]
     report = verify(Shared, batch, layouts=grids, dtype="float64", plan=PLAN, options=options)
+    assert report.passed, report
+
+
+@pytest.mark.parametrize("layout", ["2x1x1x2-ep2", "1x2x1x2-ep2", "1x1x2x2-ep4"])
+def test_experts_are_sound(layout):
+    options = {
+        "sequence_parallel": ("off", "on"),
+        "recompute": ("none", "layers"),
+        "data_parallel": ("buckets", "zero2"),
+    }
+    grids = [parse_layout(layout)]
+    report = verify(
+        Routed, batch, layouts=grids, dtype="float64", plan=ROUTED_PLAN, options=options
+    )
     assert report.passed, report
 
 

@@ -301,7 +301,10 @@ def test_help_says_what_the_program_does():
         [sys.executable, "-m", package.__name__, "--help"],
         capture_output=True, text=True, timeout=110, check=True,
     )  # fmt: skip
-    assert "Train a small Llama on text, on any layout of ranks." in done.stdout
+    assert (
+        "Train a small Llama, or Mixtral with --experts, on text, on any layout of ranks."
+        in done.stdout
+    )
     assert "``" not in done.stdout
     assert "hatch run train" in done.stdout
     assert "sample | eval | export" in done.stdout.replace("\n", " ")

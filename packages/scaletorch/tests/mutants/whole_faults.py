@@ -28,9 +28,9 @@ def gradients_averaged(wrapper: Any) -> Any:
 def gradients_not_summed_over_cp(wrapper: Any) -> Any:
     """Gradients are summed over one axis of dp and cp alone."""
 
-    def over_dp(stage: Any, *, group: Any, **options: Any) -> Any:
+    def over_dp(stage: Any, **options: Any) -> Any:
         manager = get_process_group_manager()
-        return wrapper(stage, group=manager and manager.dp_group, **options)
+        return wrapper(stage, **options | {"group": manager and manager.dp_group})
 
     return over_dp
 

@@ -11,18 +11,28 @@ from torch.distributed import ProcessGroup
 from ..parallel.expert_parallel import apply_expert_parallel
 from ..parallel.expert_parallel.building import find_expert_cuts
 from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.tensor_parallel import Stacked
 
 EXPERTS = "experts"  # the style of a plan that means them
 Plan = Mapping[str, Any] | None
 
 
-def split_plan(plan: Plan) -> tuple[Plan, Plan]:
-    """Return of a plan what names experts and what names layers, or None if it names none."""
+def split_plan(plan: Plan, manager: ProcessGroupManager) -> tuple[Plan, Plan]:
+    """Return of a plan what names experts, and what names layers; None for what it lacks.
+
+    Experts that are `Stacked` are both, if each of them is cut over tp (etp = tp). An empty plan
+    stays one.
+    """
     if plan is None:
         return None, None
-    experts = {pattern: style for pattern, style in plan.items() if style == EXPERTS}
+    named = {p for p, style in plan.items() if style == EXPERTS or isinstance(style, Stacked)}
+    experts = dict.fromkeys(sorted(named), EXPERTS) or None
     layers = {pattern: style for pattern, style in plan.items() if style != EXPERTS}
-    return experts or None, layers or None
+    if plan and not layers:
+        return experts, None
+    if manager.ep_size > 1 and manager.etp_size == 1:
+        layers = {p: style for p, style in layers.items() if not isinstance(style, Stacked)}
+    return experts, layers
 
 
 def divide_experts(

@@ -57,8 +57,8 @@ def parallelize(
     Args:
         model: A plain module; its parameters keep their names.
         manager: The grid and its groups; axes of size 1 cost nothing.
-        plan: Tensor parallel plan, and modules of experts as "experts"; None recognises the
-            model's family, and its own plan for experts.
+        plan: Tensor parallel plan, and modules of experts as "experts", or as `Stacked` if they
+            are to be cut over tp too; None recognises the model's family, and its own plans.
         split: Pipeline split; None infers it from the module.
         schedule: Of the pipeline: a name, a function of ranks and micro-batches, or a schedule.
         bucket_size: Elements in a gradient bucket.
@@ -82,7 +82,7 @@ def parallelize(
     """
     settings = _Settings(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method)
     terms = _checked(model, manager, settings, (data_parallel or {}).get("init_sync", "check"))
-    experts, layers = split_plan(plan)
+    experts, layers = split_plan(plan, manager)
     divide_experts(model, manager, experts, shares_sequences=terms.shares_sequences)
     if manager.tp_size > 1:  # while all layers are there; one rank needs no plan
         _shard_layers(model, manager, layers, settings)

@@ -59,7 +59,7 @@ class _Watch(TorchFunctionMode):
 
 @contextmanager
 def watched(*, on: bool = True) -> Iterator[list[Choice]]:
-    """Yield a list that gets the choices of what runs; it stays empty unless `on`."""
+    """Yield a list that gets the choices of what runs; it stays empty if it is not `on`."""
     watch = _Watch()
     if not on:
         yield watch.choices

@@ -97,6 +97,6 @@ def compare_case(
         parallel = build(case, model, subject, manager)
         divide(case, saved["batches"][0], parallel)
     dropout.switch(parallel, on=False)
-    yield from train_and_compare(case, parallel, manager, saved)
-    if saved["dropout"]:
+    sound = yield from train_and_compare(case, parallel, manager, saved)
+    if sound and saved["dropout"]:
         yield from compare_dropout(case, parallel, manager, saved)

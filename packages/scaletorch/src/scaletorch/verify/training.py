@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -96,10 +96,11 @@ def train_and_compare(
     model: DataParallelBucket,
     manager: ProcessGroupManager,
     saved: Mapping[str, Any],
-) -> Iterator[Difference]:
+) -> Generator[Difference, None, bool]:
     """Train; compare this rank's part after each step, and the whole at the end.
 
     Ends with the first step in which a rank finds a fault: what follows from it tells nothing new.
+    Returns whether none was found in a step.
     """
     stages = names_of_stages(model, manager)
     dtype = TORCH_DTYPES[case.dtype]
@@ -124,10 +125,11 @@ def train_and_compare(
         found += compare_named("weight", step, model.state_dict(), theirs["weights"], limit, part)
         yield from found
         if any(all_gather_object(any(difference.failed for difference in found))):
-            return
+            return False
     weights = full_state_dict(model, manager)
     yield from missing("whole weight", step, weights, theirs["weights"], limit)
     yield from compare_named("whole weight", step, weights, theirs["weights"], limit)
+    return True
 
 
 def names_of_stages(model: nn.Module, manager: ProcessGroupManager) -> list[set[str]]:

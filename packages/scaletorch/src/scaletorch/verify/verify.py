@@ -63,9 +63,8 @@ def verify(
 ) -> Report:
     """Train a plain module on many layouts and compare everything with one process.
 
-    Two steps of unclipped SGD with momentum and two of AdamW with clipping, from one plain
-    checkpoint and the same global batches; loss, every gradient, the gradient norm and all weights
-    are compared on every rank after each step.
+    Two steps of unclipped SGD with momentum and two of clipped AdamW, from one checkpoint; loss,
+    every gradient, their norm and all weights are compared on every rank after each step.
 
     Args:
         model_fn: Module-level function that makes the plain module, on the CPU.
@@ -73,25 +72,22 @@ def verify(
             for none) and further [B, L] entries of the module's forward.
         layouts: The grids to try; None is every layout of `world_size`.
         world_size: Ranks, where `layouts` is None.
-        ep: Over how many ranks experts are divided: sizes to cross the layouts with. None is what
-            `layouts` say, or every size that folds a layout and that the experts are enough for.
+        ep: Expert parallel sizes to cross the layouts with; None is what `layouts` say, or
+            every size that folds a layout and that the experts are enough for.
         dtype: 'float64', 'float32' or both.
         options: Values to try of `cases.OPTIONS`; an option that is absent keeps its default.
-        plan: Tensor parallel plan, and modules of experts as "experts"; None recognises the
-            model's family, and its own plan for experts.
+        plan: As for `parallelize`; None recognises the model's family and its experts.
         split: Pipeline split; None infers it from the module.
         timeout: Seconds for one case.
         progress: Called with each case's result.
 
     Returns:
         The report; `report.passed` tells whether rounding explains every difference. A case
-        that the library refuses in words (more stages than layers) did not pass: it counts
-        against the report where `layouts` name it, and is only listed if they are None. So
-        does a dtype in which rounding would hide faults: it is not judged.
+        that the library refuses in words (more stages than layers) counts against it where
+        `layouts` name it. A dtype in which rounding would hide faults is not judged.
 
     Raises:
-        InvalidArgumentError: neither layouts nor a world size, unknown options, or an ep size
-            that does not fold.
+        InvalidArgumentError: neither layouts nor a world size, unknown options, or a wrong ep.
 
     Example:
         >>> verify(world_size=2, dtype="float64").passed
@@ -101,11 +97,11 @@ def verify(
     grids = choose_layouts(layouts, world_size, ep, count_experts(model, plan))
     dtypes = (dtype,) if isinstance(dtype, str) else tuple(dtype)
     cases = list(enumerate_cases(grids, dtypes, options or {}))
-    subject = Subject(locate(model_fn), plan, split)
     chain = chain_length(model, batch_fn(0)["input_ids"])
     preload(*heavy_modules(model))
     why = {name: blind(TORCH_DTYPES[name], chain, STEPS) for name in dtypes}
     results = []
+    subject = Subject(locate(model_fn), plan, split)
     for result in _judged(cases, why, subject, model_fn, batch_fn, timeout):
         results.append(result)
         if progress is not None:

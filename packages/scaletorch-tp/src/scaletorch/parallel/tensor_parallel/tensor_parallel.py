@@ -49,11 +49,10 @@ def apply_tensor_parallel(
     Args:
         model: The whole model, equal on every rank.
         plan: Pattern of module names -> style. `*` stands for any text inside one component of a
-            name, a component `**` for any number of components; "" is the root. Styles are
-            "column", "column_gather", "row", "row_split", "vocab", "replicate", "sequence",
-            "sequence_join", "replicate_sum_grad", "sharded", `Fused`, `Stacked` and `Divide`. None
-            is the model's own plan (transformers), or that of the known family whose names it
-            has; experts that are divided over these ranks already are left out of it.
+            name, a component `**` for any number of them; "" is the root. Styles are "column",
+            "column_gather", "row", "row_split", "vocab", "replicate", "sequence", "sharded",
+            "sequence_join", "replicate_sum_grad", `Fused`, `Stacked` and `Divide`. None is the
+            model's own plan (transformers) or its family's, but for experts divided already.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
         sequence_parallel: Between sharded layers each rank holds its share of every sequence.
 
@@ -61,16 +60,15 @@ def apply_tensor_parallel(
         The model.
 
     Raises:
-        InvalidArgumentError: The plan does not fit the model: a pattern matches nothing, two
-            match one module, a style does not fit a module, or a size leaves a rank no share. It
-            is the same error on every rank, and the model is as before.
+        InvalidArgumentError: A pattern matches nothing, two match one module, a style does not
+            fit a module, or a size leaves a rank no share. It is the same error on every rank,
+            and the model is as before.
 
     Example:
         >>> apply_tensor_parallel(model, {"**.fc1": "column", "**.fc2": "row"})
     """
     group = axis_group("tp", group)
-    tp_size = get_world_size(group)
-    divided = divided_modules(model, group)
+    tp_size, divided = get_world_size(group), divided_modules(model, group)
     resolved = resolve(model, plan, tp_size, sequence_parallel=sequence_parallel, divided=divided)
     matches = resolved.matches.values()
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds

@@ -100,13 +100,25 @@ def _match(
 ) -> tuple[list[Match], set[nn.Module], list[Length]]:
     """Return what is sharded, the modules known to be attention, and how many heads they have."""
     if plan is not None:
-        return match_plan(model, plan), set(), []
+        found = match_plan(model, plan)
+        _check_divided(found, divided)
+        return found, set(), []
     known = find_own_plan(model, divided) or find_family(model)
     modules = dict(model.named_modules(remove_duplicate=False))
     check_complete(modules, known)
     heads = list(head_counts(modules, known.heads))
     check_head_norms(modules, known.heads, known.matches)
-    return known.matches, {modules[name] for name in known.heads}, heads
+    left = [match for match in known.matches if match.module not in divided]
+    return left, {modules[name] for name in known.heads}, heads
+
+
+def _check_divided(matches: Iterable[Match], divided: Collection[nn.Module]) -> None:
+    for match in matches:
+        if match.layer is not None and match.module in divided:
+            raise InvalidArgumentError(
+                f"{match.place} is divided over these ranks already, by expert parallelism: leave "
+                "it out of the plan, or give the grid etp_size = tp_size to divide it both ways"
+            )
 
 
 def find_regions(model: nn.Module, matches: Matches) -> list[nn.Module]:
