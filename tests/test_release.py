@@ -107,8 +107,8 @@ def test_a_minor_version_moves_pins_and_raises_dependents(workspace):
     assert "- Needs scaletorch-dist 0.2." in (workspace / TP / "CHANGELOG.md").read_text()
     built = {file.name for file in (workspace / "dist" / "scaletorch-dist-v0.2.0").iterdir()}
     assert {"scaletorch_tp-0.2.0-py3-none-any.whl", "scaletorch-0.2.0.tar.gz"} <= built
-    assert len(built) == 14
-    assert said.count("PASSED") == 14
+    assert len(built) == 16
+    assert said.count("PASSED") == 16
 
 
 def test_a_patch_leaves_pins_and_a_dry_run_everything(workspace):
@@ -175,7 +175,7 @@ def urls(folder):
 
 def test_all_packages_say_alike_where_they_come_from(workspace):
     said = urls(ROOT)
-    assert len(said) == 7
+    assert len(said) == 8
     assert all(each.keys() == said["scaletorch"].keys() for each in said.values())
     release(workspace, "bump", "patch", "scaletorch-tp", "--date", "2030-01-02")
     expected = {

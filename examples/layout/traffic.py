@@ -80,8 +80,9 @@ def _pipeline(division: Division, stage: int) -> Sent:
 def _data(division: Division, stage: int) -> Sent:
     ranks = division.grid.dp * division.grid.cp
     sizes = division.parameters(stage)
-    # Gradients; for each whether a rank used it, and how often backward and zero_grad ran.
-    whole = ITEM * (sum(sizes) + len(sizes) + 2)
+    # Gradients; for each whether a rank used it; and four words on how often backward, zero_grad
+    # and no_sync ran.
+    whole = ITEM * (sum(sizes) + len(sizes) + 4)
     hops = 4 * (ranks - 1)  # two all-reduces: of buckets under way at once, and of these words
     return Sent(2 * whole * (ranks - 1) // ranks, hops)
 

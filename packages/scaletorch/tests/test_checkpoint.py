@@ -358,7 +358,7 @@ def test_what_several_ranks_have_is_written_once_and_dealt_out():
             half = whole[name].chunk(2)[tp]
             part = Part((tp * len(half),), half, owner=tp)
             record.add(name, tuple(whole[name].shape), torch.float32, [part], replicated=True)
-        place = Place(Grid(tp=2, dp=2), 2 * replica + tp, tp, 0, replica, 2, None)
+        place = Place(Grid(tp=2, dp=2), 2 * replica + tp, tp, 0, replica, 2, replica, 2, None)
         ours = share_out(record, place)
         loads[tp, replica] = sorted(ours)
         for name, entry in ours.items():

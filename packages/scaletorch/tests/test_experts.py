@@ -1,6 +1,7 @@
 """Mixtures of experts on every layout: losses, gradients, norms and steps of one process."""
 
 import copy
+from functools import cache
 
 import pytest
 import torch
@@ -9,10 +10,13 @@ from torch.overrides import TorchFunctionMode
 
 from scaletorch import compose
 from scaletorch.dist import InvalidArgumentError
-from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.dist.testing import preload, relative_error, run_ranks
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 
 transformers = pytest.importorskip("transformers")
+preload("torch._dynamo")  # which the first optimizer of a process imports
+for name in ("mixtral", "qwen3_moe", "olmoe", "deepseek_v3", "gpt_oss", "glm4_moe"):
+    preload(f"transformers.models.{name}.modeling_{name}")
 
 STEPS, BOUND = 3, 1e-11
 SMALL = {
@@ -119,7 +123,9 @@ def batch(step):
     return {"input_ids": ids, "labels": labels}
 
 
+@cache
 def reference(family):
+    """Losses, norms, gradients of each step and weights at the end, of one process."""
     model = build(family)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms, gradients = [], [], []
@@ -138,9 +144,9 @@ def reference(family):
     return losses, norms, gradients, copy.deepcopy(model.state_dict())
 
 
-def train(family, sizes, options, micro_batches, stage):
+def train(expected, family, sizes, options, micro_batches, stage):
     manager = setup_process_group_manager(**sizes)
-    losses, norms, gradients, weights = reference(family)
+    losses, norms, gradients, weights = expected
     model = compose.parallelize(build(family), manager, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     if stage:
@@ -166,9 +172,15 @@ def train(family, sizes, options, micro_batches, stage):
     compose.check_replicas(model)
 
 
+def trained(ranks, family, sizes, options=None, micro_batches=1, stage=0):
+    """Train on ranks, and compare all with one process."""
+    given = family, sizes, options or {}, micro_batches, stage
+    run_ranks(train, ranks, reference(family), *given, timeout=120)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family):
-    run_ranks(train, 4, family, {"dp_size": 4, "ep_size": 2}, {}, 1, 0, timeout=120)
+    trained(4, family, {"dp_size": 4, "ep_size": 2})
 
 
 LAYOUTS = [
@@ -184,7 +196,7 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("sizes", "options", "micro_batches", "stage"), LAYOUTS)
 def test_layouts(sizes, options, micro_batches, stage):
-    run_ranks(train, 4, "Qwen3Moe", sizes, options, micro_batches, stage, timeout=120)
+    trained(4, "Qwen3Moe", sizes, options, micro_batches, stage)
 
 
 BALANCE = {"output_router_logits": True, "router_aux_loss_coef": 0.7}

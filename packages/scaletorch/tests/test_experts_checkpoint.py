@@ -43,8 +43,8 @@ def begin(folder, sizes, stage, family=FAMILY):
         export_safetensors(model, f"{folder}/plain")
 
 
-def go_on(folder, sizes, stage, family=FAMILY):
-    losses, _, _, weights = reference(family)
+def go_on(expected, folder, sizes, stage, family=FAMILY):
+    losses, _, _, weights = expected
     model, optimizer = prepared(sizes, stage, family)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -71,20 +71,22 @@ LAYOUTS = [
 def test_training_goes_on_on_another_layout(tmp_path, number):
     (one, stage), (other, later) = LAYOUTS[number], LAYOUTS[(number + 1) % len(LAYOUTS)]
     run_ranks(begin, 4, str(tmp_path), one, stage, timeout=120)
-    run_ranks(go_on, 4, str(tmp_path), other, later, timeout=120)
+    run_ranks(go_on, 4, reference(FAMILY), str(tmp_path), other, later, timeout=120)
 
 
 def test_one_process_takes_over_and_hands_back(tmp_path):
     run_ranks(begin, 4, str(tmp_path / "a"), *LAYOUTS[1], timeout=120)
-    run_ranks(go_on, 1, str(tmp_path / "a"), {}, 0, timeout=120)
+    run_ranks(go_on, 1, reference(FAMILY), str(tmp_path / "a"), {}, 0, timeout=120)
     run_ranks(begin, 1, str(tmp_path / "b"), {}, 0, timeout=120)
-    run_ranks(go_on, 4, str(tmp_path / "b"), *LAYOUTS[2], timeout=120)
+    run_ranks(go_on, 4, reference(FAMILY), str(tmp_path / "b"), *LAYOUTS[2], timeout=120)
 
 
 def test_biases_that_are_added_once(tmp_path):
     run_ranks(begin, 4, str(tmp_path), *LAYOUTS[4], "GptOss", timeout=120)
-    run_ranks(go_on, 1, str(tmp_path), {}, 0, "GptOss", timeout=120)
-    run_ranks(go_on, 4, str(tmp_path), {"tp_size": 4}, 0, "GptOss", timeout=120)
+    run_ranks(go_on, 1, reference("GptOss"), str(tmp_path), {}, 0, "GptOss", timeout=120)
+    run_ranks(
+        go_on, 4, reference("GptOss"), str(tmp_path), {"tp_size": 4}, 0, "GptOss", timeout=120
+    )
 
 
 def imported(folder, sizes):

@@ -2,12 +2,11 @@
 
 import pytest
 
-from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import Slices, Stacked
 
 transformers = pytest.importorskip("transformers")
 
-from test_experts import FAMILIES, train  # noqa: E402
+from test_experts import FAMILIES, trained  # noqa: E402
 
 SEQUENCES = {"sequence_parallel": True}
 NAMED = {"plan": {"**.mlp.experts": Stacked({"gate_up_proj": Slices(1, parts=2), "down_proj": 2})}}
@@ -16,13 +15,13 @@ NAMED = {"plan": {"**.mlp.experts": Stacked({"gate_up_proj": Slices(1, parts=2),
 @pytest.mark.parametrize("options", [{}, SEQUENCES], ids=["whole", "shares"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families(family, options):
-    run_ranks(train, 2, family, {"tp_size": 2}, options, 1, 0, timeout=120)
+    trained(2, family, {"tp_size": 2}, options)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_experts_divided_both_ways(family):
     sizes = {"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}
-    run_ranks(train, 4, family, sizes, {}, 1, 0, timeout=120)
+    trained(4, family, sizes)
 
 
 LAYOUTS = [
@@ -42,4 +41,4 @@ LAYOUTS = [
 
 @pytest.mark.parametrize(("family", "sizes", "options", "micro_batches", "stage"), LAYOUTS)
 def test_layouts(family, sizes, options, micro_batches, stage):
-    run_ranks(train, 4, family, sizes, options, micro_batches, stage, timeout=120)
+    trained(4, family, sizes, options, micro_batches, stage)

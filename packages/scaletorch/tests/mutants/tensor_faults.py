@@ -119,10 +119,10 @@ def gathered_logits_gradient_summed(gather: Any) -> Any:
 def _as_rank(own: Any, choose: Any) -> Any:
     """Cut a parameter as another rank would."""
 
-    def other(self: Any, whole: Tensor, dim: int) -> Any:
+    def other(self: Any, whole: Tensor, dim: int, *cut: Any) -> Any:
         rank, self.tp_rank = self.tp_rank, choose(self.tp_rank, self.tp_size, dim)
         try:
-            return own(self, whole, dim)
+            return own(self, whole, dim, *cut)
         finally:
             self.tp_rank = rank
 
