@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed import group
 
 from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.pg_manager.building import matching
 from scaletorch.parallel.tensor_parallel import (
     ColumnParallelLinear,
     Divide,
@@ -22,7 +23,6 @@ from scaletorch.parallel.tensor_parallel.cuts.cut import (
     nearest_divisors,
     shard_sizes,
 )
-from scaletorch.parallel.tensor_parallel.plans.plan import matching
 from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
 
 NAMES = ["", "model", "model.layers.0.mlp.up", "model.layers.11.mlp.up", "layers.0.mlp.up", "up"]

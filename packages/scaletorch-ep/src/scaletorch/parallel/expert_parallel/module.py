@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -17,11 +14,10 @@ from ...dist import functional, get_rank, get_world_size
 from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
+from ..pg_manager.building import class_before, deep_copy, shallow_copy
 from .computing import compute
 from .dispatch import combine, dispatch
 from .shares import ranges_of, share_out
-
-_SUBCLASSES: dict[tuple[type, type], type[Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +68,10 @@ class DividedExperts(nn.Module):
         return results
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        own = getattr(super(), "__deepcopy__", None)  # of the module's own class
-        if own is not None:
-            theirs: Self = own(memo)
-            return theirs
-        return self._twin(partial(copy.deepcopy, memo=memo), memo)
+        return deep_copy(self, getattr(super(), "__deepcopy__", None), memo)
 
     def __copy__(self) -> Self:
-        return self._twin(dict, {})
-
-    def _twin(self, copied: Callable[[Any], Any], memo: dict[int, Any]) -> Self:
-        own: Any = self
-        twin: Any = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copied(own.__getstate__()))
-        found: Self = twin
-        return found
+        return shallow_copy(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled, which `torch.save(model)` does."""
@@ -117,12 +101,7 @@ class ExpertList(nn.ModuleList):
 def put_before(mixin: type[nn.Module], module: nn.Module) -> None:
     """Put `mixin` before the class of `module`, in place; it stays an instance of that class."""
     own = type(module)
-    if (mixin, own) not in _SUBCLASSES:
-        place = {"__module__": own.__module__, "__doc__": own.__doc__}
-        _SUBCLASSES[mixin, own] = types.new_class(
-            own.__name__, (mixin, own), exec_body=lambda namespace: namespace.update(place)
-        )
-    module.__class__ = _SUBCLASSES[mixin, own]
+    module.__class__ = class_before(mixin, own, own.__name__)
 
 
 def _routing(
@@ -181,5 +160,6 @@ def _tensor(module: nn.Module, name: str) -> Tensor:
     """Return a parameter, or what another strategy uses in its place during this call."""
     owner, _, own = name.rpartition(".")
     found = module.get_submodule(owner)._parameters[own]
-    assert found is not None
+    if found is None:
+        raise StateError(f"{describe_rank()}: expert parameter '{name}' is gone")
     return found

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 
 from torch import nn
 
 from ...dist.errors import InvalidArgumentError
+from ..pg_manager.building import matching, no_match
 
 Plan = Mapping[str, str]
 
@@ -32,7 +31,7 @@ def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
     for pattern in patterns:
         names = matching(pattern, modules)
         if not names and plan is not None:
-            raise InvalidArgumentError(_no_match(pattern, modules))
+            raise InvalidArgumentError(no_match(pattern, modules))
         for name in names:
             chosen.setdefault(modules[name], name)
     if not chosen:
@@ -42,24 +41,6 @@ def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
             'top_k_weights), such as {"**.mlp.experts": "experts"}'
         )
     return {chosen[module]: module for module in model.modules() if module in chosen}
-
-
-def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the dotted names that a pattern matches as a whole.
-
-    `*` and `?` stand for any text and one character inside one component, a component `**` for
-    any number of components, none included; "" is the root module.
-    """
-    wild = {"*": "[^.]*", "?": "[^.]"}
-    compiled = re.compile(
-        "".join(
-            r"(?:[^.]+\.)*"
-            if component == "**"
-            else "".join(wild.get(c, re.escape(c)) for c in component) + r"\."
-            for component in (pattern.split(".") if pattern else [])
-        )
-    )
-    return [name for name in names if compiled.fullmatch(f"{name}." if name else "")]
 
 
 def own_patterns(model: nn.Module) -> list[str]:
@@ -101,9 +82,3 @@ def _patterns(plan: Plan) -> list[str]:
                 f"the plan gives '{pattern}' the style {style!r}; there is one, {EXPERTS!r}"
             )
     return list(plan)
-
-
-def _no_match(pattern: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(pattern.replace("**.", ""), [n for n in names if n], n=3)
-    hint = f"; nearest module names: {', '.join(close)}" if close else ""
-    return f"pattern '{pattern}' of the plan matches no module{hint}"

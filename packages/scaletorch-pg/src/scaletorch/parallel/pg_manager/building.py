@@ -12,14 +12,21 @@ from .linear_layers import (
     weight_factors,
 )
 from .loss import mean_over
+from .module_classes import class_before, deep_copy, shallow_copy
+from .module_names import matching, no_match
 
 __all__ = [
     "bias_gradient",
+    "class_before",
+    "deep_copy",
     "divided_modules",
     "linear_output",
     "mark_divided",
+    "matching",
     "mean_over",
+    "no_match",
     "plain_linears",
+    "shallow_copy",
     "take_forward",
     "weight_factors",
 ]

@@ -18,6 +18,7 @@ from ...pg_manager import describe_rank
 from ..cuts.cut import Cut, require_shares, share_cut
 from ..cuts.stacked import Stacked
 from ..regions.region import in_region
+from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import Surrounded, own_class, surround
 from ..regions.uncompiled import around_compiled, copy, reduce, uncompiled
 from .base import Memo, TensorParallelLayer
@@ -73,7 +74,8 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
         """Run the module's own forward on this rank's share of the width; return whole results."""
         if self.tp_size == 1:
             return super().forward(*args, **kwargs)
-        sizes = None if self.sequence is None else self._rows(args, kwargs)
+        sequence = self.sequence
+        sizes = None if sequence is None else self._rows(sequence, args, kwargs)
         args = tuple(self._enter(each, sizes) for each in args)
         kwargs = {name: self._enter(each, sizes) for name, each in kwargs.items()}
         own = self._parameters
@@ -101,7 +103,9 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
         return copy(x, self.group) if x.is_floating_point() else x
 
     @uncompiled
-    def _rows(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    def _rows(
+        self, sequence: SequenceShares, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[int, ...]:
         """Return how many rows of tokens each rank has."""
         given = [*tensors_in((args, kwargs))]
         hidden = given[0] if given else torch.empty(())
@@ -112,8 +116,7 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
                 f"weights [T, K], got {', '.join(str(tuple(x.shape)) for x in given) or 'none'}; "
                 "do without sequence parallelism"
             )
-        assert self.sequence is not None
-        return self.sequence.rows(hidden)
+        return sequence.rows(hidden)
 
     def _added(self) -> dict[str, Any]:
         """Return what is to be added once, as this rank adds it."""

@@ -9,9 +9,10 @@ from typing import NamedTuple
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
+from ...pg_manager.building import matching
 from ..cuts.fused import Fused
 from ..cuts.stacked import Slices, Stacked
-from .plan import Divide, Match, Plan, match_plan, matching
+from .plan import Divide, Match, Plan, match_plan
 
 
 @dataclass(frozen=True, slots=True)

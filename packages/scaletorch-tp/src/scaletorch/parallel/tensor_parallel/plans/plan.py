@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
+from ...pg_manager.building import matching, no_match
 from ..cuts.cut import Cut
 from ..cuts.fused import Fused
 from ..cuts.stacked import Stacked
@@ -174,24 +173,6 @@ def children_of(module: nn.Module, matches: Matches) -> list[Match]:
     return [match for match in mine if match.layer is not None]
 
 
-def matching(pattern: str, names: Iterable[str]) -> list[str]:
-    """Return the dotted names that a pattern matches as a whole.
-
-    `*` and `?` stand for any text and one character inside one component, a component `**` for
-    any number of components, none included; "" is the root module.
-    """
-    wild = {"*": "[^.]*", "?": "[^.]"}
-    compiled = re.compile(
-        "".join(
-            r"(?:[^.]+\.)*"
-            if component == "**"
-            else "".join(wild.get(c, re.escape(c)) for c in component) + r"\."
-            for component in (pattern.split(".") if pattern else [])
-        )
-    )
-    return [name for name in names if compiled.fullmatch(f"{name}." if name else "")]
-
-
 def match_plan(model: nn.Module, plan: Plan, may_lack: frozenset[str] = frozenset()) -> list[Match]:
     """Find the modules a plan speaks for, in the model's order.
 
@@ -205,7 +186,7 @@ def match_plan(model: nn.Module, plan: Plan, may_lack: frozenset[str] = frozense
         _check_style(pattern, style)
         names = matching(pattern, modules)
         if not names and pattern not in may_lack:
-            raise InvalidArgumentError(_no_match(pattern, modules))
+            raise InvalidArgumentError(no_match(pattern, modules))
         for name in names:
             module = modules[name]
             other = matches.setdefault(module, look_up(name, module, pattern, style))
@@ -246,9 +227,3 @@ def _check_style(pattern: str, style: Style) -> None:
             f"{', '.join(map(repr, STYLES))}, Divide('attribute', ...), Fused('column', parts) "
             "or Stacked({'parameter': dim})"
         )
-
-
-def _no_match(pattern: str, names: Iterable[str]) -> str:
-    close = difflib.get_close_matches(pattern.replace("**.", ""), [n for n in names if n], n=3)
-    hint = f"; nearest module names: {', '.join(close)}" if close else ""
-    return f"pattern '{pattern}' of the plan matches no module{hint}"

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import copy
-import types
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self, TypeVar
 
 from torch import nn
@@ -14,11 +10,10 @@ from torch.distributed import ProcessGroup
 
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
+from ...pg_manager.building import class_before, deep_copy, shallow_copy
 from .uncompiled import uncompiled
 
 M = TypeVar("M", bound=nn.Module)
-
-_SUBCLASSES: dict[tuple[type[nn.Module], type[nn.Module]], type[Any]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,22 +32,10 @@ class Surrounded(nn.Module):
     _tp_group: SharedGroup
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        own = getattr(super(), "__deepcopy__", None)  # of the module's own class
-        if own is not None:
-            theirs: Self = own(memo)
-            return theirs
-        return self._twin(partial(copy.deepcopy, memo=memo), memo)
+        return deep_copy(self, getattr(super(), "__deepcopy__", None), memo)
 
     def __copy__(self) -> Self:
-        return self._twin(dict, {})
-
-    def _twin(self, copied: Callable[[Any], Any], memo: dict[int, Any]) -> Self:
-        own: Any = self
-        twin: Any = object.__new__(type(self))
-        memo[id(self)] = twin
-        twin.__setstate__(copied(own.__getstate__()))
-        found: Self = twin
-        return found
+        return shallow_copy(self)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse to be pickled, which `torch.save(model)` does."""
@@ -62,7 +45,8 @@ class Surrounded(nn.Module):
 def surround(module: M, mixin: type[Surrounded], group: ProcessGroup | None) -> M:
     """Put `mixin` before the class of `module`, in place; it stays an instance of that class."""
     vars(module)["_tp_group"] = SharedGroup(group)
-    module.__class__ = _subclass(mixin, type(module))
+    own = type(module)
+    module.__class__ = class_before(mixin, own, f"{mixin.__name__}{own.__name__}")
     return module
 
 
@@ -90,15 +74,3 @@ def not_pickled(name: str) -> StateError:
         "ties it to this rank's process group: save a state_dict, gather_state_dict(model) for "
         "the whole model's, and load it into a model made anew; copy.deepcopy works"
     )
-
-
-def _subclass(mixin: type[Surrounded], own: type[nn.Module]) -> type[Any]:
-    """Make the subclass once, so that modules of one class stay of one class."""
-    if (mixin, own) not in _SUBCLASSES:
-        # Who asks where a class comes from means the module's own one.
-        place = {"__module__": own.__module__, "__doc__": own.__doc__}
-        name = f"{mixin.__name__}{own.__name__}"
-        _SUBCLASSES[mixin, own] = types.new_class(
-            name, (mixin, own), exec_body=lambda namespace: namespace.update(place)
-        )
-    return _SUBCLASSES[mixin, own]
