@@ -214,3 +214,10 @@ def test_culprits_are_counted():
     assert culprits.name_culprits([("w", rank) for rank in ranks]).endswith(" and 1 more")
     assert "more" not in culprits.name_culprits([("w", rank) for rank in ranks[:-1]])
     assert culprits.name_culprits([(rank, "w") for rank in ranks]).endswith("; and 1 more")
+
+
+def test_a_module_may_have_an_attribute_groups():
+    layer = nn.Conv2d(2, 4, 1, groups=2)
+    layer(torch.ones(1, 2, 3, 3)).square().sum().backward()
+    expected = torch.stack([p.grad.norm() for p in layer.parameters()]).norm()
+    assert torch.allclose(global_grad_norm(layer), expected, rtol=1e-6)

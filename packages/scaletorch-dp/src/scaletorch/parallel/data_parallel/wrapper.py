@@ -78,7 +78,7 @@ class _DataParallel(ModuleWrapper):
         ]
         super().__init__(module)
         self.wrapped = Wrapped(parameters)
-        self.groups = dict(groups)
+        self.parameter_groups = dict(groups)
         family: WeakSet[GradientSync] = WeakSet()
         self._syncs = [
             _gradient_sync(module, named, reduction, fill, family, settings, overlap=overlap)

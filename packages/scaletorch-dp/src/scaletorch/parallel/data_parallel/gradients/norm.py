@@ -136,13 +136,13 @@ def clip_by(
 
 def _divided_over(model: nn.Module, group: ProcessGroup | None) -> list[ProcessGroup | None]:
     """Return the ranks whose gradients add up; none if all have the same."""
-    return [group] if is_sharded(model) or getattr(model, "groups", None) else []
+    return [group] if is_sharded(model) or getattr(model, "parameter_groups", None) else []
 
 
 def _counted(model: nn.Module, group: ProcessGroup | None) -> Iterator[Tensor]:
     """Yield the gradients that this rank counts: its shards, and what it is the first to have."""
     usual = axis_group("cp_dp", group)
-    groups: Mapping[str, ProcessGroup | None] = getattr(model, "groups", {})
+    groups: Mapping[str, ProcessGroup | None] = getattr(model, "parameter_groups", {})
     members = {rank for each in groups.values() for rank in group_ranks(each)}
     if not members <= {*group_ranks(usual)}:
         raise InvalidArgumentError(
