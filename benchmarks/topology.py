@@ -10,25 +10,17 @@ Each cell is the median over repeats of the slowest rank's time, ways in turn.
 from __future__ import annotations
 
 import argparse
-import ctypes
-import os
 import statistics
-import subprocess
-import tempfile
-import time
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as c10d
 from torch import Tensor
 
 import scaletorch.dist as dist
-from scaletorch.dist import RankPool
 from scaletorch.dist.wire.backend import all_gather_single, reduce_scatter_single
 
-from .harness.links import DEVICE, join, slow_links
-from .harness.ranks import start
+from .harness.ranks import run_on_nodes
 from .harness.tables import ratio, table
 from .harness.turns import Run, of_slowest_rank, repeated, seconds
 
@@ -39,23 +31,6 @@ Found = dict[tuple[str, str], dict[str, list[float]]]
 NODES, PLACES = 2, 2
 LINKS = {"10 ms": (0.01, None), "1 ms": (0.001, None), "100 Mbit/s": (0.0001, 12.5e6)}
 SIZES = {"8 B": 8, "64 KiB": 2**16, "1 MiB": 2**20, "8 MiB": 2**23}
-
-
-def enter(address: str, folder: str) -> None:
-    """Put this rank on its node: the first of a node joins the links, the others follow it."""
-    node, place = divmod(int(os.environ["RANK"]), PLACES)
-    leader = Path(folder, f"node-{node}")
-    if place == 0:
-        join(address, node)
-        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
-        leader.with_suffix(".new").write_text(str(os.getpid()))
-        leader.with_suffix(".new").rename(leader)
-        return
-    while not leader.exists():
-        time.sleep(0.01)
-    with open(f"/proc/{leader.read_text()}/ns/net") as space:
-        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0):
-            raise OSError(ctypes.get_errno(), "a network namespace needs root")
 
 
 def calls(size: int, flat: c10d.ProcessGroup, deep: c10d.ProcessGroup) -> Ways:
@@ -81,13 +56,8 @@ def calls(size: int, flat: c10d.ProcessGroup, deep: c10d.ProcessGroup) -> Ways:
     }
 
 
-def measure(address: str, folder: str, repeats: int) -> Found:
+def measure(repeats: int) -> Found:
     """Return each way's seconds in every repeat, of the slowest rank, by call and size."""
-    enter(address, folder)
-    os.environ["GLOO_SOCKET_IFNAME"] = DEVICE
-    node = int(os.environ["RANK"]) // PLACES
-    os.environ["GROUP_RANK"] = str(node)  # as a torchrun on each node sets it
-    start(folder)
     flat, deep = c10d.new_group(), c10d.new_group()
     if not dist.use_hierarchy(deep):
         raise SystemExit("the nodes were not found")
@@ -114,12 +84,7 @@ def main() -> None:
     repeats = 2 if parser.parse_args().quick else 7
     for name, (latency, bandwidth) in LINKS.items():
         print(f"\n### {NODES} nodes x {PLACES} ranks, {name} between nodes\n")
-        with (
-            tempfile.TemporaryDirectory() as folder,
-            slow_links(NODES, latency, bandwidth) as address,
-            RankPool(NODES * PLACES, init=False) as pool,
-        ):
-            found = pool.run(measure, address, folder, repeats)[0]
+        found = run_on_nodes(measure, NODES, PLACES, latency, bandwidth, repeats)[0]
         print(table(["call", "bytes", "torch, ms", "ours in levels, ms", "ratio"], cells(found)))
 
 

@@ -12,6 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from tools.packages import PACKAGES, ROOT, closure, dependents
 from tools.testing.changed import SUITES, concerned
+from tools.testing.suites import in_order
 
 
 def test_the_graph_comes_from_the_pyprojects():
@@ -52,6 +53,16 @@ def test_what_is_touched_comes_first_then_its_dependents(files, suites):
 )
 def test_what_belongs_to_nobody_touches_everything(file):
     assert {*concerned([file])} == {*SUITES}
+
+
+def test_what_takes_longest_begins():
+    short = [f"scaletorch-{name}" for name in ("cp", "dp", "ep", "pg", "pp", "tp")]
+    long = ["scaletorch", "scaletorch-dist", "tests"]
+    assert in_order([]) == in_order(SUITES) == [*long, *short]
+    dp = ["scaletorch", "tests", "scaletorch-dp"]
+    rest = [name for name in short if name not in dp]
+    assert in_order(concerned(["packages/scaletorch-dp/src/a.py"])) == [*dp, long[1], *rest]
+    assert in_order(["tests"]) == ["tests", *long[:2], *short]
 
 
 @pytest.fixture

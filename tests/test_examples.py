@@ -92,6 +92,35 @@ def test_finetune_transformers():
     assert ranks < 0.8 * steps[0][0]
 
 
+def test_grid_trainer():
+    pytest.importorskip("accelerate")
+    *steps, (bound,) = run("examples/grid_trainer.py")[-7:]  # behind what Trainer itself prints
+    for one, four in steps:
+        assert four == pytest.approx(one, abs=2.1e-5)
+    assert steps[-1][0] < 0.9 * steps[0][0]
+    assert bound < 1e-5
+
+
+def trained(folder, **sizes):
+    """Return a few losses and norms of `GridTrainer`, and what it refuses."""
+    example = load("grid_trainer")
+    curve = example.on_grid(folder, torch.float64, **sizes)
+    with pytest.raises(ValueError, match="no bf16=True: load the model in bfloat16"):
+        example.GridTrainer(None, example.arguments(folder, bf16=True), manager=None)
+    return curve.losses, curve.norms
+
+
+@pytest.mark.timeout(300)
+def test_grid_trainer_on_other_grids(tmp_path):
+    pytest.importorskip("accelerate")
+    preload("transformers.models.llama.modeling_llama", "transformers.trainer", "torch._dynamo")
+    one = load("grid_trainer").plain(tmp_path, torch.float64)
+    for sizes in ({"pp_size": 2}, {"cp_size": 2}):
+        losses, norms = run_ranks(trained, 2, tmp_path, timeout=100, **sizes)[0]
+        assert losses == pytest.approx(one.losses, rel=1e-6)  # Trainer keeps float32 of them
+        assert norms == pytest.approx(one.norms, rel=1e-5)
+
+
 @pytest.mark.parametrize("layout", ["dp2 tp2", "dp2 cp2", "dp2 cp2 tp2"])
 def test_fsdp2_in_float64(layout):
     preload("torch._dynamo")  # which FSDP2 imports

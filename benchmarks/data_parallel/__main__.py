@@ -14,6 +14,7 @@ C. The same in bfloat16, with gradients that accumulate and are summed in float3
 D. Steps with AdamW, and its state shared out over the ranks or not.
 E. Memory, on new ranks for each way.
 F. (``--slow``) A small model on links of 10 ms each way, and on links of 100 Mbit/s.
+G. (``--slow``) The same on four ranks of two nodes, with such a link from node to node.
 
 Of the ranks the slower counts. Ratios are medians of each repeat's own, and quartiles.
 
@@ -40,7 +41,7 @@ from pathlib import Path
 from scaletorch.dist import RankPool
 from scaletorch.dist.testing import preload
 
-from ..harness.ranks import run_on_links
+from ..harness.ranks import run_on_links, run_on_nodes
 from ..harness.tables import machine, publish
 from .checks import Plan
 from .measure import Memory, measure, memory
@@ -107,6 +108,14 @@ def slow(quick: bool) -> Iterator[str]:
         yield times(plan, found, f", {what}")
 
 
+def nodes(quick: bool) -> Iterator[str]:
+    """Compare gradients of nodes on slow links."""
+    plan = Plan("nodes", replace(SMALL, batch=2), 2 if quick else 5, recorded=1)
+    for what, (latency, bandwidth) in LINKS.items():
+        found = run_on_nodes(measure, 2, RANKS, latency, bandwidth, plan)
+        yield times(plan, found, f", 2 nodes x {RANKS} ranks, {what}")
+
+
 def timed(plan: Plan) -> str:
     """Measure on new ranks, and write a table."""
     with RankPool(RANKS, timeout=None) as pool:
@@ -121,25 +130,26 @@ def on_new_ranks(plan: Plan, name: str) -> list[Memory]:
 
 PARTS: dict[str, Part] = {
     "A": backward, "B": accumulation, "C": mixed, "D": training, "E": memories, "F": slow,
+    "G": nodes,
 }  # fmt: skip
 
 
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--part", nargs="+", choices=PARTS, help="of A to E; all")
-    parser.add_argument("--slow", action="store_true", help="part F alone")
+    parser.add_argument("--part", nargs="+", choices=PARTS, help="A to E by default")
+    parser.add_argument("--slow", action="store_true", help="parts F and G alone")
     parser.add_argument("--quick", action="store_true", help="less of all, in two minutes")
     parser.add_argument("--out", type=Path, help="file that gets the tables too")
     options = parser.parse_args()
     preload("torch._dynamo", "torch.distributed.fsdp", "torch.distributed.optim")
-    parts = ["F"] if options.slow else options.part or list("ABCDE")
+    parts = options.part or list("FG" if options.slow else "ABCDE")
     publish(report(parts, options.quick), options.out)
 
 
 def report(parts: list[str], quick: bool) -> Iterator[str]:
     """Yield what to print."""
-    yield f"{RANKS} ranks, {machine()}"
+    yield f"{RANKS} ranks (G: {2 * RANKS}), {machine()}"
     for part in parts:
         start = time.perf_counter()
         yield f"\n## {part}. {PARTS[part].__doc__}"

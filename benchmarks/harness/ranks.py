@@ -1,10 +1,14 @@
-"""Ranks whose way to each other is slow links."""
+"""Ranks whose way to each other, or to those of another node, is slow links."""
 
 from __future__ import annotations
 
+import ctypes
 import os
+import subprocess
 import tempfile
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -30,23 +34,64 @@ def run_on_links(
         bandwidth: Bytes a second, as of `slow_links`.
         args: What `measure` is given.
     """
+    return run_on_nodes(measure, num_ranks, 1, seconds, bandwidth, *args)
+
+
+def run_on_nodes(
+    measure: Callable[..., Any],
+    num_nodes: int,
+    places: int,
+    seconds: float,
+    bandwidth: float | None,
+    *args: object,
+) -> list[Any]:
+    """Return what `measure` returns on every rank of nodes that have slow links to each other.
+
+    Args:
+        measure: A function of a module.
+        num_nodes: How many nodes; their ranks follow one another.
+        places: Ranks of a node, which reach each other by loopback.
+        seconds: A packet's latency, as of `slow_links`.
+        bandwidth: Bytes a second that a node can receive, as of `slow_links`.
+        args: What `measure` is given.
+    """
     with (
-        slow_links(num_ranks, seconds, bandwidth) as address,
+        slow_links(num_nodes, seconds, bandwidth) as address,
         tempfile.TemporaryDirectory() as folder,
-        RankPool(num_ranks, timeout=None, init=False, env={"GLOO_SOCKET_IFNAME": DEVICE}) as pool,
+        RankPool(
+            num_nodes * places, timeout=None, init=False, env={"GLOO_SOCKET_IFNAME": DEVICE}
+        ) as pool,
     ):
-        return pool.run(_join_and_run, address, folder, measure, args)
+        return pool.run(_enter_and_run, places, address, folder, measure, args)
 
 
-def _join_and_run(
-    address: str, folder: str, measure: Callable[..., Any], args: tuple[object, ...]
+def _enter_and_run(
+    places: int, address: str, folder: str, measure: Callable[..., Any], args: tuple[object, ...]
 ) -> Any:
-    join(address, int(os.environ["RANK"]))
-    start(folder)
+    node, place = divmod(int(os.environ["RANK"]), places)
+    _enter(node, place, address, Path(folder, f"node-{node}"))
+    if places > 1:
+        os.environ["GROUP_RANK"] = str(node)  # as a torchrun on each node sets it
+    _start(folder)
     return measure(*args)
 
 
-def start(folder: str) -> None:
+def _enter(node: int, place: int, address: str, leader: Path) -> None:
+    """Put this rank on its node: the first of a node joins the links, the others follow it."""
+    if place == 0:
+        join(address, node)
+        subprocess.run(["ip", "link", "set", "lo", "up"], check=True)
+        leader.with_suffix(".new").write_text(str(os.getpid()))
+        leader.with_suffix(".new").rename(leader)
+        return
+    while not leader.exists():
+        time.sleep(0.01)
+    with open(f"/proc/{leader.read_text()}/ns/net") as space:
+        if ctypes.CDLL(None, use_errno=True).setns(space.fileno(), 0):
+            raise OSError(ctypes.get_errno(), "a network namespace needs root")
+
+
+def _start(folder: str) -> None:
     """Start torch.distributed on this rank, over gloo and a file that all ranks see."""
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(os.path.join(folder, "store"), num_ranks)  # type: ignore[attr-defined]

@@ -1,7 +1,7 @@
 """Run each package's tests with only its own wheel and those it needs installed.
 
 ``python -m tools.testing`` tests every package and what crosses packages (``tests/``, with all
-of them), first what the last change concerns (see ``changed.py``);
+of them), first what the last change concerns (see ``changed.py``), and what takes long;
 ``python -m tools.testing scaletorch-tp`` tests one. ``--coverage`` shows how many lines of each
 package its tests run, and fails below a bound; other words that begin with ``-`` go to pytest.
 Two suites run side by side, since one alone leaves the cores idle half of the time; what a suite
@@ -33,9 +33,8 @@ from . import changed, covered, skips
 from .covered import Covered
 
 EVERYTHING = changed.CROSSING
-
-
 SIDE_BY_SIDE = 2
+LONGEST = ("scaletorch", "scaletorch-dist", EVERYTHING)  # beside the last one nothing runs
 
 
 @dataclass(frozen=True)
@@ -102,12 +101,18 @@ def run(targets: list[str], options: list[str], measure: bool) -> tuple[list[str
         return failed, [covered.collect(s.target, site_packages(s.folder)) for s in measured]
 
 
+def in_order(first: list[str]) -> list[str]:
+    """Return all suites, those that a change concerns before others, and long ones before short."""
+    suites = [*first, *(name for name in changed.SUITES if name not in first)]
+    long = {name: place - len(LONGEST) for place, name in enumerate(LONGEST)}
+    return sorted(suites, key=lambda name: (name not in first, long.get(name, 0)))
+
+
 def main(arguments: list[str]) -> int:
     """Test what was named, or everything; 1 if anything failed."""
     measure = "--coverage" in arguments
     options = [a for a in arguments if a.startswith("-") and a != "--coverage"]
-    first = changed.suites_since()
-    everything = [*first, *(name for name in changed.SUITES if name not in first)]
+    everything = in_order(changed.suites_since())
     targets = [a for a in arguments if not a.startswith("-")] or everything
     if unknown := set(targets) - {*changed.SUITES}:
         print(f"unknown: {sorted(unknown)}; one of {changed.SUITES}", file=sys.stderr)

@@ -14,7 +14,7 @@ from scaletorch.parallel.context_parallel import LAYOUTS, attention, choose_meth
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 
 
-def dense(q, k, v, causal, window, documents, scale=None):
+def dense(q, k, v, causal, window, documents, scale=None, softcap=None, sinks=None):
     """Return attention of the whole in q's dtype; rows that see nothing do not exist here."""
     length = q.shape[2]
     row, key = torch.arange(length)[:, None], torch.arange(length)[None]
@@ -29,7 +29,13 @@ def dense(q, k, v, causal, window, documents, scale=None):
     group = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
     scores = (q @ k.mT) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    return scores.masked_fill(~sees, -torch.inf).softmax(-1) @ v
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~sees, -torch.inf)
+    if sinks is None:
+        return scores.softmax(-1) @ v
+    column = sinks[:, None, None].expand(*scores.shape[:3], 1)
+    return torch.cat([scores, column], -1).softmax(-1)[..., :-1] @ v
 
 
 def whole(seed, batch, heads, kv_heads, length, dim, dtype=torch.float64):
@@ -57,31 +63,32 @@ def joined(x, layout):
 def differentiated(cases):
     """Return each case's largest error of the output and the gradients, relative."""
     errors = []
-    for method, kind, sizes, causal, window, documents in cases:
+    for method, kind, sizes, causal, window, documents, softcap, sink in cases:
         q, k, v, grad = whole(0, *sizes)
+        sinks = torch.linspace(-2, 3, sizes[1], dtype=q.dtype) if sink else None
         layout = LAYOUTS[kind](q.shape[2], dist.get_world_size())
         leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-        expected = dense(*leaves, causal, window, documents)
+        both = [None if sinks is None else sinks.clone().requires_grad_() for _ in range(2)]
+        expected = dense(*leaves, causal, window, documents, None, softcap, both[0])
         expected.backward(grad)
         own = [share(x, layout).requires_grad_() for x in (q, k, v)]
         out = attention(
-            *own, causal=causal, window=window, cu_seqlens=documents, layout=layout,
-            method=method, group=dist.group.WORLD,
+            *own, causal=causal, window=window, cu_seqlens=documents, softcap=softcap,
+            sinks=both[1], layout=layout, method=method, group=dist.group.WORLD,
         )  # fmt: skip
         out.backward(share(grad, layout))
         found = [out.detach(), *(x.grad for x in own)]
         wanted = [expected.detach(), *(x.grad for x in leaves)]
-        errors.append(
-            worst(
-                relative_error(joined(a, layout), b, scale=b.abs().clamp_min(1.0))
-                for a, b in zip(found, wanted, strict=True)
-            )
-        )
+        pairs = [(joined(a, layout), b) for a, b in zip(found, wanted, strict=True)]
+        if sinks is not None:
+            dist.all_reduce(both[1].grad)  # each rank's is its part
+            pairs.append((both[1].grad, both[0].grad))
+        errors.append(worst(relative_error(a, b, scale=b.abs().clamp_min(1.0)) for a, b in pairs))
     return errors
 
 
 def draw(random, world_size):
-    """Return one case: method, layout, sizes (B, H, K, L, D), and the mask."""
+    """Return one case: method, layout, sizes (B, H, K, L, D), the mask, and what is of scores."""
     method = random.choice(METHODS)
     kv_heads = random.choice([1, 2, 3])
     heads = kv_heads * random.choice([1, 2])
@@ -93,7 +100,9 @@ def draw(random, world_size):
     documents = random.choice([None, (0, *sorted(cuts - {length}), length)])
     window = random.choice([None, random.randint(1, length + 2)])
     sizes = random.randint(1, 2), heads, kv_heads, length, random.choice([4, 8])
-    return method, random.choice(list(LAYOUTS)), sizes, random.random() < 0.5, window, documents
+    softcap = random.choice([None, 0.7, 20])
+    causal, sink = random.random() < 0.5, random.random() < 0.5
+    return method, random.choice(list(LAYOUTS)), sizes, causal, window, documents, softcap, sink
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -216,6 +225,8 @@ def differing(options):
     [
         (({"method": "ring"}, {"method": "all_gather"}), "rank 1: all_gather on q"),
         (({"window": 3}, {"window": 4}), "window 4"),
+        (({"softcap": 3}, {"softcap": 4}), "softcap 4"),
+        (({}, {"sinks": torch.ones(4)}), ", sinks, needs gradient"),
         (({}, {"window": 1}), "window 1"),
         (({"cu_seqlens": (0, 5, 16)}, {"cu_seqlens": (0, 6, 16)}), "documents of digest"),
         (({"layout": "zigzag"}, {"layout": "stripe"}), "stripe layout of 16 positions"),
@@ -242,6 +253,10 @@ def refused(options, message):
         ({"layout": LAYOUTS["zigzag"](20, 2)}, "gives each of 2 ranks 10, .*each of 2 ranks has 8"),
         ({"cu_seqlens": (0, 8)}, "must end with the length of the sequences, 16"),
         ({"window": 0}, "window must be at least 1"),
+        ({"softcap": 0.0}, "softcap must be a finite number above 0, or None; it is 0.0"),
+        ({"softcap": "x"}, "softcap must be a finite number above 0, or None; it is 'x'"),
+        ({"sinks": torch.ones(2)}, r"one floating number for each of the 3 query heads.*got \[2\]"),
+        ({"sinks": torch.ones(3).int()}, "one floating number .* torch.int32"),
         ({"method": "ulysses"}, "divides heads over 2 ranks: .* there are 3 and 3"),
     ],
 )

@@ -47,13 +47,15 @@ def _seen(band, rows, keys):
     return (distance >= lower) & (distance <= upper)
 
 
-def _dense(q, k, v, grad, scale, band):
+def _dense(q, k, v, grad, scale, band, cap=None):
     """Return out, lse, dq, dk, dv in float64, with the whole matrix of scores."""
     leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
     group = q.shape[1] // k.shape[1]
     queries, (keys, values) = leaves[0], (x.repeat_interleave(group, 1) for x in leaves[1:])
     seen = _seen(band, q.shape[2], k.shape[2])
-    scores = (queries @ keys.mT * scale).masked_fill(~seen, -math.inf)
+    scores = queries @ keys.mT * scale
+    scores = scores if cap is None else cap * (scores / cap).tanh()
+    scores = scores.masked_fill(~seen, -math.inf)
     lse = scores.logsumexp(-1)
     weights = torch.where(seen, scores - lse.nan_to_num(neginf=0).unsqueeze(-1), -math.inf).exp()
     out = weights @ values
@@ -61,10 +63,10 @@ def _dense(q, k, v, grad, scale, band):
     return [out.detach(), lse.detach(), *(x.grad for x in leaves)]
 
 
-def _run(kernel, q, k, v, grad, scale, band):
+def _run(kernel, q, k, v, grad, scale, band, *cap):
     """Return out, lse, dq, dk, dv of one block that is everything there is."""
-    out, lse = kernel.forward(q, k, v, scale, band)
-    return [out, lse, *kernel.backward(Operands(grad, q, k, v, out, lse), scale, band)]
+    out, lse = kernel.forward(q, k, v, scale, band, *cap)
+    return [out, lse, *kernel.backward(Operands(grad, q, k, v, out, lse), scale, band, *cap)]
 
 
 def _assert_close(mine, expected, limit):
@@ -172,6 +174,16 @@ def test_bitwise_repeatable(kernel, dtype, band):
     inputs = _inputs(4, 2, 800, 800, 64, dtype=dtype)
     first, second = (_run(kernel, *inputs, 0.25, band) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.parametrize("cap", [0.5, 30])
+@pytest.mark.parametrize("band", [FULL, CAUSAL, (-9, 4), (40, None)])
+@pytest.mark.parametrize("kernel", [tile, kernels], ids=["tile", "table"])
+def test_capped_scores(kernel, band, cap):
+    inputs = _inputs(4, 2, 37, 37, 8, batch=2)
+    _assert_close(_run(kernel, *inputs, 0.9, band, cap), _dense(*inputs, 0.9, band, cap), 1e-12)
+    large = [x * 1e4 for x in inputs[:2]]
+    assert all(x.isfinite().all() for x in _run(kernel, *large, *inputs[2:], 1.0, CAUSAL, cap))
 
 
 @by_kernel

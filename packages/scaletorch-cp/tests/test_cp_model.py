@@ -401,6 +401,15 @@ def test_a_forward_set_on_the_instance_is_kept():
     assert 1.0 < second[0] < 2.0
 
 
+def test_models_may_share_what_holds_nothing_already_there():
+    shared = nn.GELU()  # as transformers keeps one for all models of the first GPT
+    for _ in range(2):
+        model = nn.Sequential(nn.Linear(2, 2), shared)
+        assert apply_context_parallel(model) is model
+    with pytest.raises(StateError, match="context parallel already"):
+        apply_context_parallel(model)
+
+
 def test_one_process_is_left_as_it_is():
     model = Calls(lambda _, q: _sdpa(q, attn_mask=torch.ones(3, 3, dtype=torch.bool)))
     assert apply_context_parallel(model) is model

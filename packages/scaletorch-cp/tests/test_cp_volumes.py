@@ -3,12 +3,19 @@
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
-from scaletorch.parallel.context_parallel import attention, volumes, zigzag
+from scaletorch.parallel.context_parallel import (
+    apply_context_parallel,
+    attention,
+    volumes,
+    zigzag,
+)
+from scaletorch.parallel.context_parallel.models.whole_sequences import keep_whole
 
 METHODS = ("ring", "all_gather", "ulysses", "hybrid")
 DTYPES = (torch.bfloat16, torch.float32, torch.float64)
@@ -47,6 +54,25 @@ def sent(method, heads, kv_heads, dtype):
     with Counting() as backward:
         out.backward(torch.ones_like(out))
     return forward.sent - COMPARISON * (size - 1), backward.sent
+
+
+def sent_around_a_state():
+    """Return the bytes that leave a rank, forward and backward, for a layer that passes a state."""
+    layer = nn.Conv1d(DIM, DIM, 1)
+    layer.forward = lambda x: x * layer.weight.sum()
+    keep_whole([layer])
+    apply_context_parallel(layer, dist.new_group(), layout="zigzag")
+    x = torch.ones(8, LENGTH, DIM, requires_grad=True)
+    with Counting() as forward:
+        out = layer(x)
+    with Counting() as backward:
+        out.backward(torch.ones_like(out))
+    return forward.sent, backward.sent
+
+
+def test_bytes_around_a_layer_that_passes_a_state():
+    expected = 2 * 8 * LENGTH * DIM * 3 // 4 * 4
+    assert set(run_ranks(sent_around_a_state, 4)) == {(expected, expected)}
 
 
 def measured(cases):

@@ -23,6 +23,8 @@ BODIES = {
         ("leave_neighbours_alone",),
         ("test_leaves_that_require_grad_are_changed_and_record_nothing",),
         ("move_everything",),
+        ("exchange_flat_parts",),
+        ("bad_flat_parts",),
         ("test_the_specified_examples",),
         ("every_async",),
         ("test_an_uneven_all_to_all_is_an_error_on_every_rank_and_harms_nothing",),

@@ -10,6 +10,7 @@ from torch.distributed import ReduceOp
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, MismatchError, NotInGroupError
+from scaletorch.dist.building import all_to_all_flat
 from scaletorch.dist.testing import distributed_test, run_ranks
 
 OPS = ("sum", "mean", "product", "min", "max", "band", "bor", "bxor")
@@ -229,6 +230,97 @@ def move_everything():
 
 def test_every_dtype_and_layout_is_moved_bit_by_bit():
     run_ranks(move_everything, 2)
+
+
+def flat_parts(rank, size, dtype, most):
+    """What a rank sends to each other: as many elements as no other pair has, of `most`."""
+    return [values(10 * rank + to, dtype, ((2 * rank + to) % (most + 1),)) for to in range(size)]
+
+
+def exchange_flat_parts(group=None):
+    """Parts of every dtype, some or all of them empty, two exchanges under way at once."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    for dtype in MOVED:
+        works, expected = [], []
+        for most in (3, 0):
+            sent = [flat_parts(r, size, dtype, most) for r in range(size)]
+            counts = [len(part) for part in sent[rank]]
+            from_each = [len(parts[rank]) for parts in sent]
+            data = torch.cat(sent[rank])
+            for whole in (data, in_layout(data, "strided")):
+                works.append(all_to_all_flat(whole, counts, from_each, group))
+                expected.append(torch.cat([parts[rank] for parts in sent]))
+        for work, joined in zip(reversed(works), reversed(expected), strict=True):
+            result = work.wait()
+            assert result.dtype == dtype
+            assert bits(result) == bits(joined), dtype
+            assert result.is_contiguous()
+
+
+@pytest.mark.parametrize("size", [0, 1, 2, 3])
+def test_flat_parts_of_every_dtype_and_length(size):
+    run_ranks(exchange_flat_parts, size) if size else exchange_flat_parts()
+
+
+@distributed_test(world_size=3)
+def test_flat_parts_within_a_group():
+    pair = c10d.new_group([1, 2])
+    if dist.get_rank() == 0:
+        with pytest.raises(NotInGroupError, match="not a member"):
+            all_to_all_flat(torch.ones(2), [1, 1], [1, 1], pair)
+        return
+    exchange_flat_parts(pair)
+
+
+def bad_flat_parts():
+    size = dist.get_world_size()
+    one, data = [1] * size, torch.ones(size)
+    wrong = [
+        (torch.ones(size, 1), one, one),  # not flat
+        (data, [*one, 0], one),  # a count too many
+        (data, one, one[1:]),  # and too few
+        (data, [0] * size, one),  # less than the tensor
+        (torch.ones(0), one, one),  # and more
+        (data, [-1, size + 1][:size], one),
+        (data, one, [-1, *one[1:]]),
+    ]
+    for arguments in wrong:
+        with pytest.raises(InvalidArgumentError, match=f"each of {size} ranks, got shape"):
+            all_to_all_flat(*arguments)
+    with pytest.raises(InvalidArgumentError, match="needs a tensor for data, got list"):
+        all_to_all_flat(one, one, one)
+    assert all_to_all_flat(data, one, one).wait().tolist() == [1.0] * size
+
+
+@pytest.mark.parametrize("size", [0, 1, 2])
+def test_flat_parts_that_do_not_fit(size):
+    run_ranks(bad_flat_parts, size) if size else bad_flat_parts()
+
+
+def test_flat_parts_of_one_process_are_a_copy():
+    data = torch.ones(3)
+    result = all_to_all_flat(data, [3], [3]).wait()
+    assert torch.equal(result, data)
+    assert result.data_ptr() != data.data_ptr()
+    with pytest.raises(InvalidArgumentError, match="sends 3 elements to this rank alone, and 2"):
+        all_to_all_flat(data, [3], [2])
+
+
+@distributed_test(world_size=2)
+def test_flat_parts_that_another_expects_otherwise_are_compared():
+    rank = dist.get_rank()
+    dist.check_collectives(True)
+    try:
+        with pytest.raises(MismatchError, match="rank 0 sends 8 bytes to rank 1, which expects 4"):
+            all_to_all_flat(torch.ones(3), [1, 2] if rank == 0 else [2, 1], [1, 1])
+        unlike = torch.ones(2, dtype=(torch.float32, torch.float64)[rank])
+        with pytest.raises(MismatchError, match=r"rank 1: all_to_all_flat\(torch.float64"):
+            all_to_all_flat(unlike, [1, 1], [1, 1])
+        kind = (MismatchError, InvalidArgumentError)[rank]  # the other rank hears of it
+        with pytest.raises(kind, match="elements for and from each of 2 ranks"):
+            all_to_all_flat(torch.ones(2), [1, 1 - rank], [1, 1])
+    finally:
+        dist.check_collectives(None)
 
 
 @distributed_test(world_size=2)

@@ -1,5 +1,6 @@
 """Test ranks: the decorator, reuse between calls, and what a failed assert shows."""
 
+import gc
 import os
 import sys
 import warnings
@@ -10,8 +11,9 @@ import torch.distributed as c10d
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scaletorch.dist import RankFailedError
-from scaletorch.dist.testing import distributed_test, run_ranks
+from scaletorch.dist import RankFailedError, launch
+from scaletorch.dist.ranks import locate
+from scaletorch.dist.testing import distributed_test, preload, run_ranks
 
 
 def pid():
@@ -225,3 +227,28 @@ def test_filters_of_unknown_categories_and_of_python_itself_are_taken_as_they_ca
         warnings.filters.append(("error", None, UserWarning, "__main__", 0))  # as Python's own are
         assert run_ranks(actions, 2) == [["error"]] * 2
         assert run_ranks(warn, 2, "elsewhere") == ["elsewhere"] * 2
+
+
+def frozen_objects():
+    return gc.get_freeze_count(), "xmlrpc.client" in sys.modules
+
+
+def test_what_is_preloaded_is_shared_with_ranks():
+    """The collector of a rank would write to every page of what it looks through."""
+    [(before, known)] = launch(frozen_objects, 1)
+    assert not known
+    preload("xmlrpc.client")
+    [(after, known)] = launch(frozen_objects, 1)
+    assert known
+    assert after > before + 100
+    preload("xmlrpc.client")
+    assert launch(frozen_objects, 1) == [(after, True)]
+
+
+def test_asserts_of_a_file_that_pytest_has_not_read_explain_themselves(tmp_path):
+    file = tmp_path / "new.py"
+    file.write_text("def wrong(x):\n    assert x == [1, 2]\n")
+    found = {}
+    exec(locate._explaining_code(str(file)), found)
+    with pytest.raises(AssertionError, match=r"(?s)assert \[1, 3\] == \[1, 2\].*3 != 2"):
+        found["wrong"]([1, 3])

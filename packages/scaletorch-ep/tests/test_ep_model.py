@@ -17,6 +17,10 @@ from scaletorch.parallel.expert_parallel import (
     gather_experts,
     own_experts,
 )
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
 
 HIDDEN, TOKENS, TOP_K = 6, 10, 3
 WORLD = c10d.group.WORLD
@@ -272,3 +276,42 @@ def _idle(kind, recompute, frozen):
 def test_a_rank_that_gets_no_rows_takes_part(kind, frozen):
     for recompute in (False, True):
         assert max(run_ranks(_idle, 3, kind, recompute, frozen, timeout=20)) <= 1e-12
+
+
+def _by_default(sizes, sequence_parallel):
+    """The manager's axes, where no group is given: who has experts, and who the same tokens."""
+    manager = setup_process_group_manager(**sizes)
+    try:
+        plain, rank = Model("stacked"), c10d.get_rank()
+        model = apply_expert_parallel(Model("stacked"), PLAN, sequence_parallel=sequence_parallel)
+        division = model.blocks[0].experts._division
+        assert division.group is manager.ep_group
+        share = manager.etp_size == 1 and manager.tp_size > 1
+        same = share and not sequence_parallel
+        assert division.tokens is (manager.tp_group if same else None)
+        number = manager.dp_rank if same else rank
+        batch = torch.randn(4, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(8)).double()
+        plain(batch.flatten(0, 1)[: TOKENS * (2 if same else 4)]).square().sum().backward()
+        model(batch[number]).square().sum().backward()
+        found = _zeros_for_none(model)
+        for name in find_expert_cuts(model):
+            if name in found:
+                c10d.all_reduce(found[name], group=manager.edp_group)
+        whole = gather_experts(model, {n: found[n] for n in find_expert_cuts(model) if n in found})
+        return worst([relative_error(g, plain.get_parameter(n).grad) for n, g in whole.items()])
+    finally:
+        destroy_process_group_manager()
+
+
+DEFAULTS = [
+    ({"dp_size": 4, "ep_size": 4}, False),
+    ({"dp_size": 2, "tp_size": 2, "ep_size": 4}, False),
+    ({"dp_size": 2, "tp_size": 2, "ep_size": 2}, True),
+    ({"dp_size": 2, "tp_size": 2, "etp_size": 1}, False),
+    ({"dp_size": 2, "tp_size": 2, "etp_size": 1}, True),
+]
+
+
+@pytest.mark.parametrize(("sizes", "sequence_parallel"), DEFAULTS)
+def test_without_groups_the_managers_axes_are_meant(sizes, sequence_parallel):
+    assert max(run_ranks(_by_default, 4, sizes, sequence_parallel)) <= 1e-12

@@ -130,8 +130,11 @@ class Twice(Net):
         return super().through(super().through(x))
 
 
-class ChangesAfter(Net):
+class ChangesAround(Net):
+    """In place: what is embedded, as CTRL does, and what the layers have made of it."""
+
     def through(self, x):
+        x *= 0.5
         x = super().through(x)
         x *= 0.5
         return x
@@ -190,21 +193,86 @@ class Pair(Layer):
 
 
 class ScalesPairs(Net):
-    """The first of what its layers return goes on, changed."""
+    """The first of what its layers return goes on, changed, as in Bloom and Falcon."""
 
     layer = Pair
 
     def through(self, x):
         for layer in self.layers:
-            out = layer(x)
-            x = out[0] if isinstance(out, tuple) else out
+            x = layer(x)[0] * 0.5
         return x * 0.5
 
 
-class ChangesBefore(Net):
+class WithState(Layer):
+    """Returns, as RWKV does, tensors, lists of them and nothing beside its hidden states."""
+
+    def forward(self, x, state):
+        length, others = state
+        return super().forward(x) * others[0], [length, [t + 1 for t in others]], None, {"of": 2.5}
+
+
+class States(Net):
+    layer = WithState
+
     def through(self, x):
-        x *= 0.5
-        return super().through(x)
+        state = [x.shape[1], [torch.ones((), dtype=x.dtype)]]
+        for layer in self.layers:
+            x, state, nothing, facts = layer(x, state)
+            assert nothing is None
+            x = x * facts["of"] / (state[0] + state[1][0])
+        return x
+
+
+class Embeddings(nn.Module):
+    """Of a class of its own: positions by padding, a projection, a dropout that drops nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.words, self.positions = nn.Embedding(VOCAB, 4), nn.Embedding(LENGTH + 1, 4)
+        self.up, self.drop = nn.Linear(4, HIDDEN), nn.Dropout(0.0)
+
+    def forward(self, input_ids=None, position_ids=None):
+        assert input_ids.shape == position_ids.shape
+        return self.drop(self.up(self.words(input_ids) + self.positions(position_ids)))
+
+
+class OfPadding(Net):
+    """As BERT and its kin: positions and a mask come of ids, and the head's own weight is asked."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = Embeddings()
+        self.layers = nn.ModuleList(Masked() for _ in range(4))
+
+    def forward(self, input_ids):
+        mask = input_ids != 0
+        x = self.embed(input_ids=input_ids, position_ids=mask.cumsum(1) * mask)
+        rows, length, width = x.shape
+        assert (rows, length, width) == (*input_ids.shape, HIDDEN)
+        for layer in self.layers:
+            x = layer(x, mask=mask[..., None].to(x.dtype))
+        return self.head(x.to(self.head.weight.dtype).view(rows, length, width))
+
+
+class Masked(Layer):
+    def forward(self, x, mask):
+        return super().forward(x) * mask
+
+
+class Streams(Net):
+    """Layers see several copies of what is embedded, as hyper-connections do."""
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        x = x.unsqueeze(2).expand(-1, -1, 3, -1).contiguous()
+        return self.head(self.through(x).mean(2))
+
+
+class OnlyWords(OfPadding):
+    """Takes a part of a module, which is another stage's."""
+
+    def forward(self, input_ids):
+        return super().forward(input_ids) + self.embed.words(input_ids).sum(-1, keepdim=True)
 
 
 class Collects(Net):
@@ -270,6 +338,14 @@ def test_what_follows_the_last_layer_happens_once(world_size):
     run_ranks(trains, world_size, [ScalesLogits], ["1f1b", "zb_v", "looped_bfs"])
 
 
+FORMS = [ChangesAround, ScalesBetween, ScalesPairs, States, OfPadding, Streams]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "looped_bfs"])
+def test_a_forward_that_does_more_than_a_list_of_layers(schedule):
+    run_ranks(trains, 2, FORMS, [schedule])
+
+
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_code_before_the_layers_that_wants_ids_gets_them(world_size):
     run_ranks(trains, world_size, [OfSizes, OfMask], ["1f1b", "zb_v", "looped_bfs"])
@@ -323,10 +399,11 @@ def test_adapters_in_frozen_layers():
     [
         (KeepsEmbedded, "is given, as argument 1, a tensor that the model's forward makes from"),
         (Twice, "comes back to it after modules of stage"),
-        (ChangesAfter, "changes the hidden states after the last layer"),
-        (ScalesBetween, "changes the hidden states before the first layer"),
-        (ScalesPairs, "changes the hidden states after the last layer"),
-        (Collects, "returns a tensor with a gradient of shape .* beside the hidden states"),
+        (
+            Collects,
+            "returns a tensor with a gradient, of shape .* by another way than what the last",
+        ),
+        (OnlyWords, "by another way than what the|attribute 'words' is not available here"),
     ],
 )
 def test_what_stages_cannot_do_alike(kind, text, schedule):
@@ -340,11 +417,13 @@ def refused(kind, text, schedule):
 
 
 @distributed_test(world_size=2)
-def test_hidden_states_changed_in_place_without_gradients():
-    _, stage = split(ChangesBefore)
-    text = "changes the hidden states before the first layer"
-    with pytest.raises((InvalidArgumentError, StageError), match=text):
-        pipeline_forward(stage, make_batches())
+def test_code_around_layers_without_gradients():
+    for kind in (ChangesAround, ScalesPairs, States):
+        plain, stage = split(kind)
+        with torch.no_grad():
+            expected = [plain(batch["input_ids"]) for batch in make_batches()]
+        outputs = pipeline_forward(stage, make_batches(), everywhere=True)
+        assert all(map(torch.equal, outputs, expected))
 
 
 @distributed_test(world_size=2)

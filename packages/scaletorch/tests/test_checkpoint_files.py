@@ -1,6 +1,7 @@
 """Files of checkpoints: flushed as a whole, and filled as far as they may be."""
 
 import os
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -21,9 +22,10 @@ def test_names_of_a_folder_are_flushed(tmp_path):
     ]
 
 
-def test_a_file_holds_as_many_bytes_as_it_may(monkeypatch):
-    monkeypatch.setattr(exporting, "_bytes", lambda size: size)
-    assert list(exporting._split([2, 2, 1, 3, 5, 1], 4)) == [[2, 2], [1, 3], [5], [1]]
+def test_a_file_holds_as_many_bytes_as_it_may():
+    wholes = [SimpleNamespace(nbytes=size) for size in (2, 2, 1, 3, 5, 1)]
+    files = [[one.nbytes for one in file] for file in exporting._split(wholes, 4)]
+    assert files == [[2, 2], [1, 3], [5], [1]]
     assert list(exporting._split([], 4)) == []
 
 

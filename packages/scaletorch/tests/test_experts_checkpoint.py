@@ -6,13 +6,18 @@ from torch import nn
 
 from scaletorch import compose
 from scaletorch.checkpoint import export_safetensors, import_safetensors, load, save
+from scaletorch.checkpoint.format.files import read_header
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.data_parallel import shard_optimizer
-from scaletorch.parallel.pg_manager import setup_process_group_manager
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
 
 transformers = pytest.importorskip("transformers")
 
 from test_experts import BOUND, STEPS, batch, build, reference  # noqa: E402
+from test_verify_experts import LISTED, listed  # noqa: E402
 
 FAMILY = "DeepseekV3"
 
@@ -64,6 +69,7 @@ LAYOUTS = [
     ({"dp_size": 2, "tp_size": 2, "ep_size": 2}, 2),
     ({"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}, 1),
     ({"tp_size": 4}, 0),
+    ({"dp_size": 2, "tp_size": 2, "etp_size": 1}, 2),
 ]
 
 
@@ -123,3 +129,50 @@ def test_transformers_files(tmp_path):
     for each in run_ranks(imported, 4, str(tmp_path / "theirs"), sizes, timeout=120):
         for name, tensor in each.items():
             assert relative_error(tensor, found[name]) < 1e-15, name
+
+
+def lists():
+    torch.manual_seed(6)
+    return listed().double()
+
+
+def exported_lists(folder, layouts):
+    """Export a model with lists of experts on one layout, import it on each, and compare."""
+    whole = lists().state_dict()
+    for number, sizes in enumerate(layouts):
+        manager = setup_process_group_manager(**sizes)
+        try:
+            model = compose.parallelize(lists(), manager, plan=LISTED)
+            if number == 0:
+                export_safetensors(model, folder, max_file_bytes=30_000)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.fill_(0.5)
+            import_safetensors(model, folder)
+            state = compose.full_state_dict(model)
+        finally:
+            destroy_process_group_manager()
+        assert state.keys() == whole.keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in whole.items()), sizes
+
+
+LISTS = [
+    {"dp_size": 2, "tp_size": 2, "ep_size": 2},
+    {"dp_size": 2, "pp_size": 2, "ep_size": 2},
+    {"dp_size": 4},
+]
+
+
+@pytest.mark.parametrize("first", range(len(LISTS)))
+def test_lists_of_experts_leave_and_come_back_by_their_names(tmp_path, first):
+    layouts = [*LISTS[first:], *LISTS[:first]]
+    run_ranks(exported_lists, 4, str(tmp_path / "plain"), layouts, timeout=120)
+    plain = lists()
+    expected = {name: tensor.clone() for name, tensor in plain.state_dict().items()}
+    with torch.no_grad():
+        for parameter in plain.parameters():
+            parameter.fill_(0.5)
+    import_safetensors(plain, tmp_path / "plain")
+    assert all(torch.equal(t, expected[name]) for name, t in plain.state_dict().items())
+    files = {n for each in (tmp_path / "plain").glob("*.safetensors") for n in read_header(each)}
+    assert files == set(expected)

@@ -36,6 +36,9 @@ LAYOUTS = [
     ("Qwen3Moe", {"pp_size": 2, "tp_size": 2}, {"recompute": True}, 2, 0),
     ("Mixtral", {"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}, NAMED, 1, 0),
     ("Mixtral", {"dp_size": 2, "tp_size": 2, "ep_size": 4}, NAMED, 1, 0),
+    ("Qwen3Moe", {"dp_size": 2, "tp_size": 2, "etp_size": 1}, {}, 1, 2),
+    ("GptOss", {"dp_size": 2, "tp_size": 2, "etp_size": 1}, SEQUENCES, 1, 0),
+    ("Mixtral", {"dp_size": 2, "tp_size": 2, "etp_size": 1}, NAMED, 2, 1),
 ]
 
 

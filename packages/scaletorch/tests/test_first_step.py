@@ -70,6 +70,24 @@ def other_arguments(manager):
     return llama(), global_batch(), {"recompute": get_rank() == 1}, {}
 
 
+class OfItsWidth(torch.nn.Module):
+    """Works on the width that it was built with, as models of transformers do."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+    def forward(self, x):
+        up = self.up_proj(x).view(*x.shape[:2], 6, 8)
+        return self.down_proj(self.gate_proj(x).sigmoid() * up.flatten(2))
+
+
+def sizes_of_its_own(manager):
+    model = llama()
+    model.layers[1].mlp = OfItsWidth(model.layers[1].mlp)
+    return model, global_batch(), {}, {}
+
+
 def uneven_heads(manager):
     """One tp rank has two heads, which two cp ranks can share out, and the other has one."""
     model = llama(hidden_size=24, num_heads=3, num_kv_heads=1)
@@ -109,6 +127,10 @@ CASES = {
     (other_labels_by_hand, "tp"): BATCH,
     (other_labels_by_hand, "pp"): BATCH,
     (other_layouts, "cp"): "cut in a contiguous layout, and the model attends in a zigzag one",
+    (sizes_of_its_own, "tp"): (
+        r"module 'layers.1.mlp' \(\w+\) failed in its first step on this layout with RuntimeError "
+        r".*shape '\[4, 16, 6, 8\]' is invalid.* tp leaves each rank its share"
+    ),
     (other_arguments, "dp"): r"arguments given to parallelize.*\+ recompute=True",
 }
 

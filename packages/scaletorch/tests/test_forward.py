@@ -47,7 +47,7 @@ def test_a_sharded_layer_is_read_from_outside_in():
         assert kinds[1] == "Region"
         kind, name, _ = found[""]
         assert kind == "method"
-        assert name.startswith("_checkpointed")
+        assert name.startswith("_around")
 
 
 def test_a_plain_linear_layer_has_a_partial_of_data_parallelism():

@@ -7,7 +7,9 @@ import torch
 from torch import nn
 
 from scaletorch.compose import (
+    offload_layers,
     parallelize,
+    recompute,
     recompute_layers,
     seed_ranks,
     shard_global_batch,
@@ -16,7 +18,10 @@ from scaletorch.compose import (
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.models import Llama, LlamaConfig
-from scaletorch.parallel.pg_manager import setup_process_group_manager
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
 
 CONFIG = LlamaConfig(
     vocab_size=32, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
@@ -35,14 +40,15 @@ def trained(manager, recompute):
 def compare(sizes):
     manager = setup_process_group_manager(**sizes)
     plain_loss, plain = trained(manager, False)
-    loss, gradients = trained(manager, True)
-    assert torch.equal(loss, plain_loss)
-    assert gradients.keys() == plain.keys()
-    assert all(torch.equal(gradients[name], plain[name]) for name in plain)
+    for option in (True, "offload"):
+        loss, gradients = trained(manager, option)
+        assert torch.equal(loss, plain_loss)
+        assert gradients.keys() == plain.keys()
+        assert all(torch.equal(gradients[name], plain[name]) for name in plain)
 
 
 @pytest.mark.parametrize("axis", ["tp_size", "cp_size", "pp_size", "dp_size"])
-def test_same_bits_with_recomputation(axis):
+def test_same_bits_with_recomputation_and_with_offloading(axis):
     run_ranks(compare, 2, {axis: 2})
 
 
@@ -72,6 +78,34 @@ def test_recomputation_keeps_less_and_copies_call_themselves():
     assert not torch.equal(twin(ids), model(ids))
     with torch.no_grad():
         assert torch.equal(model(ids), model(ids))
+
+
+def test_offloading_copies_activations_and_no_parameters():
+    model = Llama(CONFIG)
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    copied, made = [], torch.empty_like
+
+    def noted(tensor, **options):
+        assert options == {"device": "cpu", "pin_memory": False}
+        copied.append(tensor.untyped_storage().data_ptr())
+        return made(tensor, **options)
+
+    offload_layers(model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recompute.torch, "empty_like", noted)
+        model(torch.zeros(2, 64, dtype=torch.int64))
+        kept = len(copied)
+        with torch.no_grad():
+            model(torch.zeros(2, 64, dtype=torch.int64))
+    assert len(copied) == kept > 10 * CONFIG.num_layers
+    assert not parameters & set(copied)
+
+
+def test_another_word_for_recomputation_is_refused():
+    manager = setup_process_group_manager()
+    with pytest.raises(InvalidArgumentError, match='recompute must be True, False or "offload", g'):
+        parallelize(Llama(CONFIG), manager, recompute="disk")
+    destroy_process_group_manager()
 
 
 def test_a_forward_set_on_the_instance_is_recomputed_too():

@@ -22,6 +22,8 @@ from scaletorch.parallel.context_parallel.models import calls
 
 transformers = pytest.importorskip("transformers")
 
+from test_experts import compute_exactly  # noqa: E402
+
 pytestmark = pytest.mark.timeout(300)  # each rank imports transformers
 
 LENGTH = 24
@@ -54,9 +56,23 @@ SPECIAL = {
         "v_head_dim": 4,
     },
     "Mistral": {"sliding_window": 7},
-    "Gemma2": {"head_dim": 4, "sliding_window": 7},
-    "GptOss": {"head_dim": 4, "num_local_experts": 2, "num_experts_per_tok": 1},
-    "Llama4Text": {"head_dim": 4, "num_local_experts": 2, "attention_chunk_size": 5},
+    "Gemma2": {"head_dim": 4, "sliding_window": 7, "attn_logit_softcapping": 0.7},
+    "Falcon": {"new_decoder_architecture": False, "multi_query": False},
+    "GptOss": {
+        "head_dim": 4,
+        "sliding_window": 7,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "experts_implementation": "eager",
+    },
+    "Llama4Text": {
+        "head_dim": 4,
+        "moe_layers": [],
+        "intermediate_size_mlp": 24,
+        "attention_chunk_size": 5,
+        "no_rope_layers": [1, 0],
+        "layer_types": ["chunked_attention", "full_attention"],
+    },
     "Qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 1},
     "ModernBert": {"local_attention": 6, "pad_token_id": 0},
 }
@@ -74,7 +90,8 @@ def _build(name, **options):
         return transformers.GPT2LMHeadModel(config).double()
     kind = "ForMaskedLM" if name.endswith("Bert") else "ForCausalLM"
     config = getattr(transformers, f"{name}Config")(**SIZES | SPECIAL.get(name, {}) | options)
-    return getattr(transformers, f"{name.removesuffix('Text')}{kind}")(config).double()
+    model = getattr(transformers, f"{name.removesuffix('Text')}{kind}")(config).double()
+    return compute_exactly(model) if name == "Gemma2" else model  # its softmax is in float32
 
 
 def _tokens(rows=2, length=LENGTH):
@@ -148,6 +165,13 @@ CASES = [
     ("Qwen2", "zigzag", "ring", PACKED),
     ("GPT2", "zigzag", "ring", PACKED),
     ("GPT2", "contiguous", "ulysses", PACKED, "inside", "plain"),
+    ("Gemma2", "zigzag", "ring"),
+    ("Gemma2", "contiguous", "ulysses", PACKED),
+    ("GptOss", "zigzag", "ring", PACKED, "inside", "plain"),
+    ("GptOss", "contiguous", "ulysses"),
+    ("GptOss", "stripe", "all_gather", PACKED),
+    ("Llama4Text", "zigzag", "ring"),
+    ("Llama4Text", "contiguous", "ulysses", PACKED, "inside"),
 ]
 
 
@@ -327,15 +351,19 @@ REFUSED = {
         "Llama",
         {"attention_dropout": 0.5},
     ),
-    "softcap": (_calls(), "for softcap, which", "Gemma2", {}),
-    "sinks": (_calls(), "for s_aux, which", "GptOss", {}),
     "labels": (_calls(labels=torch.zeros(2, 12, dtype=torch.long)), "was given labels, which it"),
     "uncounted": (lambda model, batch: model(batch["input_ids"]), "called without position_ids"),
     "one rank": (
         lambda model, batch: model(**batch, attention_mask=ONES - c10d.get_rank()),
         "attention_mask must hold no zeros|rank 1: refused its call",
     ),
-    "chunks": (_calls(), "masks by chunked_overlay", "Llama4Text", {}),
+    "alibi": (_calls(), "attn_mask must be None: use is_causal", "Falcon", {"alibi": True}),
+    "counted": (
+        _calls(),
+        "scales its queries by positions that it counts itself.* from 24 on .floor_scale.",
+        "Llama4Text",
+        {"floor_scale": 24},
+    ),
 }
 
 
@@ -363,9 +391,9 @@ def test_what_cannot_be_exact_is_refused_by_name():
     ("config", "match"),
     [
         ({"name": "Bloom"}, "BloomForCausalLM neither uses .* attention is 'eager'"),
+        ({"name": "Mpt"}, "MptForCausalLM neither uses .* attention is 'eager'"),
         ({"name": "Bart"}, "BartForCausalLM takes no position_ids"),
         ({"name": "Llama", "rope_parameters": DYNAMIC}, "rotary embeddings of type dynamic"),
-        ({"name": "Lfm2", "layer_types": ["conv", "full_attention"]}, "has layers of conv"),
     ],
 )
 def test_models_with_other_layers_are_refused(config, match):
@@ -374,6 +402,14 @@ def test_models_with_other_layers_are_refused(config, match):
     with pytest.raises(InvalidArgumentError, match=match), ShardedSequences(8).inside(model):
         pass
     assert model.config._attn_implementation == before
+
+
+def test_documents_are_refused_on_one_rank_where_a_state_would_pass_on():
+    model = apply_context_parallel(_build("Lfm2", layer_types=["conv", "full_attention"]))
+    positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])
+    packed = ShardedSequences(8, cu_seqlens=(0, 3, 8)).inside(model)
+    with pytest.raises(InvalidArgumentError, match="one packed document to the next"), packed:
+        model(_tokens(1, 8), position_ids=positions, use_cache=False)
 
 
 def test_documents_are_kept_where_a_config_knows_of_no_cache():

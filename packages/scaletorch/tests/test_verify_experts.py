@@ -83,6 +83,9 @@ def test_layouts_with_experts_are_named_and_read():
     grid = parse_layout("2x1x1x2-ep4")
     assert grid == Grid(dp=2, tp=2, ep=4)
     assert layout_name(grid) == "2x1x1x2-ep4"
+    for text in ("2x1x1x2-ep2-etp2", "2x1x1x2-etp1"):
+        assert layout_name(parse_layout(text)) == text
+    assert layout_name(parse_layout("2x1x1x2-ep2-etp1")) == "2x1x1x2-ep2"
     for text in ("2x1x1x2-ep", "2x1x1x2-ep0", "2x1x1x2ep4", "2x1x1x2-ep4-ep4"):
         with pytest.raises(InvalidArgumentError, match="2x1x2x2-ep4 with an expert"):
             parse_layout(text)
@@ -92,8 +95,8 @@ def test_layouts_with_experts_are_named_and_read():
 
 def test_every_size_that_folds_is_enumerated():
     names = [layout_name(grid) for grid in every_layout(2, (1, 2))]
-    assert names == ["1x1x1x2", "1x1x1x2-ep2", "1x1x2x1", "1x1x2x1-ep2", "1x2x1x1", "2x1x1x1",
-                     "2x1x1x1-ep2"]  # fmt: skip
+    assert names == ["1x1x1x2", "1x1x1x2-etp1", "1x1x1x2-ep2", "1x1x2x1", "1x1x2x1-ep2", "1x2x1x1",
+                     "2x1x1x1", "2x1x1x1-ep2"]  # fmt: skip
     with pytest.raises(InvalidArgumentError, match="ep 3 folds no layout of 2 ranks"):
         every_layout(2, (3,))
     assert all(grid.ep == 1 for grid in every_layout(8))
@@ -110,7 +113,7 @@ def test_a_model_says_how_many_experts_it_has():
 def test_all_layouts_of_two_ranks():
     report = verify(small, world_size=2, dtype="float64")
     assert report.passed, report
-    assert len(report.results) == 7
+    assert len(report.results) == 8
     assert "2x1x1x1-ep2 float64" in str(report)
     assert "smallest distance of a chosen score from the next: " in report.summary()
     assert 0 < report.results[0].margin < 1
@@ -120,6 +123,13 @@ def test_experts_in_a_list_on_uneven_ranks():
     named = {"layouts": [Grid(dp=2, ep=2)], "dtype": "float64"}
     report = verify(listed, plan={"layers.*.mlp.experts": "experts"}, **named)
     assert report.passed, report
+
+
+def test_experts_whole_or_cut_over_tp():
+    named = {"layouts": [Grid(dp=2, tp=2, ep=2, etp=2), Grid(dp=2, tp=2, etp=1)]}
+    report = verify(small, **named, dtype="float64")
+    assert report.passed, report
+    assert report.results[0].case.arguments.startswith("--layout 2x1x1x2-ep2-etp2 ")
 
 
 def test_ep_is_crossed_with_named_layouts():

@@ -126,7 +126,7 @@ def test_each_optimizer_trains_several_steps_and_keeps_its_state():
     assert [phase_at(step)[1] for step in range(STEPS)] == [True, False, True, False]
     for phase in PHASES:
         model = torch.nn.Linear(2, 2)
-        first, second = phase.make(model.parameters()), phase.make(model.parameters())
+        (first,), (second,) = (phase.make(model.parameters()) for _ in range(2))
         results = []
         for optimizers in ((first, first), (first, second)):
             torch.manual_seed(0)

@@ -9,11 +9,23 @@ from .data_faults import DATA
 from .expert_faults import AROUND, BESIDE, EXPERTS
 from .mutant import Mutant
 from .pipeline_faults import PIPELINE
+from .router_faults import ORDER, ROUTERS
 from .tensor_faults import TENSOR
 from .whole_faults import WHOLE
 
 MUTANTS: Mapping[str, Mutant] = {
     mutant.name: mutant
-    for catalogue in (TENSOR, CONTEXT, PIPELINE, DATA, WHOLE, EXPERTS, AROUND, BESIDE)
+    for catalogue in (
+        TENSOR,
+        CONTEXT,
+        PIPELINE,
+        DATA,
+        WHOLE,
+        EXPERTS,
+        AROUND,
+        BESIDE,
+        ROUTERS,
+        ORDER,
+    )
     for mutant in catalogue.mutants
 }

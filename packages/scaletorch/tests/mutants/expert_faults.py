@@ -134,7 +134,7 @@ def gradients_of_results_in_another_order(backward: Any) -> Any:
 def second_expert_of_a_rank_replaces_the_first(folded: Any) -> Any:
     """Of a token's two experts on one rank, the results are not added up."""
 
-    def replacing(results: Tensor, row: Tensor, rows: int) -> Tensor:
+    def replacing(results: Tensor, row: Tensor, rows: int, most: int) -> Tensor:
         return results.new_zeros((rows, results.shape[1])).index_copy(0, row, results)
 
     return replacing

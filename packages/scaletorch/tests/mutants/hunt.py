@@ -21,7 +21,7 @@ from scaletorch.verify.verify import Task, run_all, save_reference
 
 from .catalogue import MUTANTS
 from .mutant import Mutant
-from .routed import ROUTED_PLAN, Routed, Skewed
+from .routed import ROUTED_PLAN, Balanced, Idle, Routed, Skewed, odd_batch
 from .specimen import PLAN, Sharded, Shared, Specimen, batch
 
 MODELS: Mapping[str, tuple[ModelFn, Plan | None, BatchFn]] = {
@@ -30,6 +30,8 @@ MODELS: Mapping[str, tuple[ModelFn, Plan | None, BatchFn]] = {
     "sharded": (Sharded, {}, batch),
     "routed": (Routed, ROUTED_PLAN, batch),
     "skewed": (Skewed, ROUTED_PLAN, batch),
+    "idle": (Idle, ROUTED_PLAN, batch),
+    "balanced": (Balanced, ROUTED_PLAN, odd_batch),
     "built-in": (default_model, None, default_batch),
 }
 

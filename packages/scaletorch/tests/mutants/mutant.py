@@ -24,7 +24,8 @@ class Mutant:
         case: where the fault must show.
         model: 'specimen', 'shared' for one that can be sequence parallel, 'sharded' for one that
             is written with sharded layers, 'routed' for one with experts, 'skewed' for one of
-            which some get no token, or 'built-in' for what users run by default.
+            which two get no token and 'idle' where one gets none, 'balanced' for one that asks for
+            its routers' loss, or 'built-in' for what users run by default.
     """
 
     name: str

@@ -33,6 +33,7 @@ __all__ = [
 SEED = 0  # every function starts with the generators of every rank at this seed
 GROUP_TIMEOUT = timedelta(seconds=300)  # of test groups; the timeout of a run comes first
 MAX_POOLS = 3  # idle pools kept for the next test
+TEST_LIBRARIES = (PYTEST_REWRITING, "pytest", "hypothesis")  # test files import them, in ranks too
 
 _pools: dict[str, RankPool] = {}  # least recently used first
 
@@ -86,8 +87,7 @@ def run_ranks(
 
 
 def _new_pool(world_size: int, **options: Any) -> RankPool:
-    if PYTEST_REWRITING in sys.modules:
-        get_server().preload([PYTEST_REWRITING])
+    get_server().preload([name for name in TEST_LIBRARIES if name in sys.modules])
     return RankPool(world_size, group_timeout=GROUP_TIMEOUT, seed=SEED, **options)
 
 

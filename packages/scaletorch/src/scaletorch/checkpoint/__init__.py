@@ -2,6 +2,7 @@
 
 from .errors import CheckpointError, DamagedCheckpointError
 from .exporting import export_safetensors
+from .exporting_adapters import export_adapter
 from .format.folders import latest
 from .importing import import_safetensors
 from .loading import Loaded, load
@@ -12,6 +13,7 @@ __all__ = [
     "DamagedCheckpointError",
     "Loaded",
     "Saving",
+    "export_adapter",
     "export_safetensors",
     "import_safetensors",
     "latest",

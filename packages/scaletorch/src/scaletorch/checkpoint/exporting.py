@@ -7,11 +7,9 @@ import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from ..dist import all_gather_object, functional
-from ..dist.errors import InvalidArgumentError
+from ..dist import all_gather_object
 from ..parallel.pg_manager import ProcessGroupManager
 from .errors import CheckpointError
 from .format.files import flush, flush_folder, plan_file, write_tensor
@@ -20,6 +18,7 @@ from .saving import wait_for_last
 from .state.held import Held, find_held
 from .state.place import Place, control_group, find_place
 from .together import all_or_none, on_first_rank
+from .wholes import Whole, find_wholes, gather_whole
 
 WHOLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -55,8 +54,8 @@ def export_safetensors(
     group, what, root = control_group(), f"the export to {folder}", Path(folder)
     place, held = all_or_none(what, lambda: _describe(model, manager), group)
     on_first_rank(lambda: _start(root), group)
-    files = list(_split(_not_earlier(held, place), max_file_bytes))
-    listing = [[(each.name, _bytes(each)) for each in file] for file in files]
+    files = list(_split(_not_earlier(find_wholes(held), place), max_file_bytes))
+    listing = [[(each.name, each.nbytes) for each in file] for file in files]
     stages = [listing]
     if place.manager is not None:
         stages = all_gather_object(listing, place.manager.pp_group)
@@ -74,13 +73,7 @@ def export_safetensors(
 def _describe(model: nn.Module, manager: ProcessGroupManager | None) -> tuple[Place, list[Held]]:
     wait_for_last()
     place = find_place(manager)
-    held = [each for each in find_held(model, place).values() if each.first]
-    if listed := [each.name for each in held if each.experts and each.experts.dim is None]:
-        raise InvalidArgumentError(
-            f"{listed[0]} belongs to one of a list of experts, which are on different ranks: only "
-            "stacked experts are exported; take full_state_dict, and save that"
-        )
-    return place, held
+    return place, [each for each in find_held(model, place).values() if each.first]
 
 
 def _start(root: Path) -> None:
@@ -91,19 +84,19 @@ def _start(root: Path) -> None:
         raise CheckpointError(f"{root} has weights already ({there[0]}); export to another folder")
 
 
-def _not_earlier(held: list[Held], place: Place) -> list[Held]:
+def _not_earlier(wholes: list[Whole], place: Place) -> list[Whole]:
     """Leave out what an earlier stage has as well, such as a buffer of the whole model."""
     if place.manager is None:
-        return held
-    stages = all_gather_object([each.name for each in held], place.manager.pp_group)
+        return wholes
+    stages = all_gather_object([each.name for each in wholes], place.manager.pp_group)
     earlier = {name for names in stages[: place.pp] for name in names}
-    return [each for each in held if each.name not in earlier]
+    return [each for each in wholes if each.name not in earlier]
 
 
-def _split(held: Iterable[Held], max_bytes: int) -> Iterator[list[Held]]:
-    file: list[Held] = []
-    for each in held:
-        if file and sum(map(_bytes, file)) + _bytes(each) > max_bytes:
+def _split(wholes: Iterable[Whole], max_bytes: int) -> Iterator[list[Whole]]:
+    file: list[Whole] = []
+    for each in wholes:
+        if file and sum(one.nbytes for one in file) + each.nbytes > max_bytes:
             yield file
             file = []
         file.append(each)
@@ -111,22 +104,18 @@ def _split(held: Iterable[Held], max_bytes: int) -> Iterator[list[Held]]:
         yield file
 
 
-def _bytes(each: Held) -> int:
-    return torch.Size(each.shape).numel() * each.tensor.dtype.itemsize
-
-
 def _file_name(number: int, total: int) -> str:
     return WHOLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
-def _write(path: Path | None, held: list[Held]) -> OSError | None:
+def _write(path: Path | None, wholes: list[Whole]) -> OSError | None:
     """Gather a file's tensors one by one, and write them if there is a path.
 
     An error is returned: other ranks are to gather with this one until the end.
     """
-    held = sorted(held, key=lambda each: -each.tensor.dtype.itemsize)  # aligned
-    slots = [(each.name, each.tensor.dtype, each.shape) for each in held]
-    tensors = (_gather(each) for each in held)
+    wholes = sorted(wholes, key=lambda each: -each.dtype.itemsize)  # aligned
+    slots = [(each.name, each.dtype, each.shape) for each in wholes]
+    tensors = map(gather_whole, wholes)
     failed = None
     if path is not None:
         try:
@@ -140,17 +129,6 @@ def _write(path: Path | None, held: list[Held]) -> OSError | None:
     for _ in tensors:
         pass
     return failed
-
-
-@torch.no_grad()
-def _gather(each: Held) -> Tensor:
-    tensor = each.tensor.detach()
-    if each.cut is not None:
-        tensor = each.cut.join(tensor)
-    if each.experts is not None:
-        sizes = [len(own) for own in each.experts.ranges]
-        tensor = functional.gather(tensor, 0, each.experts.group, sizes=sizes)
-    return tensor
 
 
 def _raise(error: OSError | None) -> None:

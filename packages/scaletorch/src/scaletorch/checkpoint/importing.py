@@ -69,7 +69,7 @@ def _describe(
     wait_for_last()
     place = find_place(manager)
     held = find_held(model, place)
-    return place, held, find_shards(model, held, [])
+    return place, held, find_shards(model, held, None)
 
 
 def _plan(

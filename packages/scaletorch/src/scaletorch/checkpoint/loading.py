@@ -30,11 +30,12 @@ from .state.fitting import (
     check_parts,
     plan_masters,
     plan_model,
+    plan_wholes,
     saved_dtype,
     saved_shapes,
 )
 from .state.generators import check_random, find_random, restore_random, seed_anew
-from .state.held import Held, find_held, find_shards, refresh_shards
+from .state.held import Held, find_held, find_shards, find_wholes, refresh_shards
 from .state.optimizer import decode_groups, make_state, restore_groups, sort_saved
 from .state.place import Place, control_group, find_place
 from .state.scheduler import decode_schedule, rehearse_schedule
@@ -66,6 +67,7 @@ class _Program:
     place: Place
     held: dict[int, Held]
     shards: list[Shard]
+    wholes: list[tuple[Shard, Held]]
     group: ProcessGroup | None
 
 
@@ -133,9 +135,8 @@ def _describe(
     wait_for_last()
     place = find_place(manager)
     held = find_held(model, place)
-    groups = [] if optimizer is None else optimizer.param_groups
-    shards = find_shards(model, held, [tensor for each in groups for tensor in each["params"]])
-    return _Program(model, optimizer, scheduler, place, held, shards, group)
+    shards, wholes = find_shards(model, held, optimizer), find_wholes(optimizer, held, place)
+    return _Program(model, optimizer, scheduler, place, held, shards, wholes, group)
 
 
 def _load_one(
@@ -184,6 +185,7 @@ class _Plan:
         check_fit(held, names, saved, document["ties"])
         self.targets = plan_model(held, program.shards, saved)
         plan_masters(program.shards, program.held, saved, self.targets)
+        plan_wholes(program.wholes, self.targets)
         self._state: list[tuple[Tensor, dict[str, Any]]] = []
         self._groups: list[dict[str, Any]] = []
         if program.optimizer is not None:
@@ -203,10 +205,11 @@ class _Plan:
     def _plan_optimizer(self, optimizer: torch.optim.Optimizer, saved: Any) -> None:
         state = sort_saved(((n, *found) for n, found in saved.items()), self._document["scalars"])
         groups = {id(t): group for group in optimizer.param_groups for t in group["params"]}
-        for shard in self._program.shards:
+        held = self._program.held
+        shards = [(shard, held[id(shard.parameter)]) for shard in self._program.shards]
+        for shard, own in shards + self._program.wholes:
             group = groups.get(id(shard.tensor))
             if group is not None and shard.tensor.numel():
-                own = self._program.held[id(shard.parameter)]
                 dtype = saved_dtype(own.name, saved)
                 current = optimizer.state.get(shard.tensor, {})
                 made = make_state(shard, own, state, dtype, self.targets, group, current)

@@ -21,7 +21,7 @@ from .format.writer import CheckpointWriter
 from .planner import PartsSavePlanner
 from .state.entries import Index, Record, share_out, stage
 from .state.generators import record_random, seed_material
-from .state.held import find_held, find_shards, find_ties
+from .state.held import find_held, find_shards, find_ties, find_wholes
 from .state.optimizer import encode_groups, record_shard
 from .state.place import Place, control_group, find_place
 from .together import write_together
@@ -207,13 +207,12 @@ def _record(model: nn.Module, optimizer: torch.optim.Optimizer | None, place: Pl
                 replicated=True,
                 experts=each.experts is not None,
             )
-    groups = [] if optimizer is None else optimizer.param_groups
-    updated = [tensor for group in groups for tensor in group["params"]]
-    for shard in find_shards(model, held, updated):
-        own = held[id(shard.parameter)]
+    shards = [(each, held[id(each.parameter)]) for each in find_shards(model, held, optimizer)]
+    for shard, own in shards + find_wholes(optimizer, held, place):
         if own.first:
             state = {} if optimizer is None else optimizer.state.get(shard.tensor, {})
-            writes = place.tp == 0 and (place.replica == 0 or not shard.replicated)
+            owns = place.tp == 0 or shard.tensor is own.tensor
+            writes = owns and (place.replica == 0 or not shard.replicated)
             writes = writes or own.experts is not None  # ranks that all say the same do no harm
             record_shard(record, shard, own, state, writes=writes)
     device = next((each.tensor.device for each in held.values()), torch.device("cpu"))

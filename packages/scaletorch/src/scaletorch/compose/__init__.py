@@ -2,28 +2,49 @@
 
 from ._version import __version__
 from .batches import shard_global_batch
+from .costs import active_costs
+from .evaluate import eval_step, forward_step
 from .loss import token_loss_sum
 from .norm import clip_grad_norm_, global_grad_norm, nonfinite_gradients
 from .parallelize import parallelize
 from .randomness import seed_ranks
-from .recompute import recompute_layers
+from .recompute import offload_layers, recompute_layers
 from .replicas import check_replicas
+from .routing import count_routing, move_biases
+from .rows import rows_of_step
+from .sequence_values import last_token, sequence_sums
 from .state import full_gradients, full_state_dict, local_gradients
 from .step import train_step
+from .token_values import log_probs, token_log_probs, token_losses, vocabulary_sums
+from .whole_matrices import whole_matrices
 
 __all__ = [
     "__version__",
+    "active_costs",
     "check_replicas",
     "clip_grad_norm_",
+    "count_routing",
+    "eval_step",
+    "forward_step",
     "full_gradients",
     "full_state_dict",
     "global_grad_norm",
+    "last_token",
     "local_gradients",
+    "log_probs",
+    "move_biases",
     "nonfinite_gradients",
+    "offload_layers",
     "parallelize",
     "recompute_layers",
+    "rows_of_step",
     "seed_ranks",
+    "sequence_sums",
     "shard_global_batch",
+    "token_log_probs",
     "token_loss_sum",
+    "token_losses",
     "train_step",
+    "vocabulary_sums",
+    "whole_matrices",
 ]

@@ -77,7 +77,12 @@ def require_one_micro_batch(wanted: RouterLoss | None, micro_batches: Sequence[o
 
 
 def router_loss(
-    output: Any, wanted: RouterLoss, manager: ProcessGroupManager, *, shares_sequences: bool
+    output: Any,
+    wanted: RouterLoss,
+    manager: ProcessGroupManager,
+    *,
+    shares_sequences: bool,
+    real: Tensor | None = None,
 ) -> Tensor:
     """Return this rank's part of the loss, of which the parts of cp x dp make up the whole.
 
@@ -90,6 +95,7 @@ def router_loss(
         wanted: What the config asks for.
         manager: The grid.
         shares_sequences: Each tp rank has the logits of a share of the tokens.
+        real: Which tokens count, bool [B, L]; None is all.
 
     Returns:
         0-d, in float32 at least; the same on all tp ranks, whose gradients are of their tokens.
@@ -102,13 +108,24 @@ def router_loss(
         )
     scores = torch.cat([x.reshape(-1, x.shape[-1]) for x in given]).softmax(-1)
     index = scores.topk(wanted.top_k, dim=-1).indices
-    counts = count_tokens(index, scores.shape[-1])
+    valid = None if real is None else _rows(real, given, manager, shares_sequences)
+    counts = count_tokens(index, scores.shape[-1], valid=valid)
     groups = [manager.cp_dp_group, *([manager.tp_group] if shares_sequences else [])]
     for group in groups:
         all_reduce(counts, group=group)
-    part = global_balance_loss(scores, index, counts=counts) * wanted.coefficient * wanted.top_k
+    part = global_balance_loss(scores, index, counts=counts, valid=valid)
+    part = part * wanted.coefficient * wanted.top_k
     if shares_sequences:
         total = part.detach().clone()
         all_reduce(total, group=manager.tp_group)
         part = part + (total - part).detach()
     return part
+
+
+def _rows(
+    real: Tensor, logits: Sequence[Tensor], manager: ProcessGroupManager, shares_sequences: bool
+) -> Tensor:
+    """Return of every row of all layers' logits whether it is of a token that counts."""
+    if shares_sequences:
+        real = real.tensor_split(manager.tp_size, dim=1)[manager.tp_rank]
+    return real.reshape(-1).repeat(len(logits))

@@ -5,25 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, nn
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import ShardedSequences
 from ..parallel.context_parallel.building import DEFAULT, layout_of_whole
 from ..parallel.pg_manager import ProcessGroupManager
-from .forward import Terms, terms_of
+from .forward import terms_of
 
 Batch = Mapping[str, Tensor]
 
 POSITIONS = "position_ids"
-_APART = ("input_ids", "labels")  # entries that are not passed on by name
-_OTHERWISE = (
-    "{} counts its positions otherwise than 0, 1, 2, ... where it is given none (from behind its "
-    "padding index, perhaps), and where sequences are divided it has to be given them: put those "
-    "that it uses into the global batch as position_ids [B, L], or leave sequences whole "
-    "(cp_size=1, sequence_parallel=False)"
-)
+OF_LOSS = "loss_"  # entries whose names begin so are for a loss, not for the model
+_WHAT = {False: "a global batch", True: "a data-parallel rank's share"}
 
 
 class Cut(NamedTuple):
@@ -32,12 +26,16 @@ class Cut(NamedTuple):
     Attributes:
         layout: Which columns each cp rank has.
         counted: Its `position_ids`, if it has any, were counted here, not given.
-        whole: The global batch.
+        whole: The global batch, or what of it this data-parallel rank has read.
+        sequences: Which positions this rank has, and where packed documents begin.
+        own: `whole` is what this data-parallel rank has read.
     """
 
     layout: str
     counted: bool
     whole: Batch
+    sequences: ShardedSequences
+    own: bool = False
 
 
 class MicroBatch(dict[str, Tensor]):
@@ -55,13 +53,16 @@ def shard_global_batch(
     *,
     model: nn.Module | None = None,
     cp_layout: str | None = None,
+    own_rows: bool = False,
 ) -> list[Batch]:
-    """Return this rank's micro-batches of a global batch that every rank holds.
+    """Return this rank's micro-batches of a global batch.
 
     Args:
-        batch: Entries [B, L]; labels aligned with their inputs, -100 for tokens that have none. An
-            entry of one dim is of all sequences and passed on, such as `cu_seq_lens_q`: the starts
-            of packed documents in each of them, and the length: (0, a, ..., L).
+        batch: The same on every rank. Entries [B, L]; labels aligned with their inputs, -100 for
+            tokens that have none. An entry of one dim is of all sequences and passed on, such as
+            `cu_seq_lens_q`: the starts of packed documents in each of them, and the length: (0, a,
+            ..., L). Entries named `loss_...` are for a loss of your own alone, [B, ...]: rows go
+            to dp, and the columns of those that are [B, L] to cp.
         num_micro_batches: Micro-batches per data-parallel rank; dp x this must divide B.
         manager: The grid; rows go to dp, columns to cp. By default the model's.
         model: What `parallelize` returned: columns are ordered as it was told. Without a model
@@ -70,6 +71,7 @@ def shard_global_batch(
         cp_layout: The order of columns, if no model says it. For "zigzag" any length will do:
             padding behind the end, without labels, is seen by no other position of causal
             attention.
+        own_rows: The batch is of this data-parallel rank's rows, [B / dp, L]; see `rows_of_step`.
 
     Returns:
         `num_micro_batches` mappings of [B / dp / num_micro_batches, L / cp] tensors. They have
@@ -77,20 +79,19 @@ def shard_global_batch(
         divided sequences and of packed documents.
 
     Raises:
-        InvalidArgumentError: No `input_ids` [B, L], less than one micro-batch, rows that do not
-            divide, or columns that do not in another layout; or neither a grid nor a model that
-            knows its own, or another order than the model's.
+        InvalidArgumentError: No `input_ids` [B, L], less than one micro-batch, rows or columns that
+            do not divide, no grid, not the model's order, or a `loss_...` entry of other rows.
     """
     manager, layout = _said(manager, model, cp_layout)
     rows, length = _shape(batch)
     _require_count(num_micro_batches)
-    shares = manager.dp_size * num_micro_batches
-    if rows % shares or not rows:
+    place, ranks = (0, 1) if own_rows else (manager.dp_rank, manager.dp_size)
+    if rows % (shares := ranks * num_micro_batches) or not rows:
         raise InvalidArgumentError(
-            f"a global batch of {rows} sequences does not divide into {manager.dp_size} (dp) x "
+            f"{_WHAT[own_rows]} of {rows} sequences does not divide into {ranks} (dp) x "
             f"{num_micro_batches} micro-batches = {shares}; use a multiple of {shares}"
         )
-    first = manager.dp_rank * num_micro_batches
+    first = place * num_micro_batches
     parts = [_rows(batch, shares, i) for i in range(first, first + num_micro_batches)]
     if layout != "zigzag":
         layout_of_whole(layout, length, manager.cp_size)  # refuses what would be padded
@@ -99,7 +100,7 @@ def shard_global_batch(
         length, layout=layout, cu_seqlens=documents, group=manager.cp_group
     )
     counted = batch.get(POSITIONS) is None
-    cut = Cut(layout, counted, batch)
+    cut = Cut(layout, counted, batch, sequences, own_rows)
     shards = [sequences.shard(part, shifted=True) for part in parts]
     if counted and manager.cp_size == 1 and documents is None:
         for shard in shards:  # the model counts as it does in one process, from wherever
@@ -149,44 +150,44 @@ def _rows(batch: Batch, shares: int, index: int) -> Batch:
     """Return one of equal shares of a batch's rows."""
     rows = len(batch["input_ids"])
     return {
-        name: entry.chunk(shares)[index] if len(entry) == rows and entry.ndim > 1 else entry
+        name: entry.chunk(shares)[index] if _has_rows(name, entry, rows) else entry
         for name, entry in batch.items()
     }
 
 
-def as_called(batch: Batch, terms: Terms) -> Batch:
-    """Return a micro-batch with the entries that the model is to be called with.
+def _has_rows(name: str, entry: Tensor, rows: int) -> bool:
+    """Return whether an entry has a row for each sequence, as those of a loss must."""
+    fits = entry.ndim > 0 and len(entry) == rows
+    if name.startswith(OF_LOSS) and not fits:
+        raise InvalidArgumentError(
+            f"{name} has shape {list(entry.shape)}, and entries of a loss have a row for each of "
+            f"the {rows} sequences: [{rows}, ...]; give loss_fn itself what is of no sequence"
+        )
+    return fits and (entry.ndim > 1 or name.startswith(OF_LOSS))
 
-    Raises:
-        InvalidArgumentError: It was cut in another layout than the model's, or has entries that
-            the model's forward does not take, or lacks positions that nobody else knows.
+
+def real_positions(batch: Batch, manager: ProcessGroupManager) -> Tensor | None:
+    """Return which positions of this rank are no padding, bool [L]; None if none is.
+
+    `shard_global_batch` puts padding behind sequences whose length does not divide over cp ranks.
     """
-    cut = batch.cut if isinstance(batch, MicroBatch) else None
-    if cut is not None and terms.cp_layout not in (None, cut.layout):
-        raise InvalidArgumentError(
-            f"this batch was cut in a {cut.layout} layout, and the model attends in a "
-            f"{terms.cp_layout} one: let shard_global_batch ask the model, "
-            "shard_global_batch(..., model=model)"
-        )
-    entries = dict(batch)
-    given = POSITIONS in entries and not (cut is not None and cut.counted)
-    if terms.counts_otherwise and not given:
-        raise InvalidArgumentError(_OTHERWISE.format(terms.name))
-    if not given and not terms.takes(POSITIONS):
-        entries.pop(POSITIONS, None)  # whether it counts them itself is asked in the first step
-    strangers = [name for name in entries if name not in _APART and not terms.takes(name)]
-    if strangers:
-        raise InvalidArgumentError(
-            f"the batch has {', '.join(strangers)}, and the forward of {terms.name} takes no "
-            f"argument of that name, only {', '.join(terms.arguments)}; leave it out of the batch, "
-            "or let forward take it"
-        )
-    if POSITIONS not in entries and _must_be_told(terms):
-        ids = entries["input_ids"]
-        entries[POSITIONS] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
-    return entries
+    if not isinstance(batch, MicroBatch) or manager.cp_size == 1:
+        return None
+    length = batch.cut.whole["input_ids"].shape[1]
+    sequences = ShardedSequences(length, layout=batch.cut.layout, group=manager.cp_group)
+    if sequences.layout.padded_length == length:
+        return None
+    return sequences.positions(batch["input_ids"].device) < length
 
 
-def _must_be_told(terms: Terms) -> bool:
-    """Return whether a model cannot count: it does not want to, or would count a shard's tokens."""
-    return terms.needs(POSITIONS) or (terms.shares_sequences and terms.takes(POSITIONS))
+def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
+    """Return which tokens of a micro-batch are no padding, bool [B, L]; None if all are none.
+
+    Args:
+        batch: Tokens that its `attention_mask` [B, L] leaves out are padding too.
+        positions: See `real_positions`.
+    """
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    if mask is None or mask.shape != ids.shape:
+        return None if positions is None else positions.expand(ids.shape)
+    return mask != 0 if positions is None else (mask != 0) & positions

@@ -30,22 +30,26 @@ def split_plan(plan: Plan, manager: ProcessGroupManager) -> tuple[Plan, Plan]:
     layers = {pattern: style for pattern, style in plan.items() if style != EXPERTS}
     if plan and not layers:
         return experts, None
-    if manager.ep_size > 1 and manager.etp_size == 1:
+    if manager.etp_size == 1 and not manager.grid.is_plain:
         layers = {p: style for p, style in layers.items() if not isinstance(style, Stacked)}
     return experts, layers
 
 
 def divide_experts(
     model: nn.Module, manager: ProcessGroupManager, plan: Plan, *, shares_sequences: bool
-) -> None:
-    """Leave each rank its experts, in place, if the grid has ranks for them.
+) -> Plan:
+    """Leave each rank its experts, in place, if the grid has a view of its own for them.
+
+    Returns:
+        What the plan says of layers.
 
     Raises:
-        InvalidArgumentError: The model has none that can be divided so.
+        InvalidArgumentError: The model has no experts that can be divided so.
     """
-    if manager.ep_size == 1:
-        return
-    apply_expert_parallel(model, plan, manager.ep_group, sequence_parallel=shares_sequences)
+    experts, layers = split_plan(plan, manager)
+    if not manager.grid.is_plain:
+        apply_expert_parallel(model, experts, manager.ep_group, sequence_parallel=shares_sequences)
+    return layers
 
 
 def expert_names(model: nn.Module) -> frozenset[str]:

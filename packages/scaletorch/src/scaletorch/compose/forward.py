@@ -9,7 +9,7 @@ from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..dist.errors import InvalidArgumentError, StateError
@@ -34,6 +34,10 @@ class Terms:
         shares_sequences: Each tp rank holds a shard of every sequence between layers.
         counts_otherwise: Its own positions, where sequences are divided, are not 0, 1, 2, ...
         router_loss: The auxiliary loss that the model's config asks for.
+        keeps_cache: Its config asks for a cache of keys and values, and its forward can be told not
+            to keep one.
+        real_positions: Which positions of this rank are no padding in the step; None is all.
+        apart: It was found to compute each position from that position alone, but for attention.
         seen: Its first step has been looked at.
     """
 
@@ -46,6 +50,9 @@ class Terms:
     shares_sequences: bool = False
     counts_otherwise: bool = False
     router_loss: RouterLoss | None = None
+    keeps_cache: bool = False
+    real_positions: Tensor | None = None
+    apart: bool = False
     seen: bool = False
 
     def takes(self, argument: str) -> bool:
@@ -62,6 +69,8 @@ _known: WeakKeyDictionary[nn.Module, Terms] = WeakKeyDictionary()
 
 def read_terms(model: nn.Module) -> Terms:
     """Read how a plain module wants to be called, and what it is made of."""
+    adapted = getattr(model, "get_base_model", None)  # of peft, whose own forward passes all on
+    model = adapted() if callable(adapted) else model
     parameters = _signature(model)
     arguments = {
         name: parameter.default is parameter.empty
@@ -70,7 +79,10 @@ def read_terms(model: nn.Module) -> Terms:
     }
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     has_batch_norms = any(isinstance(module, _BatchNorm) for module in model.modules())
-    return Terms(type(model).__name__, arguments, takes_any, has_batch_norms)
+    terms = Terms(type(model).__name__, arguments, takes_any, has_batch_norms)
+    asked = getattr(getattr(model, "config", None), "use_cache", False)
+    terms.keeps_cache = bool(asked) and "use_cache" in arguments
+    return terms
 
 
 def keep_terms(model: nn.Module, terms: Terms) -> None:

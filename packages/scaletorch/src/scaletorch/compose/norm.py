@@ -49,7 +49,7 @@ def global_grad_norm(
     manager = manager_of(model, manager)
     groups = [manager.cp_dp_group] if is_sharded(model) else []
     groups += [manager.tp_group, manager.pp_group]
-    if manager.ep_size > 1:  # ranks of any axis have other experts
+    if not manager.grid.is_plain:  # ranks of any axis have other experts
         groups = [manager.world_group]
     return norm_over(counted_gradients(model, manager), groups, model, norm_type)
 
@@ -115,7 +115,7 @@ def counted_gradients(model: nn.Module, manager: ProcessGroupManager) -> Iterato
     on the first rank. An expert counts on the first rank that has it.
     """
     shards = settled_shards(model)
-    alike = not is_sharded(model) and manager.ep_size == 1
+    alike = not is_sharded(model) and manager.grid.is_plain
     first, first_of_expert = manager.cp_dp_rank == 0 or alike, manager.edp_rank == 0
     experts = expert_names(model)
     for shard, counted in zip(shards, _counted_of(model, shards, manager), strict=True):

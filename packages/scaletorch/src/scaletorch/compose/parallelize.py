@@ -18,10 +18,12 @@ from .balance import read_router_loss
 from .before.batch_norm import synchronise_batch_norms
 from .before.initial import require_one_model
 from .before.positions import counts_otherwise
-from .experts import divide_experts, expert_groups, split_plan
+from .costs import agreed_split
+from .experts import divide_experts, expert_groups
 from .forward import Terms, keep_terms, read_terms, require_manager
 from .loss import keep_logits_sharded
-from .recompute import recompute_layers
+from .recompute import offload_layers, recompute_layers
+from .updates import watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class _Settings:
 
     sequence_parallel: bool
     loss_parallel: bool
-    recompute: bool
+    recompute: bool | str
     cp_layout: str
     cp_method: str
 
@@ -43,7 +45,7 @@ def parallelize(
     split: Split | None = None,
     schedule: AnySchedule = "1f1b",
     bucket_size: int = 2**24,
-    recompute: bool = False,
+    recompute: bool | str = False,
     sequence_parallel: bool = False,
     loss_parallel: bool = False,
     cp_layout: str = "zigzag",
@@ -56,17 +58,17 @@ def parallelize(
 
     Args:
         model: A plain module; its parameters keep their names.
-        manager: The grid and its groups; axes of size 1 cost nothing.
+        manager: The grid; axes of size 1 cost nothing.
         plan: Tensor parallel plan, and modules of experts as "experts", or as `Stacked` if they
             are to be cut over tp too; None recognises the model's family, and its own plans.
         split: Pipeline split; None infers it from the module.
         schedule: Of the pipeline: a name, a function of ranks and micro-batches, or a schedule.
         bucket_size: Elements in a gradient bucket.
-        recompute: Layers drop their activations in forward and run again in backward.
+        recompute: Layers run again in backward; or "offload": the host keeps their activations.
         sequence_parallel: Between sharded layers each tp rank holds its shard of every sequence.
-        loss_parallel: Logits stay sharded over tp; for a model whose head is "column_gather".
-        cp_layout: The order of positions over cp ranks, said here once: "zigzag" balances causal
-            attention, and "contiguous" is for attention that sees everything.
+        loss_parallel: Logits stay sharded over tp, of a head that is "column_gather".
+        cp_layout: The order of positions over cp ranks: "zigzag" for causal attention, and
+            "contiguous" for attention that sees everything.
         cp_method: How cp ranks attend: "ring", "all_gather", "ulysses", "hybrid" or "auto".
         data_parallel: Further settings of `DataParallelBucket`, such as `grad_type` or `order`.
 
@@ -75,25 +77,25 @@ def parallelize(
         over the ranks that have the same ones.
 
     Raises:
-        InvalidArgumentError: The plan does not fit, the model cannot be a pipeline with sequence
-            parallelism, its batch norms would see a part of the batch, or its config asks for a
-            router's auxiliary loss.
+        InvalidArgumentError: The plan does not fit, the model cannot train so (its shape in a
+            pipeline, batch norms, a router's loss), or `recompute` is another word.
         MismatchError: The ranks' models or arguments differ; names the parameters and the ranks.
     """
     settings = _Settings(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method)
     terms = _checked(model, manager, settings, (data_parallel or {}).get("init_sync", "check"))
-    experts, layers = split_plan(plan, manager)
-    divide_experts(model, manager, experts, shares_sequences=terms.shares_sequences)
+    layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
     if manager.tp_size > 1:  # while all layers are there; one rank needs no plan
         _shard_layers(model, manager, layers, settings)
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
     if recompute:  # around all that a layer does, communication included
-        recompute_layers(model, split)
-    stage = PipelineParallel(model, split, manager.pp_group, schedule=schedule)
+        (offload_layers if recompute == "offload" else recompute_layers)(model, split)
+    cut = agreed_split(model, split, manager)
+    stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
     # Last, when only this rank's parameters remain.
     sums: Any = {"bucket_size": bucket_size, "groups": expert_groups(stage, manager)}
     parallel = DataParallelBucket(stage, group=manager.cp_dp_group, **sums, **data_parallel or {})
     keep_terms(parallel, terms)
+    watch(parallel, manager)
     return parallel
 
 
@@ -136,9 +138,13 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Settings) 
         raise InvalidArgumentError(
             f"parallelize takes a plain nn.Module, got {type(model).__name__}"
         )
+    if not isinstance(settings.recompute, bool) and settings.recompute != "offload":
+        raise InvalidArgumentError(
+            f'recompute must be True, False or "offload", got {settings.recompute!r}'
+        )
     shares = manager.tp_size > 1 and bool(settings.sequence_parallel)
     balance = read_router_loss(model, manager)
-    synchronise_batch_norms(model, manager, recompute=bool(settings.recompute), shares=shares)
+    synchronise_batch_norms(model, manager, recompute=settings.recompute is True, shares=shares)
     terms = read_terms(model)
     terms.manager, terms.shares_sequences, terms.router_loss = manager, shares, balance
     if manager.cp_size > 1:

@@ -1,4 +1,4 @@
-"""Activation recomputation: a layer keeps its inputs alone, and runs again in backward."""
+"""Activations that layers do not keep on the device: made again in backward, or kept elsewhere."""
 
 from __future__ import annotations
 
@@ -7,10 +7,14 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ..parallel.pipeline_parallel import Split, layers_of
+
+_Inner = Callable[..., Any]
+_Kept = tuple[torch.device | None, Tensor]  # where it was, if it is elsewhere, and what is kept
 
 
 def recompute_layers(model: nn.Module, split: Split | None = None) -> None:
@@ -26,12 +30,33 @@ def recompute_layers(model: nn.Module, split: Split | None = None) -> None:
     Raises:
         InvalidArgumentError: The list of layers cannot be found.
     """
+    _surround(model, split, _recomputed)
+
+
+def offload_layers(model: nn.Module, split: Split | None = None) -> None:
+    """Let every layer of `model` keep its activations in the host's memory, in place.
+
+    Each is copied there as forward keeps it, and back when backward wants it, in the order of the
+    device's own work; the host's memory is pinned where the device is CUDA. Parameters and buffers
+    stay. Where the host is the device, the copies cost time and save nothing.
+
+    Args:
+        model: As in `recompute_layers`.
+        split: As there.
+
+    Raises:
+        InvalidArgumentError: The list of layers cannot be found.
+    """
+    _surround(model, split, _offloaded)
+
+
+def _surround(model: nn.Module, split: Split | None, run: Callable[..., Any]) -> None:
     for layer in dict.fromkeys(map(model.get_submodule, layers_of(model, split))):
         # Bound to the layer, so that a deep copy of the model calls itself, not this one.
-        layer.forward = MethodType(_checkpointed(layer.forward), layer)
+        layer.forward = MethodType(_around(layer.forward, run), layer)
 
 
-def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _around(forward: _Inner, run: Callable[..., Any]) -> _Inner:
     if isinstance(forward, MethodType):
         inner = forward.__func__
     else:  # set on the instance as a plain function
@@ -39,9 +64,31 @@ def _checkpointed(forward: Callable[..., Any]) -> Callable[..., Any]:
         def inner(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
             return forward(*args, **kwargs)
 
-    def recomputing(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def surrounded(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return inner(self, *args, **kwargs)
-        return checkpoint(inner, self, *args, use_reentrant=False, **kwargs)
+        return run(inner, self, *args, **kwargs)
 
-    return recomputing
+    return surrounded
+
+
+def _recomputed(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    return checkpoint(inner, layer, *args, use_reentrant=False, **kwargs)
+
+
+def _offloaded(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    own = {each.untyped_storage().data_ptr() for each in (*layer.parameters(), *layer.buffers())}
+
+    def keep(tensor: Tensor) -> _Kept:
+        if tensor.untyped_storage().data_ptr() in own:
+            return None, tensor
+        pinned = tensor.is_cuda
+        copy = torch.empty_like(tensor, device="cpu", pin_memory=pinned)
+        return tensor.device, copy.copy_(tensor, non_blocking=pinned)
+
+    def bring_back(kept: _Kept) -> Tensor:
+        device, tensor = kept
+        return tensor if device is None else tensor.to(device, non_blocking=tensor.is_pinned())
+
+    with saved_tensors_hooks(keep, bring_back):
+        return inner(layer, *args, **kwargs)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 
@@ -25,15 +25,21 @@ def gather_full(
 
 
 def full_state_dict(
-    model: nn.Module, manager: ProcessGroupManager | None = None
+    model: nn.Module,
+    manager: ProcessGroupManager | None = None,
+    *,
+    only: Callable[[str], bool] | None = None,
 ) -> dict[str, Tensor]:
     """Return the plain one-process `state_dict` (CPU tensors) on every rank, which all call it.
 
     Args:
         model: What `parallelize` returned.
         manager: The grid; by default the model's.
+        only: Whether the tensor of a name is wanted, such as an adapter's; None takes all.
     """
-    return gather_full(model, {k: v.detach() for k, v in model.state_dict().items()}, manager)
+    state = model.state_dict().items()
+    wanted = {k: v.detach() for k, v in state if only is None or only(k)}
+    return gather_full(model, wanted, manager)
 
 
 def local_gradients(model: nn.Module) -> dict[str, Tensor]:

@@ -10,26 +10,24 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ..dist import all_reduce, get_comm_device
-from ..dist.building import agree
-from ..dist.errors import InvalidArgumentError, MismatchError
-from ..parallel.context_parallel.building import note_shards, require_computable
+from ..dist import all_reduce
+from ..dist.errors import InvalidArgumentError
 from ..parallel.data_parallel import DataParallelBucket
-from ..parallel.pg_manager import IGNORED, ProcessGroupManager
+from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel import train_step_pipeline
-from ..parallel.pipeline_parallel.building import read
-from .balance import require_one_micro_batch, router_loss
-from .batches import Batch, MicroBatch, as_called
-from .before.batch_norm import require_whole_batches
+from .balance import router_loss
+from .batches import Batch, real_positions, real_tokens
 from .before.buffers import buffers_followed
-from .before.initial import require_one_batch
-from .before.mixing import require_apart
-from .forward import Terms, manager_of, pipeline_of, terms_of
+from .before.failures import failures_named
+from .called import Called
+from .finite import refused_together
+from .forward import Terms, manager_of, terms_of
 from .loss import find_sharded_head, require_logits_alone, token_loss_sum
+from .own_loss import CountFunction, LossFunction, OwnLoss
+from .ready import look_first, ready
 
 
 def train_step(
@@ -37,6 +35,8 @@ def train_step(
     micro_batches: Sequence[Batch],
     manager: ProcessGroupManager | None = None,
     *,
+    loss_fn: LossFunction | None = None,
+    count_fn: CountFunction | None = None,
     scaler: GradScaler | None = None,
 ) -> Tensor:
     """Run forward and backward of one global batch; gradients are complete when it returns.
@@ -51,49 +51,74 @@ def train_step(
         model: What `parallelize` returned.
         micro_batches: This rank's, from `shard_global_batch`.
         manager: The grid; by default the model's.
+        loss_fn: `loss_fn(output, micro_batch)` returns the sum of the losses that this rank's
+            rows and positions have, a 0-d tensor, and how many they are; ranks that differ in tp
+            alone return the same. It is called on the last stage. None is the cross entropy of
+            tokens.
+        count_fn: `count_fn(micro_batch)` returns the same count from the micro-batch alone, since
+            gradients are divided by the global one while forwards are still to come; None counts
+            labels other than -100. It may be a fraction, such as a sum of weights.
         scaler: Multiplies all gradients by its scale, but not the loss that is returned; for
             float16, see `scaletorch.parallel.data_parallel.GradScaler`.
 
     Returns:
         The global loss, sum of token losses / number of valid tokens over the whole global batch,
-        and the routers' auxiliary loss of that batch if the model's config asks for it; equal on
-        every rank; a 0-d tensor, in float32 at least.
+        or sum / count of a loss_fn, and the routers' auxiliary loss of that batch if the model's
+        config asks for it; equal on every rank; a 0-d tensor, in float32 at least.
 
     Raises:
-        InvalidArgumentError: The model and the layout, or the batch, do not go together.
+        InvalidArgumentError: The model and the layout, or the batch, do not go together; or a
+            loss_fn returned no such pair, or another count than count_fn.
         MismatchError: Ranks hold other batches than they must, or another rank has failed.
+        NonFiniteError: A gradient is not finite, and the model checks them (`check_finite`).
     """
     manager = manager_of(model, manager)
-    terms = terms_of(model)
-    called, count = ready(model, micro_batches, manager, terms)
+    terms, own = terms_of(model), None
+    if loss_fn is not None:
+        own = OwnLoss(loss_fn, count_fn, find_sharded_head(model), manager, trains=True)
+    elif count_fn is not None:
+        raise InvalidArgumentError("count_fn counts what a loss_fn sums: pass that too")
+    called, count = ready(model, micro_batches, manager, terms, own)
+    if own is not None and not count:
+        raise InvalidArgumentError("no rank's micro-batches have anything that the loss counts")
+    terms.real_positions = real_positions(called[0].micro_batch, manager)
     if terms.seen:
-        return _step(model, called, count, manager, terms, scaler)
-    require_one_batch(micro_batches, manager)
-    with _first_step(model, called, manager, terms):
-        return _step(model, called, count, manager, terms, scaler)
+        return _step(model, called, count, manager, terms, scaler, own)
+    with failures_named(model, manager):
+        look_first(model, micro_batches, called, manager, terms)
+        with _first_step(model, called, manager, terms):
+            return _step(model, called, count, manager, terms, scaler, own)
 
 
 def _step(
     model: DataParallelBucket,
-    micro_batches: Sequence[Batch],
-    count: int,
+    micro_batches: Sequence[Called],
+    count: int | float,
     manager: ProcessGroupManager,
     terms: Terms,
     scaler: GradScaler | None,
+    own: OwnLoss | None,
 ) -> Tensor:
     head, balance = find_sharded_head(model), terms.router_loss
 
-    def loss_fn(output: Any, batch: Batch) -> Tensor:
-        require_logits_alone(output, with_router_loss=balance is not None)
-        loss = token_loss_sum(output, batch["labels"], head) / max(count, 1)
+    def loss_fn(output: Any, batch: Any) -> Tensor:
+        if own is None:
+            require_logits_alone(output, with_router_loss=balance is not None)
+            loss = token_loss_sum(output, batch["labels"], head) / max(count, 1)
+        else:
+            loss = own.call(output, batch)[0] / count
         if balance is not None:
+            real = real_tokens(batch, terms.real_positions)
             shares = terms.shares_sequences
-            loss = loss + router_loss(output, balance, manager, shares_sequences=shares)
+            loss = loss + router_loss(output, balance, manager, shares_sequences=shares, real=real)
         if scaler is not None and loss.requires_grad:
             loss.register_hook(scaler.scale)  # of the gradient with which backward begins
         return loss
 
-    loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
+    with refused_together(model, manager):
+        loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
+    if own is not None:
+        own.settle(loss)
     return _summed(loss, manager)
 
 
@@ -107,92 +132,11 @@ def _summed(loss: Tensor, manager: ProcessGroupManager) -> Tensor:
 @contextmanager
 def _first_step(
     model: DataParallelBucket,
-    micro_batches: Sequence[Batch],
+    micro_batches: Sequence[Called],
     manager: ProcessGroupManager,
     terms: Terms,
 ) -> Iterator[None]:
-    """Look at the model before and after the first step; again in the next if nothing was seen."""
-    apart = manager.cp_size == 1 or require_apart(model, micro_batches[0], manager)
+    """Look at the model after the first step; again in the next if it was not seen before it."""
     with buffers_followed(model, len(micro_batches), manager):
         yield
-    terms.seen = apart
-
-
-def ready(
-    model: DataParallelBucket,
-    micro_batches: Sequence[Batch],
-    manager: ProcessGroupManager,
-    terms: Terms,
-) -> tuple[list[Batch], int]:
-    """Return the micro-batches as the model is called with them, and the global batch's tokens.
-
-    One all-reduce of 24 bytes over all ranks counts the tokens, and says whether a rank cannot go
-    on: if one rank alone refused something (its batch, a new parameter, a gradient that is not
-    synchronised), the others would wait for it in the middle of the step.
-
-    Raises:
-        ScaletorchError: This rank has to refuse something.
-        MismatchError: Another rank cannot go on, or some ranks alone are within `no_sync`.
-    """
-    called: list[Batch] = []
-    failed: Exception | None = None
-    try:
-        called = _called(model, micro_batches, manager, terms)
-        count = _tokens(called)
-    except Exception as error:  # the others would wait in the all-reduce
-        failed, count = error, 0
-    counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
-    alone = not model.require_backward_grad_sync
-    facts = [count if counts else 0, int(failed is not None), int(alone)]
-    told = torch.tensor(facts, device=get_comm_device(manager.world_group))
-    all_reduce(told, group=manager.world_group)
-    total, failures, unsynchronised = told.tolist()
-    if failures:
-        agree("this step", [], manager.world_group, error=failed)
-    if 0 < unsynchronised < manager.world_size:
-        _refuse_unlike(manager, alone=alone)
-    return called, int(total)
-
-
-def _called(
-    model: DataParallelBucket,
-    micro_batches: Sequence[Batch],
-    manager: ProcessGroupManager,
-    terms: Terms,
-) -> list[Batch]:
-    """Return the micro-batches as the model is called with them; refuse what does not fit it."""
-    batches = read(micro_batches, with_labels=True)
-    require_one_micro_batch(terms.router_loss, batches)
-    if terms.has_batch_norms:
-        require_whole_batches(model, len(batches), manager)
-    model.wrapped.refuse_others(model.module)
-    pipeline = pipeline_of(model)
-    pipeline.check_ties()
-    called = [as_called(batch, terms) for batch in batches]
-    if manager.cp_size > 1:
-        cut = next((batch.cut for batch in batches if isinstance(batch, MicroBatch)), None)
-        if cut is not None:  # others may have been sharded since, for another model
-            note_shards(pipeline.module, cut.layout)
-        for batch in called:
-            require_computable(pipeline.module, batch)
-    return called
-
-
-def _tokens(batches: Sequence[Batch]) -> int:
-    """Return the number of labels that count."""
-    for batch in batches:
-        labels = batch["labels"]
-        if labels.is_floating_point() or labels.is_complex():
-            raise InvalidArgumentError(f"labels must be integer tensors, got {labels.dtype}")
-    return sum(int((batch["labels"] != IGNORED).sum()) for batch in batches)
-
-
-def _refuse_unlike(manager: ProcessGroupManager, *, alone: bool) -> None:
-    """Let all ranks see which of them are within no_sync.
-
-    Raises:
-        MismatchError: Always.
-    """
-    line = "gradients stay on this rank (no_sync)" if alone else "gradients are summed over ranks"
-    agree("no_sync(), which all enter and leave alike", [line], manager.world_group)
-    raise MismatchError("ranks entered no_sync() otherwise than others")  # not reached
+    terms.seen = terms.apart

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 
+from ..compose import eval_step, parallelize
 from ..dist.errors import InvalidArgumentError
+from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
 from .data import IGNORED_LABEL, Corpus, load_corpus
 from .saved import Trained
 
@@ -43,7 +45,6 @@ class Evaluation:
         )
 
 
-@torch.no_grad()
 def evaluate(trained: Trained, data: Iterable[Path] = (), *, sequences: int = 64) -> Evaluation:
     """Return the loss over sequences that are spread evenly over a text.
 
@@ -58,18 +59,23 @@ def evaluate(trained: Trained, data: Iterable[Path] = (), *, sequences: int = 64
     if sequences < 1:
         raise InvalidArgumentError(f"sequences must be at least 1, got {sequences}")
     corpus = load_corpus(data, trained.tokenizer, seq_len=trained.seq_len)
-    total, count = 0.0, 0
-    for begins in _begins(corpus, trained.seq_len, sequences).split(ROWS):
-        positions = begins[:, None] + torch.arange(trained.seq_len + 1)
-        window = corpus.tokens[positions].long()
-        labels = window[:, 1:].masked_fill(corpus.starts[positions[:, 1:]], IGNORED_LABEL)
-        logits = trained.model(window[:, :-1])
-        loss = F.cross_entropy(
-            logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED_LABEL, reduction="sum"
-        )
-        total, count = total + loss.item(), count + int((labels != IGNORED_LABEL).sum())
-    mean = total / count if count else math.nan
-    return Evaluation(mean, count, trained.step, corpus.digest == trained.data)
+    batches = [
+        _batch(corpus, begins, trained.seq_len)
+        for begins in _begins(corpus, trained.seq_len, sequences).split(ROWS)
+    ]
+    frozen = copy.deepcopy(trained.model).requires_grad_(False)  # which needs no gradients' memory
+    manager = get_process_group_manager() or ProcessGroupManager()
+    loss = eval_step(parallelize(frozen, manager), batches)
+    tokens = sum(int((batch["labels"] != IGNORED_LABEL).sum()) for batch in batches)
+    return Evaluation(loss.item(), tokens, trained.step, corpus.digest == trained.data)
+
+
+def _batch(corpus: Corpus, begins: torch.Tensor, seq_len: int) -> dict[str, torch.Tensor]:
+    """Return sequences [n, seq_len] that begin there, and what follows each of their tokens."""
+    positions = begins[:, None] + torch.arange(seq_len + 1)
+    window = corpus.tokens[positions].long()
+    labels = window[:, 1:].masked_fill(corpus.starts[positions[:, 1:]], IGNORED_LABEL)
+    return {"input_ids": window[:, :-1], "labels": labels}
 
 
 def _begins(corpus: Corpus, seq_len: int, sequences: int) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import ast
 import importlib
 import os
 import sys
@@ -16,6 +17,7 @@ from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import SCHEDULES
 from .cases import (
     DTYPES,
+    KNOWN_DTYPES,
     OPTIONS,
     choose_layouts,
     enumerate_cases,
@@ -42,7 +44,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
     parser.add_argument("--world-size", type=int, help="try every layout of so many ranks")
     parser.add_argument(
-        "--layout", nargs="+", default=[], help="DPxPPxCPxTP, such as 2x1x2x2, or 2x1x2x2-ep4"
+        "--layout", nargs="+", default=[], help="DPxPPxCPxTP, as 2x1x2x2, 2x1x2x2-ep4 or -ep2-etp2"
     )
     parser.add_argument(
         "--ep", type=int, nargs="*", help="experts over so many ranks; every size if none is named"
@@ -50,7 +52,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="package.module:function that makes the plain module")
     parser.add_argument("--batch", help="package.module:function of a step, the global batch")
     parser.add_argument("--plan", help="package.module:name of a tensor parallel plan")
-    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument(
+        "--optimizer", help="package.module:Class, or one of torch.optim: four steps of that one"
+    )
+    parser.add_argument(
+        "--optimizer-args", nargs="+", default=[], help="such as lr=0.02 nesterov=False"
+    )
+    parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=KNOWN_DTYPES)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
     parser.add_argument("--out", type=Path, help="folder for report.json and report.md")
     parser.add_argument("--every-option", action="store_true", help="cross all options' values")
@@ -82,6 +90,25 @@ def load(name: str) -> Any:
         raise InvalidArgumentError(f"{name!r} is not package.module:name: {error}") from error
 
 
+def optimizer_of(arguments: argparse.Namespace) -> Any:
+    """Return the optimizer's class that is named, or None.
+
+    Raises:
+        InvalidArgumentError: There is no such class.
+    """
+    name = arguments.optimizer
+    return None if name is None else load(name if ":" in name else f"torch.optim:{name}")
+
+
+def read_argument(text: str) -> tuple[str, Any]:
+    """Read `name=value`, of which the value is a Python literal or else a word."""
+    name, _, value = text.partition("=")
+    try:
+        return name, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return name, value
+
+
 def problem_of(arguments: argparse.Namespace, layouts: list[Grid]) -> tuple[ModelFn, BatchFn]:
     """Return the model and the batches that are named, or the built-in ones that fit."""
     model = load(arguments.model) if arguments.model else None
@@ -90,7 +117,7 @@ def problem_of(arguments: argparse.Namespace, layouts: list[Grid]) -> tuple[Mode
     schedules = OPTIONS["schedule"] if arguments.every_option else named
     stages = (SCHEDULES[str(name)](g.pp, 1).num_stages for g in layouts for name in schedules)
     wide = max(*(g.world_size for g in layouts), *stages) > 8
-    if arguments.ep is not None or any(grid.ep > 1 for grid in layouts):
+    if arguments.ep is not None or not all(grid.is_plain for grid in layouts):
         model = model or (wide_mixture if wide else default_mixture)
     built_in = wide_model if wide else default_model
     return model or built_in, batch or (wide_batch if wide else default_batch)
@@ -129,6 +156,8 @@ def run(arguments: argparse.Namespace) -> Report:
         dtype=arguments.dtype,
         options=options,
         plan=plan,
+        optimizer=optimizer_of(arguments),
+        optimizer_args=dict(map(read_argument, arguments.optimizer_args)),
         timeout=arguments.timeout,
         progress=progress,
     )
@@ -151,6 +180,10 @@ def main(given: Sequence[str] | None = None) -> int:
     again = [f"--model {arguments.model}"] * bool(arguments.model)
     again += [f"--batch {arguments.batch}"] * bool(arguments.batch)
     again += [f"--plan {arguments.plan}"] * bool(arguments.plan)
+    again += [f"--optimizer {arguments.optimizer}"] * bool(arguments.optimizer)
+    again += [f"--optimizer-args {' '.join(arguments.optimizer_args)}"] * bool(
+        arguments.optimizer_args
+    )
     again += ["--ep"] * (arguments.ep is not None)  # the model with experts
     report = replace(report, command=" ".join([report.command, *again]))
     print(report)

@@ -11,14 +11,15 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid, legal_layouts
 from ..parallel.pipeline_parallel import SCHEDULES
 
-DTYPES = ("float64", "float32")
+DTYPES = ("float64", "float32")  # that are tried if none is named
+KNOWN_DTYPES = (*DTYPES, "bfloat16")
 
 # Each option's values, its default first. Values that cannot matter to a layout are left out.
 OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "schedule": ("1f1b", *(n for n in SCHEDULES if n not in ("1f1b", "forward_only"))),
     "micro_batches": (2, 1),
     "bucket_size": (2**14, 1, 2**24),
-    "recompute": ("none", "layers"),
+    "recompute": ("none", "layers", "offload"),
     "sequence_parallel": ("off", "on"),
     "loss_parallel": ("off", "on"),
     "cp_layout": ("zigzag", "contiguous", "stripe"),
@@ -32,12 +33,13 @@ class Case:
     """One training run to compare.
 
     Attributes:
-        grid: The layout; `ep` above 1 divides experts.
-        dtype: 'float64' or 'float32'.
+        grid: The layout; `ep` above 1 divides experts, `etp` says whether each is cut over tp.
+        dtype: 'float64', 'float32' or 'bfloat16'.
         schedule: Pipeline schedule.
         micro_batches: Micro-batches per data-parallel rank.
         bucket_size: Elements per gradient bucket.
-        recompute: 'layers' drop their activations and run again in backward, or 'none' do.
+        recompute: 'layers' drop their activations and run again in backward, keep them in the
+            host's memory ('offload'), or 'none' do either.
         loss_parallel: 'on' leaves logits divided over tp.
         sequence_parallel: 'on' shares sequences out over tp between sharded layers.
         cp_layout: Which positions each cp rank has.
@@ -85,27 +87,30 @@ class Case:
 
 
 def layout_name(grid: Grid) -> str:
-    """Write a layout as `dp x pp x cp x tp`, such as `2x1x2x2`, or `2x1x2x2-ep4`."""
+    """Write a layout as `dp x pp x cp x tp`, such as `2x1x2x2`, `2x1x2x2-ep4` or `-ep2-etp2`."""
     name = f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}"
-    return name if grid.ep == 1 else f"{name}-ep{grid.ep}"
+    name += "" if grid.ep == 1 else f"-ep{grid.ep}"
+    usual = Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=grid.ep).etp
+    return name if grid.etp == usual else f"{name}-etp{grid.etp}"
 
 
 def parse_layout(text: str) -> Grid:
-    """Read `2x1x2x2`, or `2x1x2x2-ep4`.
+    """Read `2x1x2x2`, `2x1x2x2-ep4` or `2x1x2x2-ep2-etp2`.
 
     Raises:
-        InvalidArgumentError: the text is not four positive numbers joined by x, and perhaps a
-            fifth behind -ep; or that does not fold the ranks of a stage.
+        InvalidArgumentError: the text is not four positive numbers joined by x, and perhaps one
+            behind -ep and one behind -etp; or these do not fold the ranks of a stage.
     """
-    found = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(?:-ep(\d+))?", text, re.ASCII)
-    sizes = [int(part) for part in found.groups("1")] if found else []
-    if not sizes or not all(sizes):
+    pattern = r"(\d+)x(\d+)x(\d+)x(\d+)(?:-ep(\d+))?(?:-etp(\d+))?"
+    found = re.fullmatch(pattern, text, re.ASCII)
+    given = [None if part is None else int(part) for part in found.groups()] if found else []
+    if not given or 0 in given:
         raise InvalidArgumentError(
             f"layout {text!r} is not DPxPPxCPxTP, four positive numbers such as 2x1x2x2, or "
-            "2x1x2x2-ep4 with an expert parallel size"
+            "2x1x2x2-ep4 with an expert parallel size, or 2x1x2x2-ep2-etp2 with both"
         )
-    dp, pp, cp, tp, ep = sizes
-    return Grid(tp=tp, cp=cp, pp=pp, dp=dp, ep=ep)
+    dp, pp, cp, tp = (int(size or 1) for size in given[:4])
+    return Grid(tp=tp, cp=cp, pp=pp, dp=dp, ep=given[4] or 1, etp=given[5])
 
 
 def every_layout(world_size: int, ep: Iterable[int] = (1,)) -> list[Grid]:
@@ -113,7 +118,8 @@ def every_layout(world_size: int, ep: Iterable[int] = (1,)) -> list[Grid]:
 
     Args:
         world_size: Number of ranks.
-        ep: Expert parallel sizes, each tried on every layout whose stages it folds.
+        ep: Expert parallel sizes, each tried on every layout whose stages it folds; with experts
+            whole on their ranks, and with each of them cut over tp. (1,) alone is no such size.
 
     Raises:
         InvalidArgumentError: A size folds none.
@@ -125,7 +131,15 @@ def every_layout(world_size: int, ep: Iterable[int] = (1,)) -> list[Grid]:
             raise InvalidArgumentError(
                 f"ep {size} folds no layout of {world_size} ranks: it must divide that number"
             )
-    return [with_experts(grid, size) for grid in plain for size in sizes if _folds(grid, size)]
+    if sizes == [1]:
+        return plain
+    return [
+        Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=size, etp=etp)
+        for grid in plain
+        for size in sizes
+        for etp in sorted({1, grid.tp}, reverse=size == 1)  # the usual one first
+        if _folds(grid, size, etp)
+    ]
 
 
 def choose_layouts(
@@ -153,7 +167,7 @@ def choose_layouts(
 
 
 def with_experts(grid: Grid, ep: int) -> Grid:
-    """Return a layout with an expert parallel size.
+    """Return a layout with an expert parallel size, and whole experts if it is above 1.
 
     Raises:
         InvalidArgumentError: It does not fold the ranks of a stage.
@@ -161,8 +175,8 @@ def with_experts(grid: Grid, ep: int) -> Grid:
     return Grid(tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=ep)
 
 
-def _folds(grid: Grid, ep: int) -> bool:
-    return grid.size("tp_cp_dp") % ep == 0
+def _folds(grid: Grid, ep: int, etp: int = 1) -> bool:
+    return grid.size("tp_cp_dp") % (ep * etp) == 0
 
 
 def enumerate_cases(
@@ -176,7 +190,7 @@ def enumerate_cases(
     _check(dtypes, options)
     chosen = {name: options.get(name, values[:1]) for name, values in OPTIONS.items()}
     for grid in grids:
-        summed = grid.cp * grid.dp > 1 or (grid.ep > 1 and grid.edp > 1)  # over replicas
+        summed = grid.cp * grid.dp > 1 or (not grid.is_plain and grid.edp > 1)  # over replicas
         matters = {
             "schedule": grid.pp > 1,
             "bucket_size": summed,
@@ -192,7 +206,7 @@ def enumerate_cases(
 
 
 def _check(dtypes: Sequence[str], options: Mapping[str, Sequence[str | int]]) -> None:
-    known: Mapping[str, Sequence[str | int]] = {"dtype": DTYPES, **OPTIONS}
+    known: Mapping[str, Sequence[str | int]] = {"dtype": KNOWN_DTYPES, **OPTIONS}
     for name, values in {"dtype": dtypes, **options}.items():
         if name not in known:
             raise InvalidArgumentError(f"option {name!r} is not one of {', '.join(OPTIONS)}")

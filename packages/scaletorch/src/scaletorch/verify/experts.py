@@ -41,9 +41,10 @@ def own_part(model: nn.Module) -> Shard:
 
     def take(name: str, whole: Tensor) -> Tensor:
         cut = cuts.get(name)
-        if cut is None:
-            return take_own(model, name, whole)
-        return whole if cut.dim is None else whole[cut.own.start : cut.own.stop]
+        own = take_own(model, name, whole)  # an expert may be cut over tp, too
+        if cut is None or cut.dim is None:
+            return own
+        return own[cut.own.start : cut.own.stop]
 
     return take
 
@@ -53,8 +54,13 @@ def split_by_holder(
 ) -> dict[str, Sequence[Owned]]:
     """Return the pieces of this rank's tensors, each with a number of who else holds the same.
 
-    It is the first tp rank that holds the piece, and for experts the ep rank.
+    It is the first tp rank that holds the piece; for experts, of those of the ep rank.
     """
     cuts = find_expert_cuts(model)
     pieces: dict[str, Sequence[Owned]] = dict(split_by_owner(model, tensors))
-    return pieces | {n: ((manager.ep_rank, t),) for n, t in tensors.items() if n in cuts}
+    first = manager.ep_rank * manager.tp_size
+    return pieces | {
+        name: tuple((first + owner, piece) for owner, piece in pieces[name])
+        for name in tensors
+        if name in cuts
+    }

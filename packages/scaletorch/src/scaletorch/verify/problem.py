@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from ..models import Llama, LlamaConfig, Mixture, MixtureConfig
 from . import dropout
-from .phases import MAX_NORM, phase_at
+from .balance import router_loss
+from .phases import MAX_NORM, PHASES, Phase, phase_at
 from .precision import model_precision
 from .routing import Choice, watched
 
@@ -20,7 +21,11 @@ Batch = Mapping[str, Tensor]
 ModelFn = Callable[[], nn.Module]
 BatchFn = Callable[[int], Batch]
 
-TORCH_DTYPES = {"float64": torch.float64, "float32": torch.float32}
+TORCH_DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,9 @@ def mean_loss(logits: Any, labels: Tensor) -> Tensor:
     return loss / (labels != -100).sum().clamp(min=1)
 
 
-def one_process(model: nn.Module, batches: Sequence[Batch]) -> list[Step]:
+def one_process(
+    model: nn.Module, batches: Sequence[Batch], phases: Sequence[Phase] = PHASES
+) -> list[Step]:
     """Train the plain model in plain PyTorch, whole batches at once, dropout switched off."""
     dropout.switch(model, on=False)
     steps = []
@@ -124,20 +131,23 @@ def one_process(model: nn.Module, batches: Sequence[Batch]) -> list[Step]:
         labels = batch["labels"]
         inputs = {name: entry for name, entry in batch.items() if name != "labels"}
         with model_precision(next(model.parameters()).dtype), watched() as choices:
-            loss = mean_loss(model(**inputs), labels)
+            output = model(**inputs)
+            loss = mean_loss(output, labels)
+            loss = loss + router_loss(model, output, batch.get("attention_mask"))
         with model_precision(next(model.parameters()).dtype):
             loss.backward()
         named = list(model.named_parameters(remove_duplicate=False))
         gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
-        phase, first = phase_at(number)
+        phase, first = phase_at(number, phases)
         if first:
-            optimizer = phase.make(model.parameters())
+            optimizers = phase.make(model.parameters())
         own = [p.grad for p in model.parameters() if p.grad is not None]
         norm = torch.nn.utils.get_total_norm(own)
         if phase.clips:
             torch.nn.utils.clip_grads_with_norm_(model.parameters(), MAX_NORM, norm)
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
         steps.append(Step(loss.detach(), norm, gradients, weights, choices))
     return steps

@@ -14,6 +14,7 @@ from ..compose._version import __version__
 from .bounds import ROOM
 from .cases import Case, layout_name
 from .compare import Difference
+from .lost import DTYPE, FACTOR
 from .runner import RankReport
 
 
@@ -48,7 +49,15 @@ class CaseResult:
         failed = [failure.step for rank in self.ranks for failure in rank.failures]
         flips = [flip for rank in self.ranks for flip in rank.flips]
         first = min(flips, key=lambda flip: flip.step, default=None)
-        return first if failed and first is not None and first.step <= min(failed) else None
+        if not failed or first is None or first.step > min(failed) or self.case.dtype == DTYPE:
+            return None  # in bfloat16 they are made good, and excuse nothing
+        return first
+
+    @property
+    def replayed(self) -> list[Difference]:
+        """What was chosen in bfloat16 as in one process, where rounding chose other experts."""
+        flips = (flip for rank in self.ranks for flip in rank.flips)
+        return [flip for flip in flips if self.case.dtype == DTYPE]
 
     @property
     def failed(self) -> bool:
@@ -175,8 +184,16 @@ class Report:
         return (
             f"{passed} of {asked} cases train like one process{refused}: {tensors} comparisons in "
             f"{seconds:.0f} s; bound = machine epsilon x {ROOM:g} x root of ({self.chain} "
-            f"additions x step){self._margins()}"
+            f"additions x step){self._lost()}{self._margins()}"
         )
+
+    def _lost(self) -> str:
+        """Say what bounds are in bfloat16."""
+        if not any(result.case.dtype == DTYPE for result in self.results):
+            return ""
+        sent = sum(bool(result.replayed) for result in self.results)
+        made = f", with choices made as in one process in {sent} cases" if sent else ""
+        return f"; in {DTYPE} {FACTOR} x what one process loses{made}"
 
     def _margins(self) -> str:
         """Say how near tokens came to other experts, if there are any."""
@@ -184,7 +201,7 @@ class Report:
         if found:
             named = ", ".join(f"{margin:.1e} in {dtype}" for dtype, margin in found.items())
             return f"; smallest distance of a chosen score from the next: {named}"
-        divided = any(result.case.grid.ep > 1 for result in self.results)
+        divided = any(not result.case.grid.is_plain for result in self.results)
         return "; distances of scores not seen: the router calls no topk" if divided else ""
 
     def to_markdown(self) -> str:
@@ -212,6 +229,7 @@ class Report:
                 "refused": result.refused,
                 "unjudged": result.unjudged,
                 "flip": None if result.flip is None else plain(result.flip),
+                "replayed": [plain(each) for each in result.replayed],
                 "margin": result.margin,
             }
             for result in self.results

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from .compare import Difference
 
+_CALLS = torch.topk, Tensor.topk
 FLIP = "routing"  # the name of a difference that says so
 
 
@@ -43,18 +44,22 @@ class _Watch(TorchFunctionMode):
     ) -> Any:
         """Make the call, and note it."""
         found = func(*args, **(kwargs or {}))
-        if func in (torch.topk, Tensor.topk):
-            self._note(found.indices, *args, **(kwargs or {}))
+        if func in _CALLS:
+            choice = choice_of(found.indices, *args, **(kwargs or {}))
+            self.choices += [] if choice is None else [choice]
         return found
 
-    def _note(
-        self, index: Tensor, input: Tensor, k: int, dim: int = -1, largest: bool = True, **_: Any
-    ) -> None:
-        last = dim in (-1, input.ndim - 1)
-        if last and largest and input.ndim > 1 and k < input.shape[-1]:
-            scores = input.detach().flatten(0, -2)
-            chosen = torch.zeros_like(scores, dtype=torch.bool)
-            self.choices.append(Choice(scores, chosen.scatter_(1, index.flatten(0, -2), True)))
+
+def choice_of(
+    index: Tensor, input: Tensor, k: int, dim: int = -1, largest: bool = True, *_: Any, **__: Any
+) -> Choice | None:
+    """Return what a call of `topk` chose; None unless it left out scores of the last dim."""
+    last = dim in (-1, input.ndim - 1)
+    if not (last and largest and input.ndim > 1 and k < input.shape[-1]):
+        return None
+    scores = input.detach().flatten(0, -2)
+    chosen = torch.zeros_like(scores, dtype=torch.bool)
+    return Choice(scores, chosen.scatter_(1, index.flatten(0, -2), True))
 
 
 @contextmanager
@@ -73,11 +78,12 @@ def margins(choice: Choice) -> Tensor:
     scores, chosen = choice
     last = scores.masked_fill(~chosen, torch.inf).amin(1)
     following = scores.masked_fill(chosen, -torch.inf).amax(1)
-    found = (last - following) / _sizes(scores)
+    found = (last - following) / sizes(scores)
     return found.nan_to_num(nan=torch.inf)  # both minus infinity: neither was to be chosen
 
 
-def _sizes(scores: Tensor) -> Tensor:
+def sizes(scores: Tensor) -> Tensor:
+    """Return the largest finite score of each row, [T]: what distances are measured by."""
     size = scores.abs().masked_fill(scores.isinf(), 0).amax(1)
     return size.clamp(min=torch.finfo(scores.dtype).tiny)
 
@@ -120,6 +126,6 @@ def _flipped(ours: Choice, one: Choice, limit: float) -> list[float]:
     if ours.scores.shape[1] != one.scores.shape[1]:
         return []
     gaps = (ours.scores[:, None] - one.scores[None]).abs().nan_to_num(nan=0.0).amax(2)
-    same = gaps <= limit * _sizes(one.scores)
+    same = gaps <= limit * sizes(one.scores)
     other = (ours.chosen[:, None] != one.chosen[None]).any(2)
     return [float(each) for each in margins(one)[(same & other).any(0)]]

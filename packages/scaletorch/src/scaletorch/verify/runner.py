@@ -59,7 +59,7 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
         reference: File with the plain checkpoint, the batches and one process's steps.
     """
     grid = case.grid
-    manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep)
+    manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
     saved = load_reference(reference)
     try:
         found = list(compare_case(case, subject, saved, manager))
@@ -97,6 +97,6 @@ def compare_case(
         parallel = build(case, model, subject, manager)
         divide(case, saved["batches"][0], parallel)
     dropout.switch(parallel, on=False)
-    sound = yield from train_and_compare(case, parallel, manager, saved)
+    sound = yield from train_and_compare(case, parallel, manager, saved, subject.phases)
     if sound and saved["dropout"]:
         yield from compare_dropout(case, parallel, manager, saved)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +20,7 @@ from ..compose import (
     seed_ranks,
     shard_global_batch,
     train_step,
+    whole_matrices,
 )
 from ..dist import all_gather_object
 from ..dist.building import Locator
@@ -27,17 +28,19 @@ from ..parallel.data_parallel import DataParallelBucket, shard_optimizer
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel import Split
 from . import dropout
-from .bounds import bound
 from .cases import Case
-from .compare import Difference, compare_named, compare_tensor
+from .compare import Difference
 from .experts import own_part, split_by_holder
-from .phases import MAX_NORM, Phase, phase_at
+from .lost import Exact, compare_all, compare_number
+from .phases import MAX_NORM, PHASES, Phase, phase_at
 from .precision import model_precision
 from .problem import TORCH_DTYPES
 from .refusal import refusing
+from .replay import by_scores, decided, replayed
 from .replicas import doubled, missing, unlike
 from .routing import Choice, flips, watched
 
+RECOMPUTE: Mapping[str, bool | str] = {"none": False, "layers": True, "offload": "offload"}
 WRAPPER: Mapping[str, Mapping[str, Any]] = {
     "rank_order": {"order": "rank"},
     "float64": {"grad_type": torch.float64},
@@ -57,11 +60,13 @@ class Subject:
         model_fn: Makes the plain model.
         plan: Of tensor parallelism and of experts; None recognises the model's family.
         split: Pipeline split; None infers it.
+        phases: The optimizers.
     """
 
     model_fn: Locator
     plan: Mapping[str, Any] | None
     split: Split | None
+    phases: Sequence[Phase] = PHASES
 
 
 def build(
@@ -75,7 +80,7 @@ def build(
         split=subject.split,
         schedule=case.schedule,
         bucket_size=case.bucket_size,
-        recompute=case.recompute == "layers",
+        recompute=RECOMPUTE[case.recompute],
         sequence_parallel=case.sequence_parallel == "on",
         loss_parallel=case.loss_parallel == "on",
         cp_layout=case.cp_layout,
@@ -96,6 +101,7 @@ def train_and_compare(
     model: DataParallelBucket,
     manager: ProcessGroupManager,
     saved: Mapping[str, Any],
+    phases: Sequence[Phase] = PHASES,
 ) -> Generator[Difference, None, bool]:
     """Train; compare this rank's part after each step, and the whole at the end.
 
@@ -104,31 +110,35 @@ def train_and_compare(
     """
     stages = names_of_stages(model, manager)
     dtype = TORCH_DTYPES[case.dtype]
-    yield from doubled(stages, model.tied_parameters, bound(dtype, saved["chain"], 0))
+    yield from doubled(stages, model.tied_parameters, saved["limits"][0])
     for step, (batch, theirs) in enumerate(zip(saved["batches"], saved["steps"], strict=True)):
-        limit = bound(dtype, saved["chain"], step)
-        phase, first = phase_at(step)
+        limit, exact = saved["limits"][step], saved["exact"][step]
+        phase, first = phase_at(step, phases)
+        may_refuse = refusing if step == 0 else nullcontext
         if first:
-            optimizer = optimizer_of(case, phase, model)
+            with may_refuse():
+                optimizers = optimizers_of(case, phase, model)
         near = [Choice(*each) for each in saved["doubtful"][step]]
-        refused = refusing() if step == 0 else nullcontext()
-        with refused, model_precision(dtype), watched(on=bool(near)) as choices:
+        sent: list[float] = []
+        replay = by_scores(near, limit, sent) if near and exact else None
+        watch = watched(on=bool(near) and not exact)
+        with may_refuse(), model_precision(dtype), watch as choices, decided(replay):
             loss = train_step(model, divide(case, batch, model), manager)
-        found = [compare_tensor("loss", step, loss, theirs["loss"], limit)]
-        found += flips(choices, near, step, limit)
-        found += compare_gradients(step, model, theirs["gradients"], stages, limit, manager)
+        found = [compare_number("loss", step, loss, theirs["loss"], limit, exact)]
+        found += replayed(sent, step, limit) if exact else flips(choices, near, step, limit)
+        found += compare_gradients(step, model, theirs, stages, limit, manager, exact)
         norm = norm_of(model, manager, clips=phase.clips)
-        found.append(compare_tensor("norm", step, norm, theirs["norm"], limit))
-        optimizer.step()
-        optimizer.zero_grad()
+        found.append(compare_number("norm", step, norm, theirs["norm"], limit, exact))
+        with may_refuse():
+            update(optimizers)
         part = own_part(model)
-        found += compare_named("weight", step, model.state_dict(), theirs["weights"], limit, part)
+        found += compare_all("weight", step, model.state_dict(), theirs, limit, exact, part)
         yield from found
         if any(all_gather_object(any(difference.failed for difference in found))):
             return False
     weights = full_state_dict(model, manager)
     yield from missing("whole weight", step, weights, theirs["weights"], limit)
-    yield from compare_named("whole weight", step, weights, theirs["weights"], limit)
+    yield from compare_all("whole weight", step, weights, theirs, limit, exact)
     return True
 
 
@@ -141,12 +151,21 @@ def names_of_stages(model: nn.Module, manager: ProcessGroupManager) -> list[set[
     return stages
 
 
-def optimizer_of(case: Case, phase: Phase, model: DataParallelBucket) -> Optimizer:
-    """Return a phase's optimizer of this rank's parameters, sharded where the case says so."""
-    optimizer = phase.make(model.parameters())
-    if options := SHARDED.get(case.data_parallel):
-        shard_optimizer(optimizer, model, **options)
-    return optimizer
+def optimizers_of(case: Case, phase: Phase, model: DataParallelBucket) -> Sequence[Optimizer]:
+    """Return a phase's optimizers of this rank's parameters, sharded where the case says so."""
+    optimizers = phase.make(model.parameters())
+    for optimizer in optimizers:
+        if options := SHARDED.get(case.data_parallel):
+            shard_optimizer(optimizer, model, **options)
+        whole_matrices(optimizer, model)
+    return optimizers
+
+
+def update(optimizers: Iterable[Optimizer]) -> None:
+    """Let optimizers make their step, and forget the gradients."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def norm_of(model: DataParallelBucket, manager: ProcessGroupManager, *, clips: bool) -> Tensor:
@@ -159,17 +178,18 @@ def norm_of(model: DataParallelBucket, manager: ProcessGroupManager, *, clips: b
 def compare_gradients(
     step: int,
     model: DataParallelBucket,
-    theirs: Mapping[str, Tensor],
+    theirs: Mapping[str, Any],
     stages: Iterable[set[str]],
     limit: float,
     manager: ProcessGroupManager,
+    exact: Exact,
 ) -> Iterator[Difference]:
     """Compare this rank's gradients with one process's, and with those of ranks that have them."""
-    gradients, expected = local_gradients(model), set(theirs)
+    gradients, expected = local_gradients(model), set(theirs["gradients"])
     mine = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     yield from missing("gradient", step, set().union(*stages), expected, limit)
     yield from missing("gradient", step, gradients, expected & mine, limit)
-    yield from compare_named("gradient", step, gradients, theirs, limit, own_part(model))
+    yield from compare_all("gradient", step, gradients, theirs, limit, exact, own_part(model))
     yield from unlike("gradient", step, split_by_holder(model, gradients, manager), limit)
 
 

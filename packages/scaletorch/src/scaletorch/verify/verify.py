@@ -10,27 +10,31 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from ..dist import RankFailedError, RankPool
 from ..dist.building import locate
 from ..dist.testing import preload
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
+from . import lost
 from .bounds import blind, bound, chain_length
 from .cases import DTYPES, Case, choose_layouts, enumerate_cases
 from .dropout import dropouts
 from .experts import count_experts
-from .phases import STEPS
+from .phases import PHASES, STEPS, Chosen, Phase, phases_of
 from .problem import (
     TORCH_DTYPES,
     BatchFn,
     ModelFn,
+    Step,
     as_saved,
     default_batch,
     default_model,
     one_process,
 )
 from .refusal import refusal
+from .replay import decided, in_order
 from .report import CaseResult, Report
 from .routing import doubtful, smallest
 from .runner import RankReport, run_case
@@ -58,13 +62,15 @@ def verify(
     options: Mapping[str, Sequence[str | int]] | None = None,
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
+    optimizer: Callable[..., Optimizer] | None = None,
+    optimizer_args: Mapping[str, Any] | None = None,
     timeout: float = 120.0,
     progress: Progress | None = None,
 ) -> Report:
     """Train a plain module on many layouts and compare everything with one process.
 
-    Two steps of unclipped SGD with momentum and two of clipped AdamW, from one checkpoint; loss,
-    every gradient, their norm and all weights are compared on every rank after each step.
+    Two steps of unclipped SGD with momentum and two of clipped AdamW, or four of another optimizer;
+    loss, every gradient, their norm and all weights are compared on every rank after each step.
 
     Args:
         model_fn: Module-level function that makes the plain module, on the CPU.
@@ -74,10 +80,12 @@ def verify(
         world_size: Ranks, where `layouts` is None.
         ep: Expert parallel sizes to cross the layouts with; None is what `layouts` say, or
             every size that folds a layout and that the experts are enough for.
-        dtype: 'float64', 'float32' or both.
+        dtype: 'float64', 'float32' (both by default), 'bfloat16', or several of them.
         options: Values to try of `cases.OPTIONS`; an option that is absent keeps its default.
         plan: As for `parallelize`; None recognises the model's family and its experts.
         split: Pipeline split; None infers it from the module.
+        optimizer: Module-level class or function of parameters; see `phases.Chosen`.
+        optimizer_args: What it is made with beside them.
         timeout: Seconds for one case.
         progress: Called with each case's result.
 
@@ -100,13 +108,24 @@ def verify(
     chain = chain_length(model, batch_fn(0)["input_ids"])
     preload(*heavy_modules(model))
     why = {name: blind(TORCH_DTYPES[name], chain, STEPS) for name in dtypes}
-    results = []
-    subject = Subject(locate(model_fn), plan, split)
-    for result in _judged(cases, why, subject, model_fn, batch_fn, timeout):
-        results.append(result)
+    subject = Subject(locate(model_fn), plan, split, _phases(optimizer, optimizer_args))
+    results = list(_shown(_judged(cases, why, subject, model_fn, batch_fn, timeout), progress))
+    return Report(results, chain, named=layouts is not None)
+
+
+def _shown(results: Iterable[CaseResult], progress: Progress | None) -> Iterator[CaseResult]:
+    for result in results:
         if progress is not None:
             progress(result)
-    return Report(results, chain, named=layouts is not None)
+        yield result
+
+
+def _phases(
+    optimizer: Callable[..., Optimizer] | None, options: Mapping[str, Any] | None
+) -> tuple[Phase, ...]:
+    if optimizer is None:
+        return PHASES
+    return phases_of(Chosen(locate(optimizer), dict(options or {})))
 
 
 def _judged(
@@ -121,7 +140,7 @@ def _judged(
     judged = [case for case in cases if not why[case.dtype]]
     with tempfile.TemporaryDirectory(prefix="scaletorch-verify-") as folder:
         references = {
-            name: save_reference(Path(folder, name), model_fn, batch_fn, name)
+            name: save_reference(Path(folder, name), model_fn, batch_fn, name, subject.phases)
             for name, reason in why.items()
             if not reason
         }
@@ -138,7 +157,13 @@ def heavy_modules(model: nn.Module) -> list[str]:
     return ["torch._dynamo", *sorted(n for n in known if n.startswith("transformers."))]
 
 
-def save_reference(path: Path, model_fn: ModelFn, batch_fn: BatchFn, dtype: str) -> str:
+def save_reference(
+    path: Path,
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    dtype: str,
+    phases: Sequence[Phase] = PHASES,
+) -> str:
     """Write the plain checkpoint, the batches and one process's steps; return the file's name."""
     torch.manual_seed(0)
     model = model_fn().to(TORCH_DTYPES[dtype])
@@ -146,13 +171,22 @@ def save_reference(path: Path, model_fn: ModelFn, batch_fn: BatchFn, dtype: str)
     batches = [dict(batch_fn(step)) for step in range(STEPS)]
     chain = chain_length(model, batches[0]["input_ids"])
     drops = bool(dropouts(model))
-    steps = one_process(model, batches)
+    steps = one_process(model, batches, phases)
     limits = [bound(TORCH_DTYPES[dtype], chain, step) for step in range(STEPS)]
-    near = [doubtful(s.choices, limit) for s, limit in zip(steps, limits, strict=True)]
+    exact: list[Step] = []
+    if dtype == lost.DTYPE:
+        twin = model_fn().to(torch.float64)
+        twin.load_state_dict(state)
+        with decided(in_order([choice for step in steps for choice in step.choices])):
+            exact = one_process(twin, batches)
+        limits = [lost.off(s.choices, e.choices) for s, e in zip(steps, exact, strict=True)]
+    wide = 4 if exact else 1  # by_scores looks around them
+    near = [doubtful(s.choices, wide * limit) for s, limit in zip(steps, limits, strict=True)]
     chosen = [choice for step in steps for choice in step.choices]
     saved = {
-        "state": state, "batches": batches, "steps": as_saved(steps), "chain": chain,
-        "dropout": drops, "margin": smallest(chosen) if chosen else None,
+        "state": state, "batches": batches, "steps": as_saved(steps), "limits": limits,
+        "exact": [*as_saved(exact)] or STEPS * [None], "dropout": drops,
+        "margin": smallest(chosen) if chosen else None,
         # In float64 no flip is taken for rounding.
         "doubtful": [[tuple(c) for c in each] if dtype != "float64" else [] for each in near],
     }  # fmt: skip

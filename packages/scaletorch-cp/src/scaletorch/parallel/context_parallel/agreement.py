@@ -31,6 +31,7 @@ from .methods.call import Call
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
+_CAUSAL, _GRADIENT, _SINKS = 1, 2, 4
 _VALUES = 2**31  # more than any head dim: two of them travel as one integer
 
 _agreed: WeakKeyDictionary[ProcessGroup, set[Signature]] = WeakKeyDictionary()
@@ -68,6 +69,16 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
             raise _misfit(rule, q, k, v)
 
 
+def check_sinks(sinks: Tensor, q: Tensor) -> None:
+    """Refuse sinks that are not one number for each of this rank's query heads."""
+    if sinks.shape != q.shape[1:2] or not sinks.is_floating_point() or sinks.device != q.device:
+        raise InvalidArgumentError(
+            f"context-parallel attention on {describe_rank()}: sinks must be one floating number "
+            f"for each of the {q.shape[1]} query heads, on {q.device}; got {list(sinks.shape)} "
+            f"{sinks.dtype} on {sinks.device}"
+        )
+
+
 def with_one_head_dim(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return tensors of the larger head dim, as fused kernels take one: zeros change no score."""
     dim = max(q.shape[3], v.shape[3])
@@ -94,9 +105,9 @@ class Signature(NamedTuple):
     length: int
     head_dims: int  # of queries and keys, and of values
     dtype: int
-    gradient: int
+    flags: int  # of causal attention, of a gradient that is needed, of sinks
     scale: int
-    causal: int
+    softcap: int
     window: int
     documents: int
     layout: int
@@ -111,7 +122,9 @@ class Signature(NamedTuple):
             return "refused its call, see its own error"
         head_dim, value_dim = divmod(self.head_dims, _VALUES)
         values = f" of head dim {value_dim}" * (value_dim != head_dim)
-        scale = struct.unpack("<d", struct.pack("<q", self.scale))[0]
+        scale, softcap = (_number(bits) for bits in (self.scale, self.softcap))
+        causal, gradient, sinks = (bool(self.flags & flag) for flag in (_CAUSAL, _GRADIENT, _SINKS))
+        capped = f", softcap {softcap:.6g}" if softcap else ""
         window = f", window {self.window}" if self.window else ""
         documents = f", documents of digest {self.documents:x}" if self.documents else ""
         part = f" over parts of {self.part}" if self.part > 1 else ""
@@ -119,29 +132,43 @@ class Signature(NamedTuple):
         return (
             f"{sorted(METHODS)[self.method]}{part} on q [{self.batch}, {self.heads}, "
             f"{self.length}, {head_dim}], {self.kv_heads} key/value heads{values}, "
-            f"{DTYPES[self.dtype]}, causal {bool(self.causal)}{window}{documents}, "
+            f"{DTYPES[self.dtype]}, causal {causal}{window}{documents}, "
             f"{sorted(LAYOUTS)[self.layout]} layout of {self.whole} positions, "
-            f"scale {scale:.6g}, needs gradient {bool(self.gradient)}"
+            f"scale {scale:.6g}{capped}{', sinks' * sinks}, needs gradient {gradient}"
         )
 
 
 REFUSED = Signature(*[-1] * len(Signature._fields))
 
 
-def signature(q: Tensor, k: Tensor, v: Tensor, call: Call, method: str) -> Signature:
+def signature(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, call: Call, method: str
+) -> Signature:
     """Describe this rank's call."""
     batch, heads, length, head_dim = q.shape
-    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in (q, k, v))
-    bits = struct.unpack("<q", struct.pack("<d", call.scale))[0]
+    given = (q, k, v) if sinks is None else (q, k, v, sinks)
+    gradient = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     mask = call.mask
+    flags = mask.causal * _CAUSAL | gradient * _GRADIENT | (sinks is not None) * _SINKS
     documents = zlib.crc32(repr(mask.documents).encode()) if mask.documents else 0
     return Signature(
         batch, heads, k.shape[1], length, head_dim * _VALUES + v.shape[3],
-        DTYPES.index(q.dtype), int(gradient), bits,
-        int(mask.causal), mask.window or 0, documents, sorted(LAYOUTS).index(call.layout.name),
-        call.layout.length, sorted(METHODS).index(method), call.parts[0].size,
+        DTYPES.index(q.dtype), flags, _bits(call.scale), _bits(call.softcap or 0.0),
+        mask.window or 0, documents, sorted(LAYOUTS).index(call.layout.name), call.layout.length,
+        sorted(METHODS).index(method), call.parts[0].size,
         zlib.crc32(repr(call.ring.ranks).encode()),
     )  # fmt: skip
+
+
+def _bits(number: float) -> int:
+    """Return a number as an integer of the same 64 bits."""
+    bits: int = struct.unpack("<q", struct.pack("<d", number))[0]
+    return bits
+
+
+def _number(bits: int) -> float:
+    number: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return number
 
 
 def require_agreement(mine: Signature, device: torch.device, call: Call) -> None:

@@ -75,6 +75,17 @@ def attend_alone(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return out
 
 
+def weigh_alone(x: Tensor, values: Tensor) -> Tensor:
+    """Return values, each position's weighed by what it holds itself.
+
+    Args:
+        x: [B, L, H].
+        values: [B, L, ...], in any floating dtype.
+    """
+    weight = (1 + _weight(x)).view(*x.shape[:2], *[1] * (values.ndim - 2))
+    return values * weight.to(values.dtype)
+
+
 def _weight(x: Tensor) -> Tensor:
     """Return one number for each vector, of about 1, whatever its length."""
     x = x.to(torch.promote_types(x.dtype, torch.float32))

@@ -16,6 +16,7 @@ from ...dist.errors import InvalidArgumentError, ScaletorchError, StateError
 from .agreement import (
     as_autocast,
     check_inputs,
+    check_sinks,
     require_agreement,
     signature,
     tell_refusal,
@@ -23,9 +24,10 @@ from .agreement import (
 )
 from .alone import Alone, alone, attend_alone
 from .cp_comms import Groups, Parts, Ring, rings_of
+from .kernels import statistics_dtype
 from .layouts.layout import Layout, layout_of_shards
 from .layouts.order import order_of_shards
-from .masks.documents import read_documents
+from .masks.documents import Documents, chunked, read_documents
 from .masks.mask import Mask
 from .methods import METHODS, Method
 from .methods.call import Call, parts_for
@@ -43,6 +45,7 @@ class Asked(NamedTuple):
     Attributes:
         call: The function that was called, for messages about the order of shards.
         otherwise: The order of shards that no call has noted; None if it must be said then.
+        chunk: Positions from the beginning of a document on that see each other, and so on.
     """
 
     causal: bool
@@ -53,14 +56,27 @@ class Asked(NamedTuple):
     method: str = "auto"
     call: str = "attention"
     otherwise: str | None = None
+    softcap: float | None = None
+    sinks: Tensor | None = None
+    chunk: int | None = None
 
 
 class ContextAttention(torch.autograd.Function):
     """Attention by one method. Backward communicates: every rank must run it, in one order."""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, method: Method, call: Call) -> Tensor:
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        method: Method,
+        call: Call,
+    ) -> Tensor:
         """Return this rank's output [B, H, L, D] in q's dtype."""
+        if sinks is not None:  # a copy: backward is of the sinks that forward had
+            call = replace(call, sinks=sinks.detach().to(statistics_dtype(q.dtype), copy=True))
         with torch.autocast(q.device.type, enabled=False):
             out, saved = method.forward(q, k, v, call)
         ctx.save_for_backward(*saved)
@@ -69,7 +85,7 @@ class ContextAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of q, k and v in their dtypes.
+        """Return the gradients of q, k and v in their dtypes, and this rank's part of the sinks'.
 
         Raises:
             StateError: `create_graph=True`; second derivatives would be wrong in silence.
@@ -80,8 +96,8 @@ class ContextAttention(torch.autograd.Function):
                 "create_graph"
             )
         with torch.autocast(grad_out.device.type, enabled=False):
-            grads = ctx.method.backward(grad_out, ctx.saved_tensors, ctx.call)
-        return (*(grad.to(grad_out.dtype) for grad in grads), None, None)
+            *grads, sinks = ctx.method.backward(grad_out, ctx.saved_tensors, ctx.call)
+        return (*(grad.to(grad_out.dtype) for grad in grads), sinks, None, None)
 
 
 def attention(
@@ -93,6 +109,8 @@ def attention(
     scale: float | None = None,
     window: int | None = None,
     cu_seqlens: Sequence[int] | Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
     layout: Layout | str | None = None,
     method: str = "auto",
     group: Groups = None,
@@ -114,6 +132,9 @@ def attention(
             the `window` - 1 after it.
         cu_seqlens: Where packed documents begin in the whole sequence, and its length: integers
             (0, a, ..., length), on every rank the same. Each position sees its own document.
+        softcap: A scaled score s becomes softcap · tanh(s / softcap), as in Gemma 2.
+        sinks: A score [H] of each query head that is weighed with those of the keys and takes no
+            value, as in gpt-oss. Each rank's gradient of them is its part: sum them over the ranks.
         layout: The order of the shards: a `Layout`, or a name of `LAYOUTS` if nothing is padded.
             By default the one in which this group's sequences were sharded; it must be said for
             shards that were made by hand, unless every position sees all others.
@@ -133,7 +154,7 @@ def attention(
         NotInGroupError: This rank is outside `group`.
         StateError: Several ranks, and neither a group nor a process group manager.
     """
-    asked = Asked(causal, scale, window, cu_seqlens, layout, method)
+    asked = Asked(causal, scale, window, cu_seqlens, layout, method, softcap=softcap, sinks=sinks)
     return attend(q, k, v, asked, rings_of(group))
 
 
@@ -145,7 +166,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, asked: Asked, rings: Rings) -> Tenso
     try:
         q, k, v = (as_autocast(x) for x in (q, k, v))
         method, call = _prepared(q, k, v, asked, rings)
-        mine = signature(q, k, v, call, method)
+        mine = signature(q, k, v, asked.sinks, call, method)
         dim = v.shape[3]
         q, k, v = with_one_head_dim(q, k, v)
     except Exception:  # whatever it is, the other ranks wait in their comparison
@@ -153,7 +174,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, asked: Asked, rings: Rings) -> Tenso
         raise
     require_agreement(mine, q.device, call)
     apply: Any = ContextAttention.apply
-    out: Tensor = apply(q, k, v, METHODS[method], call)
+    out: Tensor = apply(q, k, v, asked.sinks, METHODS[method], call)
     return out[..., :dim]
 
 
@@ -174,34 +195,51 @@ def _prepared(q: Tensor, k: Tensor, v: Tensor, asked: Asked, rings: Rings) -> tu
     ring, given = rings
     method, scale = asked.method, asked.scale
     require_method(method)
-    _require_typed(asked.causal, scale)
+    _require_typed(asked)
     check_inputs(q, k, v)
+    if asked.sinks is not None:
+        check_sinks(asked.sinks, q)
     make = _mask if isinstance(asked.window, int | None) else Mask  # which refuses it
     mask = make(asked.causal, asked.window)
     place = layout_of_shards(_order(asked, ring), q.shape[2], None, ring.size)
-    if asked.cu_seqlens is not None:
-        mask = replace(mask, documents=read_documents(asked.cu_seqlens, place.length))
+    documents = _documents(asked, place.length)
+    if documents is not None:
+        mask = replace(mask, documents=documents)
     if method == "auto":
         method = choose_method(q, k, ring.size)[0] if given is None else "hybrid"
     parts = parts_for(method, q, k, ring, given)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    return method, Call(mask, place, scale, k.shape[1], ring, parts)
+    return method, Call(mask, place, scale, k.shape[1], ring, parts, asked.softcap)
+
+
+def _documents(asked: Asked, length: int) -> Documents | None:
+    """Return the documents whose positions alone see each other; None is one."""
+    told = None if asked.cu_seqlens is None else read_documents(asked.cu_seqlens, length)
+    return told if asked.chunk is None else chunked(told or (0, length), asked.chunk)
 
 
 def _order(asked: Asked, ring: Ring) -> Layout | str:
     """Return the order of the shards; if every position sees all others, any one is right."""
-    mask = asked.causal, asked.window is not None, asked.cu_seqlens is not None
+    within = asked.window, asked.cu_seqlens, asked.chunk
+    mask = asked.causal, *(each is not None for each in within)
     if asked.layout is None and not any(mask):
         return "contiguous"
     return order_of_shards(asked.layout, ring, asked.call, takes=True, otherwise=asked.otherwise)
 
 
-def _require_typed(causal: Any, scale: Any) -> None:
+def _require_typed(asked: Asked) -> None:
+    causal, scale, softcap = asked.causal, asked.scale, asked.softcap
     if not isinstance(causal, bool):
         raise InvalidArgumentError(f"causal must be True or False; it is {causal!r}")
-    number = isinstance(scale, Real) and not isinstance(scale, bool)
-    if scale is not None and not (number and math.isfinite(scale)):
+    if scale is not None and not _is_finite(scale):
         raise InvalidArgumentError(f"scale must be a finite number, or None; it is {scale!r}")
+    if softcap is not None and not (_is_finite(softcap) and softcap > 0):
+        message = f"softcap must be a finite number above 0, or None; it is {softcap!r}"
+        raise InvalidArgumentError(message)
+
+
+def _is_finite(number: Any) -> bool:
+    return isinstance(number, Real) and not isinstance(number, bool) and math.isfinite(number)
 
 
 def require_method(method: str) -> None:

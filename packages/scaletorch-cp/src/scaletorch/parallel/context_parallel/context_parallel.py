@@ -26,6 +26,7 @@ from .layouts.sharding import own_shard
 from .models.override import install
 from .models.settings import Settings, mark, unmark
 from .models.transformers_attention import adopt
+from .models.whole_sequences import find_whole, keep_whole
 
 __all__ = [
     "apply_context_parallel",
@@ -108,13 +109,12 @@ def apply_context_parallel(
     (`torch.utils.checkpoint`, both forms) is covered. With one rank nothing changes, but within
     `ShardedSequences.inside`. Apply it after tensor, before pipeline and data parallelism.
 
-    The model is then called with its shard of the batch, and must take positions from its
-    arguments (`position_ids`), not count them itself: see `shard_batch`.
+    The model is then called with its shard of the batch and of `position_ids`: see `shard_batch`.
 
-    Modules that mix positions by more than attention (convolutions, recurrences, pooling over the
-    sequence) would see this rank's shard alone: the first forward that is given ids, or other
-    integers [B, L], runs twice more for that, and refuses it. Positions that a plain module counts
-    itself are not found so.
+    Modules of transformers that pass a state along (convolutions, state spaces, linear attention)
+    see whole sequences of some rows. Others that mix positions by more than attention (pooling
+    too) would see this rank's shard alone: the first forward that is given ids, or other integers
+    [B, L], runs twice more for that, and refuses it; not so positions that it counts itself.
 
     Refused when they are met: masks, dropout, decoding and cross attention, full attention if
     `layout` says "zigzag" (but within `ShardedSequences.inside`), nn.MultiheadAttention, attention
@@ -147,6 +147,7 @@ def apply_context_parallel(
     except InvalidArgumentError:
         unmark(model)
         raise
+    keep_whole(find_whole(model))
     install(model)
     return model
 

@@ -82,7 +82,7 @@ def all_to_all_flat(
     """Send every rank its part of a flat tensor, of any length, asynchronously.
 
     Args:
-        data: Flat contiguous tensor of any dtype; read until the work is waited for.
+        data: Flat tensor of any dtype; read until the work is waited for.
         counts: Elements for each rank; the parts lie in rank order.
         received_counts: Elements from each rank, which every rank must know beforehand.
         group: The default group by default.
@@ -91,17 +91,26 @@ def all_to_all_flat(
         The work; its `wait()` gives the parts for this rank, joined in rank order, new memory.
 
     Raises:
-        InvalidArgumentError: the parts are not the tensor's, or not one a rank.
+        InvalidArgumentError: The parts are not the tensor's, or not one a rank.
+        MismatchError: Calls are compared, and a rank sends another number than the other expects.
+        NotInGroupError: This rank is outside the group.
     """
+    check_tensor(data, "all_to_all_flat")
     members = process_group(group)
     size = 1 if members is None else members.size()
     lengths = len(counts), len(received_counts)
-    if data.ndim != 1 or lengths != (size, size) or sum(counts) != data.numel():
+    fits = lengths == (size, size) and min(*counts, *received_counts) >= 0
+    if data.ndim != 1 or not fits or sum(counts) != data.numel():
         raise InvalidArgumentError(
             f"all_to_all_flat takes a flat tensor and its elements for and from each of {size} "
             f"ranks, got shape {tuple(data.shape)}, {list(counts)} and {list(received_counts)}"
         )
     if members is None or size == 1:
+        if list(counts) != list(received_counts):
+            raise InvalidArgumentError(
+                f"all_to_all_flat sends {counts[0]} elements to this rank alone, and "
+                f"{received_counts[0]} are expected of it"
+            )
         return Work((), partial(_copied, data))
     if checking():
         compare(members, "all_to_all_flat", str(data.dtype))

@@ -19,6 +19,7 @@ import shutil
 import signal
 import socket
 import struct
+import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterable
@@ -141,8 +142,13 @@ class _Server:
 
 
 def _preload(modules: Iterable[str]) -> None:
-    for module in modules:
+    """Import modules; shared pages stay shared, since the collector will not write to them."""
+    missing = [module for module in modules if module not in sys.modules]
+    for module in missing:
         importlib.import_module(module)
+    if missing:
+        gc.collect()
+        gc.freeze()
 
 
 def serve(control_fd: int, package: str) -> None:
@@ -155,10 +161,9 @@ def serve(control_fd: int, package: str) -> None:
     server = _Server(control_fd)
     directory = tempfile.mkdtemp(prefix="scaletorch-ranks-")
     try:
-        _preload(PRELOAD)
-        rank_main: RankMain = importlib.import_module(f"{package}.child").main
-        gc.collect()
-        gc.freeze()  # shared pages stay shared: the collector does not write to them
+        child = f"{package}.child"
+        _preload((*PRELOAD, child))
+        rank_main: RankMain = sys.modules[child].main
         send_message(server.control, {"directory": directory})
         server.run(rank_main)
     finally:

@@ -165,10 +165,16 @@ def _load_file(name: str, path: str, mtime_ns: int, explains: bool) -> ModuleTyp
 def _explaining_code(path: str) -> CodeType | None:
     """A test file compiled as pytest would, so that a failed assert shows its values."""
     try:
-        rewrite = importlib.import_module(PYTEST_REWRITING).rewrite_asserts
-        source = Path(path).read_bytes()
-        tree = ast.parse(source, path)
-        rewrite(tree, source, path)
-    except Exception:  # a private function of pytest's: without it, asserts just say less
+        pytest, file = importlib.import_module(PYTEST_REWRITING), Path(path)
+        kept = pytest.get_cache_dir(file) / f"{file.stem}{pytest.PYC_TAIL}"
+        return pytest._read_pyc(file, kept) or _rewritten(file, pytest.rewrite_asserts)
+    except Exception:  # private functions of pytest's: without them, asserts just say less
         return None
-    return compile(tree, path, "exec", dont_inherit=True)
+
+
+def _rewritten(file: Path, rewrite: Callable[..., None]) -> CodeType:
+    """Compile a test file that pytest has not, or could not keep."""
+    source, name = file.read_bytes(), str(file)
+    tree = ast.parse(source, name)
+    rewrite(tree, source, name)
+    return compile(tree, name, "exec", dont_inherit=True)

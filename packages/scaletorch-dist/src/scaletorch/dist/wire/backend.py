@@ -135,8 +135,8 @@ def movable(data: Tensor) -> Tensor:
 
 def as_bytes(data: Tensor) -> Tensor:
     """View a contiguous tensor as flat uint8, which every backend can move."""
-    # One element may claim to be contiguous with any stride, which a change of dtype refuses.
-    flat = data.as_strided((1,), (1,)) if data.numel() == 1 else data.view(-1)
+    # One element, or none, may claim to be contiguous with any stride, which another dtype refuses.
+    flat = data.view(-1) if data.numel() > 1 else data.as_strided((data.numel(),), (1,))
     return flat.view(torch.uint8)
 
 

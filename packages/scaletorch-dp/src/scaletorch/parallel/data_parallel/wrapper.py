@@ -13,9 +13,10 @@ from torch import nn
 from torch.distributed import ProcessGroup
 
 from ...dist.building import FlatBuffers, agree, caught
-from ...dist.errors import InvalidArgumentError, StateError
+from ...dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..pg_manager import ModuleWrapper, axis_group
 from .buckets.bucket import Bucket
+from .buckets.failures import failures_held, raise_failed
 from .buckets.hooks import GradientSync, refuse_taken
 from .buckets.initial import check_init_sync, sync_initial_values
 from .buckets.manager import BucketManager
@@ -171,6 +172,7 @@ class _DataParallel(ModuleWrapper):
         for sync, before in zip(self._syncs, completed, strict=True):
             if sync.completed == before:
                 sync.finish_if_due()
+        raise_failed(self._syncs)
         return result
 
     @property
@@ -185,6 +187,22 @@ class _DataParallel(ModuleWrapper):
         """
         for sync in self._syncs:
             sync.reset()
+
+    @contextmanager
+    def nonfinite_held(self) -> Iterator[list[NonFiniteError]]:
+        """Yield a list that has at the end what `check_finite` found; it is not raised meanwhile.
+
+        A backward raises on the ranks of one group, that of the parameters that are not finite.
+        Others would wait for them, such as those of other experts or stages: whoever holds the
+        errors until the step is over tells them.
+        """
+        with failures_held(self._syncs) as found:
+            yield found
+
+    @property
+    def checks_finite(self) -> bool:
+        """Whether gradients that are not finite are refused."""
+        return self._syncs[0].manager.checks_finite
 
     def get_bucket_info(self) -> list[dict[str, object]]:
         """Describe the buckets in the order of their reductions.

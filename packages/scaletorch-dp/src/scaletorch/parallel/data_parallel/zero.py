@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from ...dist.building import agree, caught
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
+from ..pg_manager.building import Scope, known_elementwise, update_scope
 from .buckets.bucket import Bucket
 from .buckets.manager import BucketManager
 from .buckets.slot import Slot
@@ -21,15 +22,6 @@ from .sharding.bucket import ShardedBucket
 from .sharding.following import follow
 from .sharding.gather import Gathers
 from .sharding.shards import Shard, check_module
-
-# They treat all elements the same way, so that a shard may begin anywhere. Others get whole ones.
-ELEMENTWISE = frozenset(
-    getattr(torch.optim, name)
-    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam",
-                 "RMSprop", "Rprop", "SGD")
-)  # fmt: skip
-# They look at all parameters at once, or want sparse gradients.
-REFUSED = frozenset(getattr(torch.optim, name) for name in ("LBFGS", "SparseAdam"))
 
 
 def shard_optimizer(
@@ -48,7 +40,7 @@ def shard_optimizer(
     (tied across pipeline stages), stay as they were: summed whole, and updated on every rank.
 
     Args:
-        optimizer: Any of `torch.optim`, or another that updates each parameter by itself.
+        optimizer: Any that updates each parameter by itself, which is tried on small matrices.
         model: The wrapper of its parameters.
         stage: 1 shards the optimizer's state; 2 the gradients too: each backward sums them into
             the shards, also inside `no_sync`, and none is kept whole.
@@ -153,7 +145,7 @@ def _parameters_known(model: DataParallelBucket) -> set[int]:
 
 
 def _needs_whole(optimizer: Optimizer) -> bool:
-    return type(optimizer) not in ELEMENTWISE
+    return not known_elementwise(optimizer)
 
 
 def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -190,10 +182,11 @@ def _check(optimizer: Optimizer, model: DataParallelBucket, stage: int) -> None:
             f"stage must be 1 (optimizer state) or 2 (gradients too), got {stage!r}; for sharded "
             "parameters use fully_shard of torch over the data-parallel axis"
         )
-    if type(optimizer) in REFUSED:
+    scope = update_scope(optimizer)
+    if scope > Scope.PARAMETER:
         raise InvalidArgumentError(
-            f"{type(optimizer).__name__} cannot be sharded: it looks at all parameters at once, "
-            "or at sparse gradients; take another optimizer"
+            f"{type(optimizer).__name__} cannot be sharded: it {scope.words}; each rank would "
+            "update some parameters, and has to do so without the others: take another optimizer"
         )
     if not _parameters_of(optimizer) & _parameters_known(model):
         raise InvalidArgumentError(

@@ -4,6 +4,7 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
 from .finding import Found, find_experts
+from .losses import move_bias, statistics_of
 from .module import DividedExperts, Division
 from .plans import named_experts
 from .state import ExpertCut, find_expert_cuts, gather_experts, own_experts
@@ -16,6 +17,8 @@ __all__ = [
     "find_expert_cuts",
     "find_experts",
     "gather_experts",
+    "move_bias",
     "named_experts",
     "own_experts",
+    "statistics_of",
 ]

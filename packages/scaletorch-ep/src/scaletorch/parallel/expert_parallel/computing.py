@@ -14,7 +14,7 @@ from ...dist.building import sum_dtype
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from .dispatch import Dispatched
-from .functions import apply
+from .functions import add_pairs, apply
 
 # experts(hidden [P, H], top_k_index [P, 1], top_k_weights [P, 1]) -> [P, H]
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -40,13 +40,14 @@ def compute(
         return apply(_Idle, hidden, weights, *parameters), None
     row, slot = torch.nonzero_static(index < count, size=route.pairs).unbind(1)
     single = route.pairs == len(hidden)  # every row has one expert here, in the order of rows
-    taken = hidden if single else apply(_Spread, hidden, row)
+    most = min(count, index.shape[1])  # experts of a row
+    taken = hidden if single else apply(_Spread, hidden, row, most)
     at = row, slot
     results = experts(taken, index[at].unsqueeze(1), weights[at].unsqueeze(1))
     wrong = _wrong(results, taken)
     if wrong is not None:
         results = taken * 0
-    return (results if single else apply(_Fold, results, row, len(hidden))), wrong
+    return (results if single else apply(_Fold, results, row, len(hidden), most)), wrong
 
 
 def _wrong(results: Any, taken: Tensor) -> InvalidArgumentError | None:
@@ -79,37 +80,43 @@ class _Idle(Function):
 
 
 class _Spread(Function):
-    """A row for each of its experts here; backward adds up in float32 at least."""
+    """A row for each of its experts here; backward adds up, as `_folded` does."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, row: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, row: Tensor, most: int) -> Tensor:
         """Return `rows[row]`."""
-        ctx.row, ctx.rows = row, len(rows)
+        ctx.row, ctx.rows, ctx.most = row, len(rows), most
         return rows.index_select(0, row)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Add up the gradients of each row."""
-        return _folded(grads[0], ctx.row, ctx.rows), None
+        return _folded(grads[0], ctx.row, ctx.rows, ctx.most), None, None
 
 
 class _Fold(Function):
-    """The results of each row added up, in float32 at least; backward gives each the gradient."""
+    """The results of each row added up, as `_folded` does; backward gives each the gradient."""
 
     @staticmethod
-    def forward(ctx: Any, results: Tensor, row: Tensor, rows: int) -> Tensor:
+    def forward(ctx: Any, results: Tensor, row: Tensor, rows: int, most: int) -> Tensor:
         """Return [rows, H]."""
         ctx.row = row
-        return _folded(results, row, rows)
+        return _folded(results, row, rows, most)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradient of each result."""
-        return grads[0].index_select(0, ctx.row), None, None
+        return grads[0].index_select(0, ctx.row), None, None, None
 
 
-def _folded(results: Tensor, row: Tensor, rows: int) -> Tensor:
+def _folded(results: Tensor, row: Tensor, rows: int, most: int) -> Tensor:
+    """Add up the results [P, H] of each row, of which it has `most` at most; return [rows, H].
+
+    Two are rounded once in any dtype; more are added in float32 at least.
+    """
+    if most <= 2:
+        return add_pairs(results, row, rows)
     total = results.new_zeros((rows, results.shape[1]), dtype=sum_dtype(results.dtype))
     return total.index_add_(0, row, results.to(total.dtype)).to(results.dtype)

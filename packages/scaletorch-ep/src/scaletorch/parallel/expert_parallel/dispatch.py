@@ -15,7 +15,7 @@ from ...dist import Work, get_rank, get_world_size
 from ...dist.building import all_to_all_flat, sum_dtype
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
-from .functions import apply
+from .functions import add_pairs, apply
 from .routes import Route, find_route
 from .shares import counts_of, expert_group
 
@@ -87,7 +87,7 @@ def dispatch(
 
 
 def combine(rows: Tensor, route: Route) -> Tensor:
-    """Send results back, and add those of each token up in rank order, in float32 at least.
+    """Send results back, and add those of each token up: two as they are, more in float32 at least.
 
     Args:
         rows: Results of the rows that came, [R, H], weighted.
@@ -203,6 +203,8 @@ def _exchange(
 
 def _add_up(rows: Tensor, route: Route) -> Tensor:
     """Add rows [S, …] of the same token, one rank after another."""
+    if route.most <= 2:
+        return add_pairs(rows, route.rows, route.tokens)
     total = rows.new_zeros((route.tokens, rows.shape[1]), dtype=sum_dtype(rows.dtype))
     parts = zip(route.rows.split(route.sends), rows.split(route.sends), strict=True)
     for tokens, part in parts:

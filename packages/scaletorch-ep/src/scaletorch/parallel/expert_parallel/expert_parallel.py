@@ -51,10 +51,11 @@ def apply_expert_parallel(
             (`base_model_ep_plan` of transformers).
         group: The ranks that the experts are divided over, in contiguous ranges, the first ranks
             one more; None is the `ep` axis of the current manager.
-        tp_group: Ranks that hold the same tokens, of which each then sends a share; None is the
-            tp axis of the current manager where experts are divided over it (etp = 1).
-        sequence_parallel: Each tp rank has tokens of its own where experts are called, so none
-            is sent a share; `tp_group` is left out then.
+        tp_group: Ranks that hold the same tokens, of which each then sends a share, even if each
+            of them has all experts; None is the tp axis of the current manager where experts
+            are not cut over it (etp = 1).
+        sequence_parallel: Each rank of `tp_group` has tokens of its own where experts are called,
+            and sends all of them.
 
     Returns:
         The model.
@@ -68,8 +69,9 @@ def apply_expert_parallel(
         >>> apply_expert_parallel(model, {"**.mlp.experts": "experts"}, group)
     """
     group = expert_group(group)
-    tokens = None if sequence_parallel else token_group(tp_group)
-    ranks, sharers = get_world_size(group), 1 if tokens is None else get_world_size(tokens)
+    sharing = token_group(tp_group)
+    tokens = None if sequence_parallel else sharing
+    ranks, sharers = get_world_size(group), 1 if sharing is None else get_world_size(sharing)
     found = [find_experts(name, module) for name, module in named_experts(model, plan).items()]
     divisions = [_divide(each, group, tokens, ranks) for each in found]
     _check(model, found, shared=sharers > 1)
@@ -78,6 +80,7 @@ def apply_expert_parallel(
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for each, division in zip(found, divisions, strict=True):
         _cut(each, division, memo)
+        mark_divided(each.module, group if sharing is None else sharing)
     return model
 
 
@@ -143,7 +146,6 @@ def _cut(found: Found, division: Division, memo: Memo) -> None:
         setattr(owner, attribute, len(own))
     vars(module)["_division"] = division
     put_before(DividedExperts, module)
-    mark_divided(module, division.group if division.tokens is None else division.tokens)
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:

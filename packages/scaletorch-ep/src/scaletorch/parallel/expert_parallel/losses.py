@@ -188,6 +188,11 @@ def update_balance_bias(
         )
     total = counts.clone()
     all_reduce(total, "sum", axis_group("cp_dp", group))
+    move_bias(bias, total, rate)
+
+
+def move_bias(bias: Tensor, total: Tensor, rate: float) -> None:
+    """Move a bias by the counts of all ranks, in place; see `update_balance_bias`."""
     # mean of c - c_i has the sign of sum of c - N c_i, which is exact.
     with torch.no_grad():
         bias += rate * torch.sign(total.sum() - len(total) * total).to(bias.dtype)
@@ -233,6 +238,11 @@ def routing_statistics(counts: Tensor, group: ProcessGroup | None = None) -> Rou
     """
     total = counts.clone()
     all_reduce(total, "sum", axis_group("cp_dp", group))
+    return statistics_of(total)
+
+
+def statistics_of(total: Tensor) -> RoutingStatistics:
+    """Return what tokens chose, of the counts of all ranks, int64 [N]."""
     shares = total.double() / total.sum().clamp(min=1)
     return RoutingStatistics(
         tokens=tuple(total.tolist()),

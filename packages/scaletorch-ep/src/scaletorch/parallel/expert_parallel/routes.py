@@ -32,6 +32,7 @@ class Route:
         tokens: T, the tokens of this rank.
         rows: Indices int64 [S], the token of each row that leaves, those for the first rank first.
         sends: Rows for each rank; their sum is S.
+        most: Rows of a token, at most: the smaller of K and the number of ranks.
         receives: Rows from each rank; their sum is R, the rows that come.
         pairs: Pairs of a row that comes and one of its experts here: R at least.
         backward: Whether a rank of the group needs gradients of hidden states or weights.
@@ -40,6 +41,7 @@ class Route:
     group: ProcessGroup | None
     tokens: int
     rows: Tensor
+    most: int
     sends: tuple[int, ...]
     receives: tuple[int, ...]
     pairs: int
@@ -84,7 +86,8 @@ def find_route(
     rows = torch.nonzero_static(goes.t(), size=sum(sends))[:, 1]
     receives, pairs = tuple(row[0] for row in theirs), sum(row[1] for row in theirs)
     backward = bool(told_bits & (_HIDDEN | _WEIGHTS))
-    return Route(group, len(hidden), rows, sends, receives, pairs, backward)
+    most = min(index.shape[1], len(counts))
+    return Route(group, len(hidden), rows, most, sends, receives, pairs, backward)
 
 
 def _check_shapes(hidden: Tensor, index: Tensor, weights: Tensor) -> None:

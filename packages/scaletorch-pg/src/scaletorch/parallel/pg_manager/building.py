@@ -14,12 +14,15 @@ from .linear_layers import (
 from .loss import mean_over
 from .module_classes import class_before, deep_copy, shallow_copy
 from .module_names import matching, no_match
+from .update_scope import Scope, known_elementwise, update_scope
 
 __all__ = [
+    "Scope",
     "bias_gradient",
     "class_before",
     "deep_copy",
     "divided_modules",
+    "known_elementwise",
     "linear_output",
     "mark_divided",
     "matching",
@@ -28,5 +31,6 @@ __all__ = [
     "plain_linears",
     "shallow_copy",
     "take_forward",
+    "update_scope",
     "weight_factors",
 ]

@@ -9,7 +9,8 @@ from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .plans.explain import explain
 from .plans.explanation import Communication, ExplainedParameter, Explanation
-from .plans.families import FAMILIES, Family
+from .plans.families import FAMILIES
+from .plans.family import Family
 from .plans.plan import STYLES, Divide, Plan, Style
 from .regions.main_grads import keep_main_grads
 from .regions.random import common_random, sharded_random

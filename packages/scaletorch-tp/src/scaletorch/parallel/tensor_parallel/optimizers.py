@@ -1,27 +1,17 @@
-"""Optimizers that look at more than an element at a time: on a shard they would update otherwise.
-
-They are recognised by their classes' names, since most are of other libraries.
-"""
+"""Optimizers that look at more than an element: on a shard they would update otherwise."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from typing import Any
 from weakref import WeakKeyDictionary, WeakSet
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
-
-# Names of classes, in lower case and without underscores: whole ones, and parts of ones.
-_WHOLE_NAMES = frozenset(
-    {"soap", "came", "lamb", "nvlamb", "fusedlamb", "lars", "larc", "novograd", "fusednovograd"}
-    | {"adamini", "adammini", "dion", "scion", "kron", "psgd", "kfac", "sm3", "apollo", "lbfgs"}
-)
-_PARTS = ("muon", "shampoo", "adafactor", "galore", "8bit", "4bit", "fp8")
+from ..pg_manager.building import Scope, update_scope
 
 _models: WeakSet[nn.Module] = WeakSet()  # with sharded layers, or these layers themselves
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and how many parameters it had
@@ -49,9 +39,6 @@ def _check(optimizer: Optimizer) -> None:
     Raises:
         InvalidArgumentError: It does.
     """
-    kind = _matrix_wise(type(optimizer))
-    if kind is None:
-        return
     longest = sorted(_parameters(), key=lambda each: len(each[0]))  # models have layers' names too
     known = {id(p): (name, shard) for name, p, shard in longest}
     for tensor in (each for group in optimizer.param_groups for each in group["params"]):
@@ -60,22 +47,21 @@ def _check(optimizer: Optimizer) -> None:
         origin = getattr(tensor, "stands_for", tensor)
         name, shard = known.get(id(origin), ("", False))
         if shard or (name and origin is not tensor):
-            raise InvalidArgumentError(
-                f"{describe_rank()}: {kind} looks at whole parameters, but {name} "
-                f"{tuple(tensor.shape)} is of a model whose parameters are divided over the "
-                "tensor-parallel ranks: the update of a part would be another than that of the "
-                "whole. Take an optimizer that treats every element alike, such as AdamW, or do "
-                "without tensor parallelism"
-            )
+            _require_elementwise(optimizer, name, tensor)
+            return
 
 
-def _matrix_wise(kind: type[Optimizer]) -> str | None:
-    """Return the name by which a class, or one that it comes from, is known to look at more."""
-    for each in kind.__mro__:
-        name = re.sub("[^a-z0-9]", "", each.__name__.lower())
-        if name in _WHOLE_NAMES or any(part in name for part in _PARTS):
-            return each.__name__
-    return None
+def _require_elementwise(optimizer: Optimizer, name: str, tensor: Tensor) -> None:
+    scope = update_scope(optimizer)
+    if scope is not Scope.ELEMENT:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {type(optimizer).__name__} {scope.words}, but {name} "
+            f"{tuple(tensor.shape)} is of a model whose parameters are divided over the "
+            "tensor-parallel ranks: the update of a part would be another than that of the "
+            "whole. Give it whole matrices by whole_matrices(optimizer, model) of "
+            "scaletorch.compose, take an optimizer that treats every element alike, such as "
+            "AdamW, or do without tensor parallelism"
+        )
 
 
 def _parameters() -> Iterator[tuple[str, nn.Parameter, bool]]:

@@ -19,6 +19,7 @@ from .plans.plan import Plan
 from .plans.resolve import resolve
 from .regions.region import Region
 from .regions.surround import surround
+from .sharing.adapters import Adapter, check_adapters, shard_adapters, without_adapters
 from .sharing.partial import WholeGradients
 from .sharing.sequence import share_sequences
 
@@ -44,7 +45,8 @@ def apply_tensor_parallel(
 
     The modules that the plan names become tensor-parallel layers themselves (their class changes,
     as with FSDP2), so names, hooks and other references to them stay, the root's included. Their
-    parameters are replaced: make the optimizer afterwards. Tied parameters stay tied.
+    parameters are replaced: make the optimizer afterwards. Tied parameters stay tied. Low-rank
+    adapters of peft are cut as their layers are, which the plan names as in the plain model.
 
     Args:
         model: The whole model, equal on every rank.
@@ -61,16 +63,34 @@ def apply_tensor_parallel(
 
     Raises:
         InvalidArgumentError: A pattern matches nothing, two match one module, a style does not
-            fit a module, or a size leaves a rank no share. It is the same error on every rank,
-            and the model is as before.
+            fit a module, a size leaves a rank no share, or an adapter cannot be cut. It is the
+            same error on every rank, and the model is as before.
 
     Example:
         >>> apply_tensor_parallel(model, {"**.fc1": "column", "**.fc2": "row"})
     """
     group = axis_group("tp", group)
+    with without_adapters(model) as adapters:
+        memo = _apply(model, plan, group, adapters, sequence_parallel=sequence_parallel)
+        if get_world_size(group) > 1:
+            shard_adapters(adapters, group, memo, sequence_parallel=sequence_parallel)
+    return model
+
+
+def _apply(
+    model: nn.Module,
+    plan: Plan | None,
+    group: ProcessGroup | None,
+    adapters: list[Adapter],
+    *,
+    sequence_parallel: bool,
+) -> Memo:
+    """Apply a plan to a model without its adapters; return which shards there are."""
     tp_size, divided = get_world_size(group), divided_modules(model, group)
     resolved = resolve(model, plan, tp_size, sequence_parallel=sequence_parallel, divided=divided)
     matches = resolved.matches.values()
+    layers = {match.module: match.layer for match in matches}
+    check_adapters(adapters, layers, sequence_parallel=sequence_parallel and tp_size > 1)
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for match in matches:
         if match.layer is not None:
@@ -78,7 +98,7 @@ def apply_tensor_parallel(
     for module, values in resolved.attributes.items():
         vars(module).update({name: ranks[get_rank(group)] for name, ranks in values.items()})
     if tp_size == 1:
-        return model
+        return memo
     for match in matches:
         if match.mixin is not None:
             surround(match.module, match.mixin, group)
@@ -92,4 +112,4 @@ def apply_tensor_parallel(
     if sequence_parallel:
         replicated = [match.module for match in matches if match.style == "replicate"]
         share_sequences(model, group, replicated, resolved.whole)
-    return model
+    return memo

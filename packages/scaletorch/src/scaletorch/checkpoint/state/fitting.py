@@ -133,6 +133,13 @@ def plan_masters(
             entry.parts.extend(own.parts(shard.tensor, shard.start, shard.stop))
 
 
+def plan_wholes(wholes: Iterable[tuple[Shard, Held]], targets: dict[str, Entry]) -> None:
+    """Load whole matrices, which an optimizer has for shards, from where these are loaded from."""
+    for shard, own in wholes:
+        entry = targets[f"{'master' if shard.is_master else 'model'}.{own.name}"]
+        entry.parts.extend(own.parts(shard.tensor))
+
+
 def _source(each: Held, saved: Shapes, *, cast: bool) -> str | None:
     """Return the entry that a parameter is loaded from; None if none fits."""
     name, master = f"model.{each.name}", f"master.{each.name}"

@@ -9,6 +9,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
+from ...compose.whole_matrices import whole_shards
 from ...dist.errors import InvalidArgumentError
 from ...parallel.data_parallel import Shard, parameter_shards
 from ...parallel.expert_parallel.building import ExpertCut, find_expert_cuts
@@ -135,15 +136,27 @@ def find_ties(held: dict[int, Held]) -> dict[str, list[str]]:
     return {each.name: list(each.names) for each in held.values() if len(each.names) > 1}
 
 
+def find_wholes(
+    optimizer: torch.optim.Optimizer | None, held: Mapping[int, Held], place: Place
+) -> list[tuple[Shard, Held]]:
+    """Return the whole matrices that an optimizer has in the place of tp shards, as if not cut."""
+    found = []
+    for shard, whole in whole_shards(optimizer):
+        own = held[id(shard.parameter)]
+        plain = replace(own, tensor=whole, cut=None, atoms=(), owner=place.tp)
+        found.append((replace(shard, start=0, stop=whole.numel(), tensor=whole), plain))
+    return found
+
+
 def find_shards(
-    model: nn.Module, held: Mapping[int, Held], updated: Sequence[Tensor]
+    model: nn.Module, held: Mapping[int, Held], optimizer: torch.optim.Optimizer | None
 ) -> list[Shard]:
     """Return what an optimizer may have for the model, parameters that were frozen since too.
 
     Args:
         model: Any module.
         held: Its state, by id.
-        updated: The tensors in the optimizer's groups.
+        optimizer: Whole matrices that it has in the place of shards are left out.
 
     Raises:
         InvalidArgumentError: One of these belongs to no parameter of the model, or to one that is
@@ -151,6 +164,9 @@ def find_shards(
     """
     shards = parameter_shards(model)
     listed = {id(shard.tensor) for shard in shards}
+    listed |= {id(whole) for _, whole in whole_shards(optimizer)}
+    groups = [] if optimizer is None else optimizer.param_groups
+    updated = [tensor for group in groups for tensor in group["params"]]
     rest = {id(tensor): tensor for tensor in updated if id(tensor) not in listed}
     for name, each in model.named_parameters():
         if rest.pop(id(each), None) is not None:

@@ -90,7 +90,7 @@ def record_shard(
     """
     if not shard.tensor.numel():  # there is nothing to keep
         return
-    if shard.is_master:
+    if shard.is_master and shard.tensor is not held.tensor:  # a whole matrix's are in its shards
         _record_range(record, f"master.{held.name}", shard, held, shard.tensor)
     if kept := [k for k, v in state.items() if not isinstance(v, Tensor) or v.numel()]:
         record.state[held.name] = sorted(kept)
@@ -105,7 +105,8 @@ def record_shard(
             _record_range(record, name, shard, held, value)
         elif is_whole(shard, held):
             shape = tuple(value.shape)
-            parts = [Part((0,) * value.ndim, value.detach(), 0)] if value.numel() else []
+            whole = Part((0,) * value.ndim, value.detach(), held.owner)
+            parts = [whole] if value.numel() else []
             record.add(
                 name,
                 shape,

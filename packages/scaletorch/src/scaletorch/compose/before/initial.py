@@ -65,14 +65,16 @@ def _values(model: nn.Module) -> list[str]:
 def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManager) -> None:
     """Compare the first batch over the ranks that have to hold the same one.
 
-    Those are all ranks if `shard_global_batch` has made it, and otherwise the ranks that differ in
-    tp and pp alone.
+    Those are all ranks if `shard_global_batch` has made it of a global one, the ranks of a place on
+    dp if of rows that these have read, and otherwise the ranks that differ in tp and pp alone.
 
     Raises:
         MismatchError: Ranks differ; on every rank, with the entry and the ranks.
     """
     cut = next((b.cut for b in micro_batches if isinstance(b, MicroBatch)), None)
     place = "the global batch" if cut else f"dp{manager.dp_rank} cp{manager.cp_rank}"
+    if cut is not None and cut.own:
+        place = f"the rows of dp{manager.dp_rank}"
     batches = micro_batches if cut is None else [cut.whole]
     mine = [
         (name, [written(batch[name]) for batch in batches if name in batch])

@@ -13,8 +13,10 @@ have to exchange.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from math import isqrt
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,7 @@ from ...parallel.context_parallel.building import (
 )
 from ...parallel.pg_manager import ProcessGroupManager
 from ...parallel.pipeline_parallel import PipelineParallel, pipeline_forward
+from ...parallel.pipeline_parallel.building import stands
 from ..batches import Batch
 from ..forward import pipeline_of
 
@@ -92,9 +95,14 @@ def _moved(batch: Batch, shift: int) -> Batch:
     places = torch.arange(length).add_(shift)
     places = torch.where(places < length, places, places - length + shift)
     return {
-        name: x.index_select(1, places.to(x.device)) if x.shape[:2] == (rows, length) else x
+        name: x.index_select(1, places.to(x.device)) if _spread(x, (rows, length)) else x
         for name, x in batch.items()
     }
+
+
+def _spread(value: Any, shape: Sequence[int]) -> bool:
+    """Return whether an entry of a batch has rows and positions; others are passed on as given."""
+    return isinstance(value, Tensor) and value.shape[:2] == tuple(shape)
 
 
 def _run(pipeline: PipelineParallel, batches: list[Batch]) -> list[Tensor]:
@@ -123,7 +131,8 @@ def _refuse(
         InvalidArgumentError: Always, unless the model draws random numbers in eval mode: nothing
             can be told then, and a warning says so.
     """
-    row = {n: x[:1] if x.shape[:2] == batch["input_ids"].shape else x for n, x in batch.items()}
+    whole = batch["input_ids"].shape
+    row = {n: x[:1] if _spread(x, whole) else x for n, x in batch.items()}
     with Calls(pipeline.module) as calls:
         outputs = _run(pipeline, [row, row, _moved(row, shift)])
     drawn = bool(outputs) and apart(outputs[0], outputs[1])
@@ -153,7 +162,7 @@ def _refuse(
 def _moves(length: int, shift: int, a: Tensor, b: Tensor) -> bool:
     """Return whether a tensor with a dim of positions moved with them; others are not asked."""
     dims = [dim for dim, size in enumerate(a.shape) if size == length]
-    if a.shape != b.shape or not dims:
+    if a.shape != b.shape or not dims or stands(a) or stands(b):  # other stages have their values
         return True
     kept = length - shift
     return any(not apart(a.narrow(dim, shift, kept), b.narrow(dim, 0, kept)) for dim in dims)

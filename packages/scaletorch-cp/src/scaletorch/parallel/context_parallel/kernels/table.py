@@ -2,7 +2,7 @@
 
 The first kernel of the device that fits is taken, and the tile if none does. Any kernel can
 run the backward of blocks whose forward another one ran, since all share one form of `out` and
-`lse`.
+`lse`. Scores that are capped the tile alone computes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def kernel_for(q: Tensor, k: Tensor, v: Tensor, band: Band) -> Kernel:
     return next((kernel for kernel in kernels if kernel.fits(q, k, v, band)), TILE)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend `q` to one block of keys, by the kernel for it.
 
     Args:
@@ -42,15 +44,18 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
         v: Values [B, K, S, Dv]; the tile alone takes another Dv than D.
         scale: Factor of the scores.
         band: Row i sees key j where lower <= j - i <= upper.
+        cap: Scores s become cap · tanh(s / cap) before the softmax; None leaves them.
 
     Returns:
         out [B, H, L, Dv] and lse [B, H, L], the natural logarithm of the sum of exponentials, in
         float32 (float64 for float64). Rows that see nothing have out 0 and lse −inf.
     """
+    if cap is not None:
+        return tile.forward(q, k, v, scale, band, cap)
     return kernel_for(q, k, v, band).forward(q, k, v, scale, band)
 
 
-def backward(x: Operands, scale: float, band: Band) -> Gradients:
+def backward(x: Operands, scale: float, band: Band, cap: float | None = None) -> Gradients:
     """Return one block's share of the gradients of attention over several, by the kernel for it.
 
     With `out` and `lse` of the *merged* result, the sum of all blocks' shares is exact.
@@ -59,8 +64,11 @@ def backward(x: Operands, scale: float, band: Band) -> Gradients:
         x: The block's rows and keys.
         scale: Factor of the scores.
         band: As in `forward`.
+        cap: As in `forward`.
 
     Returns:
         dq, dk, dv in the shapes of q, k, v, in float32 (float64 for float64).
     """
+    if cap is not None:
+        return tile.backward(x, scale, band, cap)
     return kernel_for(x.q, x.k, x.v, band).backward(x, scale, band)

@@ -1,4 +1,4 @@
-"""Attention over one block of keys by plain matrix products: any band, dtype and device.
+"""Attention over one block of keys by plain matrix products: any band, dtype, device and cap.
 
 Scores exist one tile at a time: some rows of some heads, with the keys that these rows can see.
 So memory is linear in the block's length, and keys that no row sees are not computed. Everything is
@@ -49,13 +49,15 @@ class _Tile(NamedTuple):
         return slice(self.strip.keys.start, self.strip.keys.stop)
 
 
-def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[Tensor, Tensor]:
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band, cap: float | None = None
+) -> tuple[Tensor, Tensor]:
     """Attend `q` to one block of keys: see `table.forward`."""
     queries, keys, values = _grouped(q, k), _flat(k), _flat(v)
     out = queries.new_zeros((*queries.shape[:3], v.shape[-1]))
     lse = queries.new_full(queries.shape[:3], -torch.inf)
     for tile in _tiles(queries, keys, band):
-        scores = _scores(_rows(queries, tile) * scale, keys, band, tile)
+        scores = _scores(_rows(queries, tile) * scale, keys, band, tile, cap)
         top = scores.amax(-1, keepdim=True)
         weights = scores.sub_(top).exp_()
         total = weights.sum(-1, keepdim=True)
@@ -64,7 +66,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
     return out.view(*q.shape[:3], v.shape[-1]), lse.view(q.shape[:3])
 
 
-def backward(x: Operands, scale: float, band: Band) -> Gradients:
+def backward(x: Operands, scale: float, band: Band, cap: float | None = None) -> Gradients:
     """Return one block's share of the gradients: see `table.backward`."""
     grad_out, q, k, v, out, lse = x
     queries, keys, values = _grouped(q, k), _flat(k), _flat(v)
@@ -77,10 +79,14 @@ def backward(x: Operands, scale: float, band: Band) -> Gradients:
     for tile in _tiles(queries, keys, band):
         heads, seen = tile.heads, tile.keys
         q_rows, grad_rows = _rows(queries, tile) * scale, _rows(grads, tile)
-        weights = _scores(q_rows, keys, band, tile).sub_(_rows(lses, tile)).exp_()
+        scores = _scores(q_rows, keys, band, tile, cap)
+        slopes = None if cap is None else _slopes(scores, cap)
+        weights = scores.sub_(_rows(lses, tile)).exp_()
         dv[heads, seen].baddbmm_(weights.mT, grad_rows)
         d_scores = grad_rows @ values[heads, seen].mT
         d_scores.sub_(_rows(delta, tile)).mul_(weights)
+        if slopes is not None:
+            d_scores.mul_(slopes)
         _put(dq, (d_scores @ keys[heads, seen]).mul_(scale), tile)
         dk[heads, seen].baddbmm_(d_scores.mT, q_rows)
     return dq.view(q.shape), dk.view(k.shape), dv.view(v.shape)
@@ -116,8 +122,15 @@ def _put(x: Tensor, rows: Tensor, tile: _Tile) -> None:
     x[tile.heads, :, tile.rows] = rows.unflatten(1, (x.shape[1], -1))
 
 
-def _scores(q_rows: Tensor, keys: Tensor, band: Band, tile: _Tile) -> Tensor:
+def _scores(q_rows: Tensor, keys: Tensor, band: Band, tile: _Tile, cap: float | None) -> Tensor:
     """Return scores [heads, G · rows, keys] of scaled rows, −inf if a row does not see a key."""
     scores = q_rows @ keys[tile.heads, tile.keys].mT
+    if cap is not None:
+        scores.div_(cap).tanh_().mul_(cap)
     hide_(scores.unflatten(1, (-1, len(tile.strip.rows))), band, tile.strip)
     return scores
+
+
+def _slopes(scores: Tensor, cap: float) -> Tensor:
+    """Return the derivative of capped scores by the plain ones, 0 if a row does not see a key."""
+    return scores.div(cap).clamp_(min=-1.0).square_().neg_().add_(1.0)

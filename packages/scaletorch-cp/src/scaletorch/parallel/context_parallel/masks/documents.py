@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import chain, pairwise
 
 from torch import Tensor
 
@@ -47,3 +48,12 @@ def read_documents(cu_seqlens: Sequence[int] | Tensor, length: int | None = None
         )
         raise InvalidArgumentError(message)
     return documents
+
+
+def chunked(documents: Documents, size: int) -> Documents:
+    """Return documents cut into chunks of `size` positions, counted from where each one begins.
+
+    Attention by chunks is attention by such documents.
+    """
+    starts = chain.from_iterable(range(*ends, size) for ends in pairwise(documents))
+    return (*starts, documents[-1])

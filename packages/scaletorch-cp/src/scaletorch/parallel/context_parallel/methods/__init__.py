@@ -8,7 +8,7 @@ from typing import Protocol
 from torch import Tensor
 
 from . import gathered, ring, ulysses
-from .call import Call, Gradients, Saved
+from .call import Call, Saved, WithSinks
 
 
 class Method(Protocol):
@@ -17,8 +17,8 @@ class Method(Protocol):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
         """Return this rank's output [B, H, L, D] in q's dtype, and what backward needs."""
 
-    def backward(self, grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
-        """Return dq, dk, dv of this rank's shares, in float32 at least."""
+    def backward(self, grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
+        """Return dq, dk, dv of this rank's shares and its part of sinks', in float32 at least."""
 
 
 METHODS: Mapping[str, Method] = {

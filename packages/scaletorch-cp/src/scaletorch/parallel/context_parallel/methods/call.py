@@ -5,6 +5,7 @@ Shapes, with H query heads in groups over K key/value heads and L positions on e
     q, out, grad_out, dq   [B, H, L, D]
     k, v, dk, dv           [B, K, L, D]
     lse                    [B, H, L]
+    sinks                  [H]
 """
 
 from __future__ import annotations
@@ -20,12 +21,14 @@ from torch import Tensor
 from ....dist.errors import InvalidArgumentError
 from ..cp_comms import Parts, Ring, split
 from ..kernels import Operands, backward, forward, merge_into, statistics_dtype
+from ..kernels.block import without_unseeing_rows
 from ..layouts.layout import Layout
 from ..masks.mask import Block, Mask, blocks
 
 # q, k, v, and the output and lse over all keys, once or for each piece of the heads.
 Saved = tuple[Tensor, ...]
 Gradients = tuple[Tensor, Tensor, Tensor]  # of q, k, v, in float32 at least
+WithSinks = tuple[Tensor, Tensor, Tensor, Tensor | None]  # and of the sinks, if there are any
 Arriving = Iterable[tuple[int, Tensor, Tensor]]  # whose keys and values are here, one by one
 
 
@@ -40,6 +43,8 @@ class Call:
         kv_heads: Number of key/value heads.
         ring: The ranks.
         parts: The ranks that this one exchanges heads with, and the ring across such parts.
+        softcap: Scores s are softcap · tanh(s / softcap); None leaves them.
+        sinks: A score of each query head that takes no value, in float32 at least, or None.
     """
 
     mask: Mask
@@ -48,6 +53,8 @@ class Call:
     kv_heads: int
     ring: Ring
     parts: Parts
+    softcap: float | None = None
+    sinks: Tensor | None = None
 
     def blocks(self, source: int) -> tuple[Block, ...]:
         """Return the blocks of this rank's queries with the keys of rank index `source`."""
@@ -63,7 +70,8 @@ class Call:
             q, k, v = (x.to(out.dtype) for x in (q, k, v))
         for block in self.blocks(source):
             rows, keys = block.rows, block.keys
-            part = forward(q[:, :, rows], k[:, :, keys], v[:, :, keys], self.scale, block.band)
+            seen = q[:, :, rows], k[:, :, keys], v[:, :, keys]
+            part = forward(*seen, self.scale, block.band, self.softcap)
             merge_into(out[:, :, rows], lse[:, :, rows], *part)
 
     def attend_backward(
@@ -73,7 +81,7 @@ class Call:
         operands = Operands(grad_out, *saved)
         for block in self.blocks(source):
             rows, keys = block.rows, block.keys
-            grads = backward(operands.part(rows, keys), self.scale, block.band)
+            grads = backward(operands.part(rows, keys), self.scale, block.band, self.softcap)
             for total, grad, place in zip(totals, grads, (rows, keys, keys), strict=True):
                 total[:, :, place].add_(grad)
 
@@ -96,11 +104,27 @@ def _blocks(
     return tuple(blocks(mask, rows, keys, length))
 
 
-def nothing_seen(q: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `out` and `lse` of queries that have seen no key yet, in float32 at least."""
+def nothing_seen(q: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return `out` and `lse` of queries that have seen no key yet, in float32 at least.
+
+    A sink is one more score without a value: it is what every row begins with.
+    """
     dtype = statistics_dtype(q.dtype)
     out = torch.zeros(q.shape, dtype=dtype, device=q.device)
-    return out, torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
+    lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
+    return out, lse if sinks is None else lse.copy_(sinks.unsqueeze(-1))
+
+
+def of_sinks(grad_out: Tensor, saved: Saved, call: Call) -> Tensor | None:
+    """Return this rank's part of the gradient of its sinks, [H] in float32 at least.
+
+    A sink of weight p in a row takes p · 0 of the output, so its gradient is −p · Σ grad · out.
+    """
+    if call.sinks is None:
+        return None
+    *_, out, lse = saved
+    weights = torch.exp(call.sinks.unsqueeze(-1) - without_unseeing_rows(lse))
+    return (weights * (grad_out.to(lse.dtype) * out).sum(-1)).sum((0, 2)).neg_()
 
 
 def no_gradient(x: Tensor, *leading: int) -> Tensor:
@@ -116,7 +140,7 @@ def attend_to_all(
     Returns:
         This rank's output [B, H, L, D] in q's dtype, and what backward needs.
     """
-    out, lse = nothing_seen(q)
+    out, lse = nothing_seen(q, call.sinks)
     for source, keys, values in arriving:
         call.attend(source, q, keys, values, out, lse)
     out = out.to(q.dtype)

@@ -20,12 +20,13 @@ from ....dist.building import reduce_scatter_flat
 from ..cp_comms import Ring
 from .call import (
     Call,
-    Gradients,
     Saved,
+    WithSinks,
     attend_to_all,
     early_half,
     late_half,
     no_gradient,
+    of_sinks,
 )
 
 
@@ -34,8 +35,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
     return attend_to_all(_gathered(k, v, call.ring), q, k, v, call)
 
 
-def backward(grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
-    """Return dq, dk, dv of this rank's shards, in float32 at least."""
+def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
+    """Return dq, dk, dv and of sinks of this rank's shards, in float32 at least."""
     q, k, v, out, lse = saved
     dq, shards, last = no_gradient(q), no_gradient(k, call.ring.size, 2), no_gradient(k, 2)
     for source, keys, values in _gathered(k, v, call.ring):
@@ -48,7 +49,7 @@ def backward(grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
     arriving = _summed(shards, call.ring)
     late_half(grad_out, saved, (dq, *last), call)
     dk, dv = last.add_(arriving.wait())
-    return dq, dk, dv
+    return dq, dk, dv, of_sinks(grad_out, saved, call)
 
 
 def _gathered(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -21,12 +21,13 @@ from torch import Tensor
 from ..cp_comms import ContextCommunicate, Ring
 from .call import (
     Call,
-    Gradients,
     Saved,
+    WithSinks,
     attend_to_all,
     early_half,
     late_half,
     no_gradient,
+    of_sinks,
 )
 
 
@@ -35,8 +36,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
     return attend_to_all(_travelling(k, v, call.ring), q, k, v, call)
 
 
-def backward(grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
-    """Return dq, dk, dv of this rank's shares, in float32 at least."""
+def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
+    """Return dq, dk, dv and of sinks of this rank's shares, in float32 at least."""
     q, k, v, out, lse = saved
     dq, home = no_gradient(q), no_gradient(k, 2)
     share: Tensor | None = None
@@ -56,7 +57,7 @@ def backward(grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
     del keys, values
     late_half(grad_out, saved, (dq, *home), call)
     dk, dv = _with_arrived(home, arriving, comm)
-    return dq, dk, dv
+    return dq, dk, dv, of_sinks(grad_out, saved, call)
 
 
 def _travelling(k: Tensor, v: Tensor, ring: Ring) -> Iterator[tuple[int, Tensor, Tensor]]:

@@ -73,6 +73,10 @@ class Swap:
                 recvs += [(arriving[:, peer, :, here], rank) for here, _ in self._own()]
         return exchange(sends, recvs, self.part.group, async_op=True)
 
+    def own_heads(self, x: Tensor, piece: int) -> Tensor:
+        """Return a piece of this rank's heads of x [H], as a view."""
+        return self._heads_of(x.unsqueeze(0), self.part.index, piece).squeeze(0)
+
     def _heads_of(self, x: Tensor, peer: int, piece: int) -> Tensor:
         """Return a piece of the heads that go to a rank of the part, as a view."""
         first, heads = peer * x.shape[1] // self.part.size, max(1, x.shape[1] // self.part.size)

@@ -26,7 +26,7 @@ from torch import Tensor
 from ..kernels import statistics_dtype
 from ..layouts.layout import joined
 from . import ring
-from .call import Call, Gradients, Saved
+from .call import Call, Saved, WithSinks
 from .swap import Swap
 
 PIECES = 4  # heads travel in so many pieces at most; the first and the last are not hidden
@@ -41,7 +41,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
     saved: Saved = ()
     leaving = []
     for piece, (queries, keys, values) in _arriving((q, k, v), swap):
-        part, kept = ring.forward(queries, keys, values, inner)
+        part, kept = ring.forward(queries, keys, values, _of_heads(inner, swap, piece))
         leaving.append(swap.to_positions((part,), out, piece))
         saved += kept
     for work in leaving:
@@ -49,21 +49,25 @@ def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]
     return out[0].flatten(1, 2), saved
 
 
-def backward(grad_out: Tensor, saved: Saved, call: Call) -> Gradients:
-    """Return dq, dk, dv of this rank's positions, in float32 at least."""
+def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:
+    """Return dq, dk, dv of this rank's positions and its part of sinks', in float32 at least."""
     if call.parts[0].size == 1:
         return ring.backward(grad_out, saved, call)
     swap, inner = _of_parts(call)
     heads, kv_heads = grad_out.shape[1], max(call.kv_heads, swap.part.size)
     grads = _rooms(grad_out, (heads, kv_heads, kv_heads), statistics_dtype(grad_out.dtype), swap)
+    sinks = None if call.sinks is None else torch.zeros_like(call.sinks)
     leaving = []
     for piece, (grad,) in _arriving((grad_out,), swap):
-        parts = ring.backward(grad, saved[5 * piece : 5 * piece + 5], inner)
-        leaving.append(swap.to_positions(parts, grads, piece))
+        part = _of_heads(inner, swap, piece)
+        *parts, of_sinks = ring.backward(grad, saved[5 * piece : 5 * piece + 5], part)
+        leaving.append(swap.to_positions(tuple(parts), grads, piece))
+        if sinks is not None and of_sinks is not None:
+            swap.own_heads(sinks, piece).copy_(of_sinks)
     for work in leaving:
         work.wait()
     dq, dk, dv = (x.flatten(1, 2) for x in grads)
-    return dq, _summed(dk, call.kv_heads), _summed(dv, call.kv_heads)
+    return dq, _summed(dk, call.kv_heads), _summed(dv, call.kv_heads), sinks
 
 
 def _arriving(tensors: tuple[Tensor, ...], swap: Swap) -> Iterator[tuple[int, list[Tensor]]]:
@@ -96,6 +100,13 @@ def _of_parts(call: Call) -> tuple[Swap, Call]:
     pieces = gcd(PIECES, max(1, call.kv_heads // part.size))
     swap = Swap(part, shards, layout.ranks[across.index], pieces)
     return swap, replace(call, layout=layout, ring=across)
+
+
+def _of_heads(inner: Call, swap: Swap, piece: int) -> Call:
+    """Return the call of a piece of this rank's heads."""
+    if inner.sinks is None:
+        return inner
+    return replace(inner, sinks=swap.own_heads(inner.sinks, piece))
 
 
 def _summed(grad: Tensor, kv_heads: int) -> Tensor:

@@ -144,7 +144,7 @@ def running_override(settings: Settings | None = None) -> AttentionOverride | No
 def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
     """Return a forward for `module` that turns the override on if it is off."""
     own = module.__dict__.get("forward")
-    inner: Callable[..., Any] = type(module).forward if own is None else _unbound(own)
+    inner: Callable[..., Any] = type(module).forward if own is None else unbound(own)
 
     @functools.wraps(inner)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +177,7 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
     return forward
 
 
-def _unbound(forward: Callable[..., Any]) -> Callable[..., Any]:
+def unbound(forward: Callable[..., Any]) -> Callable[..., Any]:
     """Return an instance's own forward as a function that takes the instance first."""
     if isinstance(forward, MethodType):
         return forward.__func__

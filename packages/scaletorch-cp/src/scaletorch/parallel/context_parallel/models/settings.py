@@ -182,10 +182,11 @@ def mark(model: nn.Module, settings: Settings) -> None:
     """Remember the settings on every module of `model`.
 
     Raises:
-        StateError: A module of it has some already.
+        StateError: A module of it has some already. Models may share one that holds nothing, as
+            the first GPT of transformers shares its activation.
     """
     for name, module in model.named_modules():
-        if settings_of(module) is not None:
+        if settings_of(module) is not None and not (name and _holds_nothing(module)):
             where = f"its submodule {name}" if name else "the model"
             message = (
                 f"apply_context_parallel on {describe_rank()}: {where} is context parallel "
@@ -194,6 +195,10 @@ def mark(model: nn.Module, settings: Settings) -> None:
             raise StateError(message)
     for module in model.modules():
         setattr(module, _NAME, settings)
+
+
+def _holds_nothing(module: nn.Module) -> bool:
+    return not (module._modules or module._parameters or module._buffers)
 
 
 def unmark(model: nn.Module) -> None:

@@ -21,6 +21,7 @@ from .calls import is_pretrained
 from .override import AttentionOverride, running_override
 from .settings import refusal, settings_of
 from .transformers_mask import Pattern, context_mask, stranger
+from .whole_sequences import find_whole
 
 NAME = __name__
 
@@ -89,6 +90,8 @@ def context_attention(
     dropout: float = 0.0,
     is_causal: bool | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     cu_seq_lens_q: Tensor | None = None,
     cu_seq_lens_k: Tensor | None = None,
     **others: Any,
@@ -100,12 +103,18 @@ def context_attention(
     override = running_override(settings) or AttentionOverride(settings, {})
     others["output_attentions"] = override.given.get("output_attentions")
     _require_computable(attention_mask, dropout, others)
+    _require_no_count(module, query.shape[2] * settings.ring.size)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    chunk = None
     if attention_mask is not None:
         causal, sliding_window = attention_mask.causal, attention_mask.window
+        chunk = attention_mask.chunk
     if cu_seq_lens_k is not None and cu_seq_lens_k is not cu_seq_lens_q:
         _require_equal(override, cu_seq_lens_q, cu_seq_lens_k)
-    asked = Asked(bool(causal), scaling, sliding_window, cu_seq_lens_q)
+    asked = Asked(
+        bool(causal), scaling, sliding_window, cu_seq_lens_q, softcap=softcap, sinks=s_aux,
+        chunk=chunk,
+    )  # fmt: skip
     out = override.attend(query, key, value, asked)
     return out.transpose(1, 2).contiguous(), None
 
@@ -119,6 +128,21 @@ def _require_computable(mask: Any, dropout: float, asked: Mapping[str, Any]) -> 
     for name, value in asked.items():
         if name not in _WITHOUT_EFFECT and value is not None and value is not False:
             raise refusal(f"the model asks its attention for {name}, which cannot be computed")
+
+
+def _require_no_count(module: nn.Module, length: int) -> None:
+    """Refuse queries that are scaled by positions which the attention counts itself (Llama 4).
+
+    They are as in one process up to `floor_scale` positions.
+    """
+    floor = getattr(module, "floor_scale", None)
+    counts = getattr(module, "attn_temperature_tuning", False) and not module.use_rope
+    if counts and isinstance(floor, int | float) and length >= floor:
+        raise refusal(
+            f"{type(module).__name__} scales its queries by positions that it counts itself, from "
+            f"0 on every rank, and from {floor} on (floor_scale) they matter: set "
+            "attn_temperature_tuning=False in the config, or keep sequences shorter"
+        )
 
 
 def _require_equal(override: AttentionOverride, queries: Tensor | None, keys: Tensor) -> None:
@@ -154,6 +178,9 @@ def _restore(before: list[tuple[Any, str | None]]) -> None:
 def _require_adopted(part: Any) -> None:
     """Refuse parts whose attention would be of this rank's shard alone."""
     name, implementation = type(part).__name__, part.config._attn_implementation
+    whole = find_whole(part)
+    if whole and not _attends(part, whole):
+        return
     if implementation not in (NAME, "sdpa"):  # by "sdpa" it calls F.sdpa, which is overridden
         raise refusal(
             f"{name} neither uses the attention registry of transformers nor "
@@ -169,11 +196,19 @@ def _require_adopted(part: Any) -> None:
             "the length of the whole sequence, and this rank knows its shard's"
         )
     others = set(getattr(part.config, "layer_types", None) or ()) - set(_LAYERS)
-    if others:
+    if others and not whole:
         raise refusal(
             f"{name} has layers of {', '.join(sorted(others))}, which would mix the positions of "
             "this rank's shard alone"
         )
+
+
+def _attends(part: nn.Module, whole: list[nn.Module]) -> bool:
+    """Return whether a model has attention beside the modules that see whole sequences."""
+    kept = {inner for outer in whole for inner in outer.modules()}
+    return any(
+        "Attention" in type(module).__name__ for module in part.modules() if module not in kept
+    )
 
 
 def _require_positions_by_argument(part: Any) -> None:

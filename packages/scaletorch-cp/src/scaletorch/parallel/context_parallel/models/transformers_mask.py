@@ -24,6 +24,7 @@ class Pattern:
 
     causal: bool
     window: int | None
+    chunk: int | None = None
 
 
 def context_mask(
@@ -58,7 +59,7 @@ def context_mask(
         tell_refusal((override.settings.ring, None), _device(attention_mask, override.position_ids))
         raise
     skip = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
-    return None if skip and pattern.window is None else pattern
+    return None if skip and pattern.window is None and pattern.chunk is None else pattern
 
 
 def _device(*values: Any) -> torch.device:
@@ -80,7 +81,7 @@ def _pattern(mask_function: Any) -> Pattern:
 
     That guess is wrong for shards, which skip positions: documents are told, not guessed.
     """
-    causal, window = False, None
+    causal, window, chunk = False, None, None
     for name, held in _parts(mask_function):
         if name == "causal_mask_function":
             causal = True
@@ -88,12 +89,14 @@ def _pattern(mask_function: Any) -> Pattern:
             window = held["sliding_window"]
         elif name == "sliding_window_bidirectional_overlay":
             window = held["sliding_window"] + 1  # it counts the positions on one side
+        elif name == "chunked_overlay":
+            chunk = held["chunk_size"]
         elif name not in ("bidirectional_mask_function", "packed_sequence_mask_function"):
             raise refusal(
-                f"the model masks by {name}; causal and full attention and sliding windows can be "
-                "computed"
+                f"the model masks by {name}; causal and full attention, sliding windows and chunks "
+                "can be computed"
             )
-    return Pattern(causal, window)
+    return Pattern(causal, window, chunk)
 
 
 def _parts(mask_function: Any) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -14,9 +14,10 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from ....dist.building import one_per_process, tensors_in
-from ....dist.errors import StateError
+from ....dist.errors import NonFiniteError, StateError
 from ...pg_manager import describe_rank
 from ..culprits import shortened
+from .failures import raise_failed
 from .manager import BucketManager
 from .products import ProductSink, direct_products
 
@@ -43,6 +44,8 @@ class GradientSync:
     ) -> None:
         self.enabled = True
         self.completed = 0  # synchronisations so far
+        self.failed: NonFiniteError | None = None  # of the last one, until it is raised
+        self.holds = False  # whether somebody else is to raise it, when all ranks have heard
         self.manager = manager
         self.group = manager.reduction.group
         self._overlap = overlap
@@ -96,7 +99,10 @@ class GradientSync:
                 tensor.register_hook(partial(_output_hook, this))
 
     def finish_if_due(self) -> None:
-        """Synchronise now, whatever gradients this rank has, unless that is switched off."""
+        """Synchronise now, whatever gradients this rank has, unless that is switched off.
+
+        What it finds wrong is raised by `raise_failed`.
+        """
         if self._attached and self.syncs:
             self._open()
             self._finish()
@@ -186,8 +192,10 @@ class GradientSync:
         # Callbacks run in the order in which wrappers saw their first gradient, which may differ
         # between ranks. So the first callback ends all of them, by their numbers.
         ending = [each for each in self._alive if each._root == task]
-        for each in sorted(ending, key=lambda each: each._serial):
+        ending.sort(key=lambda each: each._serial)
+        for each in ending:  # all of them, whatever one finds: other ranks end theirs too
             each._end()
+        raise_failed(each for each in ending if isinstance(each, GradientSync))
 
     def _end(self) -> None:
         if self._touched and self.syncs:
@@ -197,7 +205,10 @@ class GradientSync:
 
     def _finish(self) -> None:
         self._forget_backward()
-        self.manager.finish()
+        try:
+            self.manager.finish()
+        except NonFiniteError as error:
+            self.failed = error
         self.completed += 1
 
     def _open(self) -> None:

@@ -43,7 +43,7 @@ class BucketManager:
         self.reduction = reduction
         self.order: list[int] | None = []  # of the first backward; None once it is known
         self.eager = False  # whether every backward sums into shards, and keeps no buffer
-        self._check_finite = check_finite
+        self.checks_finite = check_finite
         self._adds = False  # whether this backward adds to gradients of an earlier synchronisation
         self._dropped = 0  # how often gradients of this rank's own were dropped since
         # Backward makes gradients in about the reverse order of registration.
@@ -129,7 +129,7 @@ class BucketManager:
         return [bucket.describe() for bucket in self.buckets]
 
     def _launch(self, bucket: Bucket) -> None:
-        bucket.launch(self.reduction, check_finite=self._check_finite)
+        bucket.launch(self.reduction, check_finite=self.checks_finite)
         for each in self.buckets:
             each.collect_if_done()
 

@@ -22,6 +22,8 @@ def follow(
 ) -> None:
     """Let the optimizer's steps read and fetch parameters, and its zero_grad reach the model's.
 
+    If it has `train` and `eval`, as schedule-free ones, which change weights, these fetch them too.
+
     Args:
         optimizer: Its parameters are the shards of the buckets.
         gathers: Fetches parameters, and knows the buckets.
@@ -52,6 +54,9 @@ def follow(
     optimizer.register_load_state_dict_pre_hook(partial(_refuse_others, gathers))
     zero_grad = partial(_zero_grad, weakref.ref(optimizer), gathers)
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    for name in ("train", "eval"):
+        if callable(getattr(type(optimizer), name, None)):
+            setattr(optimizer, name, partial(_change, weakref.ref(optimizer), gathers, name))
     _settling[optimizer] = gathers
 
 
@@ -95,6 +100,18 @@ def _zero_grad(
                 parameter.grad = None
             elif parameter.grad is not None:
                 zero(parameter.grad)
+
+
+def _change(
+    optimizer: weakref.ref[Optimizer], gathers: Gathers, name: str, *args: Any, **kwargs: Any
+) -> Any:
+    """Call a method that changes this rank's shards, and fetch the others'."""
+    gathers.wait()
+    this = optimizer()
+    result = None if this is None else getattr(type(this), name)(this, *args, **kwargs)
+    gathers.start()
+    gathers.wait()
+    return result
 
 
 def _shard_names(gathers: Gathers) -> list[str]:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ....dist.devices import synchronize
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import token_loss_sum
+from ...pg_manager.building import divided_modules
 from ..runtime.forms import tensor_of
 from ..splitting.split import Split, layers_of
 from ..steps.loss import Batch, LossFunction
@@ -31,7 +32,8 @@ def measure_costs(
 ) -> tuple[float, ...]:
     """Time forward and backward of each layer, and of all before and after them.
 
-    The whole plain model runs on one process, on the device on which it is; on others than CPU each
+    The whole plain model runs on one process (of experts, those that the batch's tokens choose), on
+    the device on which it is; on others than CPU each
     layer is waited for. All of the time is counted: that of the model's own code between layers
     belongs to the layer before, that of the loss to all after the layers. Parameters, gradients,
     buffers and random states are as before.
@@ -54,7 +56,8 @@ def measure_costs(
 
     Raises:
         InvalidArgumentError: Layers that cannot be told or are not called once each in their order,
-            a model on the meta device, or a number of repeats below 1.
+            a model on the meta device or with experts divided over ranks, or a number of repeats
+            below 1.
 
     Example:
         >>> costs = measure_costs(model, micro_batches[0])
@@ -63,6 +66,11 @@ def measure_costs(
     if repeats < 1:
         raise InvalidArgumentError(f"repeats must be 1 at least, got {repeats}")
     layers = [model.get_submodule(name) for name in layers_of(model, split)]
+    if divided_modules(model):
+        raise InvalidArgumentError(
+            "measure_costs runs the model on one process, and the experts of this one are divided "
+            "over ranks: measure the plain model, before anything is divided"
+        )
     if any(parameter.is_meta for parameter in model.parameters()):
         raise InvalidArgumentError(
             "measure_costs runs the model, and parameters of it are on the meta device; build it "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -14,9 +14,14 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 
-Hidden = Tensor | tuple[Tensor, ...] | list[Tensor] | dict[str, Tensor]
+# A tensor, or a tuple, list or dict of such things and of plain values, with tensors in it.
+Hidden = Tensor | tuple[Any, ...] | list[Any] | dict[str, Any]
+# The same with None for each tensor; a plain value comes as ("value", it), a container as its name
+# and its entries, or pairs of a name and an entry.
+Container = tuple[Any, ...] | None
 HEADER_BYTES = 4096
-CONTAINERS = {"tuple": tuple, "list": list}
+PLAIN = (bool, int, float, str, type(None))
+CONTAINERS: dict[str, Any] = {"tuple": tuple, "list": list, "dict": dict}
 
 
 class TensorForm(NamedTuple):
@@ -39,11 +44,11 @@ class Form:
 
     Attributes:
         tensors: Its tensors, in order.
-        container: "tuple", "list", the names of a dict's entries, or None for a tensor alone.
+        container: What they came in; None for a tensor alone.
     """
 
     tensors: tuple[TensorForm, ...]
-    container: str | tuple[str, ...] | None = None
+    container: Container = None
 
     def __str__(self) -> str:
         """Write shapes and dtypes."""
@@ -63,22 +68,24 @@ NOTHING = Form(())
 
 
 def is_hidden(value: Any) -> bool:
-    """Return whether it is a container of tensors alone, two or more, as a stage may pass on."""
-    if type(value) not in (tuple, list, dict) or len(value) < 2:
-        return False
-    entries = value.values() if isinstance(value, dict) else value
-    names = value if isinstance(value, dict) else ()
-    return all(isinstance(e, Tensor) for e in entries) and all(isinstance(n, str) for n in names)
+    """Return whether a stage may pass a value on."""
+    return isinstance(value, Tensor) or (
+        next(tensors_in(value), None) is not None and next(strangers(value), None) is None
+    )
 
 
-def main_argument(args: tuple[Any, ...], kwargs: Mapping[str, Any], received: Any) -> str:
-    """Return the place or name of the argument that is the hidden states, or the first tensor."""
-    if args and args[0] is received:
-        return "0"
-    entries = {**{str(place): arg for place, arg in enumerate(args)}, **kwargs}
-    same = (name for name, value in entries.items() if value is received)
-    alike = (n for n, value in entries.items() if isinstance(value, Tensor) or is_hidden(value))
-    return next(same, None) or next(alike, None) or next(iter(entries), "0")
+def strangers(value: Any) -> Iterator[Any]:
+    """Yield what is in a value that cannot be passed on."""
+    kind = type(value)
+    if isinstance(value, Tensor) or kind in PLAIN:
+        return
+    if kind not in CONTAINERS.values():
+        yield value
+        return
+    if kind is dict:
+        yield from (name for name in value if not isinstance(name, str))
+    for entry in value.values() if kind is dict else value:
+        yield from strangers(entry)
 
 
 def tensor_of(value: Any) -> Tensor:
@@ -116,9 +123,18 @@ def signature(value: Any) -> Hashable:
 def form_of(hidden: Hidden) -> Form:
     """Return the form of the value that a stage passes on."""
     forms = tuple(TensorForm(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_in(hidden))
-    if isinstance(hidden, Tensor):
-        return Form(forms)
-    return Form(forms, tuple(hidden) if isinstance(hidden, dict) else type(hidden).__name__)
+    return Form(forms, _container(hidden))
+
+
+def _container(value: Any) -> Container:
+    if isinstance(value, Tensor):
+        return None
+    kind = type(value)
+    if kind is dict:
+        return "dict", tuple((name, _container(entry)) for name, entry in value.items())
+    if kind in CONTAINERS.values():
+        return kind.__name__, tuple(map(_container, value))
+    return "value", value
 
 
 def fits(hidden: Hidden, form: Form) -> bool:
@@ -132,12 +148,19 @@ def fits(hidden: Hidden, form: Form) -> bool:
 
 def contained(tensors: Sequence[Tensor], form: Form) -> Hidden:
     """Put tensors back into the container that they came in."""
-    if form.container is None:
-        return tensors[0]
-    if isinstance(form.container, str):
-        hidden: Hidden = CONTAINERS[form.container](tensors)
-        return hidden
-    return dict(zip(form.container, tensors, strict=True))
+    hidden: Hidden = _filled(form.container, iter(tensors))
+    return hidden
+
+
+def _filled(container: Container, tensors: Iterator[Tensor]) -> Any:
+    if container is None:
+        return next(tensors)
+    kind, entries = container
+    if kind == "value":
+        return entries
+    if kind == "dict":
+        return {name: _filled(entry, tensors) for name, entry in entries}
+    return CONTAINERS[kind](_filled(entry, tensors) for entry in entries)
 
 
 def to_header(form: Form | None) -> Tensor:
@@ -165,11 +188,14 @@ def from_header(header: Tensor) -> Form | None:
     fields = json.loads(bytes(header.cpu().tolist()))
     if fields is None:
         return None
-    container = fields["container"]
     return Form(
         tuple(TensorForm(tuple(s), getattr(torch, d), g) for s, d, g in fields["tensors"]),
-        tuple(container) if isinstance(container, list) else container,
+        _in_tuples(fields["container"]),
     )
+
+
+def _in_tuples(value: Any) -> Any:
+    return tuple(map(_in_tuples, value)) if isinstance(value, list) else value
 
 
 def autocasts(device: torch.device) -> bool:

@@ -54,6 +54,15 @@ def called_modules(name: str, module: nn.Module) -> Iterator[str]:
         yield from called_modules(child_name, child)
 
 
+def siblings_of(model: nn.Module, name: str) -> str:
+    """Return the name of the list that a module is in, whose modules are called in one way.
+
+    For a module that is in none, its own.
+    """
+    parent = name.rpartition(".")[0]
+    return parent if isinstance(model.get_submodule(parent), nn.ModuleList) else name
+
+
 def check_name(model: nn.Module, name: str) -> None:
     """Check that the model has a module of this dotted name.
 

@@ -84,11 +84,10 @@ class Placement:
         for stage, names in enumerate(self.stages):
             yield from ((name, stage) for name in names)
 
-    def ends(self, model: nn.Module, stage: int) -> tuple[nn.Module | None, nn.Module | None]:
-        """Return a stage's first and last module; None for those that begin or end the model."""
-        names, last = self.stages[stage], stage == len(self.stages) - 1
-        entry = None if stage == 0 else model.get_submodule(names[0])
-        return entry, None if last else model.get_submodule(names[-1])
+    def exit(self, model: nn.Module, stage: int) -> nn.Module | None:
+        """Return a stage's last module; None for the last stage."""
+        last = stage == len(self.stages) - 1
+        return None if last else model.get_submodule(self.stages[stage][-1])
 
     def stages_of(self, name: str) -> tuple[int, ...]:
         """Stages that hold the module or parameter of this dotted name."""
@@ -113,9 +112,10 @@ def place(model: nn.Module, split: Split | None, num_stages: int) -> Placement:
         return _place_by_points(model, split, num_stages)
     if num_stages == 1 and not split.describes():  # nothing is cut, whatever the model is like
         return Placement(split, ((),))
-    first, layers, last = parts = _parts(model, split)
-    names = tuple(children(model.get_submodule(layers), f"{layers}."))
-    costs = _costs(model, split, (first, *((name,) for name in names), last))
+    parts = _parts(model, split)
+    first, *each, last = parts_of(model, split)
+    names = [name for (name,) in each]
+    costs = _costs(model, split, (first, *each, last))
     ranges = distribute_layers(len(names), num_stages, costs)
     stages = [[names[index] for index in indices] for indices in ranges]
     stages[0] = [*first, *stages[0]]
@@ -145,6 +145,17 @@ def layers_of(model: nn.Module, split: Split | None = None) -> tuple[str, ...]:
     """
     _, layers, _ = _parts(model, split or Split())
     return tuple(children(model.get_submodule(layers), f"{layers}."))
+
+
+def parts_of(model: nn.Module, split: Split | None = None) -> tuple[tuple[str, ...], ...]:
+    """Return the modules of all before the layers, of each layer, and of all after them.
+
+    Raises:
+        InvalidArgumentError: As `layers_of`.
+    """
+    first, layers, last = _parts(model, split or Split())
+    names = children(model.get_submodule(layers), f"{layers}.")
+    return (first, *((name,) for name in names), last)
 
 
 def _parts(model: nn.Module, split: Split) -> Parts:

@@ -2,149 +2,164 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.parameter import is_lazy
 
-from ....dist.errors import InvalidArgumentError
-from ...pg_manager import describe_rank
-from ..splitting.modules import has_parameters
+from ....dist.building import tensors_in
+from ..runtime.forms import PLAIN
+from ..splitting.modules import has_parameters, siblings_of
 from ..splitting.split import Placement
-from .stand_ins import plain, stand_in
-
-
-class Passage:
-    """How far a forward that is running has come.
-
-    Attributes:
-        active: Whether one is; a recomputed one is not.
-        furthest: The last stage of which it has met a module, in place or not.
-        origin: The hidden states from the stage before.
-        received: What the model is given in their place: stand-ins, or themselves.
-        examined: Whether it is the first of its kind.
-        ids: The ids that the model was given, if they are not what was received.
-        entered: Whether a module of this stage has been called.
-        inside: How many modules of this stage are running, one in another.
-        left: The output of the one that was called last.
-        over: Whether the rest is another stage's.
-    """
-
-    def __init__(self) -> None:
-        self.furthest = self.inside = 0
-        self.entered = self.over = self.active = self.examined = False
-        self.origin: Any = None
-        self.received: Any = None
-        self.left: Any = None
-        self.ids: Any = None
-
-    def start(self, received: Any, ids: Any, *, examined: bool, followed: bool) -> None:
-        """Begin a forward.
-
-        Args:
-            received: The hidden states from the stage before; None on the first stage.
-            ids: The ids that the model is given in their place.
-            examined: Whether it is the first of its kind.
-            followed: Whether stand-ins are followed through the model's own code.
-        """
-        self.active, self.furthest = True, 0
-        self.origin = self.left = received
-        self.received = stand_in(received, self) if followed else received
-        self.ids, self.examined = ids, examined
-        self.entered, self.inside, self.over = received is None, 0, not followed
-
-    def reset(self) -> None:
-        """Forget the forward that was running."""
-        self.active = self.examined = False
-        self.origin = self.received = self.left = self.ids = None
-
-    @property
-    def follows(self) -> bool:
-        """Whether the model's own code runs, and modules of this stage are still to come."""
-        return self.active and not self.over and not torch.compiler.is_compiling()
-
-    def opened(self, value: Any) -> Any:
-        """Return hidden states for what stands for them."""
-        return self.origin if value is self.received else plain(value)
-
-    def reach(self, stage: int, where: str) -> None:
-        """Note that the forward has come to a module with parameters.
-
-        Raises:
-            InvalidArgumentError: It was further already: it runs a module of one stage twice.
-        """
-        if self.active and stage < self.furthest:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: {where}, and the model's forward comes back to it after "
-                f"modules of stage {self.furthest}; a pipeline runs each stage once, so put what "
-                "is run several times into one layer"
-            )
-        self.furthest = stage
+from .passage import Passage
+from .stand_ins import StandIn, standing, standing_like, stands
 
 
 class PassThrough(nn.Module):
-    """Stands for a module of another stage: returns its first argument.
+    """Stands for a module of another stage.
 
-    If that is None, as ids are beside embeddings that are given, it returns the hidden states
-    that are among the others; for the ids that the model was given, those that were received. An
-    embedding that is given other ids, not hidden states, returns zero: what a model adds to hidden
-    states, such as embedded positions, was added on the first stage. Plain attributes of the module
-    (numbers, strings) are kept, since forwards read them.
+    For the last module of the stage before it returns what that has passed on. Any other returns
+    stand-ins: of what a module of the same list has returned, of the rows of an embedding, or of
+    the first argument. Outside a forward of a pipeline, and where no stand-ins are wanted, it
+    returns the first argument. Plain attributes of the module and its class (numbers, strings,
+    None) are kept, since forwards read them, and the forms of its own tensors.
 
     Args:
         replaced: The module that it stands for; not kept.
         where: Its name and place, for messages.
         stage: Its stage.
         passage: The forward that runs it.
+        siblings: The list that it is in; its name if in none.
+        ends: Whether it is the last module of its stage.
     """
 
     def __init__(
-        self, replaced: nn.Module, where: str, stage: int = 0, passage: Passage | None = None
+        self,
+        replaced: nn.Module,
+        where: str,
+        stage: int = 0,
+        passage: Passage | None = None,
+        siblings: str = "",
+        *,
+        ends: bool = False,
     ) -> None:
         super().__init__()
-        self._stage = stage
+        self._stage, self._siblings, self._ends = stage, siblings, ends
         self._passage = passage or Passage()
         self._counts = has_parameters(replaced)
         self.train(replaced.training)
         for name, value in vars(replaced).items():
-            if not name.startswith("_") and isinstance(value, bool | int | float | str):
+            if not name.startswith("_") and isinstance(value, PLAIN):
                 setattr(self, name, value)
-        self._where = where
-        self._embeds = hasattr(replaced, "num_embeddings")
+        self._where, self._kind = where, type(replaced)
+        self._embeds = hasattr(replaced, "num_embeddings") and hasattr(replaced, "embedding_dim")
+        self._linear = isinstance(replaced, nn.Linear)
         self._drops = isinstance(replaced, _DropoutNd)
         self._changes = not isinstance(replaced, nn.Identity)
+        # Of its own tensors the shapes, and empty ones of their dtypes, which are cast as those.
+        own = {**replaced._parameters, **replaced._buffers}
+        known = {n: t for n, t in own.items() if t is not None and not is_lazy(t)}
+        self._forms = {n: (tuple(t.shape), t.detach().new_empty(0)) for n, t in known.items()}
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first positional argument, or else the first keyword argument.
+        """Return what the module would return, or a stand-in for it.
 
         There are as many of these as other stages have layers, so they do without the hooks of an
         `nn.Module`.
         """
         passage = self._passage
+        value = args[0] if args else next(iter(kwargs.values()), None)
+        if not passage.active:
+            return self._again(value)
         if self._counts:
             passage.reach(self._stage, self._where)
-        value = args[0] if args else next(iter(kwargs.values()))
-        if value is None and any(entry is passage.received for entry in kwargs.values()):
-            value = passage.received
-        if passage.ids is not None and passage.received is not None and value is passage.ids:
-            value = passage.received  # which was made of them
-        if self._embeds and isinstance(value, Tensor) and not value.is_floating_point():
-            value = torch.zeros((), device=value.device)
-        if not passage.follows or not self._changes or (self._drops and self._drops_nothing()):
+        if self._ends and self._stage == passage.source[0] - 1:
+            return passage.deliver(self._where)
+        if not self._changes or (self._drops and self._drops_nothing()):
             return value
-        return stand_in(value, passage)
+        value = self._stand_in(value) if passage.followed else self._any_value(value)
+        if self._counts and self._stage < passage.source[0]:
+            passage.latest = value
+        return value
 
     forward = __call__
+
+    def _again(self, value: Any) -> Any:
+        """Return what it returned, where a layer's forward is recomputed in the backward."""
+        if self._ends and isinstance(value, StandIn) and value.source[0] == self._stage + 1:
+            return value.source[1]
+        return value
+
+    def _stand_in(self, value: Any) -> Any:
+        passage = self._passage
+        sample, received = passage.samples.get(self._siblings), passage.source[1]
+        known = passage.left if passage.over else received
+        of = next(tensors_in((value, known)), None)
+        if of is None:
+            return value
+        fresh = passage.renews and self._stage < passage.source[0]
+        if sample is not None:
+            same = isinstance(value, StandIn) and isinstance(sample, Tensor)
+            if same and not fresh and (value.shape, value.dtype) == (sample.shape, sample.dtype):
+                return value
+            return standing_like(sample, passage, of)
+        if self._embeds and isinstance(value, Tensor) and not isinstance(value, StandIn):
+            return self._rows(value, next(tensors_in((known, value))))
+        if self._linear and isinstance(value, Tensor):
+            shape = (*value.shape[:-1], self.out_features)
+            return standing(shape, value.dtype, passage, value, trained=True)
+        if value is passage.first or next(tensors_in(value), None) is None:
+            # Layers may return more than they take; dicts they mostly take as they return them.
+            like = known if isinstance(known, dict) else next(tensors_in(known), of)
+            return standing_like(like, passage, of)
+        return value if stands(value) and not fresh else standing_like(value, passage, of)
+
+    def _rows(self, ids: Tensor, like: Tensor) -> Any:
+        """Return a stand-in for embedded ids; of any length if that of hidden states is another."""
+        first, shape = self._passage.first, tuple(ids.shape)
+        if isinstance(first, Tensor) and like.shape[: first.ndim].numel() != first.numel():
+            shape = tuple(like.shape[: ids.ndim]) if ids is first else (1,) * ids.ndim
+        dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
+        rows = (*shape, self.embedding_dim)
+        return standing(rows, dtype, self._passage, like, trained=True)
+
+    def _any_value(self, value: Any) -> Any:
+        """Return a tensor, or a container of tensors, in the place of a stand-in."""
+        passage = self._passage
+        sample = passage.samples.get(self._siblings)
+        if sample is not None and not isinstance(sample, Tensor):
+            return sample
+        if value is None or (value is passage.first and passage.source[0] > 0):
+            return passage.source[1]
+        if self._embeds and isinstance(value, Tensor) and not value.is_floating_point():
+            return torch.zeros((), device=value.device)
+        return value
 
     def _drops_nothing(self) -> bool:
         return not self.training or not self.p
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PassThrough:
+        """Cast the forms of the module's tensors too."""
+        self._forms = {name: (shape, fn(empty)) for name, (shape, empty) in self._forms.items()}
+        return self
+
     def __getattr__(self, name: str) -> Any:
-        """Say where the module is if an attribute of it is missing here."""
+        """Return the form of a tensor of the module; else say where that is."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
+            passage, forms = self.__dict__.get("_passage"), self.__dict__.get("_forms", {})
+            if name in forms and passage is not None and passage.active and passage.followed:
+                shape, empty = forms[name]
+                of = next(tensors_in((passage.source, passage.first)), empty)
+                return standing(shape, empty.dtype, passage, of, trained=False)
+            known = inspect.getattr_static(self.__dict__.get("_kind"), name, self)
+            if not name.startswith("_") and isinstance(known, PLAIN):
+                return known
             where = self.__dict__.get("_where", "a module of another stage")
             message = f"{where}, and its attribute {name!r} is not available here"
             raise AttributeError(message) from error
@@ -208,11 +223,13 @@ def cut(
         passage: The forward that runs, to which these tell its position.
     """
     switches: list[_Switch] = []
+    lists = {name: siblings_of(model, name) for name, _ in placement.homes()}
     for name, home in placement.homes():
         module, (path, _, leaf) = model.get_submodule(name), name.rpartition(".")
         siblings = model.get_submodule(path)._modules
         where = f"{name} is on stage {home} of the pipeline"
-        passing = PassThrough(module, where, home, passage)
+        ends = name == placement.stages[home][-1]
+        passing = PassThrough(module, where, home, passage, lists[name], ends=ends)
         if home in stages:
             switches.append((siblings, leaf, home, module, passing))
         else:

@@ -11,7 +11,7 @@ from torch.distributed import DistError
 
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
-from .cut import Passage
+from .passage import Passage
 
 
 @contextmanager
@@ -44,8 +44,8 @@ def _failed(error: Exception) -> str:
     text = str(error).strip() or "no message"
     return (
         f"{describe_rank()}: the model's forward raised {type(error).__name__} outside its layers: "
-        f"{text}\nIf it runs in one process, it uses what this stage does not have: on every stage "
-        "but the first, hidden states come in place of input_ids, and on all, modules of other "
-        "stages return their first argument. Compute such things inside the layers, or make them "
+        f"{text}\nIf it runs in one process, it uses what this stage does not have: modules of "
+        "other stages return tensors without values, of the form that they are given or that "
+        "layers of this stage return. Compute such things inside the layers, or make them "
         "entries of the micro-batch"
     )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -10,16 +11,15 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.forms import main_argument
 from ..splitting.modules import changes_nothing
-from .cut import Passage
-from .stand_ins import plain, stands
+from .passage import Passage
+from .stand_ins import stands
 
 _BESIDE = (
     "a tensor that the model's forward makes from hidden states, or with a module of another "
     "stage: a skip connection, the embedding's output, a condition that is embedded once for all "
-    "layers. It is another tensor here than in one process; let layers pass it on, with the hidden "
-    "states in one tuple, or compute it in every layer"
+    "layers. This stage does not have it; let layers pass it on, with the hidden states in one "
+    "tuple, or compute it in every layer"
 )
 
 
@@ -34,30 +34,33 @@ def check_output(output: Any) -> None:
 
 
 class Gates:
-    """Let no stand-in into a stage's modules, but the hidden states into the first.
+    """Let no stand-in into a stage's modules.
 
     Args:
         passage: The forward that runs.
-        untouched: Checks that the model's own code has left the hidden states as they came.
+        stage: The stage.
         last: Whether it is the model's last stage.
     """
 
-    def __init__(self, passage: Passage, untouched: Callable[[], None], *, last: bool) -> None:
-        self._passage, self._untouched, self._last = passage, untouched, last
+    def __init__(self, passage: Passage, stage: int, *, last: bool) -> None:
+        self._passage, self._stage, self._last = passage, stage, last
         self._modules: dict[str, nn.Module] = {}
         self._hooks: list[Any] = []
 
-    def watch(self, modules: Mapping[str, nn.Module]) -> None:
-        """Put gates around these modules, in order, in place of those before."""
+    def watch(self, modules: Mapping[str, nn.Module], siblings: Mapping[str, str]) -> None:
+        """Put gates around these modules, in order, in place of those before.
+
+        Args:
+            modules: The stage's, by name.
+            siblings: The list that each is in.
+        """
         if all(self._modules.get(name) is module for name, module in modules.items()):
             return
         for hook in self._hooks:
             hook.remove()
-        self._modules, own = dict(modules), list(modules.values())
-        self._hooks = []
-        for place, (name, module) in enumerate(modules.items()):
-            before = _Gate(self._before(name))
-            after = _Gate(self._after(name, own[place + 1 :]))
+        self._modules, self._siblings, self._hooks = dict(modules), siblings, []
+        for name, module in modules.items():
+            before, after = _Gate(self._before(name)), _Gate(self._after(name))
             self._hooks += [
                 module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
                 module.register_forward_hook(after),
@@ -68,54 +71,57 @@ class Gates:
 
     def start(self) -> None:
         """Put the gates of compiled modules outside what is compiled."""
-        modules = list(self._modules.values())
-        for place, (name, module) in enumerate(self._modules.items()):
+        for name, module in self._modules.items():
             compiled = module._compiled_call_impl
             if compiled is not None and not isinstance(compiled, _Outside):
-                before, after = self._before(name), self._after(name, modules[place + 1 :])
-                module._compiled_call_impl = _Outside(module, compiled, before, after)
+                outside = _Outside(module, compiled, self._before(name), self._after(name))
+                module._compiled_call_impl = outside
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the modules."""
         for module in self._modules.values():
             yield from module.parameters()
 
+    def _runs(self) -> bool:
+        return self._passage.active and self._passage.source[0] == self._stage
+
     def _before(self, name: str) -> _Before:
+        where = f"{name} is on stage {self._stage} of the pipeline"
+
         def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             passage = self._passage
             if torch.compiler.is_compiling() or changes_nothing(module):
                 return None
-            if not passage.active:  # recomputed
-                return (plain(args), plain(kwargs)) if stands((args, kwargs)) else None
-            passage.inside += 1
-            first, passage.entered = not passage.entered, True
-            if first:
-                self._untouched()
+            if self._runs():
+                passage.reach(self._stage, where)
+                passage.inside += 1
             if not stands((args, kwargs)):
                 return None
-            entries = {**{str(place): arg for place, arg in enumerate(args)}, **kwargs}
-            main = main_argument(args, kwargs, passage.received) if first else None
-            for argument, value in entries.items():
-                if argument != main and stands(value):
+            args = tuple(map(passage.take, args))
+            kwargs = {argument: passage.take(value) for argument, value in kwargs.items()}
+            for argument, value in chain(enumerate(args), kwargs.items()):
+                if stands(value):
                     raise InvalidArgumentError(
                         f"{describe_rank()}: {name} is given, as argument {argument}, {_BESIDE}"
                     )
-            opened = {main: passage.opened(entries[main])} if main else {}
-            args = tuple(opened.get(str(place), arg) for place, arg in enumerate(args))
-            return args, {**kwargs, **{n: v for n, v in opened.items() if n in kwargs}}
+            return args, kwargs
 
         return check
 
-    def _after(self, name: str, following: Sequence[nn.Module]) -> _After:
+    def _after(self, name: str) -> _After:
+        siblings = self._siblings[name]
+        others = list(self._modules)[list(self._modules).index(name) + 1 :]
+
         def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             passage = self._passage
-            if torch.compiler.is_compiling() or changes_nothing(module) or not passage.active:
+            if torch.compiler.is_compiling() or changes_nothing(module) or not self._runs():
                 return
             passage.inside -= 1
             if stands(output):  # it came by another way than an argument
                 raise InvalidArgumentError(f"{describe_rank()}: {name} computes with {_BESIDE}")
-            passage.left = output
-            passage.over = not self._last and all(map(changes_nothing, following))
+            if not self._last:
+                passage.left = passage.samples[siblings] = output
+                passage.over = all(changes_nothing(self._modules[other]) for other in others)
 
         return note
 

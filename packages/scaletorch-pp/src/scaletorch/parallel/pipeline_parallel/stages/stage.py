@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping
-from contextlib import nullcontext
-from functools import partial
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -17,12 +16,14 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager import ModuleWrapper, axis_group
 from ..runtime.forms import is_hidden, signature
 from ..schedules.choose import AnySchedule, stages_of
-from ..splitting.modules import parameter_facts, takes
+from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
-from .cut import Passage, cut
+from .cut import cut
 from .examination import examining
 from .gates import check_output
 from .hidden import HiddenFlow
+from .passage import Passage
+from .stand_ins import UnknownValueError, standing, standing_like
 from .state import MANY_FORMS, RuntimeState, name_of_next
 from .ties import Tie, TiedGradients, find_ties
 from .weights import Deferral, WeightGradients, defer_weight_gradients
@@ -79,7 +80,8 @@ class PipelineParallel(ModuleWrapper):
         homes = {stage: rank for rank, stages in enumerate(ranks_stages) for stage in stages}
         tied = TiedGradients(find_ties(model, placement, homes, self.rank), ranks, self.rank, group)
         passage, deferral = Passage(), Deferral()
-        flows = [HiddenFlow(stage, *placement.ends(model, stage), passage) for stage in self.stages]
+        flows = [HiddenFlow(stage, placement.exit(model, stage), passage) for stage in self.stages]
+        self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
         chunks = cut(model, placement, self.stages, passage)
         if splits:
             defer_weight_gradients(model, deferral)
@@ -139,52 +141,40 @@ class PipelineParallel(ModuleWrapper):
                 or gives one of these modules, or returns, a tensor that is another in one process.
         """
         runtime = self.runtime
-        chunk = runtime.chunks.selected
-        stage, flow = self.stages[chunk], runtime.flows[chunk]
-        received = input_or_hidden if stage else None
+        stage = self.stages[runtime.chunks.selected]
+        flow = runtime.flows[runtime.chunks.selected]
+        if self.num_stages == 1:
+            return self.module(input_or_hidden, **kwargs)
         kind = (stage, self.training, torch.is_grad_enabled(), *_kind(input_or_hidden, kwargs))
-        examined = self.num_stages > 1 and kind not in runtime.examined
         if len(runtime.examined) > MANY_FORMS:
             runtime.examined.clear()
-        if self.num_stages > 1:  # modules may have been replaced since, as by adapters
-            names = self.placement.stages[stage]
-            flow.gates.watch({name: self.module.get_submodule(name) for name in names})
-        run = partial(self._run, stage, received, kwargs, flow)
-        wants_ids = stage > 0 and runtime.takes_ids and runtime.ids is not None
-        try:
-            output = run(runtime.ids if wants_ids else input_or_hidden, examined)
-        except InvalidArgumentError:
-            # Its own code before the layers may want ids, as `b, t = ids.shape` does.
-            fails = not examined or runtime.passage.entered or self._takes_embeds
-            if fails or runtime.takes_ids or runtime.ids is None:
-                raise
-            output = run(runtime.ids, examined)
-            runtime.takes_ids = True
+        # Modules may have been replaced since, as by adapters.
+        names = self.placement.stages[stage]
+        modules = {name: self.module.get_submodule(name) for name in names}
+        flow.gates.watch(modules, self._siblings)
+        output = self._run(flow, stage, input_or_hidden, kwargs, kind not in runtime.examined)
         runtime.examined.add(kind)
         return output
 
     def _run(
-        self,
-        stage: int,
-        received: Any,
-        kwargs: Mapping[str, Any],
-        flow: HiddenFlow,
-        first: Any,
-        examined: bool,
+        self, flow: HiddenFlow, stage: int, given: Any, kwargs: Mapping[str, Any], examined: bool
     ) -> Any:
-        """Run the model's forward on ids or hidden states; return the output that goes on."""
+        """Run the model's forward on what one process gives it; return the output that goes on."""
         passage = self.runtime.passage
-        # The compiler takes no stand-ins, and there are none if nothing is cut.
-        as_written = examined or self.module._compiled_call_impl is None
-        followed = self.num_stages > 1 and as_written
-        ids = None if received is first else first
-        flow.start(received, ids, examined=examined, followed=followed)
+        # The compiler takes no stand-ins.
+        followed = examined or self.module._compiled_call_impl is None
+        before = self.placement.stages[stage - 1][-1]
+        received = given if stage else None
+        flow.gates.start()
+        passage.start(stage, received, self._siblings[before], examined=examined, followed=followed)
+        passage.first, named = self._first(given, stage)
+        output: Any = None
         try:
-            with examining(passage) if examined else nullcontext():
-                if stage > 0 and self._takes_embeds:
-                    output = self.module(inputs_embeds=passage.received, **kwargs)
+            with examining(passage) if examined else nullcontext(), suppress(UnknownValueError):
+                if named:
+                    output = self.module(inputs_embeds=passage.first, **kwargs)
                 else:
-                    output = self.module(passage.received if ids is None else ids, **kwargs)
+                    output = self.module(passage.first, **kwargs)
             if stage < self.num_stages - 1:
                 output = flow.passed_on(output)
             else:
@@ -192,6 +182,22 @@ class PipelineParallel(ModuleWrapper):
         finally:
             flow.reset()
         return output
+
+    def _first(self, given: Any, stage: int) -> tuple[Any, bool]:
+        """Return the first argument of the model's forward, and whether as `inputs_embeds`.
+
+        On later stages that are the ids too. Other inputs of a micro-batch are not moved:
+        their form is enough. If the input is not known, what was received takes its place.
+        """
+        passage, ids = self.runtime.passage, self.runtime.ids
+        if stage == 0 or (ids is not None and not ids.is_floating_point()):
+            return given if stage == 0 else ids, False
+        if not passage.followed:
+            return given, self._takes_embeds
+        of = next(tensors_in(given))
+        if ids is not None:
+            return standing(tuple(ids.shape), ids.dtype, passage, of, trained=False), False
+        return standing_like(given, passage, of), self._takes_embeds
 
     def backward(self, input_tensor: Any, output_tensor: Any, output_tensor_grad: Any) -> Any:
         """Backpropagate through a stage.

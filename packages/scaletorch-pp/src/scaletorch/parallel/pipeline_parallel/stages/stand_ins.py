@@ -1,9 +1,9 @@
-"""Stand-ins for another stage's tensors, followed through the model's own code."""
+"""Stand-ins for another stage's tensors: forms without values, followed through a model's code."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -18,34 +18,42 @@ _OF_FORM_ALONE = {
     "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
 }  # fmt: skip
 _READS = {"_local_scalar_dense", "equal"}  # a tensor's values become Python's
+_META = torch.device("meta")
 
 
-class _Forward(Protocol):
+class UnknownValueError(Exception):
+    """The model's code asks for a value after the last module of a stage, of what follows it."""
+
+
+class Forward(Protocol):
     """The forward that a stand-in belongs to.
 
     Attributes:
-        follows: Whether the model's own code runs, and the stage's modules are still to come.
+        source: The stage that runs, and what the stage before has passed on.
     """
 
+    source: tuple[int, Any]
+
     @property
-    def follows(self) -> bool: ...
+    def past(self) -> bool:
+        """Whether it runs, and what follows is another stage's."""
 
 
 class StandIn(Tensor):
-    """A tensor that stands for one of another stage, and all that is computed from it.
+    """A tensor of another stage, and all that is computed from it: a form without values.
 
-    The hidden states that a stage has received are those of one process on their way into the
-    stage's first module alone; anywhere else one process has another tensor. So it is with the
-    output of another stage's module here. It has its origin's values and memory. What is computed
-    from it is a stand-in too, so a step without such code pays nothing.
+    It has the shape, the dtype and the device, takes no memory, and each call with it is made on
+    the meta device. Its autograd graph is real.
 
     Attributes:
+        form: A tensor on the meta device.
         forward: The forward that it belongs to.
-        origin: The tensor that it was made of; None if it was computed.
+        source: The source of that forward, which may be over.
     """
 
-    forward: _Forward
-    origin: Tensor | None = None
+    form: Tensor
+    forward: Forward
+    source: tuple[int, Any]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -53,46 +61,67 @@ class StandIn(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Make the call; results that come of stand-ins are such.
+        """Make the call on forms; its results are stand-ins.
 
         Raises:
             InvalidArgumentError: It reads a number out of one, or writes it to another tensor.
         """
         kwargs = kwargs or {}
-        forward = next(stand_ins_within((*args, *kwargs.values()))).forward
+        standing = next(stand_ins_within((*args, *kwargs.values())))
         name = func.overloadpacket.__name__
-        follows = forward.follows and name not in _OF_FORM_ALONE
-        if follows:
-            _refuse(func, name, args, kwargs)
-        with torch._C._DisableTorchDispatch():
-            result = func(*args, **kwargs)
-        return _marked(result, forward) if follows else result
+        if name in _OF_FORM_ALONE:
+            return func(*_mapped(args, _blank), **_mapped(kwargs, _blank))
+        if name in _READS:
+            _refuse_read(standing.forward)
+        device = kwargs.get("device", standing.device)
+        kwargs = {**kwargs, "device": _META} if "device" in kwargs else kwargs
+        if func._schema.is_mutable:
+            return _written(func, args, kwargs, standing.forward)
+        try:
+            result = func(*_mapped(args, _form), **_mapped(kwargs, _form))
+        except NotImplementedError:  # the form of its result depends on values
+            _refuse_read(standing.forward)
+        forward, source = standing.forward, standing.source
+        return _mapped(result, lambda form: _standing(form, device, forward, source))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        """Write the form."""
+        return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def tolist(self) -> NoReturn:
+        """Refuse."""
+        _refuse_read(self.forward)
+
+    def numpy(self, **_: Any) -> NoReturn:
+        """Refuse."""
+        _refuse_read(self.forward)
 
 
-def stand_in(value: Any, forward: _Forward) -> Any:
-    """Return a value in which each tensor is a stand-in for itself."""
-    if all(isinstance(tensor, StandIn) for tensor in tensors_in(value)):
-        return value
-    if type(value) is Tensor and value.layout == torch.strided:
-        standing = _Standing.apply(value, forward)  # type: ignore[no-untyped-call]
-        standing.origin = value
-        return standing
-    if type(value) is dict:
-        return {name: stand_in(entry, forward) for name, entry in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(stand_in(entry, forward) for entry in value)
-    return value
+def standing(
+    shape: tuple[int, ...], dtype: torch.dtype, forward: Forward, of: Tensor, *, trained: bool
+) -> StandIn:
+    """Return a stand-in of a form, on the device of another tensor.
+
+    Args:
+        shape: Its shape.
+        dtype: Its dtype.
+        forward: The forward that it belongs to.
+        of: A tensor that it is computed from.
+        trained: Whether it requires grad if that tensor does.
+    """
+    form = torch.empty(shape, dtype=dtype, device=_META)
+    if trained and of.requires_grad and torch.is_grad_enabled():
+        made: StandIn = _Standing.apply(of, form, forward)  # type: ignore[no-untyped-call]
+        return made
+    return _standing(form, of.device, forward, forward.source)
 
 
-def plain(value: Any) -> Any:
-    """Return a value in which each stand-in is again what it was made of, or computed as."""
-    if isinstance(value, StandIn):
-        return _Plain.apply(value) if value.origin is None else value.origin  # type: ignore[no-untyped-call]
-    if type(value) is dict:
-        return {name: plain(entry) for name, entry in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(map(plain, value))
-    return value
+def standing_like(value: Any, forward: Forward, of: Tensor) -> Any:
+    """Return a value in which stand-ins are in the place of tensors; `standing` has the rest."""
+    return _mapped(
+        value,
+        lambda t: standing(tuple(t.shape), t.dtype, forward, of, trained=t.requires_grad),
+    )
 
 
 def stand_ins_within(value: Any) -> Iterator[StandIn]:
@@ -111,66 +140,83 @@ def stands(value: Any) -> bool:
 
 
 class _Standing(torch.autograd.Function):
-    """Make a stand-in; its gradient is its origin's."""
+    """Make a stand-in that is computed from a tensor."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, forward: _Forward) -> StandIn:
-        standing: StandIn = _marked(tensor, forward)
-        return standing
+    def forward(ctx: Any, of: Tensor, form: Tensor, forward: Forward) -> StandIn:
+        return _standing(form, of.device, forward, forward.source)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None]:
+        return None, None, None
 
 
-class _Plain(torch.autograd.Function):
-    """Make a plain tensor of what was computed from stand-ins."""
-
-    @staticmethod
-    def forward(ctx: Any, standing: StandIn) -> Tensor:
-        with torch._C._DisableTorchDispatch():
-            return standing.detach()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Tensor:
-        return gradient
+def _standing(form: Tensor, device: Any, forward: Forward, source: tuple[int, Any]) -> StandIn:
+    made: StandIn = Tensor._make_wrapper_subclass(
+        StandIn, form.size(), strides=form.stride(), dtype=form.dtype, device=device
+    )
+    made.form, made.forward, made.source = form, forward, source
+    return made
 
 
-def _marked(result: Any, forward: _Forward) -> Any:
-    if type(result) is Tensor:
-        standing = Tensor._make_subclass(StandIn, result)
-        standing.forward = forward
-        return standing
-    if type(result) in (tuple, list):
-        return type(result)(_marked(entry, forward) for entry in result)
-    return result
+def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a value in which all tensors are changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if type(value) in (tuple, list):
+        return type(value)(_mapped(entry, change) for entry in value)
+    if type(value) is dict:
+        return {name: _mapped(entry, change) for name, entry in value.items()}
+    return value
 
 
-def _refuse(func: Any, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Refuse calls that bring values to a place at which they are not followed.
+def _form(tensor: Tensor) -> Tensor:
+    if isinstance(tensor, StandIn):
+        return tensor.form
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META)
+
+
+def _blank(tensor: Tensor) -> Tensor:
+    """Return a tensor of a stand-in's form and no memory of that size."""
+    if not isinstance(tensor, StandIn):
+        return tensor
+    return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.shape)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], forward: Forward) -> Any:
+    """Return what a call writes to as it is: what it writes has no values.
 
     Raises:
-        InvalidArgumentError: The call is one of them.
+        InvalidArgumentError: It would write to a tensor that has values.
     """
-    written = tensors_in(_written(func, args, kwargs))
-    if name in _READS:
-        what = "reads a number out of"
-    elif any(not isinstance(tensor, StandIn) for tensor in written):
-        what = "writes to a tensor what it makes of"
-    else:
-        return
-    raise InvalidArgumentError(
-        f"{describe_rank()}: the model's forward {what} hidden states, or what another stage's "
-        "modules return, outside its layers: on this stage these are other numbers than in one "
-        "process; do it inside a layer, or make it an entry of the micro-batch"
-    )
-
-
-def _written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
-    """Return the arguments that a call writes to."""
     schema = func._schema
-    if not schema.is_mutable:
-        return []
     written = {a.name for a in schema.arguments if a.alias_info and a.alias_info.is_write}
     named = {a.name: value for a, value in zip(schema.arguments, args, strict=False)}
-    return [value for name, value in {**named, **kwargs}.items() if name in written]
+    values = [value for name, value in {**named, **kwargs}.items() if name in written]
+    new_form = torch.Tag.inplace_view in func.tags
+    others = [tensor for tensor in tensors_in(values) if not isinstance(tensor, StandIn)]
+    if (others or new_form) and not forward.past:
+        _refuse("writes to a tensor what it makes of")
+    if not schema.returns:
+        return None
+    return values[0] if len(schema.returns) == 1 else tuple(values)
+
+
+def _refuse_read(forward: Forward) -> NoReturn:
+    """Refuse a call that brings values to Python.
+
+    Raises:
+        UnknownValueError: What follows is another stage's, so the call is too.
+        InvalidArgumentError: It would be made here.
+    """
+    if forward.past:
+        raise UnknownValueError
+    _refuse("reads a number out of")
+
+
+def _refuse(what: str) -> NoReturn:
+    raise InvalidArgumentError(
+        f"{describe_rank()}: the model's forward {what} hidden states, or what another stage's "
+        "modules return, outside its layers: on this stage there are no such numbers; do it inside "
+        "a layer, or make it an entry of the micro-batch"
+    )

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from ..runtime.forms import Form
 from ..runtime.program import Task
 from ..schedules.schedule import Schedule
-from .cut import Chunks, Passage
+from .cut import Chunks
 from .hidden import HiddenFlow
+from .passage import Passage
 from .ties import TiedGradients
 from .weights import Deferral
 
@@ -39,9 +40,7 @@ class RuntimeState:
         trained: A number for each rank that tells which parameters it trained in the last step.
         forms: The forms of hidden states that `Mail` knows from earlier steps.
         examined: The kinds of forwards that have been examined.
-        takes_ids: Whether the model's own code wants `input_ids` on later stages too.
-        ids: The `input_ids` [B, L] of the forward that comes, on any stage; None if they are not
-            integers.
+        ids: The `input_ids` of the forward that comes, on any stage; None if they are no tensor.
         serials: Numbers for the steps.
         timed: Wraps a step's actions so that their times are noted; None unless it is recorded.
     """
@@ -56,7 +55,6 @@ class RuntimeState:
     trained: tuple[int, ...] = ()
     forms: dict[Hashable, dict[int, Form]] = field(default_factory=dict)
     examined: set[Hashable] = field(default_factory=set)
-    takes_ids: bool = False
     ids: Tensor | None = None
     serials: Iterator[int] = field(default_factory=count)
     timed: Callable[[Schedule, Run], Run] | None = None

@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.forms import Hidden, autocasts, signature
+from ..runtime.forms import Hidden, autocasts, contained, form_of, signature
 from .loss import Batch
 
 # Entries of a micro-batch that the model's forward is not given by keyword.
@@ -43,10 +44,14 @@ class MicroBatches:
         return self._here(batch["input_ids"]) if hidden is None else hidden, entries
 
     def ids(self, micro_batch: int) -> Tensor | None:
-        """Return a micro-batch's `input_ids`, or None if they are not integers."""
+        """Return a micro-batch's `input_ids`; None if they are no tensor.
+
+        Integers are put on the device; of other inputs later stages use the form alone.
+        """
         ids = self.batches[micro_batch]["input_ids"]
-        integers = isinstance(ids, Tensor) and not ids.is_floating_point()
-        return self._here(ids) if integers else None
+        if not isinstance(ids, Tensor):
+            return None
+        return ids if ids.is_floating_point() else self._here(ids)
 
     @cached_property
     def signatures(self) -> list[Hashable]:
@@ -80,19 +85,21 @@ class MicroBatches:
             InvalidArgumentError: Another shape, dtype or device than was announced.
         """
         announced = self.shape is not None or self.dtype is not None
-        if not isinstance(output, Tensor) or not (announced or output.device != self.device):
+        tensors = list(tensors_in(output))
+        if len(tensors) > 1 or not (announced or tensors[0].device != self.device):
             return output
+        (tensor,) = tensors
         cast = self.dtype is not None and autocasts(self.device)
-        came = tuple(output.shape), self.dtype if cast else output.dtype, output.device.type
+        came = tuple(tensor.shape), self.dtype if cast else tensor.dtype, tensor.device.type
         expected = self.shape or came[0], self.dtype or came[1], self.device.type
         if came != expected:
             raise InvalidArgumentError(
                 f"{describe_rank()}: the next stage expects hidden states of shape "
                 f"{expected[0]}, {expected[1]}, on {expected[2]}, and this stage's output has "
-                f"shape {came[0]}, {output.dtype}, on {came[2]}; pass the tensor_shapes, dtype and "
+                f"shape {came[0]}, {tensor.dtype}, on {came[2]}; pass the tensor_shapes, dtype and "
                 "device that the layers return, or None for the first two (torch.autocast casts)"
             )
-        return output.to(self.dtype) if cast else output
+        return contained([tensor.to(self.dtype)], form_of(output)) if cast else output
 
     def _here(self, value: Any) -> Any:
         return value.to(self.device, non_blocking=True) if isinstance(value, Tensor) else value

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ def pipeline_forward(
     *,
     everywhere: bool = False,
     group: ProcessGroup | None = None,
+    each: Callable[[Any, Batch], Tensor] | None = None,
 ) -> list[Tensor]:
     """Run micro-batches forward through the stages, without gradients.
 
@@ -42,10 +44,12 @@ def pipeline_forward(
         dtype: Dtype of hidden states; None takes any.
         everywhere: Return the outputs on every rank, not on that of the last stage alone.
         group: The ranks in order; None is the model's own group.
+        each: `each(output, batch)` is what is kept of an output, such as its loss; None keeps its
+            first tensor, such as logits [B, L, V].
 
     Returns:
-        The model's output (its first tensor, such as logits [B, L, V]) for each micro-batch, on the
-        rank of the last stage; nothing elsewhere unless `everywhere`.
+        What is kept of the model's output for each micro-batch, on the rank of the last stage;
+        nothing elsewhere unless `everywhere`.
 
     Raises:
         InvalidArgumentError: A bad argument, or a stage's output that was announced otherwise.
@@ -64,7 +68,9 @@ def pipeline_forward(
     def perform(task: Task) -> None:
         _, output = stages.forward(task)
         if task.makes is None:
-            outputs[task.action.micro_batch] = tensor_of(output)
+            number = task.action.micro_batch
+            batch = inputs.batches[number]
+            outputs[number] = tensor_of(output) if each is None else each(output, batch)
 
     execute_plan(plan, stages, perform)
     ordered = [outputs[micro_batch] for micro_batch in sorted(outputs)]

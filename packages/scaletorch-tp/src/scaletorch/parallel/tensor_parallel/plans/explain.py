@@ -11,6 +11,7 @@ from ....dist.errors import InvalidArgumentError
 from ..cuts.fused import Fused
 from ..cuts.stacked import Stacked
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
+from ..sharing.adapters import without_adapters
 from ..sharing.sequence import JoinSequence, until_joined
 from .explanation import Communication, ExplainedParameter, Explanation
 from .plan import Match, Plan, children_of
@@ -26,7 +27,8 @@ def explain(
     want every gradient. Column layers of one module (attention, an MLP) whose inputs are equally
     wide are taken to share one input, whose gradient is summed once; with sequence parallelism it
     is gathered once. An embedding is taken to be looked up for each token of the batch.
-    The router's weights that experts are called with, a few for each token, are not counted.
+    The router's weights that experts are called with, a few for each token, are not counted, nor
+    are low-rank adapters.
 
     Args:
         model: The whole model; its parameters may be on the meta device. It is not changed.
@@ -42,9 +44,10 @@ def explain(
     """
     if type(tp) is not int or tp < 1:
         raise InvalidArgumentError(f"tp is a number of ranks, at least 1, got {tp!r}")
-    resolved = resolve(model, plan, tp, sequence_parallel=sequence_parallel)
-    parameters = tuple(_parameters(model, resolved, tp))
-    sent = tuple(_communications(model, resolved, sequence_parallel)) if tp > 1 else ()
+    with without_adapters(model):
+        resolved = resolve(model, plan, tp, sequence_parallel=sequence_parallel)
+        parameters = tuple(_parameters(model, resolved, tp))
+        sent = tuple(_communications(model, resolved, sequence_parallel)) if tp > 1 else ()
     return Explanation(tp, parameters, sent)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from typing import NamedTuple
 
 from torch import nn
@@ -12,30 +12,9 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching
 from ..cuts.fused import Fused
 from ..cuts.stacked import Slices, Stacked
-from .plan import Divide, Match, Plan, match_plan
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """A plan for every model whose modules have these names.
-
-    Args:
-        name: What messages call it.
-        plan: Patterns and styles.
-        may_lack: Patterns that need not match.
-        complete: Patterns of modules in which every parameter must be the plan's: one that is
-            not (a router) would get a part of its gradient only.
-        foreign: Attributes by which a module of `heads` says that it is laid out otherwise.
-        heads: Pattern of a module -> its projections, whose outputs are cut at head borders.
-            What sums gradients in it must be of the size of one head.
-    """
-
-    name: str
-    plan: Plan
-    may_lack: frozenset[str] = frozenset()
-    complete: tuple[str, ...] = ()
-    foreign: frozenset[str] = frozenset()
-    heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+from .dense_families import DENSE
+from .family import Family
+from .plan import Divide, Match, match_plan
 
 
 class Recognised(NamedTuple):
@@ -47,12 +26,14 @@ class Recognised(NamedTuple):
         complete: Names of modules in which every parameter must be among the matches.
         heads: Name of an attention module -> its projections, cut at head borders. What sums
             gradients in it must be of the size of one head.
+        shares_sequences: It can do with shares of sequences between sharded layers.
     """
 
     name: str
     matches: list[Match]
     complete: tuple[str, ...]
     heads: Mapping[str, tuple[str, ...]]
+    shares_sequences: bool = True
 
 
 LLAMA = Family(
@@ -83,6 +64,11 @@ LLAMA = Family(
     ),
     complete=("**.layers.*.self_attn", "**.layers.*.mlp"),
     heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
+)
+
+_HEAD_NORMS = ("**.layers.*.self_attn.query_layernorm", "**.layers.*.self_attn.key_layernorm")
+HUNYUAN = replace(
+    LLAMA, name="Hunyuan", plan={**LLAMA.plan, **dict.fromkeys(_HEAD_NORMS, "replicate_sum_grad")}
 )
 
 GPT2 = Family(
@@ -145,7 +131,7 @@ GPT_OSS = Family(
     may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
 )
 
-FAMILIES: tuple[Family, ...] = (LLAMA, GPT2, GPT_NEOX, GPT_OSS)
+FAMILIES: tuple[Family, ...] = (HUNYUAN, LLAMA, GPT2, GPT_NEOX, GPT_OSS, *DENSE)
 
 
 def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | None:
@@ -164,22 +150,24 @@ def find_family(model: nn.Module) -> Recognised:
         InvalidArgumentError: No family is recognised.
     """
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    missing: list[str] = []
+    missing: dict[str, tuple[int, str]] = {}
     for family in FAMILIES:
         absent = [p for p in family.plan if p not in family.may_lack and not matching(p, names)]
         foreign = _foreign(model, family, names) if not absent else None
-        if foreign is not None:
-            missing.append(f"{family.name} ({foreign})")
+        if foreign is not None or absent:
+            why = foreign or f"nothing matches {', '.join(absent)}"
+            missing[family.name] = (len(absent), why)
             continue
-        if not absent:
-            matches = match_plan(model, family.plan, family.may_lack)
-            complete = tuple(n for pattern in family.complete for n in matching(pattern, names))
-            heads = {n: own for p, own in family.heads.items() for n in matching(p, names)}
-            return Recognised(f"the {family.name} family", matches, complete, heads)
-        missing.append(f"{family.name} (nothing matches {', '.join(absent)})")
+        matches = match_plan(model, family.plan, family.may_lack)
+        complete = tuple(n for pattern in family.complete for n in matching(pattern, names))
+        heads = {n: own for p, own in family.heads.items() for n in matching(p, names)}
+        called = f"the {family.name} family"
+        return Recognised(called, matches, complete, heads, family.shares_sequences)
+    nearest = min(missing, key=lambda name: missing[name][0])
     raise InvalidArgumentError(
         f"{type(model).__name__} has no plan of its own for its layers (_tp_plan of transformers), "
-        f"and is of no known model family: {'; '.join(missing)}; "
+        f"and is of no known model family ({', '.join(missing)}): {nearest} is the nearest, but "
+        f"{missing[nearest][1]}; "
         "pass plan={'pattern of module names': 'column' | 'row' | 'vocab' | ...}"
     )
 

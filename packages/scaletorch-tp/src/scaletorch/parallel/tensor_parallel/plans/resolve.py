@@ -74,7 +74,7 @@ def resolve(
             would be sharded in two ways, the model is not quite of its family, or would compute
             something else on shards of its sequences.
     """
-    found, named, heads = _match(model, plan, divided)
+    found, named, heads = _match(model, plan, divided, sequence_parallel=sequence_parallel)
     matches = {match.module: match for match in with_mixins(_checked_styles(found))}
     _check_mixins(matches.values())
     attentions = find_attentions(model, matches, named)
@@ -96,7 +96,11 @@ def resolve(
 
 
 def _match(
-    model: nn.Module, plan: Plan | None, divided: Collection[nn.Module]
+    model: nn.Module,
+    plan: Plan | None,
+    divided: Collection[nn.Module],
+    *,
+    sequence_parallel: bool,
 ) -> tuple[list[Match], set[nn.Module], list[Length]]:
     """Return what is sharded, the modules known to be attention, and how many heads they have."""
     if plan is not None:
@@ -104,6 +108,12 @@ def _match(
         _check_divided(found, divided)
         return found, set(), []
     known = find_own_plan(model, divided) or find_family(model)
+    if sequence_parallel and not known.shares_sequences:
+        raise InvalidArgumentError(
+            f"{type(model).__name__} is of {known.name}, whose models make positions, masks or "
+            "their outputs of whole sequences outside of attention: do without sequence "
+            "parallelism, or pass a plan of your own that joins them (style 'sequence_join')"
+        )
     modules = dict(model.named_modules(remove_duplicate=False))
     check_complete(modules, known)
     heads = list(head_counts(modules, known.heads))

@@ -73,7 +73,11 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
                 f"style '{plan[pattern]}', but only modules are sharded; pass a plan of your own"
             )
     heads = dict(_attentions(modules, matches))
-    for match in [*_norms(modules, heads), *_tied(modules, matches)]:
+    for match in [
+        *_norms(modules, heads),
+        *_activations(modules, matches),
+        *_tied(modules, matches),
+    ]:
         matches.setdefault(match.module, match)
     _check_rows(modules, matches, heads)
     for name in heads:  # dropout there is of this rank's heads
@@ -172,6 +176,22 @@ def _norms(
             if norm is not None and sizes and {*sizes} == {length}:
                 name = f"{attention}.{child}"
                 yield look_up(name, norm, name, "replicate_sum_grad")
+
+
+def _activations(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[Match]:
+    """Yield activations of transformers that have parameters, next to sharded layers.
+
+    They work on each element by itself, so that each rank has a part of their gradient.
+    """
+    for name, module in modules.items():
+        mine = children_of(module, matches)
+        if not any(match.is_column for match in mine) or not any(match.is_row for match in mine):
+            continue
+        for child, inner in module.named_children():
+            elementwise = type(inner).__module__ == "transformers.activations"
+            if elementwise and any(True for _ in inner.parameters()):
+                called = f"{name}.{child}"
+                yield look_up(called, inner, called, "replicate_sum_grad")
 
 
 def _check_regions(modules: Mapping[str, nn.Module], matches: Matches) -> None:

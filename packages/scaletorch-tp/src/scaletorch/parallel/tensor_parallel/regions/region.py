@@ -27,6 +27,8 @@ from .uncompiled import around_compiled, uncompiled
 
 T = TypeVar("T")
 
+ADAPTED = "base_layer"  # what an adapter that stands in a layer's place calls it
+
 
 class _Entry(NamedTuple):
     """An input, held so that its id stays its own, and what it became in the region."""
@@ -129,7 +131,7 @@ class Region(Surrounded):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        children = self._modules.values()
+        children = [_layer_of(each) for each in self._modules.values()]
         running = _Running([each for each in children if getattr(each, "async_all_reduce", False)])
         if self._sequence is not None:
             columns = [each for each in children if hasattr(each, "gather_output")]
@@ -149,6 +151,11 @@ class Region(Surrounded):
         if self._sequence is None:
             return nullcontext()
         return shapes_explained(own_class(self).__name__, IN_REGION, self._sequence)
+
+
+def _layer_of(module: Any) -> Any:
+    """Return a child, or the layer within it if it is an adapter."""
+    return module if module is None else module._modules.get(ADAPTED, module)
 
 
 @uncompiled

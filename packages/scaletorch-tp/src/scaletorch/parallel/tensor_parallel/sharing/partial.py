@@ -2,7 +2,8 @@
 
 In backward a gradient is whole up to the end of a parallel region, this rank's part inside of it,
 and whole again before the beginning of one. The graph of the first forward shows which
-parameters are reached inside: beside the layers' shards there must be none.
+parameters are reached inside: beside the layers' shards, and what another strategy has divided,
+there must be none.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ....dist.functional import AllGather, AllReduce, Copy, Gather, Reduce, ReduceScatter, Split
 from ...pg_manager import describe_rank
+from ...pg_manager.building import divided_modules
 from ..layers.base import TensorParallelLayer
 from ..regions.overlap import DIM, Enter, Multiply
 from ..regions.replicas import SumReplicas
@@ -78,7 +80,8 @@ def _require_whole(
     model: nn.Module, outputs: list[Tensor], group: ProcessGroup | None, joined: Collection[str]
 ) -> None:
     named = {n: m for n, m in model.named_modules() if isinstance(m, TensorParallelLayer)}
-    shards = {id(p) for layer in named.values() for p in layer.parameters(recurse=False)}
+    own = {*named.values(), *divided_modules(model)}  # whoever divides sums gradients, too
+    shards = {id(p) for module in own for p in module.parameters(recurse=False)}
     heads = [m for n, m in named.items() if n in joined and not getattr(m, "gather_output", True)]
     widths = {head.cut.sizes[head.tp_rank] for head in heads}
     roots = [(x.grad_fn, x.ndim > 0 and x.shape[-1] in widths) for x in outputs]

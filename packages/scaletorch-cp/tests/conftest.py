@@ -1,0 +1,5 @@
+"""Ranks have from the start what all tests' ranks would import, each by itself."""
+
+from scaletorch.dist.testing import preload
+
+preload("pytest", "torch._dynamo", "scaletorch.parallel.context_parallel")

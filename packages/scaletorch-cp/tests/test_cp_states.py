@@ -1,0 +1,97 @@
+"""Modules that pass a state along the sequence see whole sequences of some rows."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.parallel.context_parallel import apply_context_parallel, shard_sequence
+from scaletorch.parallel.context_parallel.models.whole_sequences import keep_whole
+
+WIDTH, LENGTH = 6, 16
+
+
+class Decaying(nn.Module):
+    """A causal convolution, then a decaying sum; it returns its last state too."""
+
+    def __init__(self, counts=False):
+        super().__init__()
+        self.conv1d = nn.Conv1d(WIDTH, WIDTH, 3, groups=WIDTH, padding=2)
+        self.decay = nn.Parameter(torch.rand(WIDTH))
+        self.counts = counts
+
+    def forward(self, hidden, scale=None):
+        x = self.conv1d(hidden.mT)[..., : hidden.shape[1]].mT
+        if scale is not None:
+            x = x * scale
+        state, outputs = torch.zeros_like(x[:, 0]), []
+        for step in x.unbind(1):
+            state = state * self.decay + step
+            outputs.append(state)
+        return torch.stack(outputs, 1), state.long() if self.counts else state
+
+
+def build(**options):
+    torch.manual_seed(5)
+    return Decaying(**options).double()
+
+
+def apply(model, layout):
+    """Make a model context parallel whose state-passing modules are said by hand."""
+    keep_whole([model])
+    return apply_context_parallel(model, dist.group.WORLD, layout=layout)
+
+
+def differences(rows, layout):
+    """Return how far outputs and gradients are from one process's, and whether its state is NaN."""
+    plain = build()
+    model = apply(copy.deepcopy(plain), layout)
+    generator = torch.Generator().manual_seed(6)
+    whole = torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    scale = torch.rand(1, LENGTH, 1, generator=generator, dtype=torch.float64)
+    wanted = torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
+    mine, theirs = (x.clone().requires_grad_() for x in (whole, whole))
+
+    def cut(x):
+        return shard_sequence(x, layout=layout, group=dist.group.WORLD)
+
+    expected, _ = plain(theirs, scale)
+    expected.backward(wanted)
+    own, own_scale, own_wanted = cut(mine), cut(scale), cut(wanted)
+    out, state = model(own, own_scale)
+    gradient = torch.autograd.grad(out, [own, *model.parameters()], own_wanted)
+    for each in gradient[1:]:
+        dist.all_reduce(each)
+    found = [out, gradient[0], *gradient[1:]]
+    right = [cut(expected), cut(theirs.grad), *(p.grad for p in plain.parameters())]
+    error = worst(map(relative_error, found, right))
+    return error, bool(state.isnan().all())
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag", "stripe"])
+def test_any_rows_in_any_layout(layout):
+    for rows in (1, 4, 7):
+        for error, lost in run_ranks(differences, 4, rows, layout):
+            assert error <= 1e-13, rows
+            assert lost, "a state of other rows must not look like one"
+
+
+def refused(counts):
+    model = apply(build(counts=counts), "zigzag")
+    given = [torch.randn(4, 4, WIDTH).double()] if counts else [torch.zeros(4, 4).double()]
+    try:
+        model(*given)
+    except InvalidArgumentError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"), [(True, "returns torch.int64"), (False, "without hidden states")]
+)
+def test_what_has_no_rows_is_refused(counts, words):
+    assert all(words in message for message in run_ranks(refused, 2, counts))

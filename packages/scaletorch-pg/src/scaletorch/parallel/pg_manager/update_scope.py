@@ -1,0 +1,184 @@
+"""How far an optimizer's update looks, found by trying it on two small matrices.
+
+An update that treats all elements the same way gives the parts of a matrix what it gives the whole.
+One that looks at norms, rows or blocks does not, whatever its class is called. A new optimizer of
+the same class and settings is tried, so that nothing of the program's own changes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+STEPS = 3  # the state of the first counts in the second, and what that changed in the third
+SHAPE = (259, 263)  # parts are longer than 128, below which some do not factor; no blocks fit
+AT = (127, 130)  # where it is cut
+LEARNING_RATE = 0.1
+EXACT = {torch.float64: 1e-9, torch.float32: 1e-3}  # of an update, what rounding explains
+
+Halves = tuple[Tensor, ...]
+
+_ELEMENTWISE = frozenset(
+    getattr(torch.optim, name)
+    for name in ("ASGD", "Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam",
+                 "RMSprop", "Rprop", "SGD")
+)  # fmt: skip
+
+
+class Scope(IntEnum):
+    """What an update of one element depends on, beside the step and the settings."""
+
+    ELEMENT = 0
+    PARAMETER = 1
+    OTHERS = 2
+    UNKNOWN = 3
+
+    @property
+    def words(self) -> str:
+        """What the optimizer does, for messages."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Scope.ELEMENT: "treats every element alike",
+    Scope.PARAMETER: "looks at whole parameters",
+    Scope.OTHERS: "looks at several parameters at once, or draws at random",
+    Scope.UNKNOWN: "cannot be tried on a matrix of its own (its step takes a closure, its "
+    "gradients must be sparse, or its constructor takes what its groups do not have), so that "
+    "nobody knows what it looks at",
+}
+
+
+def known_elementwise(optimizer: Optimizer) -> bool:
+    """Return whether this is one of torch's own that treat all elements the same way."""
+    return type(optimizer) in _ELEMENTWISE
+
+
+def update_scope(optimizer: Optimizer) -> Scope:
+    """Return how far an optimizer's update looks, the furthest of its groups.
+
+    Args:
+        optimizer: Any; another one of its class is made and tried, on its first parameter's
+            device, and random generators are left as they were.
+    """
+    if known_elementwise(optimizer):
+        return Scope.ELEMENT
+    groups: list[Mapping[str, Any]] = []
+    for group in optimizer.param_groups:
+        own = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        if not any(_same(own, other) for other in groups):
+            groups.append(own)
+    tensors = (each for group in optimizer.param_groups for each in group["params"])
+    device = next((each.device for each in tensors), torch.device("cpu"))
+    with _random_kept(device):
+        return max((_try(optimizer, group, device) for group in groups), default=Scope.ELEMENT)
+
+
+def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return repr(sorted(one.items())) == repr(sorted(other.items()))
+
+
+def _random_kept(device: torch.device) -> AbstractContextManager[None]:
+    if device.type == "cpu":
+        return torch.random.fork_rng(devices=[])
+    return torch.random.fork_rng(devices=[device], device_type=device.type)
+
+
+def _try(optimizer: Optimizer, group: Mapping[str, Any], device: torch.device) -> Scope:
+    """Return the scope of an optimizer's updates with the settings of a group."""
+    for dtype, bound in EXACT.items():
+        try:
+            return _compare(
+                _Trial(type(optimizer), optimizer.defaults, group), device, dtype, bound
+            )
+        except Exception:  # of a program that is not ours: it takes no float64, or cannot be made
+            continue
+    return Scope.UNKNOWN
+
+
+class _Trial:
+    """Makes optimizers like one that is there, and returns what they do to matrices.
+
+    Args:
+        kind: The class.
+        defaults: What it was made with.
+        group: The settings of one of its groups.
+    """
+
+    def __init__(
+        self, kind: type[Optimizer], defaults: Mapping[str, Any], group: Mapping[str, Any]
+    ) -> None:
+        self._kind = kind
+        self._group, rate = dict(group), group.get("lr")
+        if isinstance(rate, float | int):
+            self._group["lr"] = LEARNING_RATE  # a schedule may begin at zero
+        elif isinstance(rate, Tensor):
+            self._group["lr"] = torch.full_like(rate, LEARNING_RATE)
+        taken = inspect.signature(kind).parameters
+        self._arguments = {
+            key: value
+            for key, value in {**defaults, **self._group}.items()
+            if key in taken and key != "params"
+        }
+
+    def updates(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Halves:
+        """Return what several steps of one optimizer add to matrices; they stay as they were."""
+        parameters = [torch.nn.Parameter(each.clone()) for each in weights]
+        optimizer = self._kind([{**self._group, "params": parameters}], **self._arguments)
+        start = getattr(optimizer, "train", None)
+        if callable(start):  # as schedule-free ones want it
+            start()
+        # Not through hooks, which are others' and this one's caller.
+        step = getattr(self._kind.step, "__wrapped__", self._kind.step)
+        for number in range(STEPS):
+            for parameter, gradient in zip(parameters, gradients, strict=True):
+                parameter.grad = gradient * torch.cos(number * gradient)
+            step(optimizer)
+        found = zip(parameters, weights, strict=True)
+        return tuple(parameter.detach() - before for parameter, before in found)
+
+    def apart(self, weights: Sequence[Tensor], gradients: Sequence[Tensor]) -> Halves:
+        """Return the same of one optimizer for each."""
+        pairs = zip(weights, gradients, strict=True)
+        return tuple(self.updates([weight], [gradient])[0] for weight, gradient in pairs)
+
+
+def _compare(trial: _Trial, device: torch.device, dtype: torch.dtype, bound: float) -> Scope:
+    first, second, of_first, of_second = _matrices(device, dtype)
+    (whole,) = trial.updates([first], [of_first])
+    if not whole.any():  # it shows nothing
+        return Scope.UNKNOWN
+    parts = [torch.cat(trial.apart(_cut(first, dim), _cut(of_first, dim)), dim) for dim in range(2)]
+    if all(_close(part, whole, bound) for part in parts):
+        return Scope.ELEMENT
+    pairs = [first, second], [of_first, of_second]
+    together, alone = trial.updates(*pairs), trial.apart(*pairs)
+    found = zip(together, alone, strict=True)
+    alike = all(_close(one, other, bound) for one, other in found)
+    return Scope.PARAMETER if alike else Scope.OTHERS
+
+
+def _matrices(device: torch.device, dtype: torch.dtype) -> Halves:
+    generator = torch.Generator().manual_seed(0)
+    drawn = (torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in range(4))
+    # Rows of other sizes, so that the norms of parts differ by far.
+    rows = torch.linspace(0.1, 2.0, SHAPE[0], dtype=torch.float64)[:, None]
+    columns = torch.linspace(0.1, 2.0, SHAPE[1], dtype=torch.float64)
+    return tuple((each * rows * columns).to(device, dtype) for each in drawn)
+
+
+def _cut(matrix: Tensor, dim: int) -> list[Tensor]:
+    return [part.contiguous() for part in matrix.split([AT[dim], SHAPE[dim] - AT[dim]], dim)]
+
+
+def _close(one: Tensor, other: Tensor, bound: float) -> bool:
+    """Return whether two updates are one; what is not finite is none."""
+    gap = float(torch.linalg.vector_norm(one.double() - other.double()))
+    return gap <= bound * float(torch.linalg.vector_norm(other.double()))

@@ -1,0 +1,159 @@
+"""How far a stage's forward has come, and what it has of other stages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ....dist.building import tensors_in
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+
+
+class Passage:
+    """A forward of a stage: the model's own, of which the stage computes a part.
+
+    That part begins where the last module of the stage before returns, with what the stage before
+    has passed on, and ends where the stage's own last module returns. Modules before and after
+    return stand-ins.
+
+    Attributes:
+        active: Whether one is running; a recomputed one is not.
+        source: The stage, and what the stage before has passed on; None on the first stage.
+        first: What the model was given as its first argument.
+        furthest: The last stage of which it has met a module, in place or not.
+        examined: Whether it is the first of its kind.
+        followed: Whether there are stand-ins; else tensors of that form, whatever their values.
+        delivered: Whether what was passed on has been returned to the model's code.
+        latest: What the module of an earlier stage that was called last has returned.
+        samples: What a layer has returned, by the list that it is in.
+        inside: How many modules of this stage are running, one in another.
+        left: The output of the one that was called last.
+        over: Whether the rest is another stage's.
+    """
+
+    def __init__(self) -> None:
+        self.furthest = self.inside = 0
+        self.active = self.examined = self.followed = self.delivered = self.over = False
+        self.source: tuple[int, Any] = 0, None
+        self._met = ""  # the first module of the last stage that it has met
+        self.first: Any = None
+        self.latest: Any = None
+        self.left: Any = None
+        self.samples: dict[str, Any] = {}
+        self._copy: Any = None  # of what was passed on, given to the model's code
+        self._written: set[int] = set()  # stages at which code writes to what it is given
+        self._skipping: set[int] = set()  # stages before which the last module is left out
+
+    def start(
+        self, stage: int, received: Any, siblings: str, *, examined: bool, followed: bool
+    ) -> None:
+        """Begin a forward.
+
+        Args:
+            stage: Its stage.
+            received: What the stage before has passed on.
+            siblings: The list that the last module of the stage before is in.
+            examined: Whether it is the first of its kind.
+            followed: Whether there are stand-ins.
+        """
+        self.active, self.furthest, self.inside = True, 0, 0
+        self.source = stage, received
+        self.samples = {} if stage == 0 else {siblings: received}
+        self.examined, self.followed = examined, followed
+        self.delivered, self.over = stage == 0, False
+
+    def reset(self) -> None:
+        """Forget the forward that was running."""
+        if self._copy is not None and any(versions(self._copy)):
+            self._written.add(self.source[0])
+        self.active = self.examined = self.over = False
+        self.source = self.source[0], None
+        self.first = self.latest = self.left = self._copy = None
+        self.samples = {}
+
+    @property
+    def past(self) -> bool:
+        """Whether the model's own code runs after all modules of this stage."""
+        return self.active and self.over
+
+    @property
+    def renews(self) -> bool:
+        """Whether modules of earlier stages return each a stand-in of its own.
+
+        By these it shows which one was called last.
+        """
+        return self.examined or self.source[0] in self._skipping
+
+    def deliver(self, where: str) -> Any:
+        """Return what the stage before has passed on, where its last module would return it.
+
+        Raises:
+            InvalidArgumentError: It has been returned already.
+        """
+        if self.delivered:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {where}, and the model's forward calls it more than once; a "
+                "pipeline passes on what the last module of a stage returns, once: put what is run "
+                "several times into one layer"
+            )
+        self.delivered = True
+        stage, received = self.source
+        # It may be written to: whether it is, the first forward of a kind tells.
+        if self.examined or stage in self._written:
+            self._copy = mapped(received, Tensor.clone)
+            return self._copy
+        return mapped(received, _alias)
+
+    def take(self, value: Any) -> Any:
+        """Return a value; for that of the module that was called last, what was passed on.
+
+        So it is where the last module of the stage before is left out.
+        """
+        if self.delivered or value is not self.latest or not self.renews:
+            return value
+        self._skipping.add(self.source[0])
+        return self.deliver("")
+
+    def reach(self, stage: int, where: str) -> None:
+        """Note that the forward has come to a module with parameters.
+
+        Args:
+            stage: The module's stage.
+            where: Its name and place.
+
+        Raises:
+            InvalidArgumentError: It was further already: it runs a module of one stage twice.
+        """
+        if stage < self.furthest:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {where}, and the model's forward comes back to it after "
+                f"modules of stage {self.furthest}: {self._met}. A pipeline runs each stage once. "
+                "If one of the two is only registered where it is not called, name what comes "
+                "before the layers in Split(first=...) and what comes after them in Split(last="
+                "...); if layers are run several times, put that into one layer"
+            )
+        if stage > self.furthest:
+            self.furthest, self._met = stage, where
+
+
+def mapped(value: Any, change: Any) -> Any:
+    """Return a tensor, or a container of tensors, changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {name: mapped(entry, change) for name, entry in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(mapped(entry, change) for entry in value)
+    return value
+
+
+def versions(value: Any) -> list[int]:
+    """Return numbers that change when tensors are changed in place."""
+    return [0 if tensor.is_inference() else tensor._version for tensor in tensors_in(value)]
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    """Return the tensor itself as another one: reentrant recomputation takes its place."""
+    return tensor.view_as(tensor) if tensor.requires_grad else tensor

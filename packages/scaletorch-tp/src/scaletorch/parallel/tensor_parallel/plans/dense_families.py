@@ -1,0 +1,198 @@
+"""Known families of dense models, as data, beside those whose layers many others share."""
+
+from __future__ import annotations
+
+from ..cuts.fused import Fused
+from .family import Family
+from .plan import Divide
+
+# Attention and the layers behind it have a module each, and norms of whole states beside the rows.
+BERT = Family(
+    name="BERT",
+    plan={
+        "**.layer.*.attention.self": Divide(
+            "num_attention_heads", "all_head_size", "num_heads", optional=True
+        ),
+        "**.layer.*.attention.self.query": "column",
+        "**.layer.*.attention.self.key": "column",
+        "**.layer.*.attention.self.value": "column",
+        "**.layer.*.attention.output.dense": "row",
+        "**.layer.*.intermediate.dense": "column",
+        "**.layer.*.output.dense": "row",
+    },
+    complete=("**.layer.*.attention.self", "**.layer.*.intermediate"),
+    foreign=frozenset({"num_random_blocks"}),  # BigBird, which makes its attention anew as it runs
+    heads={"**.layer.*.attention.self": ("query", "key", "value")},
+    shares_sequences=False,
+)
+
+BART = Family(
+    name="BART",
+    plan={
+        "**.embed_tokens": "vocab",
+        "**.layers.*.self_attn": Divide("num_heads", "embed_dim", optional=True),
+        "**.layers.*.self_attn.q_proj": "column",
+        "**.layers.*.self_attn.k_proj": "column",
+        "**.layers.*.self_attn.v_proj": "column",
+        "**.layers.*.self_attn.out_proj": "row",
+        "**.layers.*.encoder_attn": Divide("num_heads", "embed_dim", optional=True),
+        "**.layers.*.encoder_attn.q_proj": "column",
+        "**.layers.*.encoder_attn.k_proj": "column",
+        "**.layers.*.encoder_attn.v_proj": "column",
+        "**.layers.*.encoder_attn.out_proj": "row",
+        "**.layers.*.fc1": "column",
+        "**.layers.*.fc2": "row",
+        "**.lm_head": "column_gather",
+        "**.output_projection": "column_gather",
+        "**.proj_out": "column_gather",
+    },
+    may_lack=frozenset(
+        {
+            "**.embed_tokens",
+            "**.lm_head",
+            "**.output_projection",
+            "**.proj_out",
+            "**.layers.*.encoder_attn",
+            *(f"**.layers.*.encoder_attn.{name}_proj" for name in ("q", "k", "v", "out")),
+        }
+    ),
+    complete=("**.layers.*.self_attn", "**.layers.*.encoder_attn"),
+    heads={
+        "**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj"),
+        "**.layers.*.encoder_attn": ("q_proj", "k_proj", "v_proj"),
+    },
+    shares_sequences=False,
+)
+
+GPT_J = Family(
+    name="GPT-J",
+    plan={
+        "**.wte": "vocab",
+        "**.h.*.attn": Divide("num_attention_heads", "embed_dim", optional=True),
+        "**.h.*.attn.q_proj": "column",
+        "**.h.*.attn.k_proj": "column",
+        "**.h.*.attn.v_proj": "column",
+        "**.h.*.attn.out_proj": "row",
+        "**.h.*.mlp.fc_in": "column",
+        "**.h.*.mlp.fc_out": "row",
+        "**.lm_head": "column_gather",
+    },
+    may_lack=frozenset({"**.wte", "**.lm_head"}),
+    complete=("**.h.*.attn", "**.h.*.mlp"),
+    heads={"**.h.*.attn": ("q_proj", "k_proj", "v_proj")},
+)
+
+GPT_NEO = Family(
+    name="GPT-Neo",
+    plan={
+        "**.wte": "vocab",
+        "**.h.*.attn.attention": Divide("num_heads", "embed_dim", optional=True),
+        "**.h.*.attn.attention.q_proj": "column",
+        "**.h.*.attn.attention.k_proj": "column",
+        "**.h.*.attn.attention.v_proj": "column",
+        "**.h.*.attn.attention.out_proj": "row",
+        "**.h.*.mlp.c_fc": "column",
+        "**.h.*.mlp.c_proj": "row",
+        "**.lm_head": "column_gather",
+    },
+    may_lack=frozenset({"**.wte", "**.lm_head"}),
+    complete=("**.h.*.attn.attention", "**.h.*.mlp"),
+    heads={"**.h.*.attn.attention": ("q_proj", "k_proj", "v_proj")},
+)
+
+PERSIMMON = Family(
+    name="Persimmon",
+    plan={
+        "**.embed_tokens": "vocab",
+        "**.layers.*.self_attn": Divide("num_heads", "hidden_size", optional=True),
+        "**.layers.*.self_attn.query_key_value": "column",  # cut between heads, as GPT-NeoX's
+        "**.layers.*.self_attn.dense": "row",
+        "**.layers.*.self_attn.q_layernorm": "replicate_sum_grad",
+        "**.layers.*.self_attn.k_layernorm": "replicate_sum_grad",
+        "**.layers.*.mlp.dense_h_to_4h": "column",
+        "**.layers.*.mlp.dense_4h_to_h": "row",
+        "**.lm_head": "column_gather",
+    },
+    may_lack=frozenset(
+        {
+            "**.embed_tokens",
+            "**.layers.*.self_attn.q_layernorm",
+            "**.layers.*.self_attn.k_layernorm",
+            "**.lm_head",
+        }
+    ),
+    complete=("**.layers.*.self_attn", "**.layers.*.mlp"),
+    heads={"**.layers.*.self_attn": ("query_key_value",)},
+)
+
+CTRL = Family(
+    name="CTRL",
+    plan={
+        "**.h.*.multi_head_attention": Divide("num_heads", "d_model_size", optional=True),
+        "**.h.*.multi_head_attention.Wq": "column",
+        "**.h.*.multi_head_attention.Wk": "column",
+        "**.h.*.multi_head_attention.Wv": "column",
+        "**.h.*.multi_head_attention.dense": "row",
+        "**.h.*.ffn.0": "column",
+        "**.h.*.ffn.2": "row",
+    },
+    complete=("**.h.*.multi_head_attention", "**.h.*.ffn"),
+    heads={"**.h.*.multi_head_attention": ("Wq", "Wk", "Wv")},
+    shares_sequences=False,
+)
+
+XLM = Family(
+    name="XLM",
+    plan={
+        "**.attentions.*": Divide("n_heads", "dim", optional=True),
+        "**.attentions.*.q_lin": "column",
+        "**.attentions.*.k_lin": "column",
+        "**.attentions.*.v_lin": "column",
+        "**.attentions.*.out_lin": "row",
+        "**.ffns.*.lin1": "column",
+        "**.ffns.*.lin2": "row",
+    },
+    complete=("**.attentions.*", "**.ffns.*"),
+    heads={"**.attentions.*": ("q_lin", "k_lin", "v_lin")},
+    shares_sequences=False,
+)
+
+MODERN_BERT = Family(
+    name="ModernBERT decoder",
+    plan={
+        "**.layers.*.attn": Divide("num_heads", "all_head_size", optional=True),
+        "**.layers.*.attn.q_proj": "column",
+        "**.layers.*.attn.k_proj": "column",
+        "**.layers.*.attn.v_proj": "column",
+        "**.layers.*.attn.Wo": "row",
+        "**.layers.*.mlp.Wi": Fused("column", 2),
+        "**.layers.*.mlp.Wo": "row",
+    },
+    complete=("**.layers.*.attn", "**.layers.*.mlp"),
+    heads={"**.layers.*.attn": ("q_proj", "k_proj", "v_proj")},
+)
+
+# Its short convolutions, which mix tokens, stay whole on every rank.
+LFM2 = Family(
+    name="LFM2",
+    plan={
+        "**.embed_tokens": "vocab",
+        "**.layers.*.self_attn": Divide("num_heads", "num_key_value_heads", optional=True),
+        "**.layers.*.self_attn.q_proj": "column",
+        "**.layers.*.self_attn.k_proj": "column",
+        "**.layers.*.self_attn.v_proj": "column",
+        "**.layers.*.self_attn.out_proj": "row",
+        "**.layers.*.self_attn.q_layernorm": "replicate_sum_grad",
+        "**.layers.*.self_attn.k_layernorm": "replicate_sum_grad",
+        "**.layers.*.feed_forward.w1": "column",
+        "**.layers.*.feed_forward.w3": "column",
+        "**.layers.*.feed_forward.w2": "row",
+        "**.lm_head": "column_gather",
+    },
+    may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
+    complete=("**.layers.*.self_attn", "**.layers.*.feed_forward"),
+    heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
+    shares_sequences=False,
+)
+
+DENSE = (BERT, BART, GPT_J, GPT_NEO, PERSIMMON, CTRL, XLM, MODERN_BERT, LFM2)

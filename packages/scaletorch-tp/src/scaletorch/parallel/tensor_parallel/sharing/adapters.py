@@ -1,0 +1,132 @@
+"""Low-rank adapters as peft puts them around a layer: base(x) + B(A(x)), cut as that layer is.
+
+A plan sees the model without them, so that the plan of a plain model does. Afterwards the two
+matrices follow their layer: of a column-parallel one, B [out, r] is cut as its outputs and A is
+whole; of a row-parallel one, A [r, in] is cut as its inputs, and its r outputs are summed. If
+sequences are shared out, what is whole works on a share of the tokens: its gradients are summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import NamedTuple
+
+from torch import nn
+from torch.distributed import ProcessGroup
+
+from ....dist.errors import InvalidArgumentError
+from ..layers.base import Memo, TensorParallelLayer
+from ..layers.linear import ColumnParallelLinear, RowParallelLinear
+from ..regions.random import ShardedRandom
+from ..regions.region import ADAPTED
+from ..regions.surround import surround
+from .sum_grad import SumGradients
+
+_A, _B, _DROPOUT = "lora_A", "lora_B", "lora_dropout"
+
+
+class Adapter(NamedTuple):
+    """A module that stands in a layer's place, and holds it as its `base_layer`."""
+
+    name: str
+    module: nn.Module
+    layer: nn.Module
+
+
+@contextmanager
+def without_adapters(model: nn.Module) -> Iterator[list[Adapter]]:
+    """Let layers stand where their adapters do, for as long as this lasts; yield the adapters."""
+    found: list[Adapter] = []
+    places: list[tuple[nn.Module, str, nn.Module]] = []
+    for name, owner in [*model.named_modules()]:
+        for own, child in owner._modules.items():
+            layer = None if child is None else child._modules.get(ADAPTED)
+            if child is not None and layer is not None:
+                places.append((owner, own, child))
+                if all(each.module is not child for each in found):
+                    found.append(Adapter(f"{name}.{own}".lstrip("."), child, layer))
+    try:
+        for owner, own, child in places:
+            owner._modules[own] = child._modules[ADAPTED]
+        yield found
+    finally:
+        for owner, own, child in places:
+            owner._modules[own] = child
+
+
+def check_adapters(
+    adapters: list[Adapter],
+    layers: Mapping[nn.Module, type[TensorParallelLayer] | None],
+    *,
+    sequence_parallel: bool,
+) -> None:
+    """Refuse adapters that cannot be cut as their layers are.
+
+    Args:
+        adapters: All of the model's.
+        layers: What each module becomes.
+        sequence_parallel: Sequences are shared out.
+
+    Raises:
+        InvalidArgumentError: There is one.
+    """
+    for each in adapters:
+        kind = layers.get(each.layer)
+        if kind is None and not sequence_parallel:
+            continue  # whole on every rank, as its layer
+        reason = _why_not(each, kind)
+        if reason is not None:
+            raise InvalidArgumentError(
+                f"the adapter '{each.name}' ({type(each.module).__name__}) cannot be tensor "
+                f"parallel: {reason}; leave it out of target_modules"
+            )
+
+
+def _why_not(adapter: Adapter, kind: type[TensorParallelLayer] | None) -> str | None:
+    if kind is None:
+        return "its layer is whole on every rank, which would see a share of each sequence"
+    if not issubclass(kind, ColumnParallelLinear | RowParallelLinear):
+        return f"its layer becomes a {kind.__name__}, and only those of linear layers can be cut"
+    others = [
+        name
+        for name, _ in adapter.module.named_parameters()
+        if name.partition(".")[0] not in (ADAPTED, _A, _B)
+    ]
+    if others or not {_A, _B} <= adapter.module._modules.keys():
+        return f"it is none of plain LoRA, lora_A and lora_B alone (it has {', '.join(others)})"
+    misfits = (ColumnParallelLinear.misfit(part) for part in _parts(adapter, _A, _B))
+    return next((f"of its matrices {misfit}" for misfit in misfits if misfit is not None), None)
+
+
+def shard_adapters(
+    adapters: list[Adapter], group: ProcessGroup | None, memo: Memo, *, sequence_parallel: bool
+) -> None:
+    """Cut adapters as their layers were, in place."""
+    for each in adapters:
+        layer = each.layer
+        if isinstance(layer, ColumnParallelLinear):
+            cut, whole = _parts(each, _B), _parts(each, _A)
+            for part in cut:
+                gathers = layer.gather_output
+                ColumnParallelLinear.convert(part, group, memo, layer.cut, gather_output=gathers)
+        elif isinstance(layer, RowParallelLinear):
+            cut, whole = _parts(each, _A), _parts(each, _B)
+            for part in cut:
+                shards = layer.input_is_parallel
+                RowParallelLinear.convert(part, group, memo, layer.cut, input_is_parallel=shards)
+            for part in () if sequence_parallel else _parts(each, _DROPOUT):
+                surround(part, ShardedRandom, group)  # of this rank's inputs
+        else:
+            continue
+        if sequence_parallel:
+            for part in cut:
+                vars(part)["sequence"] = layer.sequence
+            for part in whole:
+                surround(part, SumGradients, group)
+
+
+def _parts(adapter: Adapter, *names: str) -> list[nn.Module]:
+    """Return one matrix, or both, of all adapters that stand here under their own names."""
+    held = [adapter.module._modules.get(name) for name in names]
+    return [part for each in held if each is not None for part in each.children()]

@@ -1,0 +1,7 @@
+"""Ranks have from the start what all tests' ranks would import, each by itself."""
+
+from scaletorch.dist.testing import preload
+
+preload(
+    "pytest", "torch._dynamo", "torch.distributed.tensor", "scaletorch.parallel.tensor_parallel"
+)

@@ -1,0 +1,78 @@
+"""What a model's own code raises in its first step on a layout, with the module and the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from ...dist.errors import InvalidArgumentError, ScaletorchError
+from ...parallel.pg_manager import ProcessGroupManager, describe_rank
+from ..forward import pipeline_of
+
+# What code raises that meets a shape, a type or an attribute that it does not expect.
+_OF_CODE = (RuntimeError, ValueError, TypeError, AttributeError, LookupError, AssertionError)
+_NOT_OF_CODE = (ScaletorchError, torch.OutOfMemoryError, NotImplementedError, RecursionError)
+_COMMUNICATION = ("torch.distributed", ".dist.")  # in names of modules of Python
+_WAYS_OUT = {
+    "tp": (
+        "tp leaves each rank its share of the heads and features, and a size that the module takes "
+        "from its config, or something that it makes for all heads, does not fit that: leave it "
+        "out of the plan (plan=...), or use tp_size=1"
+    ),
+    "cp": (
+        "cp leaves each rank its part of every sequence, and what the module makes of the whole "
+        "length (a mask, positions, blocks) does not fit that: use cp_size=1"
+    ),
+    "ep": (
+        "each rank has some of the experts, and the module wants all of them: use ep_size=1, or "
+        "name the experts in a plan"
+    ),
+}
+
+
+@contextmanager
+def failures_named(model: nn.Module, manager: ProcessGroupManager) -> Iterator[None]:
+    """Say of an error of the model's own code in which module it is, and what the layout did.
+
+    Args:
+        model: What `parallelize` returned.
+        manager: The grid. Data parallelism and pipelines alone change nothing within a layer.
+
+    Raises:
+        InvalidArgumentError: In the place of that error, which is its cause.
+    """
+    try:
+        yield
+    except _OF_CODE as error:
+        ways = [text for axis, text in _WAYS_OUT.items() if getattr(manager, f"{axis}_size") > 1]
+        found = _innermost(pipeline_of(model).module, error.__traceback__)
+        if isinstance(error, _NOT_OF_CODE) or not ways or found is None:
+            raise
+        line = (str(error).strip() or "no message").splitlines()[0]
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {found} failed in its first step on this layout with "
+            f"{type(error).__name__} {line!r}; if it runs in one process, then "
+            f"{'; or '.join(ways)}"
+        ) from error
+
+
+def _innermost(model: nn.Module, trace: TracebackType | None) -> str | None:
+    """Return what to call the last of a model's modules that a traceback enters.
+
+    None if it ends in communication: then not the module has failed, but perhaps another rank.
+    """
+    names = {module: name for name, module in model.named_modules()}
+    found: str | None = None
+    last = ""
+    while trace is not None:
+        own = trace.tb_frame.f_locals.get("self")
+        if isinstance(own, nn.Module) and own in names:
+            kind = type(own).__name__
+            found = f"module '{names[own]}' ({kind})" if names[own] else f"{kind}.forward"
+        last = trace.tb_frame.f_globals.get("__name__", "")
+        trace = trace.tb_next
+    return None if any(part in last for part in _COMMUNICATION) else found

@@ -1,0 +1,140 @@
+"""Forwards alone: the loss of a global batch, or what a function makes of a model's outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dist import all_reduce, get_comm_device
+from ..dist.building import agree
+from ..dist.errors import InvalidArgumentError
+from ..parallel.data_parallel import DataParallelBucket
+from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pipeline_parallel import pipeline_forward
+from .batches import Batch
+from .forward import manager_of, terms_of
+from .loss import find_sharded_head, require_logits_alone
+from .loss_batch import LossBatch
+from .own_loss import LossFunction, OwnLoss, token_count
+from .ready import look_first, ready
+from .token_values import token_losses
+
+
+def eval_step(
+    model: DataParallelBucket,
+    micro_batches: Sequence[Batch],
+    manager: ProcessGroupManager | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+) -> Tensor:
+    """Return the loss of one global batch, without gradients and with the model in eval mode.
+
+    Args:
+        model: What `parallelize` returned.
+        micro_batches: This rank's, from `shard_global_batch`; rows that fill up a batch have labels
+            of -100.
+        manager: The grid; by default the model's.
+        loss_fn: As for `train_step`; the count may depend on the output.
+
+    Returns:
+        Sum of the losses / their count over the whole global batch, equal on every rank: 0-d,
+        float64. Its exponential is the perplexity, if the loss is that of tokens.
+
+    Raises:
+        InvalidArgumentError: Nothing counts, or as in `train_step`.
+        MismatchError: As in `train_step`.
+    """
+    manager = manager_of(model, manager)
+    head = find_sharded_head(model)
+    own = OwnLoss(loss_fn or _of_tokens, None, head, manager, trains=False)
+    device = get_comm_device(manager.world_group)
+
+    def part(output: Any, batch: Any) -> Tensor:
+        return torch.stack(
+            [torch.as_tensor(x).double().to(device) for x in own.call(output, batch)]
+        )
+
+    parts = _forwards(model, micro_batches, manager, part, own)
+    total = sum(parts, torch.zeros(2, dtype=torch.float64, device=device))
+    own.settle(total[0])
+    if manager.tp_rank:
+        total.zero_()
+    all_reduce(total, group=manager.world_group)
+    if not total[1]:
+        raise InvalidArgumentError("no rank's micro-batches have anything that the loss counts")
+    return total[0] / total[1]
+
+
+def forward_step(
+    model: DataParallelBucket,
+    micro_batches: Sequence[Batch],
+    function: Callable[[Any, Any], Tensor],
+    manager: ProcessGroupManager | None = None,
+) -> list[Tensor | None]:
+    """Return what a function makes of each output, without gradients, in eval mode.
+
+    It is for a second model: a teacher, or the reference of DPO. Results put into the micro-batches
+    as entries `loss_...` are there for the loss_fn of the model that trains.
+
+    Args:
+        model: What `parallelize` returned.
+        micro_batches: This rank's, from `shard_global_batch`.
+        function: Called with a micro-batch's output and the micro-batch, as a loss_fn is.
+        manager: The grid; by default the model's.
+
+    Returns:
+        Its results on ranks of the last stage, one for each micro-batch; None for each elsewhere.
+
+    Raises:
+        InvalidArgumentError: As in `train_step`, or what the function raises.
+        MismatchError: As in `train_step`.
+    """
+    manager = manager_of(model, manager)
+    head = find_sharded_head(model)
+    problem: list[Exception] = []
+
+    def result(output: Any, batch: Any) -> Tensor:
+        try:
+            return function(output, LossBatch(batch.micro_batch, head, manager))
+        except Exception as error:  # the other ranks are told when all forwards are done
+            problem.append(error)
+            return torch.zeros(())
+
+    found: list[Tensor | None] = [*_forwards(model, micro_batches, manager, result)]
+    agree("this forward_step", [], manager.world_group, error=next(iter(problem), None))
+    return found or [None] * len(micro_batches)
+
+
+def _forwards(
+    model: DataParallelBucket,
+    micro_batches: Sequence[Batch],
+    manager: ProcessGroupManager,
+    each: Callable[[Any, Any], Tensor],
+    own: OwnLoss | None = None,
+) -> list[Tensor]:
+    """Return what `each` makes of every output, on ranks of the last stage."""
+    terms = terms_of(model)
+    with _evaluating(model), torch.no_grad():
+        called, _ = ready(model, micro_batches, manager, terms, own, False)
+        look_first(model, micro_batches, called, manager, terms)
+        return pipeline_forward(model, called, group=manager.pp_group, each=each)
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    modes = {module: module.training for module in model.modules()}
+    try:
+        model.eval()
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+def _of_tokens(output: Any, batch: Any) -> tuple[Tensor, int]:
+    require_logits_alone(output)
+    return token_losses(output, batch).sum(), token_count(batch)

@@ -1,0 +1,1 @@
+"""Whole matrices, each on the one tensor-parallel rank that updates it."""

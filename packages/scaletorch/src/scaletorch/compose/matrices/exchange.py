@@ -1,0 +1,138 @@
+"""All matrices in one message: gradients' shards to the owners, and shards of new weights back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ...dist import get_rank, get_world_size
+from ...dist.building import all_to_all_flat
+from .owners import Matrix
+
+
+class Exchange:
+    """The matrices that a group's ranks have shards of, and the wholes that this rank updates.
+
+    Args:
+        matrices: Those of which this rank has a shard, in the order of their names.
+        group: All ranks that have one; each of them calls everything here.
+
+    Attributes:
+        wholes: The matrices that this rank updates, and the wholes, which have the optimizer.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix], group: ProcessGroup | None) -> None:
+        self.matrices, self._group = list(matrices), group
+        self._rank, self._size = get_rank(group), get_world_size(group)
+        self.wholes: list[tuple[Matrix, nn.Parameter]] = []
+        for matrix in self.matrices:
+            if matrix.owner == self._rank:
+                like = matrix.shard.tensor
+                whole = torch.empty(matrix.shape, dtype=like.dtype, device=like.device)
+                self.wholes.append((matrix, nn.Parameter(whole)))
+        self._versions: list[int] = []
+        self._read_weights()
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Take the shards as they are now for those that owners know."""
+        self._versions = self._current_versions()
+
+    @torch.no_grad()
+    def read(self) -> None:
+        """Give owners the gradients, and the weights too if somebody has written into any."""
+        written = self._versions != self._current_versions()
+        found, anywhere = self._to_owners(lambda matrix: matrix.shard.tensor.grad, written)
+        for (_, whole), gradient in zip(self.wholes, found, strict=True):
+            whole.grad = gradient
+        if anywhere:
+            self._read_weights()
+
+    @torch.no_grad()
+    def write(self) -> None:
+        """Give all ranks their shards of the owners' new weights; the gradients are forgotten."""
+        sent: list[list[Tensor]] = [[] for _ in range(self._size)]
+        for matrix, whole in self.wholes:
+            whole.grad = None
+            for holder in matrix.holders:
+                sent[holder].append(matrix.take(whole.detach(), holder))
+        expected = [
+            [each.shard.tensor.nbytes for each in self.matrices if each.owner == rank]
+            for rank in range(self._size)
+        ]
+        received = self._pass(sent, expected)
+        for matrix in self.matrices:
+            shard = matrix.shard.tensor
+            shard.copy_(_from_bytes(received[matrix.owner].pop(0), shard.dtype).view(shard.shape))
+
+    @torch.no_grad()
+    def _read_weights(self) -> None:
+        found, _ = self._to_owners(lambda matrix: matrix.shard.tensor)
+        for (_, whole), value in zip(self.wholes, found, strict=True):
+            if value is not None:
+                whole.copy_(value)
+
+    def _to_owners(
+        self, tensor_of: Callable[[Matrix], Tensor | None], told: bool = False
+    ) -> tuple[list[Tensor | None], bool]:
+        """Return the whole tensor of each matrix that is this rank's, None if no shard has one.
+
+        Also returns whether any rank of the group has told so.
+        """
+        sent = []
+        for owner in range(self._size):
+            theirs = [each for each in self.matrices if each.owner == owner]
+            tensors = [tensor_of(each) for each in theirs]
+            head = torch.tensor([told, *(each is not None for each in tensors)], dtype=torch.uint8)
+            filled = (
+                torch.zeros_like(each.shard.tensor) if tensor is None else tensor
+                for each, tensor in zip(theirs, tensors, strict=True)
+            )
+            sent.append([head, *filled])
+        received = self._pass(sent, [self._sizes_from(rank) for rank in range(self._size)])
+        heads = [each.pop(0).tolist() for each in received]
+        anywhere = any([head.pop(0) for head in heads])
+        found: list[Tensor | None] = []
+        for matrix, whole in self.wholes:
+            there = any([heads[holder].pop(0) for holder in matrix.holders])
+            shards = [
+                _from_bytes(received[holder].pop(0), whole.dtype).view(matrix.shape_on(holder))
+                for holder in matrix.holders
+            ]
+            found.append(matrix.join(shards) if there else None)
+        return found, anywhere
+
+    def _sizes_from(self, holder: int) -> list[int]:
+        """Return the bytes of the head and of each shard that come from a rank."""
+        owned = [(matrix, whole) for matrix, whole in self.wholes if holder in matrix.holders]
+        sizes = [matrix.shape_on(holder).numel() * whole.itemsize for matrix, whole in owned]
+        return [1 + len(owned), *sizes]
+
+    def _pass(
+        self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[int]]
+    ) -> list[list[Tensor]]:
+        """Send each rank its tensors, and return those from each rank as bytes."""
+        device = self.matrices[0].shard.tensor.device if self.matrices else None
+        flat = [_as_bytes(each).to(device) for each in chain(*sent)]
+        data = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+        counts = [sum(each.nbytes for each in some) for some in sent]
+        totals = [sum(sizes) for sizes in expected]
+        received = all_to_all_flat(data, counts, totals, self._group).wait()
+        parts = zip(received.split(totals), expected, strict=True)
+        return [list(part.split(list(sizes))) for part, sizes in parts]
+
+    def _current_versions(self) -> list[int]:
+        shards = [matrix.shard for matrix in self.matrices]
+        return [each for s in shards for each in (s.tensor._version, s.parameter._version)]
+
+
+def _as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _from_bytes(data: Tensor, dtype: torch.dtype) -> Tensor:
+    return data.clone().view(dtype)  # in memory of its own, which is aligned

@@ -1,0 +1,139 @@
+"""Before a step: what each rank alone can know, heard of by all; and a first look at the model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..dist import all_reduce, get_comm_device
+from ..dist.building import agree
+from ..dist.errors import MismatchError
+from ..parallel.context_parallel.building import note_shards, require_computable
+from ..parallel.data_parallel import DataParallelBucket
+from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pipeline_parallel.building import read
+from .balance import require_one_micro_batch
+from .batches import Batch, MicroBatch
+from .before.batch_norm import require_whole_batches
+from .before.initial import require_one_batch
+from .before.mixing import require_apart
+from .called import Called, as_called
+from .forward import Terms, pipeline_of
+from .own_loss import OwnLoss, token_count
+
+
+def ready(
+    model: DataParallelBucket,
+    micro_batches: Sequence[Batch],
+    manager: ProcessGroupManager,
+    terms: Terms,
+    own: OwnLoss | None = None,
+    trains: bool = True,
+) -> tuple[list[Called], int | float]:
+    """Return the micro-batches as the model is called with them, and the global batch's count.
+
+    One all-reduce of 32 bytes over all ranks counts tokens, or a loss_fn's losses, and says whether
+    a rank cannot go on: if one rank alone refused something (its batch, a new parameter, a gradient
+    that is not synchronised), the others would wait for it in the middle of the step.
+
+    Raises:
+        ScaletorchError: This rank has to refuse something.
+        MismatchError: Another rank cannot go on, or some ranks alone are within `no_sync`, or
+            have a loss_fn.
+    """
+    called: list[Called] = []
+    failed: Exception | None = None
+    counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
+    count = 0.0
+    try:
+        called = _called(model, micro_batches, manager, terms, own, trains)
+        if trains:
+            count = _counted(called, own, pipeline_of(model).is_last_stage)
+    except Exception as error:  # the others would wait in the all-reduce
+        failed = error
+    alone, has_own = not model.require_backward_grad_sync, own is not None
+    facts = [count if counts else 0, failed is not None, alone, has_own]
+    # Whole numbers are exact in it up to 2**53, and a loss_fn may count in fractions.
+    told = torch.tensor(facts, dtype=torch.float64, device=get_comm_device(manager.world_group))
+    all_reduce(told, group=manager.world_group)
+    total, failures, unsynchronised, owners = told.tolist()
+    if failures:
+        agree("this step", [], manager.world_group, error=failed)
+    if 0 < unsynchronised < manager.world_size:
+        line = f"gradients {'stay on this rank (no_sync)' if alone else 'are summed over ranks'}"
+        _refuse_unlike("no_sync(), which all enter and leave alike", line, manager)
+    if 0 < owners < manager.world_size:
+        line = "a loss_fn of its own" if has_own else "the loss of tokens"
+        _refuse_unlike("the loss, which has the same function everywhere", line, manager)
+    return called, int(total) if total.is_integer() else total
+
+
+def look_first(
+    model: DataParallelBucket,
+    micro_batches: Sequence[Batch],
+    called: Sequence[Called],
+    manager: ProcessGroupManager,
+    terms: Terms,
+) -> None:
+    """Look whether ranks hold the same batch, and whether the model mixes divided sequences; once.
+
+    Raises:
+        InvalidArgumentError: It does.
+        MismatchError: Ranks hold other batches than they must.
+    """
+    if not terms.apart:
+        require_one_batch(micro_batches, manager)
+        terms.apart = manager.cp_size == 1 or require_apart(model, called[0], manager)
+
+
+def _called(
+    model: DataParallelBucket,
+    micro_batches: Sequence[Batch],
+    manager: ProcessGroupManager,
+    terms: Terms,
+    own: OwnLoss | None,
+    trains: bool,
+) -> list[Called]:
+    """Return the micro-batches as the model is called with them; refuse what does not fit it."""
+    if own is not None:
+        own.require_functions()
+    batches = read(micro_batches, with_labels=own is None and trains)
+    if trains:
+        require_one_micro_batch(terms.router_loss, batches)
+        if terms.has_batch_norms:
+            require_whole_batches(model, len(batches), manager)
+        model.wrapped.refuse_others(model.module)
+    pipeline = pipeline_of(model)
+    pipeline.check_ties()
+    called = [as_called(batch, terms) for batch in batches]
+    if manager.cp_size > 1:
+        cut = next((batch.cut for batch in batches if isinstance(batch, MicroBatch)), None)
+        if cut is not None:  # others may have been sharded since, for another model
+            note_shards(pipeline.module, cut.layout)
+        for batch in called:
+            require_computable(pipeline.module, batch)
+    return called
+
+
+def _counted(called: Sequence[Called], own: OwnLoss | None, computes: bool) -> float:
+    """Return the count of all micro-batches, each of which notes its own.
+
+    Args:
+        called: The micro-batches.
+        own: Counts otherwise than by labels.
+        computes: Whether this rank computes the loss: others need not have what that takes.
+    """
+    for batch in called if own is None or computes else ():
+        batch.count = float(token_count(batch)) if own is None else own.count(batch.micro_batch)
+    return sum(batch.count for batch in called)
+
+
+def _refuse_unlike(subject: str, line: str, manager: ProcessGroupManager) -> None:
+    """Let all ranks see which of them differ.
+
+    Raises:
+        MismatchError: Always.
+    """
+    agree(subject, [line], manager.world_group)
+    raise MismatchError(f"ranks differ in {subject}")  # not reached

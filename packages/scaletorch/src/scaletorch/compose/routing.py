@@ -1,0 +1,121 @@
+"""Balance of experts without a loss: choices are counted in a step, and biases moved behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dist import all_reduce
+from ..dist.errors import InvalidArgumentError
+from ..parallel.expert_parallel import RoutingStatistics, count_tokens
+from ..parallel.expert_parallel.building import move_bias, statistics_of
+from .forward import Terms, manager_of, pipeline_of, terms_of
+
+
+def count_routing(
+    model: nn.Module, bias: str = "gate.e_score_correction_bias", *, experts: str = "experts"
+) -> dict[str, Tensor]:
+    """Count, from now on, the tokens of each `train_step` that choose each expert.
+
+    All ranks call it. A token counts once, whatever is recomputed or evaluated; padding that fills
+    sequences up over cp ranks does not.
+
+    Args:
+        model: What `parallelize` returned.
+        bias: The name of a block's bias for the choice of experts, [N], from the block on. By
+            default that of DeepSeek-V3 and GLM-4-MoE in transformers.
+        experts: The name of its experts, called with hidden states, indices and weights.
+
+    Returns:
+        The full name of each bias on this rank -> tokens of this rank that chose each expert since
+        `move_biases`, int64 [N], which goes on counting.
+
+    Raises:
+        InvalidArgumentError: No rank has a block with both.
+
+    Example:
+        >>> counts = count_routing(model)
+        >>> loss = train_step(model, micro_batches)
+        >>> optimizer.step()
+        >>> statistics = move_biases(model, counts, rate=1e-3)
+    """
+    manager, terms, counts = manager_of(model, None), terms_of(model), {}
+    for name, block in pipeline_of(model).module.named_modules():
+        found, module = _tensor(block, bias), block._modules.get(experts)
+        if found is None or module is None:
+            continue
+        count = torch.zeros(len(found), dtype=torch.int64, device=found.device)
+        counts[f"{name}.{bias}".lstrip(".")] = count
+        # In front of what other strategies do with the arguments.
+        share = manager.tp_size, manager.tp_rank
+        hook = partial(_count, count, terms, share)
+        module.register_forward_pre_hook(hook, prepend=True, with_kwargs=True)
+    somewhere = torch.tensor(len(counts))
+    all_reduce(somewhere, group=manager.world_group)
+    if not somewhere:
+        raise InvalidArgumentError(
+            f"no block of {terms.name} has a bias '{bias}' and experts '{experts}': name them as "
+            "they are called in the block, such as count_routing(model, 'gate.bias')"
+        )
+    return counts
+
+
+def move_biases(
+    model: nn.Module, counts: Mapping[str, Tensor], rate: float = 1e-3
+) -> dict[str, RoutingStatistics]:
+    """Move each expert's bias towards balance, and count anew; all ranks call it after a step.
+
+    b_i <- b_i + rate * sign(mean of c - c_i), where c_i are the tokens of the global batch that
+    chose expert i, whatever the layout and the micro-batches. Source: DeepSeek-V3 (arXiv
+    2412.19437), section 2.1.2; arXiv 2408.15664, algorithm 1.
+
+    Args:
+        model: What `parallelize` returned.
+        counts: What `count_routing` returned; zero behind this.
+        rate: The step of a bias.
+
+    Returns:
+        The name of each bias on this rank -> how the tokens of all ranks were routed.
+    """
+    if not counts:
+        return {}
+    manager, module = manager_of(model, None), pipeline_of(model).module
+    flat = torch.cat([*counts.values()])
+    all_reduce(flat, group=manager.cp_dp_group)
+    if terms_of(model).shares_sequences:  # each tp rank has counted its share
+        all_reduce(flat, group=manager.tp_group)
+    found = {}
+    for name, total in zip(counts, flat.split([len(c) for c in counts.values()]), strict=True):
+        block, _, last = name.rpartition(".")
+        move_bias(getattr(module.get_submodule(block), last), total, rate)
+        found[name] = statistics_of(total)
+        counts[name].zero_()
+    return found
+
+
+def _tensor(block: nn.Module, name: str) -> Tensor | None:
+    owner: Any = block
+    for part in name.split("."):
+        owner = getattr(owner, part, None)
+    return owner if isinstance(owner, Tensor) else None
+
+
+def _count(
+    count: Tensor, terms: Terms, share: tuple[int, int], module: nn.Module, args: Any, kwargs: Any
+) -> None:
+    """Add a forward of a training step to the counts; what recomputes or evaluates is left out."""
+    if not torch.is_grad_enabled() or torch._C._current_graph_task_id() != -1:
+        return
+    given = [*args, *kwargs.values()]
+    index = next(
+        each for each in given if isinstance(each, Tensor) and not each.is_floating_point()
+    )
+    real = terms.real_positions
+    if real is not None:
+        real = real.tensor_split(share[0])[share[1]] if terms.shares_sequences else real
+        real = real.repeat(len(index) // len(real))
+    count += count_tokens(index, len(count), valid=real)

@@ -1,0 +1,96 @@
+"""Which rows of a data set a step takes: by the step and a seed alone, on any layout."""
+
+from __future__ import annotations
+
+from ..dist.errors import InvalidArgumentError
+from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
+from .forward import require_manager
+
+_ROUNDS = 6
+_WORD = 2**64 - 1
+
+
+def rows_of_step(
+    step: int,
+    *,
+    rows: int,
+    batch_size: int,
+    seed: int = 0,
+    manager: ProcessGroupManager | None = None,
+) -> list[int]:
+    """Return which rows this data-parallel rank reads for a step, without communication.
+
+    All rows come in a random order, once each in every epoch, in another order in each; a batch may
+    end one epoch and begin the next. The order depends on nothing but the arguments, so a program
+    that goes on from a checkpoint needs no position beside the step, and may have any other layout:
+    ranks read what one process would have read. Any row of an order is found alone, so that none
+    is written down, however many there are.
+
+    Args:
+        step: 0-based; a checkpoint's number of steps done is the next one.
+        rows: Rows of the data set.
+        batch_size: Rows of a global batch, a multiple of the data-parallel size.
+        seed: Of the order.
+        manager: The grid; by default the current one, or one process.
+
+    Returns:
+        This rank's `batch_size / dp` rows, in the order in which `shard_global_batch` would cut
+        them from the whole batch; the ranks of one dp coordinate have the same.
+
+    Raises:
+        InvalidArgumentError: A number that is none or too small, or a batch that does not divide.
+
+    Example:
+        >>> steps = (rows_of_step(s, rows=len(data), batch_size=8) for s in range(done, total))
+        >>> loader = DataLoader(data, batch_sampler=steps)
+    """
+    require_manager(manager)
+    manager = get_process_group_manager() if manager is None else manager
+    place, size = (0, 1) if manager is None else (manager.dp_rank, manager.dp_size)
+    _require("step", step, 0)
+    _require("rows", rows, 1)
+    _require("batch_size", batch_size, 1)
+    _require("seed", seed, None)
+    if batch_size % size:
+        raise InvalidArgumentError(
+            f"a global batch of {batch_size} rows does not divide over {size} data-parallel ranks; "
+            f"use a multiple of {size}"
+        )
+    share = batch_size // size
+    first = step * batch_size + place * share
+    return [_row(position, rows, seed) for position in range(first, first + share)]
+
+
+def _require(name: str, value: object, least: int | None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    if not whole or (least is not None and value < least):  # type: ignore[operator]
+        wanted = "a whole number" if least is None else f"a whole number, at least {least}"
+        raise InvalidArgumentError(f"{name} must be {wanted}; it is {value!r}")
+
+
+def _row(position: int, rows: int, seed: int) -> int:
+    """Return the row at a position of all epochs, one behind another."""
+    epoch, place = divmod(position, rows)
+    key = _mixed(_mixed(seed) ^ epoch)
+    half = max(1, ((rows - 1).bit_length() + 1) // 2)
+    while True:  # a permutation of a power of 4, walked until it is back below `rows`
+        place = _permuted(place, half, key)
+        if place < rows:
+            return place
+
+
+def _permuted(number: int, half: int, key: int) -> int:
+    """Permute the numbers of `2 * half` bits: a Feistel network, which any function makes one."""
+    mask = (1 << half) - 1
+    left, right = number >> half, number & mask
+    for turn in range(_ROUNDS):
+        left, right = right, left ^ (_mixed(key + turn * (mask + 1) + right) & mask)
+    return left << half | right
+
+
+def _mixed(number: int) -> int:
+    """Return 64 bits that all depend on all of the number's (SplitMix64)."""
+    number = (number + 0x9E3779B97F4A7C15) & _WORD
+    number = ((number ^ number >> 30) * 0xBF58476D1CE4E5B9) & _WORD
+    number = ((number ^ number >> 27) * 0x94D049BB133111EB) & _WORD
+    return number ^ number >> 31

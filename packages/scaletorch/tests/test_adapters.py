@@ -1,0 +1,194 @@
+"""LoRA of peft on frozen models of transformers trains on every layout as in one process."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from scaletorch.checkpoint import CheckpointError, export_adapter
+from scaletorch.compose import (
+    clip_grad_norm_,
+    eval_step,
+    full_gradients,
+    full_state_dict,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.dist.errors import ScaletorchError
+from scaletorch.dist.testing import preload, relative_error, run_ranks, worst
+from scaletorch.parallel.data_parallel import shard_optimizer
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+pytest.importorskip("transformers")
+peft = pytest.importorskip("peft")
+
+pytestmark = [
+    pytest.mark.timeout(300),  # the first ranks import peft
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing"),  # of peft, by transformers
+]
+
+SIZES = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    "use_cache": False, "attn_implementation": "sdpa",
+}  # fmt: skip
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+STEPS = 3
+SHARDED = {"sequence_parallel": True, "loss_parallel": True}
+LAYOUTS = {
+    "tp2": ({"tp_size": 2}, {}),
+    "tp2_sequence": ({"tp_size": 2}, SHARDED),
+    "pp2": ({"pp_size": 2}, {"schedule": "zb_v"}),
+    "cp2": ({"cp_size": 2}, {}),
+    "dp2_zero": ({"dp_size": 2}, {}),
+    "model8": ({"tp_size": 2, "cp_size": 2, "pp_size": 2}, SHARDED),
+    "data8": ({"tp_size": 2, "pp_size": 2, "dp_size": 2}, {"recompute": True}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports():
+    preload("torch._dynamo", "peft", "transformers.models.llama.modeling_llama")
+
+
+def base():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    for parameter in model.parameters():
+        if parameter.ndim > 1:
+            parameter.data.mul_(4.0)
+    return model
+
+
+def adapted(**options):
+    options = {"r": 3, "lora_alpha": 6, "target_modules": [*LAYERS], **options}
+    config = peft.LoraConfig(init_lora_weights=False, **options)
+    model = peft.get_peft_model(base(), config)
+    return model.double()
+
+
+def batch(step):
+    tokens = torch.randint(32, (8, 13), generator=torch.Generator().manual_seed(step))
+    labels = tokens[:, 1:].clone()
+    labels[1, 3:], labels[6, :4] = -100, -100
+    return {"input_ids": tokens[:, :-1], "labels": labels}
+
+
+def reference():
+    """Return losses, norms and gradients of three steps in one process, and the weights then."""
+    model = adapted()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+    steps = []
+    for step in range(STEPS):
+        whole = batch(step)
+        logits = model(input_ids=whole["input_ids"]).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
+        loss.backward()
+        norm = torch.nn.utils.get_total_norm(
+            [p.grad for p in model.parameters() if p.grad is not None]
+        )
+        gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        steps.append((loss.item(), norm.item(), gradients))
+        optimizer.step()
+        optimizer.zero_grad()
+    return steps, {n: p.detach() for n, p in model.named_parameters()}
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return reference()
+
+
+def is_adapter(name):
+    return "lora_" in name
+
+
+def train(sizes, options, folder):
+    manager = setup_process_group_manager(**sizes)
+    model = parallelize(adapted(), manager, **options)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-2)
+    if manager.cp_dp_size > 1:
+        shard_optimizer(optimizer, model)
+    steps = []
+    for step in range(STEPS):
+        loss = train_step(model, shard_global_batch(batch(step), 2, model=model))
+        gradients = full_gradients(model)
+        norm = clip_grad_norm_(model, math.inf)
+        steps.append((loss.item(), norm.item(), gradients))
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = full_state_dict(model, only=is_adapter)
+    export_adapter(model, folder)
+    with pytest.raises(CheckpointError, match="has an adapter already"):
+        export_adapter(model, folder)
+    seen = eval_step(model, shard_global_batch(batch(9), 2, model=model)).item()
+    destroy_process_group_manager()
+    return steps, weights, seen
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_layout_trains_adapters_like_one_process(layout, expected, tmp_path):
+    sizes, options = LAYOUTS[layout]
+    theirs, final = expected
+    results = run_ranks(train, math.prod(sizes.values()), sizes, options, tmp_path, timeout=120)
+    for steps, weights, _ in results:
+        for (loss, norm, gradients), (one, whole, known) in zip(steps, theirs, strict=True):
+            assert loss == pytest.approx(one, rel=1e-12)
+            assert norm == pytest.approx(whole, rel=1e-11)
+            assert gradients.keys() == known.keys()
+            assert all(map(is_adapter, known))
+            assert worst(relative_error(gradients[n], g) for n, g in known.items()) < 1e-10
+        assert weights.keys() == {name for name in final if is_adapter(name)}
+        assert worst(relative_error(w, final[n]) for n, w in weights.items()) < 1e-10
+    loaded = peft.PeftModel.from_pretrained(base().double(), tmp_path).double()
+    whole = batch(9)
+    with torch.no_grad():
+        logits = loaded(input_ids=whole["input_ids"]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
+    assert results[0][2] == pytest.approx(loss.item(), rel=1e-12)
+
+
+REFUSED = {
+    "an embedding": ({"target_modules": ["embed_tokens"]}, "VocabParallelEmbedding, and only"),
+    "dora": ({"use_dora": True}, "it is none of plain LoRA.* lora_magnitude_vector"),
+}
+
+
+def refused():
+    manager = setup_process_group_manager(tp_size=2)
+    for options, message in REFUSED.values():
+        model = adapted(**options)
+        names = [name for name, _ in model.named_parameters()]
+        with pytest.raises(ScaletorchError, match=message):
+            parallelize(model, manager)
+        assert names == [name for name, _ in model.named_parameters()]
+    destroy_process_group_manager()
+
+
+def test_adapters_that_cannot_be_cut_are_refused():
+    run_ranks(refused, 2)
+
+
+def added_later():
+    manager = setup_process_group_manager(dp_size=2)
+    model = parallelize(base(), manager)
+    with pytest.raises(ScaletorchError, match="has no adapter 'default' of peft; it has none"):
+        export_adapter(model, "nowhere")
+    plain = model.get_submodule("module.module")
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), plain)
+    message = r"lora_A.* came after the module was wrapped .*adapters.* change the module first"
+    with pytest.raises(ScaletorchError, match=message):
+        train_step(model, shard_global_batch(batch(0), 2, model=model))
+    destroy_process_group_manager()
+
+
+def test_adapters_after_parallelize_are_refused_with_the_way_out():
+    run_ranks(added_later, 2)

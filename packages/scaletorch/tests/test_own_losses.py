@@ -1,0 +1,258 @@
+"""Losses of one's own have the value and the gradients of one process, on any layout."""
+
+import math
+import os
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from own_losses import (
+    LENGTH,
+    LOSSES,
+    ROWS,
+    batch,
+    in_one_process,
+    language,
+    prepare,
+    smoothed,
+    teacher,
+    tokens,
+)
+
+from scaletorch.compose import (
+    eval_step,
+    full_gradients,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.dist.testing import preload, relative_error, run_ranks, worst
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+LAYOUTS = {
+    "dp2": ({"dp_size": 2}, {}),
+    "cp2": ({"cp_size": 2}, {}),
+    "tp2": ({"tp_size": 2}, {}),
+    "tp2_shards": ({"tp_size": 2}, {"loss_parallel": True}),
+    "tp2_sequence": ({"tp_size": 2}, {"loss_parallel": True, "sequence_parallel": True}),
+    "pp2": ({"pp_size": 2}, {"schedule": "zb_v"}),
+    "all8": ({"tp_size": 2, "cp_size": 2, "pp_size": 2}, {"loss_parallel": True}),
+    "data8": ({"tp_size": 2, "cp_size": 2, "dp_size": 2}, {"sequence_parallel": True}),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports():
+    preload("torch._dynamo")
+
+
+@pytest.fixture(scope="module")
+def expected():
+    return {name: in_one_process(name) for name in LOSSES}
+
+
+def every_loss(sizes, options):
+    """Return the loss, its eval and all gradients of every example, each of one step."""
+    manager = setup_process_group_manager(**sizes)
+    found = {}
+    for name, (build, loss_fn, count_fn, second) in LOSSES.items():
+        own = dict(options)
+        if name == "reward":  # its head is whole on every rank, on whole sequences
+            own = {n: v for n, v in options.items() if n == "schedule"}
+        elif name == "classes":
+            own.pop("loss_parallel", None)
+        model = parallelize(build(), manager, **own)
+        micro_batches = shard_global_batch(batch(), 2, model=model)
+        if second is not None:
+            prepare(parallelize(teacher(), manager, **own), *second, micro_batches)
+        seen = eval_step(model, micro_batches, loss_fn=loss_fn)
+        loss = train_step(model, micro_batches, loss_fn=loss_fn, count_fn=count_fn)
+        found[name] = loss.item(), seen.item(), full_gradients(model)
+    destroy_process_group_manager()
+    return found
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_loss_is_one_process_s(layout, expected):
+    sizes, options = LAYOUTS[layout]
+    for rank in run_ranks(every_loss, math.prod(sizes.values()), sizes, options):
+        for name, (loss, gradients) in expected.items():
+            found, seen, theirs = rank[name]
+            assert found == pytest.approx(loss, rel=1e-12), name
+            assert seen == pytest.approx(loss, rel=1e-12), name
+            assert theirs.keys() == gradients.keys()
+            errors = [relative_error(theirs[n], g) for n, g in gradients.items()]
+            assert worst(errors) < 1e-11, (name, errors)
+
+
+def accumulated(sizes):
+    """Two steps whose gradients add up in no_sync, with a loss scale."""
+    from scaletorch.parallel.data_parallel import GradScaler
+
+    manager = setup_process_group_manager(**sizes)
+    model = parallelize(language(), manager)
+    micro_batches = shard_global_batch(batch(), 2, model=model)
+    scaler = GradScaler("cpu", 2.0**8)
+    with model.no_sync():
+        train_step(model, micro_batches, loss_fn=smoothed, scaler=scaler)
+    loss = train_step(model, micro_batches, loss_fn=smoothed, scaler=scaler)
+    gradients = full_gradients(model)
+    destroy_process_group_manager()
+    return loss.item(), gradients
+
+
+def test_no_sync_and_a_loss_scale(expected):
+    loss, gradients = expected["smoothing"]
+    for found, theirs in run_ranks(accumulated, 4, {"dp_size": 2, "pp_size": 2}):
+        assert found == pytest.approx(loss, rel=1e-12)
+        errors = [relative_error(theirs[n] / 2**9, g) for n, g in gradients.items()]
+        assert worst(errors) < 1e-11
+
+
+def text():
+    """Return the bytes of a real text in rows, the last of them filled up."""
+    found = torch.tensor(list(os.__doc__.encode())) % 32
+    windows = found[: LENGTH * (ROWS * 2 - 1) + 1]
+    whole = F.pad(windows[:-1], (0, LENGTH)).view(ROWS * 2, LENGTH)
+    labels = F.pad(windows[1:], (0, LENGTH), value=-100).view(ROWS * 2, LENGTH)
+    return {"input_ids": whole, "labels": labels}
+
+
+def perplexity(sizes, options):
+    manager = setup_process_group_manager(**sizes)
+    model = parallelize(language(), manager, **options)
+    model.train()
+    loss = eval_step(model, shard_global_batch(text(), 2, model=model))
+    modes = {module.training for module in model.modules()}
+    destroy_process_group_manager()
+    return loss.exp().item(), loss.dtype, modes
+
+
+@pytest.mark.parametrize("layout", ["all8", "data8"])
+def test_perplexity_of_a_text(layout):
+    whole = text()
+    logits = language()(whole["input_ids"])
+    loss = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
+    for found, dtype, modes in run_ranks(perplexity, 8, *LAYOUTS[layout]):
+        assert found == pytest.approx(loss.exp().item(), rel=1e-12)
+        assert (dtype, modes) == (torch.float64, {True})
+
+
+def no_pair(output, batch):
+    return output.sum()
+
+
+def no_number(output, batch):
+    return output.sum(), math.nan
+
+
+def no_scalar(output, batch):
+    return output.sum(-1), tokens(batch)
+
+
+def detached(output, batch):
+    return output.detach().sum(), tokens(batch)
+
+
+def miscounted(output, batch):
+    return output.sum(), tokens(batch) + 1
+
+
+def on_one_rank(output, batch):
+    """Wrong on one rank of the last stage alone."""
+    return "nothing" if torch.distributed.get_rank() == 3 else (output.sum(), tokens(batch))
+
+
+def unlike(output, batch):
+    total, count = smoothed(output, batch)
+    return total * (1 + torch.distributed.get_rank()), count
+
+
+def half(output, batch):
+    return output.logsumexp(-1).sum(), tokens(batch)
+
+
+def fails(output, batch):
+    raise KeyError("nothing of that name")
+
+
+def no_count(batch):
+    return -1
+
+
+def nothing(batch):
+    return 0
+
+
+WRONG = {
+    "no_pair": ({"loss_fn": no_pair}, "must return .sum of the losses, how many .* Tensor"),
+    "no_number": ({"loss_fn": no_number}, "finite number of at least 0, got nan"),
+    "no_scalar": ({"loss_fn": no_scalar}, "one floating-point element, got a tensor of shape"),
+    "detached": ({"loss_fn": detached}, "the sum has no gradient"),
+    "miscounted": ({"loss_fn": miscounted}, "labels other than -100 gave .* pass.*count_fn="),
+    "fails": ({"loss_fn": fails}, "nothing of that name"),
+    "on one rank": ({"loss_fn": on_one_rank}, "must return .sum of the losses.* returned str"),
+    "unlike": ({"loss_fn": unlike}, "on rank 3 and .* on rank 2.* in tp alone: .*vocabulary_sums"),
+    "half": ({"loss_fn": half}, "differ in tp alone"),
+    "no_count": ({"loss_fn": smoothed, "count_fn": no_count}, "at least 0, got -1"),
+    "nothing": ({"loss_fn": smoothed, "count_fn": nothing}, "have anything that the loss counts"),
+    "a string": ({"loss_fn": "mse"}, "loss_fn must be a function, got str"),
+    "count alone": ({"count_fn": nothing}, "count_fn counts what a loss_fn sums"),
+}
+
+
+def refused(sizes, options):
+    manager = setup_process_group_manager(**sizes)
+    heard = {}
+    for name, (arguments, _) in WRONG.items():
+        model = parallelize(language(), manager, **options)
+        heard[name] = []
+        for wrong in (arguments, {"loss_fn": smoothed}):  # afterwards a step goes well
+            try:
+                train_step(model, shard_global_batch(batch(), 2, model=model), **wrong)
+                heard[name].append("")
+            except Exception as error:
+                heard[name].append(f"{type(error).__name__}: {error}")
+    destroy_process_group_manager()
+    return heard
+
+
+def test_what_a_loss_returns_is_refused_on_every_rank():
+    sizes = {"tp_size": 2, "pp_size": 2}
+    for rank in run_ranks(refused, 4, sizes, {"loss_parallel": True}):
+        for name, (_, message) in WRONG.items():
+            first, second = rank[name]
+            assert re.search(message, first, re.DOTALL), (name, first)
+            assert second == "", (name, second)
+
+
+def on_one_rank_only(sizes):
+    manager = setup_process_group_manager(**sizes)
+    model = parallelize(language(), manager)
+    own = {"loss_fn": smoothed} if manager.global_rank else {}
+    with pytest.raises(Exception, match=r"rank 0 differs.*|a loss_fn of its own"):
+        train_step(model, shard_global_batch(batch(), 2, model=model), **own)
+    destroy_process_group_manager()
+
+
+def test_a_loss_on_some_ranks_alone():
+    run_ranks(on_one_rank_only, 2, {"dp_size": 2})
+
+
+def wrong_entries(sizes):
+    manager = setup_process_group_manager(**sizes)
+    model = parallelize(language(), manager)
+    with pytest.raises(ValueError, match=r"loss_last has shape .* row for each of the 8"):
+        shard_global_batch({**batch(), "loss_last": torch.zeros(3)}, 2, model=model)
+    micro_batches = shard_global_batch(batch(), 2, model=model)
+    with pytest.raises(ValueError, match="token_losses takes the micro-batch that loss_fn"):
+        smoothed(torch.zeros(1, 1, 1), micro_batches[0])
+    destroy_process_group_manager()
+
+
+def test_entries_of_a_loss_and_helpers_without_one():
+    run_ranks(wrong_entries, 1, {})

@@ -1,0 +1,185 @@
+"""The order of rows depends on step and seed alone, and every rank reads its own."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+
+import pytest
+import torch
+from sample_optimizers import gap
+from torch.utils.data import DataLoader
+
+from scaletorch.checkpoint import load, save
+from scaletorch.compose import (
+    full_state_dict,
+    parallelize,
+    rows_of_step,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.dist import get_rank
+from scaletorch.dist.errors import InvalidArgumentError, MismatchError
+from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+ROWS, BATCH, SAVED, STEPS = 13, 8, 3, 6  # 13: batches that end an epoch begin the next
+SIZES = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports():
+    preload("torch._dynamo")
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 17, 1000, 4097])
+def test_every_row_comes_once_in_every_epoch(rows):
+    found = [rows_of_step(epoch, rows=rows, batch_size=rows, seed=3) for epoch in range(4)]
+    for each in found:
+        assert sorted(each) == list(range(rows))
+    if rows >= 16:
+        assert len({tuple(each) for each in found}) == 4
+        other = rows_of_step(0, rows=rows, batch_size=rows, seed=4)
+        assert other != found[0]
+
+
+def test_the_order_is_random():
+    """By the numbers of Kolmogorov and of Pearson, of an order that anybody may repeat."""
+    rows = 20_000
+    order = rows_of_step(0, rows=rows, batch_size=rows)
+    bins = torch.zeros(10, 10)
+    for place, row in enumerate(order):
+        bins[place * 10 // rows, row * 10 // rows] += 1
+    assert float(((bins - rows / 100) ** 2 / (rows / 100)).sum()) < 150  # 81 is expected
+    pairs = torch.corrcoef(torch.tensor([order[:-1], order[1:]]).double())
+    assert abs(pairs[0, 1]) < 0.03
+    assert sum(b - a == 1 for a, b in pairwise(order)) < 10
+
+
+def test_a_batch_may_end_an_epoch_and_rows_without_number_are_found_alone():
+    stream = [row for step in range(13) for row in rows_of_step(step, rows=ROWS, batch_size=BATCH)]
+    for epoch in range(BATCH):
+        assert sorted(stream[epoch * ROWS : (epoch + 1) * ROWS]) == list(range(ROWS))
+    far = rows_of_step(10**9, rows=10**15, batch_size=4, seed=-1)
+    assert len(set(far)) == 4
+    assert max(far) < 10**15
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"step": -1}, "step must be a whole number, at least 0; it is -1"),
+        ({"step": 1.0}, "step must be a whole number"),
+        ({"rows": 0}, "rows must be a whole number, at least 1"),
+        ({"batch_size": True}, "batch_size must be a whole number, at least 1; it is True"),
+        ({"seed": "x"}, "seed must be a whole number; it is 'x'"),
+        ({"manager": 3}, "manager must be a ProcessGroupManager"),
+    ],
+)
+def test_wrong_numbers_are_refused(wrong, text):
+    given = {"step": 0, "rows": 4, "batch_size": 2, **wrong}
+    with pytest.raises(InvalidArgumentError, match=text):
+        rows_of_step(given.pop("step"), **given)
+
+
+def row(index):
+    """A row as a stream would give it, found by its number alone."""
+    tokens = torch.randint(32, (9,), generator=torch.Generator().manual_seed(index))
+    return {"input_ids": tokens[:-1], "labels": tokens[1:]}
+
+
+class Data(torch.utils.data.Dataset):
+    def __init__(self, read):
+        self.read = read
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, index):
+        self.read.append(index)
+        return row(index)
+
+
+def plain():
+    torch.manual_seed(0)
+    return Llama(LlamaConfig(**SIZES, num_layers=2, num_kv_heads=2)).double()
+
+
+def train(sizes, folder, first, last, whole=False):
+    """Train some steps on a layout, each rank with its own rows; return what it has read."""
+    manager = setup_process_group_manager(**sizes)
+    model = parallelize(plain(), manager)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    if first:
+        assert load(folder, model, optimizer).step == first
+        random.seed(0)  # nothing is drawn
+    read = []
+    steps = (rows_of_step(step, rows=ROWS, batch_size=BATCH, seed=5) for step in range(first, last))
+    for batch in DataLoader(Data(read), batch_sampler=steps):
+        train_step(model, shard_global_batch(batch, 1, model=model, own_rows=True))
+        optimizer.step()
+        optimizer.zero_grad()
+    if folder and not first:
+        save(folder, model, optimizer, step=last)
+    weights = full_state_dict(model)
+    place = manager.dp_rank, manager.cp_rank
+    destroy_process_group_manager()
+    return place, read, weights
+
+
+LAYOUTS = [
+    ({"dp_size": 4}, {"dp_size": 2, "tp_size": 2}),
+    ({"dp_size": 2, "cp_size": 2}, {"dp_size": 4}),
+    ({"pp_size": 2, "tp_size": 2}, {"dp_size": 2, "cp_size": 2}),
+]
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    return train({}, None, 0, STEPS)
+
+
+@pytest.mark.parametrize(("first", "second"), LAYOUTS)
+def test_training_goes_on_with_the_same_rows_on_another_layout(
+    tmp_path, one_process, first, second
+):
+    _, every, weights = one_process
+    before = run_ranks(train, 4, first, str(tmp_path), 0, SAVED, timeout=100)
+    after = run_ranks(train, 4, second, str(tmp_path), SAVED, STEPS, timeout=100)
+    for sizes, ranks, start, stop in ((first, before, 0, SAVED), (second, after, SAVED, STEPS)):
+        dp = sizes.get("dp_size", 1)
+        share = BATCH // dp
+        for (place, _), read, _ in ranks:
+            expected = [
+                number
+                for step in range(start, stop)
+                for number in every[step * BATCH + place * share :][:share]
+            ]
+            assert read == expected
+    for _, _, found in after:
+        assert gap(found, weights) < 1e-11
+
+
+def unlike():
+    manager = setup_process_group_manager(tp_size=2)
+    model = parallelize(plain(), manager)
+    rows = [row(index) for index in range(4)]
+    batch = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
+    batch["input_ids"][0, 0] = get_rank()
+    with pytest.raises(MismatchError, match=r"the rows of dp0\): input_ids on rank 1"):
+        train_step(model, shard_global_batch(batch, 1, model=model, own_rows=True))
+    with pytest.raises(InvalidArgumentError, match="a data-parallel rank's share of 4 seq"):
+        shard_global_batch(batch, 3, model=model, own_rows=True)
+    destroy_process_group_manager()
+    setup_process_group_manager(dp_size=2)
+    with pytest.raises(InvalidArgumentError, match="5 rows does not divide over 2 data-par"):
+        rows_of_step(0, rows=9, batch_size=5)
+    destroy_process_group_manager()
+
+
+def test_ranks_of_one_place_must_have_read_the_same():
+    run_ranks(unlike, 2)

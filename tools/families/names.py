@@ -1,0 +1,40 @@
+"""Which families there are, and the classes that make one's model."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import transformers
+from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from .tiny import tiny
+
+
+def names() -> list[str]:
+    """Return every family for which transformers has a causal language model, as it calls it."""
+    return [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
+
+
+def model_class(name: str) -> Any:
+    """Return the class of a family's causal language model."""
+    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+
+
+def module_of(name: str) -> str | None:
+    """Return the name of the module that has a family's model; None if it cannot be imported."""
+    try:
+        return str(importlib.import_module(model_class(name).__module__).__name__)
+    except Exception:
+        return None
+
+
+def plain_model(name: str) -> nn.Module:
+    """Return a family's model, tiny and untrained."""
+    kind, config = model_class(name), tiny(CONFIG_MAPPING[name], name)
+    if not isinstance(config, kind.config_class) and name == config.model_type:
+        config = config.get_text_config()  # as AutoModelForCausalLM does
+    model: nn.Module = kind(config)
+    return model

@@ -1,0 +1,126 @@
+"""What one process in float64 finds: losses, every gradient of two steps, and the weights then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from exactly import Exact
+from torch import Tensor, nn
+
+from scaletorch.dist.testing import relative_error
+
+from .names import plain_model
+from .tiny import LENGTH, VOCABULARY
+
+STEPS, ROWS = 2, 4
+LARGEST = 4_000_000  # parameters: a family with more has sizes that `tiny` does not know
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What is compared.
+
+    Attributes:
+        losses: Of each step.
+        gradients: Of each step, by parameters' names.
+        weights: After the last step.
+        has_experts: The model has routed experts.
+    """
+
+    losses: list[Tensor]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+    has_experts: bool
+
+
+def build(name: str) -> nn.Module:
+    """Return a family's model in float64, the same on every rank, in which every weight counts."""
+    torch.manual_seed(1)
+    model = plain_model(name).double()
+    count = sum(parameter.numel() for parameter in model.parameters())
+    if count > LARGEST:
+        raise ValueError(f"its tiny model has {count:,} parameters")
+    set_experts: Any = getattr(model, "set_experts_implementation", None)
+    if set_experts is not None:
+        set_experts("eager")
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                nn.init.normal_(parameter, std=0.2, generator=generator)
+            else:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+                parameter.add_(noise, alpha=0.1)
+    return model.train()
+
+
+def adam(parameters: Iterable[nn.Parameter]) -> torch.optim.AdamW:
+    """Return the optimizer of every run.
+
+    Some gradients are nothing but rounding (those of keys' biases), of which a small eps would make
+    updates.
+    """
+    return torch.optim.AdamW(parameters, lr=1e-2, eps=1e-5)
+
+
+def batch(step: int) -> dict[str, Tensor]:
+    """Return a global batch: rows of which each has another number of labels."""
+    generator = torch.Generator().manual_seed(100 + step)
+    shape = (ROWS, LENGTH)
+    ids = torch.randint(3, VOCABULARY, shape, generator=generator)
+    labels = torch.randint(3, VOCABULARY, shape, generator=generator)
+    for row in range(ROWS):
+        labels[row, LENGTH - 1 - 3 * ((row + step) % ROWS) :] = -100
+    return {"input_ids": ids, "labels": labels}
+
+
+def refer(name: str) -> Reference:
+    """Train a family's model in this process."""
+    model = build(name)
+    optimizer = adam(model.parameters())
+    losses, gradients = [], []
+    for step in range(STEPS):
+        whole = batch(step)
+        optimizer.zero_grad()
+        with Exact():
+            logits = model(input_ids=whole["input_ids"]).logits
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
+            loss.backward()
+        losses.append(loss.detach())
+        gradients.append(
+            {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        )
+        optimizer.step()
+    if not all(map(torch.isfinite, losses)):
+        raise ValueError(f"its losses are {[loss.item() for loss in losses]}")
+    has_experts = any(n.endswith("experts") and "shared" not in n for n, _ in model.named_modules())
+    weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return Reference(losses, gradients, weights, has_experts)
+
+
+def gap(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
+    """Return the largest relative error of all tensors, and in which of them.
+
+    An error is relative to the tensor's own largest value, or to a part in ten thousand of the
+    largest of all if that is more: some gradients are nothing but rounding.
+    """
+    floor = 1e-4 * max((t.abs().max() for t in expected.values() if _real(t)), default=0.0)
+    worst = (0.0, "")
+    for name, tensor in expected.items():
+        if not _real(tensor):
+            continue
+        scale = torch.as_tensor(max(tensor.abs().max(), floor))
+        given = found.get(name)
+        if given is None or given.shape != tensor.shape:
+            error = float("inf") if tensor.abs().max() > floor * 1e-3 else 0.0
+        else:
+            error = relative_error(given, tensor, scale=scale)
+        worst = max(worst, (error, name))
+    return worst
+
+
+def _real(tensor: Tensor) -> bool:
+    return tensor.is_floating_point() and tensor.numel() > 0

@@ -1,0 +1,86 @@
+"""Running cells: ranks that are started once, one process's figures once a family."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import torch
+import transformers
+
+from scaletorch.dist.errors import RankFailedError
+from scaletorch.dist.ranks import RankPool
+from scaletorch.dist.testing import preload
+
+from .axes import AXES, Axis
+from .names import module_of
+from .ranks import run_cell
+from .reference import Reference, refer
+from .verdicts import ALONE, HANGS, NONE, Verdict, described, of_failure, of_ranks
+
+LIMIT = 25.0  # seconds that a cell may take; one that takes longer gets twice as many once more
+_EVERYWHERE = ("torch._dynamo", "transformers", "tools.families.ranks")
+
+
+class Pools:
+    """Ranks by how many there are; those that failed are replaced by new ones."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, RankPool] = {}
+
+    def run(self, name: str, axis: Axis, expected: Reference, limit: float) -> Verdict:
+        """Run one cell."""
+        pool = self._pools.pop(axis.ranks, None) or RankPool(
+            axis.ranks, group_timeout=timedelta(seconds=300), seed=0
+        )
+        try:
+            said = pool.run(run_cell, name, axis, expected, timeout=limit)
+        except RankFailedError as error:  # which has ended the ranks
+            return of_failure(error)
+        self._pools[axis.ranks] = pool
+        return of_ranks(said)
+
+    def close(self) -> None:
+        """End all ranks."""
+        while self._pools:
+            self._pools.popitem()[1].close()
+
+
+def cells(names: Sequence[str], axes: Iterable[str]) -> Iterator[tuple[str, str, Verdict]]:
+    """Yield each cell's family, axis and verdict, family by family."""
+    axes = [*axes]
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    transformers.logging.set_verbosity_error()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    preload(*_EVERYWHERE, *sorted({m for m in map(module_of, names) if m is not None}))
+    with contextlib.closing(Pools()) as pools, ThreadPoolExecutor(1) as ahead:
+        coming = [ahead.submit(refer, name) for name in names[:1]]
+        for name, after in zip(names, [*names[1:], None], strict=True):
+            found = coming.pop()
+            if after is not None:  # its figures are computed while ranks are at this one
+                coming.append(ahead.submit(refer, after))
+            yield from ((name, *cell) for cell in _family(name, found, axes, pools))
+
+
+def _family(
+    name: str, found: Future[Reference], axes: Iterable[str], pools: Pools
+) -> Iterator[tuple[str, Verdict]]:
+    try:
+        expected = found.result()
+    except Exception as error:
+        alone = Verdict(ALONE, words=described(error))
+        yield from ((axis, alone) for axis in axes)
+        return
+    for axis in axes:
+        if "ep_size" in AXES[axis].sizes and not expected.has_experts:
+            yield axis, Verdict(NONE)
+            continue
+        verdict = pools.run(name, AXES[axis], expected, LIMIT)
+        if verdict.word == HANGS:  # or the machine is busy
+            verdict = pools.run(name, AXES[axis], expected, 2 * LIMIT)
+        yield axis, verdict
