@@ -408,11 +408,13 @@ def test_ranks_of_a_host_see_what_the_first_has_posted(tmp_path):
 
 def held_back_in_vain():
     with guard.watch(patience=30.0):
-        recorder = control._session.recorder
+        recorder, store = control._session.recorder, c10d.distributed_c10d._get_default_store()
         if dist.get_rank() == 0:  # another channel's call has the place of this one's
             recorder._new_group(c10d.group.WORLD)
             track = recorder.tracks[c10d.group.WORLD.group_name]
             recorder.board.differs(track.tag, 0, 1)
+            store.set("taken", "")
+        store.wait(["taken"])  # not by a call of the group: it would take the place itself
         dist.barrier()
         dist.all_reduce(torch.ones(3))
         guard.step()
