@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).resolve().parent.parent))
 
 from tools.packages import PACKAGES, ROOT, closure, dependents
 from tools.testing.changed import SUITES, concerned
-from tools.testing.suites import in_order
+from tools.testing.suites import PARTS, Suite, in_order
 
 
 def test_the_graph_comes_from_the_pyprojects():
@@ -57,12 +57,22 @@ def test_what_belongs_to_nobody_touches_everything(file):
 
 def test_what_takes_longest_begins():
     short = [f"scaletorch-{name}" for name in ("cp", "dp", "ep", "pg", "pp", "tp")]
-    long = ["scaletorch", "scaletorch-dist", "tests"]
+    long = ["scaletorch-dist", "scaletorch", "tests"]
     assert in_order([]) == in_order(SUITES) == [*long, *short]
     dp = ["scaletorch", "tests", "scaletorch-dp"]
     rest = [name for name in short if name not in dp]
-    assert in_order(concerned(["packages/scaletorch-dp/src/a.py"])) == [*dp, long[1], *rest]
+    assert in_order(concerned(["packages/scaletorch-dp/src/a.py"])) == [*dp, long[0], *rest]
     assert in_order(["tests"]) == ["tests", *long[:2], *short]
+
+
+def test_a_suite_in_parts_runs_each_file_once():
+    whole = Suite("scaletorch", Path("python"), [])
+    parts = [part.tests for part in whole.split()]
+    assert len(parts) == PARTS["scaletorch"] > 1
+    files = [file for part in parts for file in part]
+    assert sorted(files) == sorted(whole.tests[0].rglob("test_*.py"))
+    (alone,) = Suite("scaletorch-dp", Path("python"), []).split()
+    assert [path.name for path in alone.tests] == ["tests"]
 
 
 @pytest.fixture

@@ -4,9 +4,9 @@
 of them), first what the last change concerns (see ``changed.py``), and what takes long;
 ``python -m tools.testing scaletorch-tp`` tests one. ``--coverage`` shows how many lines of each
 package its tests run, and fails below a bound; other words that begin with ``-`` go to pytest.
-Two suites run side by side, since one alone leaves the cores idle half of the time; what a suite
-prints is then shown when it ends. Where the machine says what it has, a test that skips for want
-of it fails its suite (``skips.py``).
+Three suites run side by side, since ranks that wait for each other leave the cores idle half of the
+time, and the longest in parts; what each prints is then shown when it ends. Where the machine says
+what it has, a test that skips for want of it fails its suite (``skips.py``).
 
 Each run gets a fresh virtual environment that borrows third-party libraries from the running
 interpreter's through a ``.pth`` file, so that torch is not installed again. The running
@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..building import build
@@ -33,8 +33,9 @@ from . import changed, covered, skips
 from .covered import Covered
 
 EVERYTHING = changed.CROSSING
-SIDE_BY_SIDE = 2
-LONGEST = ("scaletorch", "scaletorch-dist", EVERYTHING)  # beside the last one nothing runs
+SIDE_BY_SIDE = 3
+PARTS = {"scaletorch": 3}  # of the files of a suite that takes as long as all others
+LONGEST = ("scaletorch-dist", "scaletorch", EVERYTHING)  # beside the last one nothing runs
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,26 @@ class Suite:
     target: str
     python: Path
     measuring: list[str]
+    part: int = 0
+    parts: int = 1
 
     @property
-    def folder(self) -> Path:
-        """Where its environment is."""
-        return self.python.parent.parent
+    def name(self) -> str:
+        """What it is called in what is printed."""
+        return self.target if self.parts == 1 else f"{self.target} {self.part + 1}/{self.parts}"
+
+    @property
+    def tests(self) -> list[Path]:
+        """The folder of its tests, or its part of the files there."""
+        tests = ROOT / EVERYTHING if self.target == EVERYTHING else folder(self.target) / "tests"
+        if self.parts == 1:
+            return [tests]
+        return sorted(tests.rglob("test_*.py"))[self.part :: self.parts]
+
+    def split(self) -> list[Suite]:
+        """Return its parts."""
+        parts = PARTS.get(self.target, 1)
+        return [replace(self, part=part, parts=parts) for part in range(parts)]
 
     def run(self, options: list[str], quietly: bool) -> bool:
         """Run the tests; tell whether they passed and none skipped that must not.
@@ -57,10 +73,11 @@ class Suite:
             options: Words for pytest.
             quietly: Show what they print when they have ended, not at once.
         """
-        tests = ROOT / EVERYTHING if self.target == EVERYTHING else folder(self.target) / "tests"
-        print(f"\n=== {self.target}: {tests.relative_to(ROOT)} begin", flush=True)
-        report, log, begin = self.folder / "tests.xml", self.folder / "tests.log", time.monotonic()
-        command = [str(self.python), *self.measuring, "-m", "pytest", "-q", str(tests)]
+        files, begin = [str(path.relative_to(ROOT)) for path in self.tests], time.monotonic()
+        print(f"\n=== {self.name}: {files[0]} begin", flush=True)
+        beside = self.python.parent.parent
+        report, log = (beside / f"tests-{self.part}.{form}" for form in ("xml", "log"))
+        command = [str(self.python), *self.measuring, "-m", "pytest", "-q", *files]
         command += [f"--junitxml={report}", *options]
         with log.open("w") as file:
             to = file if quietly else None
@@ -68,7 +85,7 @@ class Suite:
         wrong = skips.forbidden(skips.skipped(report), os.environ.get(skips.VARIABLE))
         passed = done.returncode == 0 and not wrong
         lines = [log.read_text(errors="replace"), *wrong]
-        lines.append(f"=== {self.target}: {'passed' if passed else 'FAILED'}")
+        lines.append(f"=== {self.name}: {'passed' if passed else 'FAILED'}")
         lines[-1] += f" in {time.monotonic() - begin:.0f} s"
         print("\n".join(filter(None, lines)), flush=True)
         return passed
@@ -94,11 +111,13 @@ def run(targets: list[str], options: list[str], measure: bool) -> tuple[list[str
             prepare(t, [wheels[name] for name in needed[t]], Path(scratch), measure)
             for t in targets
         ]
-        with ThreadPoolExecutor(min(SIDE_BY_SIDE, len(suites))) as pool:
-            passed = [*pool.map(lambda suite: suite.run(options, len(suites) > 1), suites)]
-        failed = [suite.target for suite, good in zip(suites, passed, strict=True) if not good]
-        measured = [s for s in suites if s.measuring]
-        return failed, [covered.collect(s.target, site_packages(s.folder)) for s in measured]
+        parts = [part for suite in suites for part in suite.split()]
+        with ThreadPoolExecutor(min(SIDE_BY_SIDE, len(parts))) as pool:
+            passed = [*pool.map(lambda part: part.run(options, len(parts) > 1), parts)]
+        failed = {part.target for part, good in zip(parts, passed, strict=True) if not good}
+        measured = [s.target for s in suites if s.measuring]
+        results = [covered.collect(name, site_packages(Path(scratch, name))) for name in measured]
+        return [name for name in targets if name in failed], results
 
 
 def in_order(first: list[str]) -> list[str]:
