@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
@@ -68,27 +69,19 @@ def compute_beside(block: nn.Module, experts: nn.Module) -> None:
     experts_name = next(name for name, each in block.named_children() if each is experts)
     shared = block.get_submodule(name)
     shared.__class__ = class_before(SharedExperts, type(shared), type(shared).__name__)
-    block.register_forward_pre_hook(_Offer(name, experts_name))
-    block.register_forward_hook(_Withdraw(name, experts_name), always_call=True)
+    block.register_forward_pre_hook(partial(_offer, name, experts_name))
+    block.register_forward_hook(partial(_withdraw, name, experts_name), always_call=True)
 
 
-class _Offer(NamedTuple):
-    shared: str
-    experts: str
-
-    def __call__(self, block: nn.Module, args: Any) -> None:
-        shared = block._modules[self.shared]
-        vars(shared).update(_computed=None, _called=False)
-        vars(block._modules[self.experts])["_beside"] = shared
+def _offer(shared: str, experts: str, block: nn.Module, args: Any) -> None:
+    module = block._modules[shared]
+    vars(module).update(_computed=None, _called=False)
+    vars(block._modules[experts])["_beside"] = module
 
 
-class _Withdraw(NamedTuple):
-    shared: str
-    experts: str
-
-    def __call__(self, block: nn.Module, args: Any, output: Any) -> None:
-        vars(block._modules[self.shared]).pop("_computed", None)
-        vars(block._modules[self.experts]).pop("_beside", None)
+def _withdraw(shared: str, experts: str, block: nn.Module, args: Any, output: Any) -> None:
+    vars(block._modules[shared]).pop("_computed", None)
+    vars(block._modules[experts]).pop("_beside", None)
 
 
 def _same(given: Any, early: _Computed) -> bool:
