@@ -6,6 +6,8 @@ router has it, or skewed: its first expert gets nearly every token. Every repeat
 in the same processes, shuffled. Every result is compared with one process.
 
     python -m benchmarks.expert_parallel --tokens 64 1024 --dtype float32 bfloat16
+    python -m benchmarks.expert_parallel --shared    # each block with a shared expert, too
+    python -m benchmarks.expert_parallel --slow      # as root, on slow links: harness/links.py
 
 One table a size; of the two ranks the larger figure counts, but for exposed ms.
 
@@ -26,9 +28,11 @@ import itertools
 import os
 import statistics
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from scaletorch.dist import RankPool
 
+from ..harness.ranks import run_on_links
 from ..harness.tables import MIB, largest, machine, ratio, table
 from .measure import ALONE, DTYPES, RANKS, SKEWS, Figures, Size, measure
 
@@ -47,6 +51,7 @@ def show(size: Size, ranks: list[tuple[dict[str, Figures], int]]) -> None:
     """Print one size."""
     repeats = len(ranks[0][0][ALONE].seconds)
     title = f"hidden {size.hidden}, {size.experts} experts, top-{size.top_k}"
+    title += ", a shared one" * size.shared
     title += f", {size.tokens} tokens a rank, {size.routing}, {size.dtype}, {repeats} repeats"
     found = [figures for figures, _ in ranks]
     formula = max(each for _, each in ranks)
@@ -74,15 +79,19 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024], help="of each rank")
     parser.add_argument("--routing", nargs="+", default=list(SKEWS), choices=SKEWS)
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--shared", action="store_true", help="with a shared expert")
+    parser.add_argument("--slow", action="store_true", help="ranks 10 ms from each other (root)")
     parser.add_argument("--seconds", type=float, default=1.0, help="about, a way and size")
     options = parser.parse_args()
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
     print(machine())
+    chosen = itertools.product(options.tokens, options.routing, options.dtype)
     with RankPool(RANKS, timeout=None) as pool:
-        chosen = itertools.product(options.tokens, options.routing, options.dtype)
+        alike = partial(pool.run, measure)
+        run = partial(run_on_links, measure, RANKS, 0.01, None) if options.slow else alike
         for tokens, routing, dtype in chosen:
-            size = Size(options.hidden, 8, 2, tokens, routing, dtype)
-            show(size, pool.run(measure, size, options.seconds))
+            size = Size(options.hidden, 8, 2, tokens, routing, dtype, options.shared)
+            show(size, run(size, options.seconds))
 
 
 if __name__ == "__main__":

@@ -39,6 +39,26 @@ class Experts(nn.Module):
         return total
 
 
+class SharedExperts(nn.Module):
+    """SwiGLU that every token goes through.
+
+    Args:
+        hidden: Size of a token.
+        inner: Size inside.
+    """
+
+    def __init__(self, hidden: int, inner: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Linear(hidden, 2 * inner, bias=False)
+        self.down_proj = nn.Linear(inner, hidden, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return the results [T, H] of tokens [T, H]."""
+        gate, up = self.gate_up_proj(hidden).chunk(2, dim=-1)
+        result: Tensor = self.down_proj(F.silu(gate) * up)
+        return result
+
+
 class Block(nn.Module):
     """A router and its experts.
 
@@ -48,13 +68,17 @@ class Block(nn.Module):
         hidden: Size of a token.
         inner: Size inside of an expert.
         skew: Added to the first expert's score.
+        shared: Whether there is a shared expert, of the same size inside.
     """
 
-    def __init__(self, experts: int, top_k: int, hidden: int, inner: int, skew: float) -> None:
+    def __init__(
+        self, experts: int, top_k: int, hidden: int, inner: int, skew: float, shared: bool
+    ) -> None:
         super().__init__()
         self.top_k, self.skew = top_k, skew
         self.gate = nn.Linear(hidden, experts, bias=False)
         self.experts = Experts(experts, hidden, inner)
+        self.shared_experts = SharedExperts(hidden, inner) if shared else None
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Return the results [T, H] of tokens [T, H]."""
@@ -63,4 +87,4 @@ class Block(nn.Module):
         weights, index = scores.softmax(-1).topk(self.top_k, dim=-1)
         weights = (weights / weights.sum(-1, keepdim=True)).to(hidden.dtype)
         result: Tensor = self.experts(hidden, index, weights)
-        return result
+        return result if self.shared_experts is None else result + self.shared_experts(hidden)

@@ -34,6 +34,7 @@ class Size:
     tokens: int
     routing: str
     dtype: str
+    shared: bool = False
 
     def formula(self, rows: int) -> int:
         """Return the bytes of rows that go to other ranks, there and back, in both directions."""
@@ -61,7 +62,7 @@ def make(size: Size) -> Block:
     """Return the whole block, the same on every rank."""
     torch.manual_seed(0)
     skew = SKEWS[size.routing]
-    block = Block(size.experts, size.top_k, size.hidden, 2 * size.hidden, skew)
+    block = Block(size.experts, size.top_k, size.hidden, 2 * size.hidden, skew, size.shared)
     return block.to(DTYPES[size.dtype])
 
 

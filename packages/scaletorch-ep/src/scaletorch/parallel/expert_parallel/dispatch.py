@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -46,6 +47,7 @@ def dispatch(
     top_k_weights: Tensor,
     experts: int | Sequence[int],
     group: ProcessGroup | None = None,
+    meanwhile: Callable[[], object] | None = None,
 ) -> Dispatched:
     """Send every token to the ranks that have its experts, once to each; all ranks call it.
 
@@ -61,6 +63,8 @@ def dispatch(
         experts: Number of experts, shared out in contiguous ranges, the first ranks one more; or
             their number on each rank.
         group: The ranks; None is the manager's `ep` axis.
+        meanwhile: Called while rows are under way; the backward of what it computes runs while
+            their gradients are.
 
     Raises:
         InvalidArgumentError: Shapes do not fit, an index is outside, a rank would have no expert.
@@ -78,7 +82,11 @@ def dispatch(
         raise InvalidArgumentError(f"{top_k_weights.dtype} weights carry fewer than 32768 experts")
     if route.backward and not (hidden.requires_grad or top_k_weights.requires_grad):
         hidden = hidden.detach().requires_grad_()  # another rank needs gradients, so all send them
-    rows, weights, index = apply(_Dispatch, hidden, top_k_weights, top_k_index, route)
+    flight = _Flight(route, (hidden.shape[1], top_k_weights.shape[1]))
+    marks = apply(_Leave, hidden, top_k_weights, top_k_index, flight)
+    if meanwhile is not None:
+        meanwhile()
+    rows, weights, index = apply(_Arrive, *marks, flight)
     rank = get_rank(group)
     index = index - sum(counts[:rank])
     elsewhere = (index < 0) | (index >= counts[rank])
@@ -111,36 +119,68 @@ def combine(rows: Tensor, route: Route) -> Tensor:
     return combined
 
 
-class _Dispatch(Function):
-    """Rows out with their weights and indices; backward brings gradients back and adds them up."""
+@dataclass(slots=True)
+class _Flight:
+    """What is under way between two nodes of the graph: hidden states, and what goes with them."""
+
+    route: Route
+    widths: tuple[int, int]  # H and K
+    works: tuple[Work[Tensor], ...] = ()
+
+    def land(self) -> list[Tensor]:
+        """Wait for all of it."""
+        works, self.works = self.works, ()
+        return [work.wait() for work in works]
+
+
+class _Leave(Function):
+    """Rows out with their weights and indices; backward adds up the gradients that came back."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weights: Tensor, index: Tensor, route: Route
+        ctx: Any, hidden: Tensor, weights: Tensor, index: Tensor, flight: _Flight
+    ) -> tuple[Tensor, Tensor]:
+        """Return a mark for each of hidden states and weights, of no elements."""
+        ctx.flight, route = flight, flight.route
+        kind = _INTEGERS[weights.element_size()]
+        beside = torch.stack((weights.view(kind), index.to(kind)), 1)
+        rows = (each.index_select(0, route.rows) for each in (hidden, beside))
+        flight.works = tuple(_send(each, route) for each in rows)
+        return hidden.new_empty(0), weights.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *_: Tensor) -> Any:
+        """Return the gradients of hidden states and weights."""
+        flight = ctx.flight
+        came = zip(flight.land(), flight.widths, strict=True)
+        hidden, weights = (_add_up(each.view(-1, width), flight.route) for each, width in came)
+        return hidden, weights, None, None
+
+
+class _Arrive(Function):
+    """What came, once it is here; backward sends gradients back and does not wait for them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weights: Tensor, flight: _Flight
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what came: hidden states [R, H], weights and indices [R, K]."""
-        ctx.route = route
-        kind = _INTEGERS[weights.element_size()]
-        under_way = _send(hidden.index_select(0, route.rows), route)
-        beside = torch.stack((weights.view(kind), index.to(kind)), 1)
-        came = _send(beside.index_select(0, route.rows), route).wait().view(-1, 2, index.shape[1])
+        ctx.flight, ctx.marks = flight, (hidden, weights)
+        (rows, beside), (width, top_k) = flight.land(), flight.widths
+        came = beside.view(-1, 2, top_k)
         indices = came[:, 1].long()
         ctx.mark_non_differentiable(indices)
-        rows = under_way.wait().view(-1, hidden.shape[1])
-        return rows, came[:, 0].contiguous().view(weights.dtype), indices
+        values = came[:, 0].contiguous().view(weights.dtype)
+        return rows.view(-1, width), values, indices
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send both gradients back: every rank does, whichever it needs."""
-        of_rows, of_weights = grads[0].contiguous(), grads[1].contiguous()
-        under_way = _send_back(of_rows, ctx.route), _send_back(of_weights, ctx.route)
-        widths = of_rows.shape[1], of_weights.shape[1]
-        hidden, weights = (
-            _add_up(work.wait().view(-1, width), ctx.route)
-            for work, width in zip(under_way, widths, strict=True)
-        )
-        return hidden, weights, None, None
+        flight = ctx.flight
+        flight.works = tuple(_send_back(g.contiguous(), flight.route) for g in grads[:2])
+        return *(torch.zeros_like(mark) for mark in ctx.marks), None
 
 
 class _Combine(Function):

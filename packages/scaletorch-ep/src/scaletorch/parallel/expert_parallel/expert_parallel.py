@@ -16,6 +16,7 @@ from ..pg_manager.building import mark_divided
 from .finding import Found, find_experts
 from .module import DividedExperts, Division, ExpertList, put_before
 from .plans import Plan, named_experts
+from .shared import compute_beside
 from .shares import counts_of, expert_group, token_group
 
 __all__ = ["apply_expert_parallel"]
@@ -81,6 +82,8 @@ def apply_expert_parallel(
     for each, division in zip(found, divisions, strict=True):
         _cut(each, division, memo)
         mark_divided(each.module, group if sharing is None else sharing)
+        if tokens is sharing is None and ranks > 1 and each.name:
+            compute_beside(model.get_submodule(each.name.rpartition(".")[0]), each.module)
     return model
 
 

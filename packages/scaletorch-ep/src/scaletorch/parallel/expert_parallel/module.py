@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -145,7 +146,9 @@ def _over_experts(
     division = module._division
     if len(division.counts) == 1:
         return own(hidden, index, weights)
-    came = dispatch(hidden, index, weights, division.counts, division.group)
+    shared = vars(module).get("_beside")  # what the block computes beside them
+    early = None if shared is None else partial(shared.compute_early, hidden)
+    came = dispatch(hidden, index, weights, division.counts, division.group, early)
     named = {name: _tensor(module, name) for name in division.stacked}
     results, wrong = compute(own, came, len(division.own), [*named.values()])
     if not division.checked:
