@@ -85,7 +85,7 @@ def _withdraw(shared: str, experts: str, block: nn.Module, args: Any, output: An
 
 
 def _same(given: Any, early: _Computed) -> bool:
-    """Tell whether a call is on what results were computed from, in whatever shape."""
+    """Return whether a call is on what results were computed from, in whatever shape."""
     hidden, version, _ = early
     return (
         isinstance(given, Tensor)
