@@ -24,8 +24,10 @@ class Decaying(nn.Module):
         self.decay = nn.Parameter(torch.rand(WIDTH))
         self.counts = counts
 
-    def forward(self, hidden, scale=None):
+    def forward(self, hidden, scale=None, kept=None):
         x = self.conv1d(hidden.mT)[..., : hidden.shape[1]].mT
+        if kept is not None:
+            x = x.masked_fill(~kept[..., None], 0.0)
         if scale is not None:
             x = x * scale
         state, outputs = torch.zeros_like(x[:, 0]), []
@@ -53,16 +55,17 @@ def differences(rows, layout):
     generator = torch.Generator().manual_seed(6)
     whole = torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
     scale = torch.rand(1, LENGTH, 1, generator=generator, dtype=torch.float64)
+    kept = torch.rand(rows, LENGTH, generator=generator) < 0.7
     wanted = torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
     mine, theirs = (x.clone().requires_grad_() for x in (whole, whole))
 
     def cut(x):
         return shard_sequence(x, layout=layout, group=dist.group.WORLD)
 
-    expected, _ = plain(theirs, scale)
+    expected, _ = plain(theirs, scale, kept)
     expected.backward(wanted)
     own, own_scale, own_wanted = cut(mine), cut(scale), cut(wanted)
-    out, state = model(own, own_scale)
+    out, state = model(own, own_scale, cut(kept))
     gradient = torch.autograd.grad(out, [own, *model.parameters()], own_wanted)
     for each in gradient[1:]:
         dist.all_reduce(each)
