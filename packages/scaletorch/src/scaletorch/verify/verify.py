@@ -97,8 +97,7 @@ def verify(
         `layouts` name it. A dtype in which rounding would hide faults is not judged.
 
     Raises:
-        InvalidArgumentError: neither layouts nor a world size, unknown options, a wrong ep, or an
-            optimizer that cannot be made or needs a closure.
+        InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer.
 
     Example:
         >>> verify(world_size=2, dtype="float64").passed
