@@ -6,11 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import relative_error, run_ranks, worst
 from scaletorch.parallel.context_parallel import apply_context_parallel, shard_sequence
-from scaletorch.parallel.context_parallel.models.whole_sequences import keep_whole
+from scaletorch.parallel.context_parallel.cp_comms import ring_of
+from scaletorch.parallel.context_parallel.models.settings import Settings
+from scaletorch.parallel.context_parallel.models.whole_sequences import _exchange, keep_whole
 
 WIDTH, LENGTH = 6, 16
 
@@ -98,3 +102,21 @@ def refused(counts):
 )
 def test_what_has_no_rows_is_refused(counts, words):
     assert all(words in message for message in run_ranks(refused, 2, counts))
+
+
+def exchanged():
+    """Exchange rows and positions of tensors that stand for an accelerator's."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    settings = Settings("zigzag", "ring", ring_of(dist.group.WORLD))
+    with FakeTensorMode():  # which refuses calls with tensors of two devices
+        hidden = torch.empty(4, 8, WIDTH, device="cuda")
+        exchange = _exchange(settings, hidden)
+        rows = exchange.to_rows(hidden)
+        back = exchange.to_positions("", rows)
+    return [(tuple(x.shape), x.device.type) for x in (rows, back)]
+
+
+def test_positions_are_put_in_order_where_hidden_states_are():
+    assert run_ranks(exchanged, 1, init=False) == [
+        [((2, 16, WIDTH), "cuda"), ((4, 8, WIDTH), "cuda")]
+    ]
