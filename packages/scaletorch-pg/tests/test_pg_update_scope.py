@@ -151,7 +151,7 @@ def test_what_an_update_looks_at(kind):
     assert torch.equal(torch.get_rng_state(), state)
     assert torch.equal(parameter, weight)
     assert torch.equal(parameter.grad, gradient)
-    assert optimizer.state_dict() == before
+    assert str(optimizer.state_dict()) == str(before)  # some hold tensors from the start
 
 
 def test_those_of_torch_that_are_known():
