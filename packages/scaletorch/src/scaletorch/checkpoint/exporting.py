@@ -124,7 +124,7 @@ def _write(path: Path | None, wholes: list[Whole]) -> Exception | None:
                 for tensor in tensors:
                     write_tensor(file, tensor)
                 flush(file)
-        except Exception as error:  # of whatever kind: a dtype that the format lacks, too
+        except (OSError, CheckpointError) as error:  # the latter of a dtype that it does not hold
             failed = error
     for _ in tensors:
         pass
