@@ -141,7 +141,7 @@ def _exchange(settings: Settings, hidden: Tensor) -> Exchange:
     layout = layout_of_shards(
         settings.layout if told is None else told.layout, length, None, ring.size
     )
-    order = torch.cat([layout.positions(rank) for rank in range(ring.size)]).to(hidden.device)
+    order = torch.cat([layout.positions(rank, hidden.device) for rank in range(ring.size)])
     return Exchange(ring, rows, length, order, order.argsort())
 
 
