@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -39,20 +40,18 @@ from transformers import (
 from scaletorch.checkpoint import export_safetensors, import_safetensors, load, save
 from scaletorch.compose import (
     clip_grad_norm_,
+    eval_step,
     global_grad_norm,
     parallelize,
     shard_global_batch,
-    token_loss_sum,
     train_step,
 )
-from scaletorch.dist import all_reduce, launch
-from scaletorch.parallel.data_parallel import global_token_count
+from scaletorch.dist import barrier, launch
 from scaletorch.parallel.pg_manager import (
     ProcessGroupManager,
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.parallel.pipeline_parallel import pipeline_forward
 
 STEPS, ROWS, LENGTH = 6, 8, 32
 OTHERWISE = {  # arguments that a grid has other ways for
@@ -110,6 +109,7 @@ class GridTrainer(Trainer):  # type: ignore[misc]
             use_seedable_sampler=inner.use_seedable_sampler,
             data_seed=inner.data_seed,
         )
+        self.accelerator.gather = lambda data: data  # a loss is the whole grid's on every rank
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
         """Return the rows of a step."""
@@ -121,7 +121,7 @@ class GridTrainer(Trainer):  # type: ignore[misc]
     def _shares(self, inputs: dict[str, Tensor]) -> list[Any]:
         """Return this rank's micro-batches; models of transformers shift labels, steps do not."""
         batch = dict(self._prepare_inputs(inputs))
-        batch["labels"] = batch["labels"].roll(-1, 1).index_fill(1, torch.tensor([-1]), -100)
+        batch["labels"] = nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)
         if "attention_mask" in batch and batch["attention_mask"].all():
             del batch["attention_mask"]  # it says nothing
         return shard_global_batch(batch, self.micro_batches, self.manager, model=self.parallel)
@@ -133,20 +133,21 @@ class GridTrainer(Trainer):  # type: ignore[misc]
 
     def prediction_step(self, model: Any, inputs: dict[str, Tensor], *_: Any, **__: Any) -> Any:
         """Return the loss of the whole grid's batch, and neither logits nor labels."""
-        shares = self._shares(inputs)
-        outputs = pipeline_forward(model, shares, everywhere=True)
-        pairs = [(o, share["labels"]) for o, share in zip(outputs, shares, strict=True)]
-        group = self.manager.cp_dp_group
-        loss = torch.stack([token_loss_sum(output, labels) for output, labels in pairs]).sum()
-        all_reduce(loss, group=group)
-        count = global_token_count(torch.cat([labels for _, labels in pairs]), group=group)
-        return loss / count, None, None
+        return eval_step(model, self._shares(inputs), self.manager), None, None
 
     def _clip_grad_norm(self, model: Any) -> Tensor:
         return clip_grad_norm_(model, self.args.max_grad_norm, self.manager)
 
     def _get_grad_norm(self, model: Any, grad_norm: Tensor | None = None) -> Tensor:
         return global_grad_norm(model, self.manager) if grad_norm is None else grad_norm
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save in the place of what a run that was resumed from before has left, as `Trainer`."""
+        folder = Path(self._get_output_dir(trial=trial), f"checkpoint-{self.state.global_step}")
+        if self.args.should_save:
+            shutil.rmtree(folder, ignore_errors=True)
+        barrier()
+        super()._save_checkpoint(model, trial)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write a folder that `from_pretrained` reads."""
@@ -214,11 +215,12 @@ def arguments(folder: Path, **others: Any) -> TrainingArguments:
     return TrainingArguments(str(folder), num_train_epochs=1, **{**quiet, **given, **others})
 
 
-def plain(folder: Path, dtype: torch.dtype = torch.float32) -> Curve:
+def plain(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Curve, Trainer]:
     """Train in one process, with `Trainer` as it is."""
     curve, model = Curve(), make_model().to(dtype)
-    Trainer(model, arguments(folder), train_dataset=rows(), callbacks=[curve]).train()
-    return curve
+    trainer = Trainer(model, arguments(folder), train_dataset=rows(), callbacks=[curve])
+    trainer.train()
+    return curve, trainer
 
 
 def on_grid(folder: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> Curve:
@@ -234,7 +236,7 @@ def on_grid(folder: Path, dtype: torch.dtype = torch.float32, **sizes: int) -> C
 def main() -> None:
     """Train both ways and compare."""
     with tempfile.TemporaryDirectory() as folder:
-        one = plain(Path(folder))
+        one, _ = plain(Path(folder))
         four = launch(on_grid, 4, Path(folder), tp_size=2, dp_size=2)[0]
     for loss, other in zip(one.losses, four.losses, strict=True):
         print(f"loss {loss:.5f} in one process, {other:.5f} on 4 ranks")

@@ -13,7 +13,10 @@ import pytest
 import torch
 
 from scaletorch.dist.testing import preload, run_ranks
-from scaletorch.parallel.pg_manager import destroy_process_group_manager
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
 
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLES = ROOT / "examples"
@@ -101,24 +104,51 @@ def test_grid_trainer():
     assert bound < 1e-5
 
 
-def trained(folder, **sizes):
-    """Return a few losses and norms of `GridTrainer`, and what it refuses."""
+def on_grids(folder):
+    """Train on two grids, and on a third evaluate, save and resume; return what each has found."""
     example = load("grid_trainer")
-    curve = example.on_grid(folder, torch.float64, **sizes)
+    curves = [
+        example.on_grid(folder, torch.float64, **{axis: 2}) for axis in ("pp_size", "cp_size")
+    ]
+    manager = setup_process_group_manager(tp_size=2)
+    saving = example.arguments(folder, save_strategy="steps", save_steps=4)
+
+    def trainer(seed):
+        model, curve = example.make_model().double(), example.Curve()
+        for parameter in model.parameters():
+            parameter.data.add_(seed)
+        both = {"train_dataset": example.rows(), "callbacks": [curve]}
+        found = example.GridTrainer(model, saving, manager=manager, micro_batches=2, **both)
+        return found, curve
+
+    first, _ = trainer(0)
+    first.train()
+    loss = first.evaluate(example.rows()[:12])["eval_loss"]  # the last batch has half of the rows
+    second, rest = trainer(1)
+    second.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    again = second.evaluate(example.rows()[:12])["eval_loss"]
     with pytest.raises(ValueError, match="no bf16=True: load the model in bfloat16"):
         example.GridTrainer(None, example.arguments(folder, bf16=True), manager=None)
-    return curve.losses, curve.norms
+    return [(curve.losses, curve.norms) for curve in curves], (loss, rest.losses, again)
 
 
 @pytest.mark.timeout(300)
 def test_grid_trainer_on_other_grids(tmp_path):
     pytest.importorskip("accelerate")
     preload("transformers.models.llama.modeling_llama", "transformers.trainer", "torch._dynamo")
-    one = load("grid_trainer").plain(tmp_path, torch.float64)
-    for sizes in ({"pp_size": 2}, {"cp_size": 2}):
-        losses, norms = run_ranks(trained, 2, tmp_path, timeout=100, **sizes)[0]
+    example = load("grid_trainer")
+    one, trainer = example.plain(tmp_path, torch.float64)
+    expected = trainer.evaluate(example.rows()[:12])["eval_loss"]
+    curves, (loss, rest, again) = run_ranks(on_grids, 2, tmp_path, timeout=200)[0]
+    for losses, norms in curves:
         assert losses == pytest.approx(one.losses, rel=1e-6)  # Trainer keeps float32 of them
         assert norms == pytest.approx(one.norms, rel=1e-5)
+    assert [loss, again] == pytest.approx([expected] * 2, rel=1e-6)
+    assert rest == pytest.approx(one.losses[4:], rel=1e-6)
+    saved = example.LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-6")
+    for name, weight in trainer.model.state_dict().items():
+        # Adam makes steps of what rounding leaves of a gradient that is nearly zero; they are 3e-3.
+        torch.testing.assert_close(saved.state_dict()[name], weight, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["dp2 tp2", "dp2 cp2", "dp2 cp2 tp2"])

@@ -6,11 +6,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import relative_error, run_ranks, worst
 from scaletorch.parallel.context_parallel import apply_context_parallel, shard_sequence
-from scaletorch.parallel.context_parallel.models.whole_sequences import keep_whole
+from scaletorch.parallel.context_parallel.cp_comms import ring_of
+from scaletorch.parallel.context_parallel.models.settings import Settings
+from scaletorch.parallel.context_parallel.models.whole_sequences import _exchange, keep_whole
 
 WIDTH, LENGTH = 6, 16
 
@@ -24,8 +28,10 @@ class Decaying(nn.Module):
         self.decay = nn.Parameter(torch.rand(WIDTH))
         self.counts = counts
 
-    def forward(self, hidden, scale=None):
+    def forward(self, hidden, scale=None, kept=None):
         x = self.conv1d(hidden.mT)[..., : hidden.shape[1]].mT
+        if kept is not None:
+            x = x.masked_fill(~kept[..., None], 0.0)
         if scale is not None:
             x = x * scale
         state, outputs = torch.zeros_like(x[:, 0]), []
@@ -53,16 +59,17 @@ def differences(rows, layout):
     generator = torch.Generator().manual_seed(6)
     whole = torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
     scale = torch.rand(1, LENGTH, 1, generator=generator, dtype=torch.float64)
+    kept = torch.rand(rows, LENGTH, generator=generator) < 0.7
     wanted = torch.randn(rows, LENGTH, WIDTH, generator=generator, dtype=torch.float64)
     mine, theirs = (x.clone().requires_grad_() for x in (whole, whole))
 
     def cut(x):
         return shard_sequence(x, layout=layout, group=dist.group.WORLD)
 
-    expected, _ = plain(theirs, scale)
+    expected, _ = plain(theirs, scale, kept)
     expected.backward(wanted)
     own, own_scale, own_wanted = cut(mine), cut(scale), cut(wanted)
-    out, state = model(own, own_scale)
+    out, state = model(own, own_scale, cut(kept))
     gradient = torch.autograd.grad(out, [own, *model.parameters()], own_wanted)
     for each in gradient[1:]:
         dist.all_reduce(each)
@@ -95,3 +102,21 @@ def refused(counts):
 )
 def test_what_has_no_rows_is_refused(counts, words):
     assert all(words in message for message in run_ranks(refused, 2, counts))
+
+
+def exchanged():
+    """Exchange rows and positions of tensors that stand for an accelerator's."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    settings = Settings("zigzag", "ring", ring_of(dist.group.WORLD))
+    with FakeTensorMode():  # which refuses calls with tensors of two devices
+        hidden = torch.empty(4, 8, WIDTH, device="cuda")
+        exchange = _exchange(settings, hidden)
+        rows = exchange.to_rows(hidden)
+        back = exchange.to_positions("", rows)
+    return [(tuple(x.shape), x.device.type) for x in (rows, back)]
+
+
+def test_positions_are_put_in_order_where_hidden_states_are():
+    assert run_ranks(exchanged, 1, init=False) == [
+        [((2, 16, WIDTH), "cuda"), ((4, 8, WIDTH), "cuda")]
+    ]

@@ -2,7 +2,7 @@
 
 import types
 from collections import OrderedDict, defaultdict, namedtuple
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ import torch.distributed as c10d
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError, StateError, devices
-from scaletorch.dist.building import tensors_in
+from scaletorch.dist.building import map_tensors, tensors_in
 from scaletorch.dist.devices import DEVICES, DeviceEntry, device_entries, entry_of_backend
 from scaletorch.dist.startup import creators
 from scaletorch.dist.testing import distributed_test
@@ -242,3 +242,38 @@ def test_tensors_inside_are_found_at_any_depth():
     a, b, c = (torch.full((1,), float(value)) for value in range(3))
     value = {"first": [a, ("text", b)], "second": Output([c]), "class": Output}
     assert [float(tensor) for tensor in tensors_in(value)] == [0.0, 1.0, 2.0]
+
+
+@dataclass(frozen=True, slots=True)
+class Frozen:
+    left: object
+    size: int = field(default=2, init=False)
+
+
+def test_tensors_inside_are_changed_at_any_depth_in_containers_of_the_same_types():
+    def doubled(tensor):
+        return 2 * tensor
+
+    one = torch.ones(1)
+    largest = torch.tensor([[1, 2], [4, 3]]).max(1)  # a type of torch's own, of one argument
+    value = {
+        "first": [one, ("text", None)],
+        "pair": Pair(one, torch.Size([2, 3])),
+        "ordered": OrderedDict(a=one, b="text"),
+        "default": defaultdict(list, a=one),
+        "read-only": types.MappingProxyType({"a": one}),
+        "class": Output([Frozen(one)]),
+        "largest": largest,
+    }
+    found = map_tensors(doubled, value)
+    assert [float(x) for x in tensors_in(value["first"])] == [1.0], "the given one must stay"
+    assert found["first"] == [2.0, ("text", None)]
+    assert found["first"] is not value["first"]
+    assert found["pair"] == Pair(2.0, torch.Size([2, 3]))
+    assert isinstance(found["pair"].right, torch.Size)
+    assert found["ordered"] == OrderedDict(a=2.0, b="text")
+    assert found["default"]["missing"] == []
+    assert (type(found["read-only"]), found["read-only"]["a"]) == (types.MappingProxyType, 2.0)
+    assert found["class"] == Output([Frozen(2.0)])
+    assert (type(found["largest"]), found["largest"].values.tolist()) == (type(largest), [4, 8])
+    assert map_tensors(doubled, "text") == "text"

@@ -26,6 +26,7 @@ from scaletorch.parallel.pg_manager import (
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
+load_file = pytest.importorskip("safetensors.torch").load_file
 
 pytestmark = [
     pytest.mark.timeout(300),  # the first ranks import peft
@@ -192,3 +193,44 @@ def added_later():
 
 def test_adapters_after_parallelize_are_refused_with_the_way_out():
     run_ranks(added_later, 2)
+
+
+@pytest.fixture
+def alone():
+    yield setup_process_group_manager()
+    destroy_process_group_manager()
+
+
+@pytest.mark.parametrize("options", [{}, {"use_dora": True}])
+def test_an_adapter_has_the_names_that_peft_gives_it(alone, tmp_path, options):
+    name = "model"  # as of a module that it lies in
+    config = peft.LoraConfig(target_modules=["q_proj", "embed_tokens"], **options)
+    model = peft.get_peft_model(base(), config, adapter_name=name)
+    model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"]))
+    export_adapter(parallelize(model, alone), tmp_path / "ours", adapter=name)
+    model.save_pretrained(
+        tmp_path / "theirs", selected_adapters=[name], save_embedding_layers=False
+    )
+    ours = load_file(tmp_path / "ours" / "adapter_model.safetensors")
+    theirs = load_file(tmp_path / "theirs" / name / "adapter_model.safetensors")
+    assert any("lora_embedding_A" in each for each in theirs)
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[each], theirs[each]) for each in theirs)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "words"),
+    [
+        (peft.LoraConfig, {"modules_to_save": ["lm_head"]}, "has modules_to_save"),
+        (peft.LoraConfig, {"bias": "lora_only"}, "has bias"),
+        (peft.LoraConfig, {"trainable_token_indices": [1, 2]}, "has trainable_token_indices"),
+        (peft.IA3Config, {"feedforward_modules": []}, "is of kind IA3"),
+    ],
+)
+def test_an_adapter_of_more_than_its_matrices_is_not_exported(
+    alone, tmp_path, kind, options, words
+):
+    model = peft.get_peft_model(base(), kind(target_modules=["q_proj"], **options))
+    with pytest.raises(ScaletorchError, match=f"adapter 'default' {words}, and of adapters only"):
+        export_adapter(parallelize(model, alone), tmp_path)
+    assert not any(tmp_path.iterdir())

@@ -386,6 +386,18 @@ def test_weights_go_out_and_come_in(four, tmp_path):
     assert_equal(found | {"lm_head.weight": found["embed_tokens.weight"]}, expected)
 
 
+def export_unknown_dtype(root):
+    model, _, manager = setup((1, 1, 1, 2))
+    (plain,) = (module for module in model.modules() if isinstance(module, Llama))
+    plain.register_buffer("odd", torch.zeros(2, dtype=torch.complex128))
+    with pytest.raises(CheckpointError, match=r"odd has dtype torch\.complex128, which safeten"):
+        export_safetensors(model, root, manager)
+
+
+def test_what_one_rank_cannot_write_is_an_error_on_all(two, tmp_path):
+    two.run(export_unknown_dtype, tmp_path)
+
+
 def test_other_weights_are_refused(tmp_path):
     with pytest.raises(DamagedCheckpointError, match="has neither"):
         import_safetensors(Llama(SIZES), tmp_path)

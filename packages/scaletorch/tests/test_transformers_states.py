@@ -101,17 +101,22 @@ def test_states_pass_through_whole_sequences(ranks, rows, layout):
     assert worst(found.values()) <= BOUND, found
 
 
-def _packed():
+def _refused():
+    """Return what is said of packed documents, and of an encoder that begins with convolutions."""
     model = apply_context_parallel(_build("Qwen3Next"), c10d.group.WORLD)
     batch = shard_batch(_batch(2), c10d.group.WORLD)
-    try:
+    with pytest.raises(InvalidArgumentError) as packed:
         _train(model, batch, cu_seq_lens_q=torch.tensor([0, 7, 16]))
-    except InvalidArgumentError as error:
-        return str(error)
-    return ""
+    sizes = {"d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "num_mel_bins": 8}
+    speech = transformers.WhisperConfig(encoder_ffn_dim=16, max_source_positions=16, **sizes)
+    encoder = transformers.models.whisper.modeling_whisper.WhisperEncoder(speech)
+    with pytest.raises(InvalidArgumentError) as convolved:
+        apply_context_parallel(encoder, c10d.group.WORLD)
+    return str(packed.value), str(convolved.value)
 
 
-def test_packed_documents_are_refused_where_a_state_would_pass_on():
+def test_what_would_pass_a_state_to_others_is_refused():
     preload("transformers")
-    for message in run_ranks(_packed, 2, timeout=120):
-        assert "from one packed document to the next" in message
+    for packed, convolved in run_ranks(_refused, 2, timeout=120):
+        assert "from one packed document to the next" in packed
+        assert "WhisperEncoder takes no position_ids" in convolved

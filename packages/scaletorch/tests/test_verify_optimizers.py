@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
+from sample_optimizers import ClippedAll
 
+from scaletorch.dist.building import locate
 from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import relative_error
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import Grid
-from scaletorch.verify import verify
-from scaletorch.verify.__main__ import optimizer_of, parse, read_argument
+from scaletorch.verify import default_batch, verify
+from scaletorch.verify.__main__ import main, optimizer_of, parse, read_argument, run
+from scaletorch.verify.cases import Case
+from scaletorch.verify.phases import Chosen, phases_of
+from scaletorch.verify.report import CaseResult, Report
+from scaletorch.verify.verify import save_reference
 
 
 def small_model():
@@ -19,17 +26,6 @@ def small_model():
 
 def half_step(parameters, lr=0.1):
     return torch.optim.SGD(parameters, lr=lr / 2)
-
-
-class GlobalNorm(torch.optim.SGD):
-    """Divides by the norm of all gradients that it has."""
-
-    def step(self, closure=None):
-        gradients = [p.grad for group in self.param_groups for p in group["params"]]
-        norm = torch.nn.utils.get_total_norm(gradients)
-        for gradient in gradients:
-            gradient.div_(norm)
-        super().step()
 
 
 def test_an_optimizer_that_is_named():
@@ -44,8 +40,8 @@ def test_an_optimizer_that_is_named():
         )  # fmt: skip
         assert report.passed, report
     report = verify(small_model, layouts=[Grid(tp=2), Grid(pp=2)], dtype="float64",
-                    optimizer=GlobalNorm)  # fmt: skip
-    assert all("GlobalNorm looks at several" in result.refused for result in report.results)
+                    optimizer=ClippedAll)  # fmt: skip
+    assert all("ClippedAll looks at several" in result.refused for result in report.results)
 
 
 def test_optimizers_of_the_command_line():
@@ -54,5 +50,39 @@ def test_optimizers_of_the_command_line():
     assert optimizer_of(parse([])) is None
     with pytest.raises(InvalidArgumentError, match=r"'torch\.optim:Moun' is not package"):
         optimizer_of(parse(["--optimizer", "Moun"]))
+    with pytest.raises(InvalidArgumentError, match="schedule must be one of"):
+        run(parse(["--world-size", "1", "--schedule", "typo"]))
     read = [read_argument(text) for text in ("lr=0.02", "adjust_lr_fn=match_rms_adamw", "a=(1, 2)")]
     assert read == [("lr", 0.02), ("adjust_lr_fn", "match_rms_adamw"), ("a", (1, 2))]
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "given", "message"),
+    [
+        (torch.optim.SGD, {"learning": 1}, r"SGD with arguments \{'learning': 1\} cannot train"),
+        (torch.optim.Adam, {"lr": -1.0}, "Adam with .* cannot train .* Invalid learning rate"),
+        (torch.optim.LBFGS, {}, "LBFGS with .* cannot train this model by step.. alone: .*closure"),
+    ],
+)
+def test_an_optimizer_that_cannot_be_tried_is_refused(optimizer, given, message):
+    with pytest.raises(InvalidArgumentError, match=message):
+        verify(small_model, world_size=1, optimizer=optimizer, optimizer_args=given)
+
+
+def test_what_bfloat16_loses_is_told_by_the_same_optimizer(tmp_path):
+    phases = phases_of(Chosen(locate(half_step), {"lr": 0.2}))
+    saved = torch.load(
+        save_reference(tmp_path / "reference", small_model, default_batch, "bfloat16", phases)
+    )
+    for step, exact in zip(saved["steps"], saved["exact"], strict=True):
+        for name, weight in step["weights"].items():
+            assert relative_error(weight.double(), exact["weights"][name]) < 0.02, name
+
+
+def test_a_command_that_repeats_a_case_is_one_for_a_shell(monkeypatch, capsys):
+    def found(arguments):
+        return Report([CaseResult(Case(Grid()), 0.0, [], "an error")], 1)
+
+    monkeypatch.setattr("scaletorch.verify.__main__.run", found)
+    assert main(["--world-size", "1", "--optimizer-args", "lr=0.1", "betas=(0.9, 0.99)"]) == 1
+    assert "--optimizer-args lr=0.1 'betas=(0.9, 0.99)' --layout 1x1x1x1" in capsys.readouterr().out

@@ -1,5 +1,6 @@
 """What the proof must not let pass, on the batches and models that users have."""
 
+import json
 import subprocess
 import sys
 from functools import partial
@@ -17,9 +18,13 @@ from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, parse_layout, verify
 from scaletorch.verify.bounds import LARGEST, ROOM, blind, bound
 from scaletorch.verify.cases import Case
+from scaletorch.verify.compare import Difference
+from scaletorch.verify.dropout import judge, recorded
+from scaletorch.verify.lost import compare_number
 from scaletorch.verify.phases import PHASES, STEPS, phase_at
 from scaletorch.verify.problem import mean_loss, wide_batch
-from scaletorch.verify.runner import run_case
+from scaletorch.verify.report import CaseResult, Report
+from scaletorch.verify.runner import RankReport, run_case
 from scaletorch.verify.training import Subject
 from scaletorch.verify.verify import Task, run_all, save_reference
 
@@ -214,3 +219,39 @@ def test_ranks_that_fail_alike_show_one_traceback():
     assert not report.passed
     assert text.count("ValueError: no such file") == 1
     assert "--- ranks 0-3 failed ---" in text
+
+
+def dropped_twice(share, size, *, alike):
+    """Return what is found where a module drops of two inputs, from one seed or from two."""
+    model = torch.nn.Sequential(torch.nn.Dropout(share))
+    with recorded(model, (0, 0)) as draws:
+        for seed in range(2):
+            given = torch.full((size,), 1.0 + seed)
+            torch.manual_seed(0 if alike else seed)
+            model(given)
+    (found,) = judge(draws, 0)
+    return found.note
+
+
+def test_dropout_that_drops_next_to_nothing_is_not_taken_for_the_same_draw():
+    assert "must be independent" in dropped_twice(0.5, 100, alike=True)
+    assert not dropped_twice(0.5, 100, alike=False)
+    assert not dropped_twice(1e-9, 100, alike=False)
+    assert not dropped_twice(0.5, 2, alike=True)
+
+
+def test_a_report_holds_what_is_no_number_of_json():
+    bad = Difference("loss", 0, float("nan"), float("nan"), note="a | b")
+    report = Report(
+        [CaseResult(Case(Grid()), 0.0, [RankReport(1, bad, [bad], 0, [], torch.inf)])], 1
+    )
+    (case,) = json.loads(report.to_json())["cases"]
+    assert (case["margin"], case["failures"][0]["bound"], bad.severity) == ("inf", "nan", torch.inf)
+    refused = Report([CaseResult(Case(Grid()), 0.0, [], refused="takes int | float")], 1)
+    assert "takes int \\| float |" in refused.to_markdown()
+
+
+def test_a_loss_of_zero_is_compared():
+    exact = {"loss": torch.tensor(0.0).double()}
+    assert not compare_number("loss", 0, torch.tensor(0.0), torch.tensor(0.0), 0.0, exact).failed
+    assert compare_number("loss", 0, torch.tensor(0.1), torch.tensor(0.0), 0.0, exact).failed

@@ -5,19 +5,30 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 
 import scaletorch.dist as dist
+from scaletorch.compose import (
+    full_state_dict,
+    parallelize,
+    shard_global_batch,
+    train_step,
+    whole_matrices,
+)
 from scaletorch.dist import devices
 from scaletorch.dist.ranks.locate import locate
-from scaletorch.dist.testing import run_ranks
+from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.pg_manager import setup_process_group_manager
 from scaletorch.verify import default_batch, parse_layout, runner, training
 from scaletorch.verify.cases import enumerate_cases
+from scaletorch.verify.problem import mean_loss
 from scaletorch.verify.runner import run_case
 from scaletorch.verify.training import Subject
 from scaletorch.verify.verify import save_reference
 
+MATRIX = "layers.0.self_attn.q_proj.weight"
 STANDIN = Path(__file__).parents[2] / "scaletorch-dist" / "tests" / "standin"
 SMALL = LlamaConfig(
     vocab_size=64, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=4, num_kv_heads=2
@@ -90,3 +101,28 @@ def test_a_layout_on_a_vendors_device(plugins, monkeypatch, tmp_path, device, ba
         assert not report.failures
         assert report.compared > 20
         assert index == rank % 4
+
+
+def one_matrix(device, backend):
+    """Train by Muon one matrix that is cut over tp, so that one of the ranks owns nothing."""
+    dist.init_dist("pytorch", backend=backend, timeout=20)
+    manager = setup_process_group_manager(tp_size=2)
+    torch.manual_seed(0)
+    model = parallelize(model_there(), manager)
+    (weight,) = (p for n, p in model.named_parameters() if n == MATRIX)
+    muon = whole_matrices(torch.optim.Muon([weight], lr=0.1), model)
+    batch = moved(dict(default_batch(0)), devices.current_device())
+    train_step(model, shard_global_batch(batch, 1, model=model))
+    muon.step()
+    return full_state_dict(model, only=lambda name: name == MATRIX)[MATRIX].cpu()
+
+
+def test_a_rank_that_owns_no_matrix_sends_from_the_same_device(plugins, monkeypatch):
+    torch.manual_seed(0)
+    model, batch = small_model(), default_batch(0)
+    weight = model.get_parameter(MATRIX)
+    mean_loss(model(batch["input_ids"]), batch["labels"]).backward()
+    torch.optim.Muon([weight], lr=0.1).step()
+    monkeypatch.syspath_prepend(plugins)
+    for found in run_ranks(one_matrix, 2, "npu", "hccl", init=False, timeout=100):
+        assert relative_error(found, weight) < 1e-5

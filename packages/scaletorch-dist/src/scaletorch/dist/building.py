@@ -10,7 +10,7 @@ from .agreement import agree, caught
 from .collectives.all_to_all import all_to_all_flat
 from .collectives.flat import all_gather_flat, all_reduce_flat, reduce_scatter_flat
 from .collectives.peer import Handle, Peer
-from .data_devices import tensors_in
+from .data_devices import map_tensors, tensors_in
 from .differences import relative_error, worst
 from .naming import name_ranks
 from .ranks.locate import Locator, locate
@@ -31,6 +31,7 @@ __all__ = [
     "caught",
     "even_parts",
     "locate",
+    "map_tensors",
     "name_ranks",
     "one_per_process",
     "reduce_scatter_flat",

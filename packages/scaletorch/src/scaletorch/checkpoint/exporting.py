@@ -60,7 +60,7 @@ def export_safetensors(
     if place.manager is not None:
         stages = all_gather_object(listing, place.manager.pp_group)
     total, before = sum(map(len, stages)), sum(map(len, stages[: place.pp]))
-    failed: OSError | None = None
+    failed: Exception | None = None
     gathers = place.replica == 0 or (place.manager is not None and place.manager.ep_size > 1)
     for number, file in enumerate(files if gathers else (), before + 1):
         writes = place.tp == 0 and place.replica == 0
@@ -108,7 +108,7 @@ def _file_name(number: int, total: int) -> str:
     return WHOLE if total == 1 else f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
-def _write(path: Path | None, wholes: list[Whole]) -> OSError | None:
+def _write(path: Path | None, wholes: list[Whole]) -> Exception | None:
     """Gather a file's tensors one by one, and write them if there is a path.
 
     An error is returned: other ranks are to gather with this one until the end.
@@ -116,7 +116,7 @@ def _write(path: Path | None, wholes: list[Whole]) -> OSError | None:
     wholes = sorted(wholes, key=lambda each: -each.dtype.itemsize)  # aligned
     slots = [(each.name, each.dtype, each.shape) for each in wholes]
     tensors = map(gather_whole, wholes)
-    failed = None
+    failed: Exception | None = None
     if path is not None:
         try:
             with path.with_name(path.name + UNFINISHED).open("wb") as file:
@@ -124,14 +124,14 @@ def _write(path: Path | None, wholes: list[Whole]) -> OSError | None:
                 for tensor in tensors:
                     write_tensor(file, tensor)
                 flush(file)
-        except OSError as error:
+        except (OSError, CheckpointError) as error:  # the latter of a dtype that it does not hold
             failed = error
     for _ in tensors:
         pass
     return failed
 
 
-def _raise(error: OSError | None) -> None:
+def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
 

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..dist import all_reduce, get_comm_device
 from ..dist.building import agree
 from ..dist.errors import InvalidArgumentError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pg_manager.building import evaluating
 from ..parallel.pipeline_parallel import pipeline_forward
 from .batches import Batch
 from .forward import manager_of, terms_of
@@ -118,21 +118,10 @@ def _forwards(
 ) -> list[Tensor]:
     """Return what `each` makes of every output, on ranks of the last stage."""
     terms = terms_of(model)
-    with _evaluating(model), torch.no_grad():
+    with evaluating(model), torch.no_grad():
         called, _ = ready(model, micro_batches, manager, terms, own, False)
         look_first(model, micro_batches, called, manager, terms)
         return pipeline_forward(model, called, group=manager.pp_group, each=each)
-
-
-@contextmanager
-def _evaluating(model: nn.Module) -> Iterator[None]:
-    modes = {module: module.training for module in model.modules()}
-    try:
-        model.eval()
-        yield
-    finally:
-        for module, mode in modes.items():
-            module.training = mode
 
 
 def _of_tokens(output: Any, batch: Any) -> tuple[Tensor, int]:

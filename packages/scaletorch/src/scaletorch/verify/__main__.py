@@ -6,6 +6,7 @@ import argparse
 import ast
 import importlib
 import os
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -115,8 +116,9 @@ def problem_of(arguments: argparse.Namespace, layouts: list[Grid]) -> tuple[Mode
     batch = load(arguments.batch) if arguments.batch else None
     named = arguments.schedule or [OPTIONS["schedule"][0]]
     schedules = OPTIONS["schedule"] if arguments.every_option else named
-    stages = (SCHEDULES[str(name)](g.pp, 1).num_stages for g in layouts for name in schedules)
-    wide = max(*(g.world_size for g in layouts), *stages) > 8
+    known = [SCHEDULES[name] for name in map(str, schedules) if name in SCHEDULES]
+    stages = (schedule(g.pp, 1).num_stages for g in layouts for schedule in known)
+    wide = max([*(g.world_size for g in layouts), *stages]) > 8
     if arguments.ep is not None or not all(grid.is_plain for grid in layouts):
         model = model or (wide_mixture if wide else default_mixture)
     built_in = wide_model if wide else default_model
@@ -181,9 +183,8 @@ def main(given: Sequence[str] | None = None) -> int:
     again += [f"--batch {arguments.batch}"] * bool(arguments.batch)
     again += [f"--plan {arguments.plan}"] * bool(arguments.plan)
     again += [f"--optimizer {arguments.optimizer}"] * bool(arguments.optimizer)
-    again += [f"--optimizer-args {' '.join(arguments.optimizer_args)}"] * bool(
-        arguments.optimizer_args
-    )
+    given_args = shlex.join(arguments.optimizer_args)
+    again += [f"--optimizer-args {given_args}"] * bool(given_args)
     again += ["--ep"] * (arguments.ep is not None)  # the model with experts
     report = replace(report, command=" ".join([report.command, *again]))
     print(report)

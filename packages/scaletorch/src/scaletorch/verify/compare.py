@@ -43,9 +43,9 @@ class Difference:
 
     @property
     def severity(self) -> float:
-        """Error in units of the bound, for sorting; NaN is worst."""
+        """Error in units of the bound, for sorting; NaN, of either, is worst."""
         if self.failed:
-            return self.error / self.bound if self.error < INFINITE and self.bound else INFINITE
+            return self.error / self.bound if self.error < INFINITE and self.bound > 0 else INFINITE
         return self.error / self.bound if self.bound else 0.0
 
 

@@ -44,7 +44,7 @@ def compare_number(
     if exact is None:
         return compare_tensor(what, step, ours, theirs, limit)
     true = float(exact[what])
-    lost, allowed = (abs(float(each) - true) / abs(true) for each in (ours, theirs))
+    lost, allowed = (abs(float(each) - true) / (abs(true) or 1.0) for each in (ours, theirs))
     allowed = FACTOR * max(allowed, torch.finfo(torch.bfloat16).eps)
     return Difference(what, step, lost, allowed, note=f"{float(ours):.9g}, exactly {true:.9g}")
 

@@ -207,6 +207,7 @@ class Report:
     def to_markdown(self) -> str:
         """Return the table and the versions for a pull request."""
         rows = [HEADER, tuple("---" for _ in HEADER), *self.rows()]
+        rows = [tuple(cell.replace("|", "\\|") for cell in row) for row in rows]
         table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
         named = ", ".join(f"{name} {version}" for name, version in versions().items())
         failed = "\n\n".join(
@@ -230,7 +231,7 @@ class Report:
                 "unjudged": result.unjudged,
                 "flip": None if result.flip is None else plain(result.flip),
                 "replayed": [plain(each) for each in result.replayed],
-                "margin": result.margin,
+                "margin": _finite(result.margin),
             }
             for result in self.results
         ]
@@ -245,9 +246,11 @@ class Report:
 
 def plain(difference: Difference) -> dict[str, Any]:
     """Return a difference as JSON can hold it."""
-    values = asdict(difference)
-    finite = torch.isfinite(torch.tensor(difference.error)).item()
-    return values | {"error": values["error"] if finite else str(values["error"])}
+    return {name: _finite(value) for name, value in asdict(difference).items()}
+
+
+def _finite(value: Any) -> Any:
+    return value if not isinstance(value, float) or math.isfinite(value) else str(value)
 
 
 def versions() -> dict[str, str]:

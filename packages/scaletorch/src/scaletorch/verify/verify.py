@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from torch.optim import Optimizer
 
 from ..dist import RankFailedError, RankPool
 from ..dist.building import locate
+from ..dist.errors import InvalidArgumentError
 from ..dist.testing import preload
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
@@ -95,7 +97,7 @@ def verify(
         `layouts` name it. A dtype in which rounding would hide faults is not judged.
 
     Raises:
-        InvalidArgumentError: neither layouts nor a world size, unknown options, or a wrong ep.
+        InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer.
 
     Example:
         >>> verify(world_size=2, dtype="float64").passed
@@ -108,7 +110,7 @@ def verify(
     chain = chain_length(model, batch_fn(0)["input_ids"])
     preload(*heavy_modules(model))
     why = {name: blind(TORCH_DTYPES[name], chain, STEPS) for name in dtypes}
-    subject = Subject(locate(model_fn), plan, split, _phases(optimizer, optimizer_args))
+    subject = Subject(locate(model_fn), plan, split, _phases(optimizer, optimizer_args, model))
     results = list(_shown(_judged(cases, why, subject, model_fn, batch_fn, timeout), progress))
     return Report(results, chain, named=layouts is not None)
 
@@ -121,11 +123,22 @@ def _shown(results: Iterable[CaseResult], progress: Progress | None) -> Iterator
 
 
 def _phases(
-    optimizer: Callable[..., Optimizer] | None, options: Mapping[str, Any] | None
+    optimizer: Callable[..., Optimizer] | None, options: Mapping[str, Any] | None, model: nn.Module
 ) -> tuple[Phase, ...]:
+    """Return the phases of a proof with an optimizer, which can be made and needs no closure."""
     if optimizer is None:
         return PHASES
-    return phases_of(Chosen(locate(optimizer), dict(options or {})))
+    chosen = Chosen(locate(optimizer), dict(options or {}))
+    try:
+        for each in chosen(model.parameters()):
+            signature(each.step).bind()
+    except (TypeError, ValueError) as error:
+        name = getattr(optimizer, "__name__", str(optimizer))
+        raise InvalidArgumentError(
+            f"{name} with arguments {dict(options or {})} cannot train this model by step() alone: "
+            f"{error}"
+        ) from error
+    return phases_of(chosen)
 
 
 def _judged(
@@ -178,7 +191,7 @@ def save_reference(
         twin = model_fn().to(torch.float64)
         twin.load_state_dict(state)
         with decided(in_order([choice for step in steps for choice in step.choices])):
-            exact = one_process(twin, batches)
+            exact = one_process(twin, batches, phases)
         limits = [lost.off(s.choices, e.choices) for s, e in zip(steps, exact, strict=True)]
     wide = 4 if exact else 1  # by_scores looks around them
     near = [doubtful(s.choices, wide * limit) for s, limit in zip(steps, limits, strict=True)]

@@ -111,9 +111,9 @@ def apply_context_parallel(
 
     The model is then called with its shard of the batch and of `position_ids`: see `shard_batch`.
 
-    Modules of transformers that pass a state along (convolutions, state spaces, linear attention)
-    see whole sequences of some rows. Others that mix positions by more than attention (pooling
-    too) would see this rank's shard alone: the first forward that is given ids, or other integers
+    Modules of transformers that pass a state along (depthwise convolutions, linear attention) see
+    whole sequences of some rows. Others that mix positions by more than attention (pooling too)
+    would see this rank's shard alone: the first forward that is given ids, or other integers
     [B, L], runs twice more for that, and refuses it; not so positions that it counts itself.
 
     Refused when they are met: masks, dropout, decoding and cross attention, full attention if

@@ -12,6 +12,7 @@ from .linear_layers import (
     weight_factors,
 )
 from .loss import mean_over
+from .modes import evaluating
 from .module_classes import class_before, deep_copy, shallow_copy
 from .module_names import matching, no_match
 from .update_scope import Scope, known_elementwise, update_scope
@@ -22,6 +23,7 @@ __all__ = [
     "class_before",
     "deep_copy",
     "divided_modules",
+    "evaluating",
     "known_elementwise",
     "linear_output",
     "mark_divided",

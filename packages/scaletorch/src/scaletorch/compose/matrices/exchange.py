@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ...dist import get_rank, get_world_size
+from ...dist import get_comm_device, get_rank, get_world_size
 from ...dist.building import all_to_all_flat
 from .owners import Matrix
 
@@ -103,7 +103,7 @@ class Exchange:
                 _from_bytes(received[holder].pop(0), whole.dtype).view(matrix.shape_on(holder))
                 for holder in matrix.holders
             ]
-            found.append(matrix.join(shards) if there else None)
+            found.append(matrix.join(shards).to(whole.device) if there else None)
         return found, anywhere
 
     def _sizes_from(self, holder: int) -> list[int]:
@@ -116,9 +116,10 @@ class Exchange:
         self, sent: Sequence[Sequence[Tensor]], expected: Sequence[Sequence[int]]
     ) -> list[list[Tensor]]:
         """Send each rank its tensors, and return those from each rank as bytes."""
-        device = self.matrices[0].shard.tensor.device if self.matrices else None
+        # The same on all ranks, also on one that has nothing, or only sends or receives.
+        device = get_comm_device(self._group)
         flat = [_as_bytes(each).to(device) for each in chain(*sent)]
-        data = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+        data = torch.cat([torch.empty(0, dtype=torch.uint8, device=device), *flat])
         counts = [sum(each.nbytes for each in some) for some in sent]
         totals = [sum(sizes) for sizes in expected]
         received = all_to_all_flat(data, counts, totals, self._group).wait()

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from ...pg_manager.building import evaluating
+
 # Below this a parameter may hide what it multiplies: a branch that begins as zero, a scale of 1e-6.
 _SMALL = 1e-3
 
@@ -22,15 +24,12 @@ def looking(model: nn.Module) -> Iterator[None]:
     first = next(model.parameters(), torch.empty(0))
     devices = [] if first.device.type == "cpu" else [first.device]
     kind = first.device.type if devices else "cuda"
-    modes = {module: module.training for module in model.modules()}
-    with torch.random.fork_rng(devices, device_type=kind), torch.no_grad(), _buffers_kept(model):
+    drawing = torch.random.fork_rng(devices, device_type=kind)
+    with drawing, torch.no_grad(), _buffers_kept(model), evaluating(model):
         enlarged = _enlarged(model)
         try:
-            model.eval()
             yield
         finally:
-            for module, mode in modes.items():
-                module.training = mode
             for parameter, value in enlarged:
                 parameter.zero_() if value is None else parameter.copy_(value)
 

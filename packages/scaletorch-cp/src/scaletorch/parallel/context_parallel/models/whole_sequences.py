@@ -1,4 +1,4 @@
-"""Modules that pass a state along the sequence: convolutions, recurrences, linear attention.
+"""Modules that pass a state along the sequence: short convolutions, recurrences, linear attention.
 
 Attention meets the positions of other ranks by their keys and values. Such a module would have to
 be given a state, and each kind has another. But it computes each row of a batch from that row
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from ....dist import functional
+from ....dist.building import map_tensors
 from ..alone import alone, weigh_alone
 from ..cp_comms import Ring
 from ..layouts.layout import layout_of_shards
@@ -29,7 +30,7 @@ from .calls import is_pretrained
 from .override import running_override, unbound
 from .settings import Settings, refusal, settings_of
 
-# Classes of transformers, beside those that have a convolution.
+# Classes of transformers, beside those that have a depthwise convolution.
 _WITHOUT_CONVOLUTION = (
     "MiniMaxLightningAttention", "RwkvFeedForward", "RwkvSelfAttention", "xLSTMLayer",
 )  # fmt: skip
@@ -49,9 +50,15 @@ def find_whole(model: nn.Module) -> list[nn.Module]:
 
 
 def _passes_state(module: nn.Module) -> bool:
-    """Return whether a module has a convolution of its own, or is known by its class."""
-    convolves = any(isinstance(child, nn.Conv1d) for child in module.children())
-    return convolves or type(module).__name__ in _WITHOUT_CONVOLUTION
+    """Return whether a module has a depthwise convolution of its own, or is known by its class.
+
+    Other convolutions make hidden states of what comes in other shapes, as the front of an encoder
+    of speech does: those are left alone, and refused with the model.
+    """
+    if type(module).__name__ in _WITHOUT_CONVOLUTION:
+        return True
+    convolutions = (child for child in module.children() if isinstance(child, nn.Conv1d))
+    return any(each.groups == each.in_channels > 1 for each in convolutions)
 
 
 def keep_whole(modules: list[nn.Module]) -> None:
@@ -71,16 +78,16 @@ def _on_whole_sequences(inner: Callable[..., Any]) -> Callable[..., Any]:
         override = running_override(settings)
         if override is not None:
             override.calls += 1  # this sees whole sequences, as attention does
-        shape = _shape_of(self, args, kwargs)
+        hidden = _hidden_states(self, args, kwargs)
         if alone() is not None:
-            return _each_alone(functools.partial(inner, self), args, kwargs, shape)
+            return _each_alone(functools.partial(inner, self), args, kwargs, hidden)
         _refuse_documents(self, settings, {} if override is None else override.given)
         if settings.ring.size == 1:
             return inner(self, *args, **kwargs)
-        exchange = _exchange(settings, shape)
-        args, kwargs = _mapped(exchange.to_rows, (args, kwargs))
+        exchange = _exchange(settings, hidden)
+        args, kwargs = map_tensors(exchange.to_rows, (args, kwargs))
         back = functools.partial(exchange.to_positions, type(self).__name__)
-        return _mapped(back, inner(self, *args, **kwargs))
+        return map_tensors(back, inner(self, *args, **kwargs))
 
     return forward
 
@@ -93,60 +100,60 @@ class Exchange:
         ring: The ranks.
         rows: Of the batch.
         length: Positions of a rank's shard.
-        joined: The positions of all ranks' shards, put together in rank order.
+        order: The positions of all ranks' shards in rank order, on the hidden states' device.
+        places: Where in that order each position is.
     """
 
     ring: Ring
     rows: int
     length: int
-    joined: Tensor
+    order: Tensor
+    places: Tensor
 
-    def to_rows(self, x: Any) -> Any:
+    def to_rows(self, x: Tensor) -> Tensor:
         """Return whole sequences of this rank's rows for a shard of those of all rows.
 
         Args:
             x: [rows, length, ...], or [1, length, ...] for all rows; anything else comes back.
         """
-        if not isinstance(x, Tensor) or x.ndim < 2 or x.shape[1] != self.length:
-            return x
-        if x.shape[0] not in (1, self.rows) or x.dtype == torch.bool:
+        if x.ndim < 2 or x.shape[1] != self.length or x.shape[0] not in (1, self.rows):
             return x
         x = x.expand(self.rows, *x.shape[1:])
         extra = -self.rows % self.ring.size
         if extra:  # any rows will do, but no zeros, of which norms may make NaN
             x = torch.cat([x, x[-1:].expand(extra, *x.shape[1:])])
         whole = functional.all_to_all(x.contiguous(), 0, 1, self.ring.group)
-        return whole.index_select(1, self.joined.argsort())
+        return whole.index_select(1, self.places)
 
-    def to_positions(self, name: str, x: Any) -> Any:
+    def to_positions(self, name: str, x: Tensor) -> Tensor:
         """Return this rank's shard of what all ranks made of their rows."""
-        if not isinstance(x, Tensor):
-            return x
         own = -(-self.rows // self.ring.size)
-        if x.shape[:2] != (own, self.joined.numel()):
+        if x.shape[:2] != (own, self.order.numel()):
             return _lost(x, name)
-        shards = x.index_select(1, self.joined)
-        return functional.all_to_all(shards, 1, 0, self.ring.group)[: self.rows]
+        shards = x.index_select(1, self.order)
+        return functional.all_to_all(shards, 1, 0, self.ring.group).narrow(0, 0, self.rows)
 
 
-def _exchange(settings: Settings, shape: tuple[int, int]) -> Exchange:
-    """Return the exchange for a rank's shard [B, L] of a batch."""
-    ring, (rows, length) = settings.ring, shape
+def _exchange(settings: Settings, hidden: Tensor) -> Exchange:
+    """Return the exchange for a rank's hidden states [B, L, H]."""
+    ring, (rows, length) = settings.ring, hidden.shape[:2]
     told = settings.told
     layout = layout_of_shards(
         settings.layout if told is None else told.layout, length, None, ring.size
     )
-    joined = torch.cat([layout.positions(rank) for rank in range(ring.size)])
-    return Exchange(ring, rows, length, joined)
+    order = torch.cat([layout.positions(rank, hidden.device) for rank in range(ring.size)])
+    return Exchange(ring, rows, length, order, order.argsort())
 
 
-def _shape_of(
-    module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[int, int]:
-    """Return [B, L] of the hidden states that a module is called with."""
+def _hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+    """Return the hidden states [B, L, ...] that a module is called with.
+
+    Raises:
+        InvalidArgumentError: There are none.
+    """
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor) and value.is_floating_point() and value.ndim >= 3:
-            return value.shape[0], value.shape[1]
+            return value
     raise refusal(f"{type(module).__name__} was called without hidden states [B, L, H]")
 
 
@@ -165,25 +172,21 @@ def _refuse_documents(module: nn.Module, settings: Settings, given: Mapping[str,
 
 
 def _each_alone(
-    inner: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
-    shape: tuple[int, int],
+    inner: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], hidden: Tensor
 ) -> Any:
     """Return outputs of the right shape, each position made of its own hidden state alone."""
-    first = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.ndim >= 3)
+    shape = hidden.shape[:2]
 
-    def one(x: Any) -> Any:
-        fits = isinstance(x, Tensor) and x.ndim >= 2 and x.shape[1] == shape[1]
-        return x[:1, :1] if fits else x
+    def one(x: Tensor) -> Tensor:
+        return x[:1, :1] if x.ndim >= 2 and x.shape[1] == shape[1] else x
 
-    def for_all(x: Any) -> Any:
-        if not isinstance(x, Tensor) or x.shape[:2] != (1, 1):
+    def for_all(x: Tensor) -> Tensor:
+        if x.shape[:2] != (1, 1):
             return x
-        return weigh_alone(first.flatten(2), torch.ones_like(x).expand(*shape, *x.shape[2:]))
+        return weigh_alone(hidden.flatten(2), torch.ones_like(x).expand(*shape, *x.shape[2:]))
 
-    args, kwargs = _mapped(one, (args, kwargs))
-    return _mapped(for_all, inner(*args, **kwargs))
+    args, kwargs = map_tensors(one, (args, kwargs))
+    return map_tensors(for_all, inner(*args, **kwargs))
 
 
 def _lost(x: Tensor, name: str) -> Tensor:
@@ -195,14 +198,3 @@ def _lost(x: Tensor, name: str) -> Tensor:
     if not x.is_floating_point():
         raise refusal(f"{name} returns {x.dtype} {list(x.shape)} beside its hidden states")
     return torch.full_like(x, float("nan"))
-
-
-def _mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Return arguments, or a result, with all that is no container changed."""
-    if isinstance(value, tuple) and type(value) is tuple:
-        return tuple(_mapped(change, each) for each in value)
-    if type(value) is list:
-        return [_mapped(change, each) for each in value]
-    if type(value) is dict:
-        return {name: _mapped(change, each) for name, each in value.items()}
-    return change(value)

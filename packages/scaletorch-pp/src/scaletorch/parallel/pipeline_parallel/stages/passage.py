@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ....dist.building import tensors_in
+from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 
@@ -102,9 +102,9 @@ class Passage:
         stage, received = self.source
         # It may be written to: whether it is, the first forward of a kind tells.
         if self.examined or stage in self._written:
-            self._copy = mapped(received, Tensor.clone)
+            self._copy = map_tensors(Tensor.clone, received)
             return self._copy
-        return mapped(received, _alias)
+        return map_tensors(_alias, received)
 
     def take(self, value: Any) -> Any:
         """Return a value; for that of the module that was called last, what was passed on.
@@ -136,17 +136,6 @@ class Passage:
             )
         if stage > self.furthest:
             self.furthest, self._met = stage, where
-
-
-def mapped(value: Any, change: Any) -> Any:
-    """Return a tensor, or a container of tensors, changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if isinstance(value, dict):
-        return {name: mapped(entry, change) for name, entry in value.items()}
-    if isinstance(value, tuple | list):
-        return type(value)(mapped(entry, change) for entry in value)
-    return value
 
 
 def versions(value: Any) -> list[int]:

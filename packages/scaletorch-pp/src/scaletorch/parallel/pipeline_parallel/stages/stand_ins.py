@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
-from ....dist.building import tensors_in
+from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 
@@ -70,7 +70,7 @@ class StandIn(Tensor):
         standing = next(stand_ins_within((*args, *kwargs.values())))
         name = func.overloadpacket.__name__
         if name in _OF_FORM_ALONE:
-            return func(*_mapped(args, _blank), **_mapped(kwargs, _blank))
+            return func(*map_tensors(_blank, args), **map_tensors(_blank, kwargs))
         if name in _READS:
             _refuse_read(standing.forward)
         device = kwargs.get("device", standing.device)
@@ -78,11 +78,11 @@ class StandIn(Tensor):
         if func._schema.is_mutable:
             return _written(func, args, kwargs, standing.forward)
         try:
-            result = func(*_mapped(args, _form), **_mapped(kwargs, _form))
+            result = func(*map_tensors(_form, args), **map_tensors(_form, kwargs))
         except NotImplementedError:  # the form of its result depends on values
             _refuse_read(standing.forward)
         forward, source = standing.forward, standing.source
-        return _mapped(result, lambda form: _standing(form, device, forward, source))
+        return map_tensors(lambda form: _standing(form, device, forward, source), result)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Write the form."""
@@ -118,9 +118,8 @@ def standing(
 
 def standing_like(value: Any, forward: Forward, of: Tensor) -> Any:
     """Return a value in which stand-ins are in the place of tensors; `standing` has the rest."""
-    return _mapped(
-        value,
-        lambda t: standing(tuple(t.shape), t.dtype, forward, of, trained=t.requires_grad),
+    return map_tensors(
+        lambda t: standing(tuple(t.shape), t.dtype, forward, of, trained=t.requires_grad), value
     )
 
 
@@ -157,17 +156,6 @@ def _standing(form: Tensor, device: Any, forward: Forward, source: tuple[int, An
     )
     made.form, made.forward, made.source = form, forward, source
     return made
-
-
-def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Return a value in which all tensors are changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if type(value) in (tuple, list):
-        return type(value)(_mapped(entry, change) for entry in value)
-    if type(value) is dict:
-        return {name: _mapped(entry, change) for name, entry in value.items()}
-    return value
 
 
 def _form(tensor: Tensor) -> Tensor:

@@ -68,13 +68,20 @@ class RuntimeState:
         self.parameters = tuple(module.parameters())
         return hash(tuple((each.requires_grad, each.dtype) for each in self.parameters))
 
-    def forget_forms(self, trained: tuple[int, ...]) -> None:
+    def compare_parameters(self, trained: tuple[int, ...]) -> None:
         """Forget the forms of hidden states if parameters were frozen, unfrozen or cast.
+
+        Those that several ranks hold must have been so on all of them.
 
         Args:
             trained: The result of `note_parameters` on each rank. All ranks decide by the same
                 numbers, so the two sides of a message always forget together.
+
+        Raises:
+            StateError: One of several owners has frozen a parameter alone; on every rank.
         """
+        if trained != self.trained:
+            self.tied.require_alike()
         if trained != self.trained or len(self.forms) > MANY_FORMS:
             self.forms.clear()
             self.examined.clear()

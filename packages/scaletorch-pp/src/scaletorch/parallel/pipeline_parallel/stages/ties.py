@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ....dist import all_gather_object
 from ....dist.dist import exchange
 from ....dist.errors import StateError
 from ...pg_manager import describe_rank
@@ -116,6 +117,20 @@ class TiedGradients:
                     "values into it (load_state_dict without assign=True)"
                 )
 
+    def require_alike(self) -> None:
+        """Check, on all ranks of the pipeline, that no owner alone has frozen a parameter since.
+
+        Raises:
+            StateError: One has; on every rank, also on those that hold none of it.
+        """
+        if not self.ties:
+            return
+        own = [tie.trained and tie.parameter is not None and not tie.parameter.requires_grad
+               for tie in self.ties]  # fmt: skip
+        told = all_gather_object(own, self._group)
+        for index, tie in enumerate(self.ties):
+            _require_all_or_none([o for o in tie.owners if told[o][index]], tie)
+
     def begin(self) -> None:
         """Set gradients of earlier, already summed backwards aside, so that none is summed twice.
 
@@ -150,39 +165,24 @@ class TiedGradients:
         """
         self._pending = False
         trained = [
-            (tie.parameter, tie.owners)
-            for tie in self.ties
-            if tie.parameter is not None and tie.trained
+            (tie, tie.parameter) for tie in self.ties if tie.parameter is not None and tie.trained
         ]
-        gradients = [[self._gradient_of(p, owner) for owner in owners] for p, owners in trained]
+        gradients = [[self._gradient_of(p, owner) for owner in tie.owners] for tie, p in trained]
         sends: list[Message] = []
         recvs: list[Message] = []
-        for (_, owners), tensors in zip(trained, gradients, strict=True):
-            own = tensors[owners.index(self._rank)]
-            for owner, theirs in zip(owners, tensors, strict=True):
+        for (tie, _), tensors in zip(trained, gradients, strict=True):
+            own = tensors[tie.owners.index(self._rank)]
+            for owner, theirs in zip(tie.owners, tensors, strict=True):
                 if owner != self._rank:
                     sends += [(tensor, self._ranks[owner]) for tensor in own]
                     recvs += [(tensor, self._ranks[owner]) for tensor in theirs]
         self._exchange(sends, recvs)
         # Each owner adds all owners' gradients itself, in rank order, so all of them have equal
         # bits; and each sees all flags, so all of them raise, or none.
-        for (parameter, owners), tensors in zip(trained, gradients, strict=True):
-            self._require_all_trained(parameter, owners, tensors)
+        for (tie, parameter), tensors in zip(trained, gradients, strict=True):
+            flags = zip(tie.owners, tensors, strict=True)
+            _require_all_or_none([owner for owner, (_, flag) in flags if int(flag) & FROZEN], tie)
             parameter.grad = _total(tensors, self._earlier.pop(parameter, None))
-
-    def _require_all_trained(
-        self,
-        parameter: nn.Parameter,
-        owners: Sequence[int],
-        gradients: Sequence[tuple[Tensor, Tensor]],
-    ) -> None:
-        frozen = [o for o, (_, flag) in zip(owners, gradients, strict=True) if int(flag) & FROZEN]
-        if 0 < len(frozen) < len(owners):
-            raise StateError(
-                f"{describe_rank()}: ranks {frozen} of the pipeline have frozen a parameter of "
-                f"shape {tuple(parameter.shape)} that ranks {list(owners)} hold; freeze it on all "
-                "of them, by the name that it has there, or on none"
-            )
 
     def _forget_dropped(self) -> None:
         """Forget earlier gradients of parameters whose gradient was set to None or zero since."""
@@ -209,6 +209,15 @@ class TiedGradients:
     def _exchange(self, sends: list[Message], recvs: list[Message]) -> None:
         if sends or recvs:
             exchange(sends, recvs, group=self._group)
+
+
+def _require_all_or_none(frozen: Sequence[int], tie: Tie) -> None:
+    if 0 < len(frozen) < len(tie.owners):
+        raise StateError(
+            f"{describe_rank()}: ranks {list(frozen)} of the pipeline have frozen "
+            f"{tie.names[0]}, which ranks {list(tie.owners)} hold; freeze it on all of them, by "
+            "the name that it has there, or on none"
+        )
 
 
 def _total(gradients: Sequence[tuple[Tensor, Tensor]], earlier: Tensor | None) -> Tensor | None:

@@ -187,7 +187,7 @@ def agreed_step(
             raise
     runtime = pipeline.runtime
     note = runtime.note_parameters(pipeline)
-    runtime.forget_forms(agree(subject, lines, group, error=error, note=note))
+    runtime.compare_parameters(agree(subject, lines, group, error=error, note=note))
     return plan, inputs
 
 
