@@ -11,6 +11,7 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching
 from ..cuts.fused import Fused
+from ..cuts.per_head import PerHead
 from ..cuts.stacked import Slices, Stacked
 from .dense_families import DENSE
 from .family import Family
@@ -112,11 +113,15 @@ GPT_NEOX = Family(
     heads={"**.layers.*.attention": ("query_key_value",)},
 )
 
-# Its attention stays whole on every rank: each head has a logit of its own that takes no key.
 GPT_OSS = Family(
     name="gpt-oss",
     plan={
         "**.embed_tokens": "vocab",
+        "**.layers.*.self_attn": PerHead("sinks"),
+        "**.layers.*.self_attn.q_proj": "column",
+        "**.layers.*.self_attn.k_proj": "column",
+        "**.layers.*.self_attn.v_proj": "column",
+        "**.layers.*.self_attn.o_proj": "row",
         "**.layers.*.mlp.experts": Stacked(
             {
                 "gate_up_proj": Slices(2, unit=2),  # [experts, in, gate and up by turns]
@@ -129,13 +134,15 @@ GPT_OSS = Family(
         "**.lm_head": "column_gather",
     },
     may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
+    complete=("**.layers.*.self_attn",),
+    heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
 )
 
 FAMILIES: tuple[Family, ...] = (HUNYUAN, LLAMA, GPT2, GPT_NEOX, GPT_OSS, *DENSE)
 
 
 def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | None:
-    """Return which module lays its heads out in another way than the family, or None."""
+    """Return which module is not as in the family, though of the same names, or None."""
     for name in (n for pattern in family.heads for n in matching(pattern, names)):
         found = family.foreign & vars(model.get_submodule(name)).keys()
         if found:
