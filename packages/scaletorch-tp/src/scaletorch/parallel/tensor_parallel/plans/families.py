@@ -15,6 +15,7 @@ from ..cuts.per_head import PerHead
 from ..cuts.stacked import Slices, Stacked
 from .dense_families import DENSE
 from .family import Family
+from .partial_families import PARTIAL
 from .plan import Divide, Match, match_plan
 
 
@@ -138,7 +139,7 @@ GPT_OSS = Family(
     heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
 )
 
-FAMILIES: tuple[Family, ...] = (HUNYUAN, LLAMA, GPT2, GPT_NEOX, GPT_OSS, *DENSE)
+FAMILIES: tuple[Family, ...] = (HUNYUAN, LLAMA, GPT2, GPT_NEOX, GPT_OSS, *DENSE, *PARTIAL)
 
 
 def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | None:
@@ -147,6 +148,11 @@ def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | No
         found = family.foreign & vars(model.get_submodule(name)).keys()
         if found:
             return f"'{name}' has {', '.join(sorted(found))}: its heads are laid out otherwise"
+    for name in (n for pattern in family.complete for n in matching(pattern, names)):
+        own = vars(model.get_submodule(name))
+        found = {attribute for attribute in family.untrue if own.get(attribute)}
+        if found:
+            return f"'{name}' has {', '.join(sorted(found))}: it computes otherwise"
     return None
 
 
