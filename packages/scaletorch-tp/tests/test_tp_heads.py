@@ -34,6 +34,7 @@ class Sinks(nn.Module):
         self.q_proj = nn.Linear(WIDTH, heads * HEAD)
         self.k_proj, self.v_proj = (nn.Linear(WIDTH, keys * HEAD) for _ in range(2))
         self.o_proj = nn.Linear(heads * HEAD, WIDTH)
+        self.g_proj = nn.Linear(WIDTH, heads)  # a gate of each head
         self.sinks = nn.Parameter(torch.randn(heads))
 
     def forward(self, x):
@@ -42,7 +43,8 @@ class Sinks(nn.Module):
         scores = torch.einsum("bqhd,bkhd->bhqk", q, k).tril()
         sinks = self.sinks.view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
         scores = torch.cat([scores, sinks], -1).softmax(-1)[..., :-1]
-        return self.o_proj(torch.einsum("bhqk,bkhd->bqhd", scores, v).flatten(2))
+        found = torch.einsum("bhqk,bkhd->bqhd", scores, v) * self.g_proj(x).unsqueeze(-1)
+        return self.o_proj(found.flatten(2))
 
 
 class Latent(nn.Module):
@@ -106,7 +108,7 @@ class Model(nn.Module):
 REST = {"words": "vocab", "mlp.up": "column", "mlp.down": "row", "head": "column_gather"}
 SINKS = {
     "self_attn": PerHead("sinks"),
-    **{f"self_attn.{name}_proj": "column" for name in "qkv"},
+    **{f"self_attn.{name}_proj": "column" for name in "qkvg"},
     "self_attn.o_proj": "row",
     **REST,
 }
@@ -125,7 +127,7 @@ def made(attention):
 
 
 def few_keys():
-    return Sinks(4, 1)
+    return Sinks(6, 1)
 
 
 def compare(one, plan, **options):

@@ -53,7 +53,8 @@ class Attention:
         query, key_value = head_cuts(self.query, self.key_value, tp_size)
 
         def cut(length: int) -> Cut:
-            if self.key_value == self.query:  # each projection may have a length of its own
+            # Each projection may have a length of its own, or one feature for each query head.
+            if self.key_value == self.query or length % self.head_dim:
                 return query.times(length // self.query)
             count = length // self.head_dim
             heads = query if count >= self.query else key_value
@@ -201,12 +202,14 @@ def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) 
     if latent and not any(size % latent or not size for size in (total, *sizes)):
         return Attention(name, module, total // latent, latent, latent, lengths)
     length = head_length(module, total, by_config=by_config)
-    if length < 1 or any(size % length or not size for size in (total, *sizes)):
+    if length < 1 or total < length or total % length or not all(sizes):
         return None
     query = total // length
-    counts = {size // length for size in sizes}
+    if any(size % length and size != query for size in sizes):  # a gate has a feature for each
+        return None
+    counts = {size // length for size in sizes if not size % length}
     # With grouped queries the shortest projection is that of the keys or values.
-    key_value = min(query, *counts)
+    key_value = min(counts | {query})
     # All are queries (some of several vectors a head) or as many keys and values.
     if query % key_value or any(c != key_value and c % query for c in counts):
         return None

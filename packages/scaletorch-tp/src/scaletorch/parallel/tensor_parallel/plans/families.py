@@ -114,6 +114,15 @@ GPT_NEOX = Family(
     heads={"**.layers.*.attention": ("query_key_value",)},
 )
 
+# Its last layer adds a bias that the attention has and does not use, to hidden states.
+GPT_NEOX_JAPANESE = replace(
+    GPT_NEOX,
+    name="GPT-NeoX Japanese",
+    plan={**GPT_NEOX.plan, "**.gpt_neox_japanese": "sequence"},
+    complete=("**.layers.*.mlp",),
+    shares_sequences=False,
+)
+
 GPT_OSS = Family(
     name="gpt-oss",
     plan={
@@ -139,7 +148,11 @@ GPT_OSS = Family(
     heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
 )
 
-FAMILIES: tuple[Family, ...] = (HUNYUAN, LLAMA, GPT2, GPT_NEOX, GPT_OSS, *DENSE, *PARTIAL)
+FAMILIES: tuple[Family, ...] = (
+    *(HUNYUAN, LLAMA, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
+    *DENSE,
+    *PARTIAL,
+)
 
 
 def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | None:

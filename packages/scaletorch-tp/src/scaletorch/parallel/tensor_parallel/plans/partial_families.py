@@ -79,18 +79,22 @@ ZAMBA2 = Family(
     heads={"**.layers.*.shared_transformer.self_attn": _QKV},
 )
 
-# Its attention stays whole: it has a gate of one feature for each head.
 LFM3 = Family(
     name="LFM3",
     plan={
         "**.embed_tokens": "vocab",
+        **_attention("**.layers.*.self_attn"),
+        "**.layers.*.self_attn.q_norm": "replicate_sum_grad",
+        "**.layers.*.self_attn.k_norm": "replicate_sum_grad",
+        "**.layers.*.self_attn.g_proj": "column",  # a feature for each head
         "**.layers.*.feed_forward.w1": "column",
         "**.layers.*.feed_forward.w3": "column",
         "**.layers.*.feed_forward.w2": "row",
         **_HEAD,
     },
-    may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
-    complete=("**.layers.*.feed_forward",),
+    may_lack=frozenset({"**.embed_tokens", "**.lm_head", "**.layers.*.self_attn.g_proj"}),
+    complete=("**.layers.*.self_attn", "**.layers.*.feed_forward"),
+    heads={"**.layers.*.self_attn": (*_QKV, "g_proj")},
 )
 
 MOSHI = Family(

@@ -21,7 +21,10 @@ def join_of(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
     That is behind the model within a model of transformers.
     """
     base = getattr(model, "base_model", None)
-    if not isinstance(base, nn.Module) or base is model or base not in {*model.modules()}:
+    # Another's base, such as that of adapters around a model, says that it has a base itself.
+    if base is model or getattr(base, "base_model", None) is not base:
+        return []
+    if not isinstance(base, nn.Module) or base not in {*model.modules()}:
         return []
     names = {module: name for name, module in model.named_modules()}
     behind = [match for match in matches if match.module not in {*base.modules()}]

@@ -169,7 +169,12 @@ def head_counts(
             continue
         found = {p: modules[f"{name}.{p}"] for p in projections if f"{name}.{p}" in modules}
         head_dim = head_length_of(modules, name, tuple(found) or projections)
-        for projection, size in ((p, out_features(module)) for p, module in found.items()):
+        sizes = {projection: out_features(module) for projection, module in found.items()}
+        query = max(sizes.values(), default=0) // max(head_dim, 1)
+        for projection, size in sizes.items():
+            if head_dim > 0 and size % head_dim and size == query:  # a gate of each head
+                yield f"heads of {name}.{projection}", size
+                continue
             if head_dim < 1 or size % head_dim:
                 raise InvalidArgumentError(
                     f"'{name}' does not say how the {size} output features of its "

@@ -191,11 +191,10 @@ def until_joined(model: nn.Module, joins: Sequence[nn.Module]) -> list[nn.Module
         return modules
     inside = {*joins[0].modules()}
     last = max(index for index, module in enumerate(modules) if module in inside)
-    base = getattr(model, "base_model", None)
-    within = {*base.modules()} if isinstance(base, nn.Module) else set()
-    if joins[0] not in within:
-        return modules[: last + 1]
-    return [module for module in modules[: last + 1] if module is model or module in within]
+    bases = (m for m in modules if m is not model and getattr(m, "base_model", None) is m)
+    within = next((own for own in ({*base.modules()} for base in bases) if joins[0] in own), None)
+    shared = modules[: last + 1]
+    return [m for m in shared if within is None or m is model or m in within]
 
 
 def _find_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
