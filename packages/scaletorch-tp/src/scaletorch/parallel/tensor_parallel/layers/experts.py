@@ -144,16 +144,14 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
 
 def _by_token(x: Tensor, copies: int) -> Tensor:
     """Return a row [copies * H] of each token, given its rows of each expert, [copies * T, H]."""
-    if copies == 1:
-        return x
-    return x.unflatten(0, (copies, -1)).transpose(0, 1).flatten(1)
+    rows: Tensor = x if copies == 1 else x.unflatten(0, (copies, -1)).transpose(0, 1).flatten(1)
+    return rows
 
 
 def _by_expert(x: Tensor, copies: int) -> Tensor:
     """Return each expert's rows of tokens, [copies * T, H], given rows of tokens."""
-    if copies == 1:
-        return x
-    return x.unflatten(1, (copies, -1)).transpose(0, 1).flatten(0, 1)
+    rows: Tensor = x if copies == 1 else x.unflatten(1, (copies, -1)).transpose(0, 1).flatten(0, 1)
+    return rows
 
 
 class AddedElsewhere(Function):

@@ -163,9 +163,9 @@ def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | No
             return f"'{name}' has {', '.join(sorted(found))}: its heads are laid out otherwise"
     for name in (n for pattern in family.complete for n in matching(pattern, names)):
         own = vars(model.get_submodule(name))
-        found = {attribute for attribute in family.untrue if own.get(attribute)}
-        if found:
-            return f"'{name}' has {', '.join(sorted(found))}: it computes otherwise"
+        true = [attribute for attribute in sorted(family.untrue) if own.get(attribute)]
+        if true:
+            return f"'{name}' has {', '.join(true)}: it computes otherwise"
     return None
 
 
