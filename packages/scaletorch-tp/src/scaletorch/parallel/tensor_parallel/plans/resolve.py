@@ -207,7 +207,7 @@ def _check_mixins(matches: Iterable[Match]) -> None:
 
 
 def _check_heads(matches: Iterable[Match], attentions: Mapping[nn.Module, Attention]) -> None:
-    """Refuse to cut what is of heads where it is not known how these are divided."""
+    """Refuse to cut what is of heads if nothing tells how these are divided."""
     for match in matches:
         attention = attentions.get(match.module)
         if match.becomes(HeadParameters) and (attention is None or attention.query != _of(match)):
