@@ -191,3 +191,32 @@ def test_styles_that_cannot_be():
         PerHead()
     with pytest.raises(InvalidArgumentError, match="SharedTail takes a number"):
         SharedTail(0)
+
+
+def test_the_words_of_transformers():
+    model = made(Sinks)
+    model._tp_plan = {
+        **{f"self_attn.{name}_proj": "colwise" for name in "qkvg"},
+        "self_attn.o_proj": "rowwise",
+        "self_attn.sinks": "colwise",
+        "self_attn": "local_params",
+    }
+    found = resolve(model, None, 2).matches
+    attention = model.self_attn
+    assert found[attention].style == PerHead("sinks")
+    assert found[attention].cut.sizes == found[attention.g_proj].cut.sizes == (3, 2)
+    model._tp_plan["self_attn.sinks"] = "rowwise"
+    with pytest.raises(InvalidArgumentError, match="the style 'rowwise', which is not"):
+        resolve(model, None, 2)
+    latent = made(Latent)
+    latent._tp_plan = {
+        **{f"self_attn.{name}_b_proj": "colwise" for name in ("q", "kv")},
+        "self_attn.kv_a_proj_with_mqa": "mla_kv_a_proj",
+        "self_attn.o_proj": "rowwise",
+    }
+    found = resolve(latent, None, 2).matches
+    assert found[latent.self_attn.kv_a_proj_with_mqa].style == SharedTail(2)
+    assert found[latent.self_attn.kv_b_proj].cut.sizes == (21, 14)
+    del latent.self_attn.qk_rope_head_dim
+    with pytest.raises(InvalidArgumentError, match="'self_attn' has no qk_rope_head_dim"):
+        resolve(latent, None, 2)

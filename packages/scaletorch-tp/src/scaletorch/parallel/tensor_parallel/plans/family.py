@@ -19,10 +19,10 @@ class Family:
         complete: Patterns of modules in which every parameter must be the plan's: one that is
             not (a router) would get a part of its gradient only.
         foreign: Attributes by which a module of `heads` says that it is laid out otherwise.
-        untrue: Attributes of a module of `complete` that must not be true.
         heads: Pattern of a module -> its projections, whose outputs are cut at head borders.
             What sums gradients in it must be of the size of one head.
         shares_sequences: Its models can do with shares of sequences between sharded layers.
+        untrue: Attributes of a module of `complete` that must not be true.
     """
 
     name: str
@@ -30,6 +30,6 @@ class Family:
     may_lack: frozenset[str] = frozenset()
     complete: tuple[str, ...] = ()
     foreign: frozenset[str] = frozenset()
-    untrue: frozenset[str] = frozenset()
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shares_sequences: bool = True
+    untrue: frozenset[str] = frozenset()
