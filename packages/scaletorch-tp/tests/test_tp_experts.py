@@ -105,6 +105,48 @@ def test_as_one_process(sequence_parallel):
             assert relative_error(whole, expected[name]) < 1e-12, name
 
 
+class InTurn(nn.Module):
+    """Its experts are called with the tokens of one after another's, as in Llama 4."""
+
+    def __init__(self):
+        super().__init__()
+        self.router, self.experts = nn.Linear(HIDDEN, EXPERTS), Batched()
+
+    def forward(self, hidden):
+        rows = hidden.flatten(0, 1)
+        scores = self.router(rows).sigmoid().T.reshape(-1, 1)
+        found = self.experts(rows.repeat(EXPERTS, 1) * scores).view(EXPERTS, *hidden.shape)
+        return hidden + found.sum(0)
+
+
+class Batched(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, HIDDEN, WIDTH))
+        self.down = nn.Parameter(torch.randn(EXPERTS, WIDTH, HIDDEN))
+
+    def forward(self, hidden):
+        rows = hidden.view(EXPERTS, -1, HIDDEN)
+        return torch.bmm(torch.bmm(rows, self.up).sigmoid(), self.down).view(-1, HIDDEN)
+
+
+def in_turn():
+    model = build()
+    model.block = InTurn().double()
+    return model
+
+
+@distributed_test(world_size=2)
+def test_tokens_of_one_expert_after_another():
+    logits, expected = step(in_turn())
+    plan = {**PLAN, "block.experts": Stacked({"up": 2, "down": 1})}
+    model = apply_tensor_parallel(in_turn(), plan, group.WORLD, sequence_parallel=True)
+    found, gradients = step(model)
+    assert relative_error(found, logits) < 1e-13
+    for name, whole in gather_tensors(model, gradients).items():
+        assert relative_error(whole, expected[name]) < 1e-12, name
+
+
 @distributed_test(world_size=2)
 def test_state():
     plain = build()

@@ -16,7 +16,7 @@ from scaletorch.parallel.pg_manager import (
 
 transformers = pytest.importorskip("transformers")
 
-from test_experts import BOUND, STEPS, batch, build, reference  # noqa: E402
+from test_experts import BOUND, STEPS, adam, batch, build, reference  # noqa: E402
 from test_verify_experts import LISTED, listed  # noqa: E402
 
 FAMILY = "DeepseekV3"
@@ -25,7 +25,7 @@ FAMILY = "DeepseekV3"
 def prepared(sizes, stage, family=FAMILY):
     manager = setup_process_group_manager(**sizes)
     model = compose.parallelize(build(family), manager)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adam(model)
     if stage:
         shard_optimizer(optimizer, model, stage=stage)
     return model, optimizer
@@ -112,7 +112,7 @@ def test_transformers_files(tmp_path):
     config.save_pretrained(tmp_path / "plain")
     theirs = type(plain).from_pretrained(tmp_path / "plain", dtype=torch.float64)
     model = build(FAMILY)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    optimizer = adam(model)
     for step in range(STEPS - 1):
         optimizer.zero_grad()
         whole = batch(step)

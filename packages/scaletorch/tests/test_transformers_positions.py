@@ -37,6 +37,12 @@ def roberta(**options):
     return RobertaForMaskedLM(config).double()
 
 
+def big_bird():
+    from transformers import BigBirdConfig, BigBirdForMaskedLM
+
+    return BigBirdForMaskedLM(BigBirdConfig(**SIZES, **DROPS, max_position_embeddings=40)).double()
+
+
 def mixture(dtype=torch.float64, **options):
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -89,6 +95,8 @@ CASES = [
     (roberta, DP, {}, {}, 1e-12),
     (roberta, CP, OFFSET, CONTIGUOUS, 1e-12),
     (roberta, CP, {}, CONTIGUOUS, "counts its positions otherwise than 0, 1, 2"),
+    (roberta, {"tp_size": 2}, {}, {"sequence_parallel": True}, 1e-12),  # of ids, which are whole
+    (big_bird, {"tp_size": 2}, {}, {"sequence_parallel": True}, "makes modules anew when it runs"),
     (mixture, CP, {}, {}, 1e-6),  # its router computes in float32
     (half_mixture, CP, {}, {}, 5e-2),
     (mixture_with_router_loss, {"pp_size": 2}, {}, {}, "router_aux_loss_coef=0.5.*means over all"),

@@ -1,5 +1,7 @@
 """Models of transformers that make masks of their own are right with sequence parallelism."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +28,8 @@ SIZES = {
 WINDOWS = [("mistral", {"sliding_window": window}) for window in (5, 12, None)]
 RANKS = {"q_lora_rank": 16, "kv_lora_rank": 16}
 LATENT = {**RANKS, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8}
+DECODER = {"decoder_layers": 1, "decoder_attention_heads": 4, "decoder_ffn_dim": 48}
+STATES = {"mamba_n_heads": 4, "mamba_d_head": 16, "mamba_n_groups": 2, "mamba_d_state": 8}
 FAMILIES = [
     *WINDOWS,
     ("mistral", {"sliding_window": 12, "attn_implementation": "eager"}),
@@ -33,7 +37,14 @@ FAMILIES = [
     ("qwen2", {"sliding_window": 5, "use_sliding_window": True, "max_window_layers": 1}),
     ("olmo2", {}),  # norms over all heads: its attention is no region
     ("youtu", {**LATENT, "num_key_value_heads": 4, "head_dim": 8}),
+    ("minicpm3", {**LATENT, "num_key_value_heads": 4}),  # its latent attention is divided
+    ("bert", {"is_decoder": True}),  # its attention ends in another module, its head is whole
+    ("roberta", {"is_decoder": True}),  # which counts positions behind its padding
+    ("camembert", {"is_decoder": True}),  # whose head is registered before what it follows
+    ("bart", {**DECODER, "d_model": 32}),  # which counts positions of its shares
+    ("bamba", {**STATES, "attn_layer_indices": [1]}),
 ]
+SLICED = {"pretraining_tp": 2, "slow_but_exact": True}
 LAYERWISE = {  # it reshapes what it embeds for each layer in its own code
     "head_dim": 8, "vocab_size_per_layer_input": 64, "hidden_size_per_layer_input": 8,
     "laurel_rank": 4, "altup_num_inputs": 2, "num_kv_shared_layers": 0, "sliding_window": 5,
@@ -68,8 +79,11 @@ def compare(kind, options, plan=None, mask=None):
     torch.testing.assert_close(*losses, rtol=0, atol=1e-12)
     for each in losses:
         each.backward()
-    gradients = gather_tensors(many, {n: p.grad for n, p in many.named_parameters()})
-    for name, parameter in one.named_parameters():
+    found = {n: p.grad for n, p in many.named_parameters() if p.grad is not None}
+    gradients = gather_tensors(many, found)
+    expected = {n: p for n, p in one.named_parameters() if p.grad is not None}
+    assert gradients.keys() == expected.keys()
+    for name, parameter in expected.items():
         difference = (gradients[name] - parameter.grad).norm()
         assert difference <= 1e-5 * parameter.grad.norm() + 1e-12, (name, difference)
     return losses[0].item()
@@ -88,9 +102,20 @@ def families():
     assert not masks.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping  # nothing stays behind
 
 
+def pooled():
+    """What takes the first token of a sequence takes it of the whole one."""
+    from transformers import AutoConfig, AutoModel
+
+    torch.manual_seed(0)
+    one = AutoModel.from_config(AutoConfig.for_model("bert", **SIZES)).double().eval()
+    many = apply_tensor_parallel(copy.deepcopy(one), None, dist.group.WORLD, sequence_parallel=True)
+    outs = [model(input_ids=tokens()).pooler_output for model in (one, many)]
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
+
+
 def refused():
     for kind, options, message in (
-        ("gpt_bigcode", {"n_head": 4, "n_embd": 32, "n_layer": 1}, "'transformer.h.0.attn' has m"),
+        ("bloom", {**SLICED, "n_head": 4, "n_layer": 1}, "mlp' has slow_but_exact: it computes o"),
         ("doge", {}, "several layers of 'model.layers.0.self_attn' row-parallel, dt_proj, o_proj"),
     ):
         for sequence_parallel in (False, True):
@@ -101,6 +126,9 @@ def refused():
                     dist.group.WORLD,
                     sequence_parallel=sequence_parallel,
                 )
+    dropping = build("bart", {**DECODER, "d_model": 32, "decoder_layerdrop": 0.1})
+    with pytest.raises(InvalidArgumentError, match="leaves out layers at random"):
+        apply_tensor_parallel(dropping, None, dist.group.WORLD, sequence_parallel=True)
     for kind, options, name in (
         ("openai-gpt", {"n_embd": 32, "n_layer": 1, "n_head": 4}, "OpenAIGPTLMHeadModel"),
         ("gemma3n_text", LAYERWISE, "Gemma3nForCausalLM"),
@@ -114,6 +142,7 @@ def refused():
 def test_masks_and_whole_attention():
     with RankPool(2, timeout=300) as pool:
         pool.run(families)
+        pool.run(pooled)
 
 
 def test_what_is_laid_out_otherwise_is_refused():

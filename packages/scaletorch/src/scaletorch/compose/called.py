@@ -54,7 +54,7 @@ def as_called(batch: Batch, terms: Terms) -> Called:
     given = POSITIONS in entries and not (cut is not None and cut.counted)
     if terms.counts_otherwise and not given:
         raise InvalidArgumentError(_OTHERWISE.format(terms.name))
-    if not given and not terms.takes(POSITIONS):
+    if not given and (terms.counts_of_ids or not terms.takes(POSITIONS)):
         entries.pop(POSITIONS, None)  # whether it counts them itself is asked in the first step
     strangers = [name for name in entries if name not in _APART and not terms.takes(name)]
     if strangers:
@@ -71,4 +71,5 @@ def as_called(batch: Batch, terms: Terms) -> Called:
 
 def _must_be_told(terms: Terms) -> bool:
     """Return whether a model cannot count: it does not want to, or would count a shard's tokens."""
-    return terms.needs(POSITIONS) or (terms.shares_sequences and terms.takes(POSITIONS))
+    counts = not terms.shares_sequences or terms.counts_of_ids
+    return terms.needs(POSITIONS) or (not counts and terms.takes(POSITIONS))

@@ -32,6 +32,7 @@ class Terms:
         cp_layout: The order of positions over cp ranks; None if there is one rank.
         manager: The grid; None if the model was put together by hand.
         shares_sequences: Each tp rank holds a shard of every sequence between layers.
+        counts_of_ids: It counts positions of the ids, which are whole here, behind their padding.
         counts_otherwise: Its own positions, where sequences are divided, are not 0, 1, 2, ...
         router_loss: The auxiliary loss that the model's config asks for.
         keeps_cache: Its config asks for a cache of keys and values, and its forward can be told not
@@ -48,6 +49,7 @@ class Terms:
     cp_layout: str | None = None
     manager: ProcessGroupManager | None = None
     shares_sequences: bool = False
+    counts_of_ids: bool = False
     counts_otherwise: bool = False
     router_loss: RouterLoss | None = None
     keeps_cache: bool = False

@@ -14,6 +14,7 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ModuleWrapper, ProcessGroupManager
 from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
 from ..parallel.tensor_parallel import apply_tensor_parallel, joins_sequences
+from ..parallel.tensor_parallel.building import counts_of_ids
 from .balance import read_router_loss
 from .before.batch_norm import synchronise_batch_norms
 from .before.initial import require_one_model
@@ -150,5 +151,7 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Settings) 
     if manager.cp_size > 1:
         terms.cp_layout = str(settings.cp_layout)
     if manager.cp_size > 1 or shares:
-        terms.counts_otherwise = counts_otherwise(model, terms)
+        undivided = manager.cp_size == manager.pp_size == 1
+        terms.counts_of_ids = undivided and counts_of_ids(model)
+        terms.counts_otherwise = not terms.counts_of_ids and counts_otherwise(model, terms)
     return terms

@@ -3,6 +3,7 @@
 from ._version import __version__
 from .cross_entropy import vocab_parallel_cross_entropy
 from .cuts.fused import Fused
+from .cuts.per_head import PerHead
 from .cuts.stacked import Slices, Stacked
 from .layers.base import TensorParallelLayer
 from .layers.embedding import VocabParallelEmbedding
@@ -15,6 +16,7 @@ from .plans.plan import STYLES, Divide, Plan, Style
 from .regions.main_grads import keep_main_grads
 from .regions.random import common_random, sharded_random
 from .sharing.sequence import joins_sequences, sequence_share
+from .sharing.shared_tail import SharedTail
 from .state.dtensors import PiecesTensor, as_dtensors
 from .state.placements import Pieces, placements, split_by_owner
 from .state.safetensors_folder import load_safetensors
@@ -48,11 +50,13 @@ __all__ = [
     "Family",
     "Fused",
     "GatherFromModelParallelRegion",
+    "PerHead",
     "Pieces",
     "PiecesTensor",
     "Plan",
     "ReduceFromModelParallelRegion",
     "RowParallelLinear",
+    "SharedTail",
     "Slices",
     "Stacked",
     "Style",

@@ -53,8 +53,9 @@ def apply_tensor_parallel(
         plan: Pattern of module names -> style. `*` stands for any text inside one component of a
             name, a component `**` for any number of them; "" is the root. Styles are "column",
             "column_gather", "row", "row_split", "vocab", "replicate", "sequence", "sharded",
-            "sequence_join", "replicate_sum_grad", `Fused`, `Stacked` and `Divide`. None is the
-            model's own plan (transformers) or its family's, but for experts divided already.
+            "sequence_join", "sequence_positions", "replicate_sum_grad", `Fused`, `Stacked`,
+            `PerHead`, `SharedTail` and `Divide`. None is the model's own plan (transformers) or
+            its family's, but for experts divided already.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
         sequence_parallel: Between sharded layers each rank holds its share of every sequence.
 
@@ -102,6 +103,7 @@ def _apply(
     for match in matches:
         if match.mixin is not None:
             surround(match.module, match.mixin, group)
+            vars(match.module).update({} if match.layer else match.options)
     watch(model)
     joined = [n for n, m in model.named_modules() if getattr(m, "gather_output", False)]
     model.register_forward_hook(WholeGradients(group, joined))

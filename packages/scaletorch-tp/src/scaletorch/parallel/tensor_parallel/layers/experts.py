@@ -75,9 +75,10 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
         if self.tp_size == 1:
             return super().forward(*args, **kwargs)
         sequence = self.sequence
-        sizes = None if sequence is None else self._rows(sequence, args, kwargs)
-        args = tuple(self._enter(each, sizes) for each in args)
-        kwargs = {name: self._enter(each, sizes) for name, each in kwargs.items()}
+        copies = 1 if sequence is None else self._copies(args, kwargs)
+        sizes = None if sequence is None else self._rows(sequence, args, kwargs, copies)
+        args = tuple(self._enter(each, sizes, copies) for each in args)
+        kwargs = {name: self._enter(each, sizes, copies) for name, each in kwargs.items()}
         own = self._parameters
         # Hooks and names stay on the parameters; only this call sees what they became.
         vars(self)["_parameters"] = own | self._added()
@@ -93,30 +94,42 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
             )
         if self.sequence is None or sizes is None:
             return reduce(results, self.group)
-        return self.sequence.leave_rows(results, sizes)
+        own_results = self.sequence.leave_rows(_by_token(results, copies), sizes)
+        return _by_expert(own_results, copies)
 
-    def _enter(self, x: Any, sizes: tuple[int, ...] | None) -> Any:
+    def _enter(self, x: Any, sizes: tuple[int, ...] | None, copies: int) -> Any:
         if not isinstance(x, Tensor):
             return x
         if self.sequence is not None and sizes is not None:
-            return self.sequence.enter_rows(x, sizes)
+            return _by_expert(self.sequence.enter_rows(_by_token(x, copies), sizes), copies)
         return copy(x, self.group) if x.is_floating_point() else x
+
+    def _copies(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
+        """Return how often tokens come: alone, without a routing, once for each expert."""
+        alone = len([*tensors_in((args, kwargs))]) == 1
+        return int(self.get_parameter(next(iter(self.stacked.sharded))).shape[0]) if alone else 1
 
     @uncompiled
     def _rows(
-        self, sequence: SequenceShares, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self,
+        sequence: SequenceShares,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        copies: int,
     ) -> tuple[int, ...]:
         """Return how many rows of tokens each rank has."""
         given = [*tensors_in((args, kwargs))]
         hidden = given[0] if given else torch.empty(())
-        if hidden.dim() != 2 or any(x.shape[:1] != hidden.shape[:1] for x in given):
+        odd = hidden.dim() != 2 or hidden.shape[0] % copies
+        if odd or any(x.shape[:1] != hidden.shape[:1] for x in given):
+            shapes = ", ".join(str(tuple(x.shape)) for x in given) or "none"
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism {own_class(self).__name__} must be "
                 "called with rows, a token each, as hidden states [T, H], indices [T, K] and "
-                f"weights [T, K], got {', '.join(str(tuple(x.shape)) for x in given) or 'none'}; "
+                f"weights [T, K], or with tokens for one expert after another, got {shapes}; "
                 "do without sequence parallelism"
             )
-        return sequence.rows(hidden)
+        return sequence.rows(hidden[: hidden.shape[0] // copies])
 
     def _added(self) -> dict[str, Any]:
         """Return what is to be added once, as this rank adds it."""
@@ -127,6 +140,18 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
     def extra_repr(self) -> str:
         """Describe the division."""
         return f"width={self.cut.whole}, tp={self.tp_size}"
+
+
+def _by_token(x: Tensor, copies: int) -> Tensor:
+    """Return a row [copies * H] of each token, given its rows of each expert, [copies * T, H]."""
+    rows: Tensor = x if copies == 1 else x.unflatten(0, (copies, -1)).transpose(0, 1).flatten(1)
+    return rows
+
+
+def _by_expert(x: Tensor, copies: int) -> Tensor:
+    """Return each expert's rows of tokens, [copies * T, H], given rows of tokens."""
+    rows: Tensor = x if copies == 1 else x.unflatten(1, (copies, -1)).transpose(0, 1).flatten(0, 1)
+    return rows
 
 
 class AddedElsewhere(Function):

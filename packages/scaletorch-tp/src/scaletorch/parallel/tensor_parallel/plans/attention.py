@@ -19,6 +19,7 @@ from .plan import Matches, children_of
 _HEAD_LENGTHS = ("head_dim", "head_size")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _GROUPS = "num_key_value_groups"  # query heads of each key/value head
+_LATENT = "kv_lora_rank"
 
 # Names of attention modules, and what the names of their classes contain.
 _NAMES = frozenset(
@@ -48,15 +49,19 @@ class Attention:
     lengths: Mapping[nn.Module, tuple[int, ...]]
 
     def cuts(self, tp_size: int) -> dict[nn.Module, Cut]:
-        """Return how each projection is cut over `tp_size` ranks."""
+        """Return how each projection, and what the module itself has of heads, is cut."""
         query, key_value = head_cuts(self.query, self.key_value, tp_size)
 
         def cut(length: int) -> Cut:
+            # Each projection may have a length of its own, or one feature for each query head.
+            if self.key_value == self.query or length % self.head_dim:
+                return query.times(length // self.query)
             count = length // self.head_dim
             heads = query if count >= self.query else key_value
             return heads.times(self.head_dim * max(1, count // self.query))
 
-        return {layer: fuse([cut(n) for n in parts]) for layer, parts in self.lengths.items()}
+        cuts = {layer: fuse([cut(n) for n in parts]) for layer, parts in self.lengths.items()}
+        return {**cuts, self.module: query}
 
     def share(self, attribute: str, value: int, tp_size: int) -> tuple[int, ...] | None:
         """Return each rank's value of a counting attribute, or None if it counts no heads."""
@@ -96,6 +101,18 @@ def has_heads(module: nn.Module) -> bool:
     return not vars(module).keys().isdisjoint((*_HEAD_LENGTHS, *_HEAD_COUNTS))
 
 
+def latent_heads(module: nn.Module) -> int:
+    """Return how many heads multi-head latent attention has, 0 if a module is none.
+
+    Keys and values of all heads come of one latent vector, and projections have lengths of heads
+    of their own.
+    """
+    own = vars(module)
+    counts = (own.get(name) for name in _HEAD_COUNTS)
+    found = next((n for n in counts if isinstance(n, int) and n > 0), 0)
+    return found if isinstance(own.get(_LATENT), int) else 0
+
+
 def head_length(attention: nn.Module, query_size: int, *, by_config: bool = True) -> int:
     """Return the length of a head, or 0 if nothing tells it.
 
@@ -132,7 +149,8 @@ def out_features(module: nn.Module) -> int:
 def find_whole(model: nn.Module, regions: Collection[nn.Module]) -> list[nn.Module]:
     """Return the attention modules that mix tokens and must see whole sequences.
 
-    They are the outermost ones that are no regions, and neither hold nor are in one.
+    They are the outermost ones that are no regions, and neither hold nor are in one; modules with
+    convolutions over tokens are among them.
 
     Args:
         model: The whole model.
@@ -141,7 +159,8 @@ def find_whole(model: nn.Module, regions: Collection[nn.Module]) -> list[nn.Modu
     inside = {inner for region in regions for inner in region.modules()}
     found: list[nn.Module] = []
     for name, module in model.named_modules():
-        if module in inside or module is model or not _attends(name, module):
+        mixes = _attends(name, module) or _convolves(module)
+        if module in inside or module is model or not mixes:
             continue
         inner = {*module.modules()}
         if not inside & inner and not any(isinstance(m, nn.Embedding) for m in inner):
@@ -164,6 +183,12 @@ def _attends(name: str, module: nn.Module) -> bool:
     return has_heads(module) or named
 
 
+def _convolves(module: nn.Module) -> bool:
+    """Return whether a module has a convolution of each feature, as layers with states have."""
+    convolutions = (child for child in module.children() if isinstance(child, nn.Conv1d))
+    return any(c.kernel_size[0] > 1 and c.groups == c.in_channels > 1 for c in convolutions)
+
+
 def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) -> Attention | None:
     mine = children_of(module, matches)
     rows = [match for match in mine if match.is_row]
@@ -172,15 +197,20 @@ def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) 
         return None
     total = sum(rows[0].lengths)
     sizes = [length for match in columns for length in match.lengths]
+    lengths = {match.module: match.lengths for match in (*columns, rows[0])}
+    latent = latent_heads(module)
+    if latent and not any(size % latent or not size for size in (total, *sizes)):
+        return Attention(name, module, total // latent, latent, latent, lengths)
     length = head_length(module, total, by_config=by_config)
-    if length < 1 or any(size % length or not size for size in (total, *sizes)):
+    if length < 1 or total < length or total % length or not all(sizes):
         return None
     query = total // length
-    counts = {size // length for size in sizes}
+    if any(size % length and size != query for size in sizes):  # a gate has a feature for each
+        return None
+    counts = {size // length for size in sizes if not size % length}
     # With grouped queries the shortest projection is that of the keys or values.
-    key_value = min(query, *counts)
+    key_value = min(counts | {query})
     # All are queries (some of several vectors a head) or as many keys and values.
     if query % key_value or any(c != key_value and c % query for c in counts):
         return None
-    lengths = {match.module: match.lengths for match in (*columns, rows[0])}
     return Attention(name, module, length, query, key_value, lengths)

@@ -17,19 +17,22 @@ BERT = Family(
         "**.layer.*.attention.self.key": "column",
         "**.layer.*.attention.self.value": "column",
         "**.layer.*.attention.output.dense": "row",
+        "**.layer.*.intermediate.LayerNorm": "sequence",  # of whole states, if it is in front
         "**.layer.*.intermediate.dense": "column",
         "**.layer.*.output.dense": "row",
+        "**.encoder": "sequence_join",  # what follows takes single tokens of the whole, or all
     },
+    may_lack=frozenset({"**.layer.*.intermediate.LayerNorm", "**.encoder"}),
     complete=("**.layer.*.attention.self", "**.layer.*.intermediate"),
     foreign=frozenset({"num_random_blocks"}),  # BigBird, which makes its attention anew as it runs
     heads={"**.layer.*.attention.self": ("query", "key", "value")},
-    shares_sequences=False,
 )
 
 BART = Family(
     name="BART",
     plan={
         "**.embed_tokens": "vocab",
+        "**.embed_positions": "sequence_positions",
         "**.layers.*.self_attn": Divide("num_heads", "embed_dim", optional=True),
         "**.layers.*.self_attn.q_proj": "column",
         "**.layers.*.self_attn.k_proj": "column",
@@ -49,6 +52,7 @@ BART = Family(
     may_lack=frozenset(
         {
             "**.embed_tokens",
+            "**.embed_positions",
             "**.lm_head",
             "**.output_projection",
             "**.proj_out",
@@ -61,7 +65,6 @@ BART = Family(
         "**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj"),
         "**.layers.*.encoder_attn": ("q_proj", "k_proj", "v_proj"),
     },
-    shares_sequences=False,
 )
 
 GPT_J = Family(
@@ -192,7 +195,6 @@ LFM2 = Family(
     may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
     complete=("**.layers.*.self_attn", "**.layers.*.feed_forward"),
     heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
-    shares_sequences=False,
 )
 
 DENSE = (BERT, BART, GPT_J, GPT_NEO, PERSIMMON, CTRL, XLM, MODERN_BERT, LFM2)

@@ -13,6 +13,7 @@ from ..cuts.stacked import Stacked
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..sharing.adapters import without_adapters
 from ..sharing.sequence import JoinSequence, until_joined
+from ..sharing.shared_tail import SharedTail
 from .explanation import Communication, ExplainedParameter, Explanation
 from .plan import Match, Plan, children_of
 from .resolve import Resolved, resolve
@@ -96,7 +97,7 @@ def _communications(
             yield from _beginning(name, shared, on_shares)
         if match is None or match.layer is None:
             yield from _of_whole(name, module, match, on_shares and not region)
-        else:
+        elif match.computes:
             if match.becomes(ColumnParallelLinear) and module not in entered:
                 yield from _beginning(name, [match], on_shares)
             yield from _of_layer(name, match, on_shares)
@@ -106,7 +107,7 @@ def _communications(
 
 def _hidden(resolved: Resolved) -> int:
     """Return the width of what flows between regions: what the last of them returns."""
-    ends = (match for match in reversed([*resolved.matches.values()]) if match.layer is not None)
+    ends = (match for match in reversed([*resolved.matches.values()]) if match.computes)
     rows = (_width(match, "out") for match in ends if not match.becomes(ColumnParallelLinear))
     return next(rows, 0)
 
@@ -199,6 +200,9 @@ def _of_whole(
         on_shares: It works on shares of sequences.
     """
     style = None if match is None else match.style
+    if isinstance(style, SharedTail):
+        of = "shared features' gradient"
+        yield Communication(name, "backward", "all_reduce", of, style.features)
     summed = style == "replicate_sum_grad" or (on_shares and style != "replicate")
     if on_shares and isinstance(module, nn.Embedding):
         summed = style == "replicate_sum_grad"

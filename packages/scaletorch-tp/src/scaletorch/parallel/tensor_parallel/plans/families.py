@@ -11,9 +11,11 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching
 from ..cuts.fused import Fused
+from ..cuts.per_head import PerHead
 from ..cuts.stacked import Slices, Stacked
 from .dense_families import DENSE
 from .family import Family
+from .partial_families import PARTIAL
 from .plan import Divide, Match, match_plan
 
 
@@ -112,11 +114,24 @@ GPT_NEOX = Family(
     heads={"**.layers.*.attention": ("query_key_value",)},
 )
 
-# Its attention stays whole on every rank: each head has a logit of its own that takes no key.
+# Its last layer adds a bias that the attention has and does not use, to hidden states.
+GPT_NEOX_JAPANESE = replace(
+    GPT_NEOX,
+    name="GPT-NeoX Japanese",
+    plan={**GPT_NEOX.plan, "**.gpt_neox_japanese": "sequence"},
+    complete=("**.layers.*.mlp",),
+    shares_sequences=False,
+)
+
 GPT_OSS = Family(
     name="gpt-oss",
     plan={
         "**.embed_tokens": "vocab",
+        "**.layers.*.self_attn": PerHead("sinks"),
+        "**.layers.*.self_attn.q_proj": "column",
+        "**.layers.*.self_attn.k_proj": "column",
+        "**.layers.*.self_attn.v_proj": "column",
+        "**.layers.*.self_attn.o_proj": "row",
         "**.layers.*.mlp.experts": Stacked(
             {
                 "gate_up_proj": Slices(2, unit=2),  # [experts, in, gate and up by turns]
@@ -129,17 +144,28 @@ GPT_OSS = Family(
         "**.lm_head": "column_gather",
     },
     may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
+    complete=("**.layers.*.self_attn",),
+    heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
 )
 
-FAMILIES: tuple[Family, ...] = (HUNYUAN, LLAMA, GPT2, GPT_NEOX, GPT_OSS, *DENSE)
+FAMILIES: tuple[Family, ...] = (
+    *(HUNYUAN, LLAMA, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
+    *DENSE,
+    *PARTIAL,
+)
 
 
 def _foreign(model: nn.Module, family: Family, names: Sequence[str]) -> str | None:
-    """Return which module lays its heads out in another way than the family, or None."""
+    """Return which module is not as in the family, though of the same names, or None."""
     for name in (n for pattern in family.heads for n in matching(pattern, names)):
         found = family.foreign & vars(model.get_submodule(name)).keys()
         if found:
             return f"'{name}' has {', '.join(sorted(found))}: its heads are laid out otherwise"
+    for name in (n for pattern in family.complete for n in matching(pattern, names)):
+        own = vars(model.get_submodule(name))
+        true = [attribute for attribute in sorted(family.untrue) if own.get(attribute)]
+        if true:
+            return f"'{name}' has {', '.join(true)}: it computes otherwise"
     return None
 
 

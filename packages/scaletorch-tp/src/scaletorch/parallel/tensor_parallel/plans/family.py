@@ -22,6 +22,7 @@ class Family:
         heads: Pattern of a module -> its projections, whose outputs are cut at head borders.
             What sums gradients in it must be of the size of one head.
         shares_sequences: Its models can do with shares of sequences between sharded layers.
+        untrue: Attributes of a module of `complete` that must not be true.
     """
 
     name: str
@@ -31,3 +32,4 @@ class Family:
     foreign: frozenset[str] = frozenset()
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     shares_sequences: bool = True
+    untrue: frozenset[str] = frozenset()

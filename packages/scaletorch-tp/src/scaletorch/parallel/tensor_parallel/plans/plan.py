@@ -12,15 +12,19 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager.building import matching, no_match
 from ..cuts.cut import Cut
 from ..cuts.fused import Fused
+from ..cuts.per_head import PerHead
 from ..cuts.stacked import Stacked
 from ..layers.base import TensorParallelLayer
 from ..layers.conv1d import ColumnParallelConv1D, RowParallelConv1D
 from ..layers.embedding import ScaledVocabParallelEmbedding, VocabParallelEmbedding
 from ..layers.experts import ParallelExperts
+from ..layers.heads import HeadParameters
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.surround import Surrounded
+from ..sharing.positions import WholePositions
 from ..sharing.sequence import JoinSequence
+from ..sharing.shared_tail import SharedTail, TailShared
 from ..sharing.sum_grad import SumGradients
 
 
@@ -46,7 +50,7 @@ class Divide:
         object.__setattr__(self, "optional", optional)
 
 
-Style = str | Divide | Fused | Stacked
+Style = str | Divide | Fused | PerHead | SharedTail | Stacked
 Plan = Mapping[str, Style]
 
 # Style -> the layer a plain module becomes and its options, or the mixin its class gets; None
@@ -62,6 +66,7 @@ STYLES: Mapping[
     "replicate": None,
     "sequence": None,  # what sequence parallelism makes of every module it is not told about
     "sequence_join": JoinSequence,
+    "sequence_positions": WholePositions,
     "replicate_sum_grad": SumGradients,
     "sharded": ShardedRandom,
 }
@@ -84,7 +89,7 @@ class Match:
         pattern: The pattern of the plan that names it.
         style: Its style in the plan.
         layer: The class that the module becomes, or None if it keeps its own.
-        options: The options of that layer.
+        options: The options of that layer; attributes of the mixin.
         mixin: The class that comes before the module's own, or None.
         lengths: The lengths that are divided over the ranks: one, or of a fused layer one for
             each packed part; none if there is no layer or a misfit.
@@ -124,6 +129,8 @@ class Match:
         """The dim along which each of its own parameters is cut; others stay whole."""
         if isinstance(self.style, Stacked):
             return self.style.dims
+        if isinstance(self.style, PerHead):
+            return dict.fromkeys(self.style.names, 0)
         return {} if self.layer is None else self.layer.shard_dims
 
     def cut_of(self, name: str) -> Cut | None:
@@ -133,6 +140,11 @@ class Match:
         return (
             self.style.sharded[name].cut(self.cut) if isinstance(self.style, Stacked) else self.cut
         )
+
+    @property
+    def computes(self) -> bool:
+        """Whether it becomes a layer with a forward of its own, which enters or leaves shards."""
+        return self.layer is not None and not self.becomes(HeadParameters)
 
     def becomes(self, layer: type[TensorParallelLayer]) -> bool:
         """Return whether the module becomes this layer or a variant of it."""
@@ -147,16 +159,25 @@ def look_up(name: str, module: nn.Module, pattern: str, style: Style) -> Match:
     if isinstance(style, Divide):
         return Match(name, module, pattern, style)
     lengths: tuple[int, ...]
+    options: Mapping[str, Any]
     if isinstance(style, Stacked):
         misfit = style.misfit(module)
         lengths = () if misfit else (style.width(module),)
         options = {"stacked": style}
         return Match(name, module, pattern, style, ParallelExperts, options, None, lengths, misfit)
+    if isinstance(style, PerHead):
+        misfit = style.misfit(module)
+        lengths, options = () if misfit else (style.heads(module),), {"per_head": style}
+        kind, mixin = HeadParameters, ShardedRandom
+        return Match(name, module, pattern, style, kind, options, mixin, lengths, misfit)
+    if isinstance(style, SharedTail):
+        options, misfit = {"shared_features": style.features}, style.misfit(module)
+        return Match(name, module, pattern, style, None, options, TailShared, (), misfit)
     meaning = STYLES[style.style if isinstance(style, Fused) else style]
     if not isinstance(meaning, tuple):
         return Match(name, module, pattern, style, mixin=meaning)
-    kind, settings = meaning
-    layer = next((each for each in VARIANTS.get(kind, ()) if each.takes(module)), kind)
+    wanted, settings = meaning
+    layer = next((each for each in VARIANTS.get(wanted, ()) if each.takes(module)), wanted)
     lengths = ()
     misfit = layer.misfit(module)
     if misfit is None:
@@ -218,12 +239,12 @@ def with_mixins(matches: Sequence[Match]) -> list[Match]:
 
 
 def _check_style(pattern: str, style: Style) -> None:
-    known = isinstance(style, Divide | Fused | Stacked) or (
+    known = isinstance(style, Divide | Fused | PerHead | SharedTail | Stacked) or (
         isinstance(style, str) and style in STYLES
     )
     if not known:
         raise InvalidArgumentError(
             f"the plan gives '{pattern}' the unknown style {style!r}; expected one of "
-            f"{', '.join(map(repr, STYLES))}, Divide('attribute', ...), Fused('column', parts) "
-            "or Stacked({'parameter': dim})"
+            f"{', '.join(map(repr, STYLES))}, Divide('attribute', ...), Fused('column', parts), "
+            "PerHead('parameter', ...), SharedTail(features) or Stacked({'parameter': dim})"
         )

@@ -12,14 +12,15 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ..layers.base import TensorParallelLayer
+from ..layers.heads import HeadParameters
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
-from ..sharing.sequence import until_joined
 from ..sharing.sum_grad import SumGradients, cannot_sum
-from .attention import find_attentions, find_whole
+from .attention import Attention, find_attentions, find_whole
 from .families import check_complete, find_family
 from .plan import Divide, Match, Matches, Plan, match_plan, with_mixins
+from .sequences import check_in_attention, check_sequences, join_of
 from .sizes import (
     Length,
     check_head_norms,
@@ -82,16 +83,18 @@ def resolve(
     if named - attentions.keys():  # not understood by its layers: heads must divide at least
         lengths.divided.extend(heads)
     check_lengths(lengths, tp_size)
+    _check_heads(matches.values(), attentions)
     matches = with_cuts(matches, attentions, tp_size)
     check_ties(model, matches)
     if sequence_parallel:
-        _check_sequences(model, list(matches.values()))
-    regions = find_regions(model, matches)
+        check_sequences(model, list(matches.values()))
+    regions = find_regions(model, matches, named)
     attributes = local_attributes(matches.values(), attentions, tp_size)
     whole: list[nn.Module] = []
     if sequence_parallel:
         earlier = [module for module in model.modules() if isinstance(module, Region)]
         whole = find_whole(model, [*regions, *earlier])
+        check_in_attention(matches.values(), regions, whole)
     return Resolved(matches, attributes, regions, whole)
 
 
@@ -119,6 +122,8 @@ def _match(
     heads = list(head_counts(modules, known.heads))
     check_head_norms(modules, known.heads, known.matches)
     left = [match for match in known.matches if match.module not in divided]
+    if sequence_parallel:
+        left += join_of(model, left)
     return left, {modules[name] for name in known.heads}, heads
 
 
@@ -131,20 +136,23 @@ def _check_divided(matches: Iterable[Match], divided: Collection[nn.Module]) -> 
             )
 
 
-def find_regions(model: nn.Module, matches: Matches) -> list[nn.Module]:
+def find_regions(
+    model: nn.Module, matches: Matches, named: Collection[nn.Module] = ()
+) -> list[nn.Module]:
     """Return the modules that begin with column-parallel layers and end with one row-parallel.
 
     All parameters of their other children are summed or sharded: a block with a norm of whole
-    hidden states is none.
+    hidden states is none. Attention that is known may have its row-parallel layer elsewhere.
     """
     return [
         module
         for module in model.modules()
-        if _is_region(module, matches) and cannot_surround(module, Region) is None
+        if _is_region(module, matches, ends=module not in named)
+        and cannot_surround(module, Region) is None
     ]
 
 
-def _is_region(module: nn.Module, matches: Matches) -> bool:
+def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
     columns = rows = 0
     for child in module.children():
         found: list[type[nn.Module]] = [type(child)]  # perhaps made parallel by hand, before
@@ -155,11 +163,13 @@ def _is_region(module: nn.Module, matches: Matches) -> bool:
             columns += 1
         elif any(issubclass(kind, RowParallelLinear) for kind in found):
             rows += 1
+        elif any(issubclass(kind, HeadParameters) for kind in found):
+            return False  # attention, which has more within
         elif any(issubclass(kind, TensorParallelLayer | SumGradients) for kind in found):
             continue
         elif any(True for _ in child.parameters()):
             return False
-    return columns > 0 and rows == 1
+    return columns > 0 and rows in ((1,) if ends else (0, 1))
 
 
 def _checked_styles(matches: Sequence[Match]) -> Sequence[Match]:
@@ -196,43 +206,17 @@ def _check_mixins(matches: Iterable[Match]) -> None:
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
 
 
-def _check_sequences(model: nn.Module, matches: Sequence[Match]) -> None:
-    """Refuse a model that would compute something else on shards of its sequences.
-
-    Raises:
-        InvalidArgumentError: Sharded layers other than heads are registered after the module that
-            joins the shards, or a module has parameters whose gradients cannot be summed.
-    """
-    joins = [match for match in matches if match.style == "sequence_join"]
-    if joins:
-        _check_joined(joins[0], matches[matches.index(joins[0]) + 1 :])
-    told = {m.module for m in matches if m.layer is not None}
-    told |= {m.module for m in matches if m.style in ("replicate", "replicate_sum_grad")}
-    names = {module: name for name, module in model.named_modules()}
-    for module in until_joined(model, [match.module for match in joins]):
-        reason = _cannot_share(module) if module._parameters and module not in told else None
-        if reason is not None:
+def _check_heads(matches: Iterable[Match], attentions: Mapping[nn.Module, Attention]) -> None:
+    """Refuse to cut what is of heads if nothing tells how these are divided."""
+    for match in matches:
+        attention = attentions.get(match.module)
+        if match.becomes(HeadParameters) and (attention is None or attention.query != _of(match)):
+            found = "none were understood" if attention is None else f"it has {attention.query}"
             raise InvalidArgumentError(
-                f"'{names[module]}' has parameters that every rank would use on its share of the "
-                f"sequence, and their gradients cannot be summed: {reason}; give its parameters "
-                "to the module that uses them, or do without sequence parallelism"
+                f"{match.place} cannot be sharded: its parameters are of {_of(match)} query heads, "
+                f"and of the projections next to them {found}; shard these by heads, too"
             )
 
 
-def _check_joined(join: Match, after: Collection[Match]) -> None:
-    wrong = [m.name for m in after if m.layer is not None and not m.options.get("gather_output")]
-    if wrong:
-        raise InvalidArgumentError(
-            f"'{join.name}' joins the sequences for heads ('column_gather') alone, but "
-            f"{', '.join(wrong[:4])} are registered after it; register them before, or do without "
-            "sequence parallelism"
-        )
-
-
-def _cannot_share(module: nn.Module) -> str | None:
-    """Return why gradients would be missed: they are summed where a module's forward begins."""
-    if isinstance(module, nn.ParameterList | nn.ParameterDict):
-        return f"an nn.{type(module).__name__} is not called, but read by another module"
-    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
-        return "nn.MultiheadAttention does not call it"
-    return cannot_surround(module, SumGradients)
+def _of(match: Match) -> int:
+    return match.lengths[0]

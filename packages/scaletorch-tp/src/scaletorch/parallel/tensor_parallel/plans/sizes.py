@@ -12,7 +12,7 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ..cuts.cut import Cut, legal_sizes, share_cut
 from ..cuts.fused import fuse
-from .attention import Attention, has_heads, head_length_of, out_features
+from .attention import Attention, has_heads, head_length_of, latent_heads, out_features
 from .plan import Divide, Match, Matches, children_of
 
 # A size that is divided over the ranks: where it is, and how long.
@@ -163,9 +163,18 @@ def head_counts(
         InvalidArgumentError: Nothing says where the heads end.
     """
     for name, projections in heads.items():
+        latent = latent_heads(modules[name])
+        if latent:
+            yield f"heads of {name}", latent
+            continue
         found = {p: modules[f"{name}.{p}"] for p in projections if f"{name}.{p}" in modules}
         head_dim = head_length_of(modules, name, tuple(found) or projections)
-        for projection, size in ((p, out_features(module)) for p, module in found.items()):
+        sizes = {projection: out_features(module) for projection, module in found.items()}
+        query = max(sizes.values(), default=0) // max(head_dim, 1)
+        for projection, size in sizes.items():
+            if head_dim > 0 and size % head_dim and size == query:  # a gate of each head
+                yield f"heads of {name}.{projection}", size
+                continue
             if head_dim < 1 or size % head_dim:
                 raise InvalidArgumentError(
                     f"'{name}' does not say how the {size} output features of its "

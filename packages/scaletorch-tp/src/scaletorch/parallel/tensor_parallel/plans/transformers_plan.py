@@ -13,10 +13,18 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ..cuts.fused import Fused
+from ..cuts.per_head import PerHead
 from ..cuts.stacked import Stacked
 from .attention import has_heads, head_length_of
 from .families import Recognised
 from .plan import Match, Matches, Style, children_of, look_up
+from .transformers_attention import (
+    PER_HEAD,
+    SHARED_TAIL,
+    latent_wholes,
+    per_head_of,
+    shared_tail_of,
+)
 from .transformers_experts import EXPERTS, stacked_of
 
 # Their style -> ours; what is missing here cannot be done.
@@ -66,8 +74,8 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
         return None
     for module, name in _parameters(modules):
         pattern = _pattern(plan, name)
-        of_experts = module in matches and isinstance(matches[module].style, Stacked)
-        if pattern is not None and not of_experts and plan[pattern] != "replicate":
+        own = module in matches and isinstance(matches[module].style, Stacked | PerHead)
+        if pattern is not None and not own and plan[pattern] != "replicate":
             raise InvalidArgumentError(
                 f"the plan of {type(model).__name__} gives the single parameter '{name}' the "
                 f"style '{plan[pattern]}', but only modules are sharded; pass a plan of your own"
@@ -77,6 +85,7 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
         *_norms(modules, heads),
         *_activations(modules, matches),
         *_tied(modules, matches),
+        *latent_wholes(modules, heads),
     ]:
         matches.setdefault(match.module, match)
     _check_rows(modules, matches, heads)
@@ -89,8 +98,9 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
 
 def _parameters(modules: Mapping[str, nn.Module]) -> Iterator[tuple[nn.Module, str]]:
     for name, module in modules.items():
-        for own in module._parameters:
-            yield module, f"{name}.{own}".lstrip(".")
+        for own, parameter in module._parameters.items():
+            if parameter is not None:
+                yield module, f"{name}.{own}".lstrip(".")
 
 
 def _plans(module: nn.Module) -> Iterator[Mapping[str, str]]:
@@ -117,22 +127,27 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
         if pattern is None:
             continue
         theirs = plan[pattern]
+        own = {n: _pattern(plan, f"{name}.{n}") for n in module._parameters}
+        styles = {n: plan[found] for n, found in own.items() if found is not None}
+        style: Style | None
         if theirs == EXPERTS:
-            own = {n: _pattern(plan, f"{name}.{n}") for n in module._parameters}
-            styles = {n: plan[found] for n, found in own.items() if found is not None}
-            stacked = stacked_of(name, module, styles)
-            matches.setdefault(module, look_up(name, module, pattern, stacked))
-            continue
-        if theirs not in TRANSFORMERS_STYLES:
+            style = stacked_of(name, module, styles)
+        elif theirs == PER_HEAD:
+            style = per_head_of(name, module, styles)
+        elif theirs == SHARED_TAIL:
+            style = shared_tail_of(name, modules)
+        elif theirs not in TRANSFORMERS_STYLES:
+            known = (*TRANSFORMERS_STYLES, EXPERTS, PER_HEAD, SHARED_TAIL)
             raise InvalidArgumentError(
                 f"the model's own plan (_tp_plan) gives '{pattern}' the style {theirs!r}, which "
-                f"is none of {', '.join(map(repr, (*TRANSFORMERS_STYLES, EXPERTS)))}; "
-                "pass a plan of your own"
+                f"is none of {', '.join(map(repr, known))}; pass a plan of your own"
             )
-        style = TRANSFORMERS_STYLES[theirs]
+        else:
+            style = TRANSFORMERS_STYLES[theirs]
         if style == "row" and isinstance(module, nn.Embedding):
             style = "vocab"  # rows of a table are its words
-        matches.setdefault(module, look_up(name, module, pattern, style))
+        if style is not None:
+            matches.setdefault(module, look_up(name, module, pattern, style))
     return matches
 
 
@@ -220,7 +235,8 @@ def _check_regions(modules: Mapping[str, nn.Module], matches: Matches) -> None:
 
 def _beside(module: nn.Module, matches: Matches) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield parameters of a module and of children in which the plan names nothing."""
-    yield from module.named_parameters(recurse=False)
+    if module not in matches or not isinstance(matches[module].style, PerHead):
+        yield from module.named_parameters(recurse=False)
     for name, child in module.named_children():
         if not any(inner in matches for inner in child.modules()):
             yield from child.named_parameters(prefix=name)

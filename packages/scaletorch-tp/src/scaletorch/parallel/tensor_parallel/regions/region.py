@@ -90,6 +90,8 @@ def overlapped_linear(layer: Any, x: Tensor) -> Tensor | None:
     if not _needs_grad(x):
         return None
     running = _running.get()
+    if layer.sequence is not None and layer.sequence.in_rows(x, layer.sequence.own):
+        return None
     if running is None:
         entrance: Entrance | None = _entrance(x, [layer])
     elif layer not in running.overlapping:  # another module's, called from here
@@ -161,7 +163,7 @@ def _layer_of(module: Any) -> Any:
 @uncompiled
 def _gather(running: _Running, sequence: SequenceShares, x: Tensor) -> Tensor:
     """Return the whole sequence, entered for the overlapping layers if there are any."""
-    if not running.overlapping or not _needs_grad(x):
+    if not running.overlapping or not _needs_grad(x) or sequence.in_rows(x, sequence.own):
         return sequence.enter(x)
     running.gathered = _entrance(x, running.overlapping)
     return running.gathered.x

@@ -49,7 +49,8 @@ class Inputs:
         hidden = next((x for x in (*args, *kwargs.values()) if self._is_sequence(x)), None)
         if hidden is None:
             raise InvalidArgumentError(self._without(args, kwargs))
-        length = sum(self.shares.sizes(hidden))
+        rows, shares = self.shares.in_rows(hidden, self.shares.own), self.shares
+        length = (shares.length or 0) if rows else sum(shares.sizes(hidden))
         for other in tensors_in((args, kwargs)):
             if other is not hidden:
                 self._check(other, hidden, length)

@@ -25,10 +25,12 @@ class SequenceShares:
     Attributes:
         holder: Ranks of the tensor-parallel axis.
         length: Tokens of the whole sequence in the last forward; None takes shares for equal.
+        batch: How many sequences there were; 0 if not known.
     """
 
     holder: SharedGroup
     length: int | None = None
+    batch: int = 0
 
     @property
     def own(self) -> int | None:
@@ -43,6 +45,8 @@ class SequenceShares:
     @uncompiled
     def enter(self, x: Tensor) -> Tensor:
         """Return the whole sequence of a share; in backward the ranks' gradients are summed."""
+        if self.in_rows(x, self.own):
+            return self.enter(x.unflatten(0, (self.batch, -1))).flatten(0, 1)
         return all_gather(x, DIM, self.holder.group, sizes=self.sizes(x))
 
     @uncompiled
@@ -76,7 +80,14 @@ class SequenceShares:
     @uncompiled
     def leave(self, x: Tensor) -> Tensor:
         """Return this rank's share of the sum of the ranks' partial results."""
+        if self.in_rows(x, self.length):
+            # A view of what is returned there could not be added to in place, as Llama 4 does.
+            return self.leave(x.unflatten(0, (self.batch, -1))).flatten(0, 1).clone()
         return reduce_scatter(x, DIM, self.holder.group, sizes=self.sizes_of(x.shape[DIM]))
+
+    def in_rows(self, x: Tensor, tokens: int | None) -> bool:
+        """Return whether `x` [rows, H] has that many tokens of each of several sequences."""
+        return tokens is not None and self.batch > 1 and x.shape[:-1] == (self.batch * tokens,)
 
     def rows(self, x: Tensor) -> tuple[int, ...]:
         """Return how many rows each rank has of its tokens of all sequences, as `x` [rows, ...].

@@ -24,9 +24,10 @@ from ..layers.base import TensorParallelLayer
 from ..regions.overlap import DIM, Enter, Multiply
 from ..regions.replicas import SumReplicas
 from ..regions.surround import not_pickled
+from .shared_tail import SumTail
 
 _ENDS = (Reduce, ReduceScatter, Gather)  # of a region: what went into them was a rank's part
-_ENTERS = (Copy, AllGather, AllReduce, Split, Enter)
+_ENTERS = (Copy, AllGather, AllReduce, Split, Enter, SumTail)
 _OWN = (Multiply, SumReplicas)  # inside of a region
 _SHOWN = 3
 

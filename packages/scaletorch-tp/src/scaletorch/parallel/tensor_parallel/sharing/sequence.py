@@ -18,16 +18,21 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, get_world_size
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
 from ...pg_manager.building import divided_modules
 from ..cuts.cut import shard_sizes
 from ..layers.base import TensorParallelLayer
+from ..layers.heads import HeadParameters
+from ..regions.overlap import DIM
 from ..regions.random import sharded_random
 from ..regions.region import Region, region_runs
 from ..regions.sequence_shares import SequenceShares
 from ..regions.shape_errors import IN_MODEL, shapes_explained
 from ..regions.surround import SharedGroup, Surrounded, own_class, surround
-from ..regions.uncompiled import around_compiled, compiles
+from ..regions.uncompiled import around_compiled, compiles, uncompiled
 from .mixing import RefuseMixing
+from .positions import WholePositions
 from .sum_grad import SumGradients
 from .whole_sequence import WholeSequence, mask_configs, whole_masks
 
@@ -49,6 +54,7 @@ class SequenceRoot(Surrounded):
         # The ids are whole: only they say how long the sequence is of which layers see shards.
         ids = _find_ids(args, kwargs)
         self._sequence.length = None if ids is None else ids.shape[-1]
+        self._sequence.batch = 0 if ids is None else ids.shape[0]
         if ids is not None and _lacks_positions(self, args, kwargs):
             # Left to count its tokens, it would count those of its share.
             kwargs["position_ids"] = torch.arange(ids.shape[-1], device=ids.device)[None]
@@ -76,7 +82,14 @@ class SplitSequence(Surrounded):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, and keep this rank's share."""
-        return self._sequence.split(super().forward(*args, **kwargs))
+        out, length = super().forward(*args, **kwargs), self._sequence.length
+        if length is not None and out.shape[DIM] != length:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: with sequence parallelism {own_class(self).__name__} must be "
+                f"called with all {length} tokens' ids or positions, and returned a tensor of "
+                f"shape {tuple(out.shape)}; do without sequence parallelism"
+            )
+        return self._sequence.split(out)
 
 
 class JoinSequence(Surrounded):
@@ -88,7 +101,19 @@ class JoinSequence(Surrounded):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward, and join the ranks' shares."""
         out = super().forward(*args, **kwargs)
-        return out if self._sequence is None else self._sequence.join(out)
+        return out if self._sequence is None else _joined(out, self._sequence)
+
+
+@uncompiled
+def _joined(out: Any, shares: SequenceShares) -> Any:
+    """Return what a module returned, with its hidden states joined: the first tensor in it."""
+    if isinstance(out, Tensor):
+        return shares.join(out)
+    if isinstance(out, dict):  # an output of transformers
+        name = next(name for name, value in out.items() if isinstance(value, Tensor))
+        out[name] = shares.join(out[name])
+        return out
+    return type(out)((shares.join(out[0]), *out[1:]))
 
 
 def share_sequences(
@@ -117,7 +142,7 @@ def share_sequences(
             vars(surround(module, WholeSequence, group))["_sequence"] = shares
         elif module in as_it_is:
             continue
-        elif isinstance(module, TensorParallelLayer):
+        elif isinstance(module, TensorParallelLayer) and not isinstance(module, HeadParameters):
             vars(module)["sequence"] = shares
         elif isinstance(module, Region):
             vars(module)["_sequence"] = shares
@@ -127,7 +152,7 @@ def share_sequences(
             vars(surround(module, SplitSequence, group))["_sequence"] = shares
         elif module._parameters and module not in (*replicated, *summed):
             surround(module, SumGradients, group)
-        if isinstance(module, JoinSequence):
+        if isinstance(module, JoinSequence | WholePositions):
             vars(module)["_sequence"] = shares
     vars(surround(model, SequenceRoot, group)).update(
         _sequence=shares, _configs=mask_configs(model)
@@ -157,11 +182,19 @@ def joins_sequences(model: nn.Module) -> bool:
 
 
 def until_joined(model: nn.Module, joins: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules in their order, up to the first of `joins` and what it contains."""
+    """Return the modules in their order, up to the first of `joins` and what it contains.
+
+    Of a model of transformers the head is behind, wherever it is registered.
+    """
     modules = list(model.modules())
-    inside = {*joins[0].modules()} if joins else {*modules}
+    if not joins:
+        return modules
+    inside = {*joins[0].modules()}
     last = max(index for index, module in enumerate(modules) if module in inside)
-    return modules[: last + 1]
+    bases = (m for m in modules if m is not model and getattr(m, "base_model", None) is m)
+    within = next((own for own in ({*base.modules()} for base in bases) if joins[0] in own), None)
+    shared = modules[: last + 1]
+    return [m for m in shared if within is None or m is model or m in within]
 
 
 def _find_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -172,8 +205,16 @@ def _find_ids(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
     return None
 
 
+def counts_of_ids(model: nn.Module) -> bool:
+    """Return whether a model counts positions behind padding, of the ids, as RoBERTa does."""
+    tables = (module._modules.get("position_embeddings") for module in model.modules())
+    return any(isinstance(t, nn.Embedding) and t.padding_idx is not None for t in tables)
+
+
 def _lacks_positions(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Return whether a model takes `position_ids` and is called without."""
+    if counts_of_ids(model):
+        return False
     signature = inspect.signature(own_class(model).forward)
     if "position_ids" not in signature.parameters or kwargs.get("position_ids") is not None:
         return False

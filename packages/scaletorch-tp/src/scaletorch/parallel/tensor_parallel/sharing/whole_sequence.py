@@ -107,6 +107,23 @@ def whole_masks(configs: Sequence[Any], shares: SequenceShares) -> Iterator[None
                 table[name] = make
 
 
+def _whole_padding(mask: Any, shares: SequenceShares) -> Any:
+    """Return a padding mask [B, L] for whole sequences; models make one of ones for a share.
+
+    Raises:
+        InvalidArgumentError: It has padding, and is for a share.
+    """
+    if not isinstance(mask, Tensor) or mask.ndim != 2 or mask.shape[-1] == shares.length:
+        return mask
+    if mask.shape[-1] != shares.own or not bool(mask.all()):
+        raise InvalidArgumentError(
+            f"{describe_rank()}: the model asks for a mask with padding of shape "
+            f"{tuple(mask.shape)}, where sequences have {shares.length} tokens; pass an "
+            "attention_mask of whole sequences, or do without sequence parallelism"
+        )
+    return mask.new_ones(mask.shape[0], shares.length or 0)
+
+
 @uncompiled
 def _whole_mask(make: Callable[..., Any], shares: SequenceShares, **options: Any) -> Any:
     """Make a mask as the model asked for it, but of whole sequences.
@@ -124,6 +141,7 @@ def _whole_mask(make: Callable[..., Any], shares: SequenceShares, **options: Any
                 "there is one for a whole sequence alone: pass use_cache=False"
             )
         options |= {"q_length": whole, "kv_length": whole}
+        options["attention_mask"] = _whole_padding(options.get("attention_mask"), shares)
     elif queries != whole:
         raise InvalidArgumentError(
             f"{describe_rank()}: the model asks for a mask of {queries} queries, but this rank has "

@@ -1,0 +1,231 @@
+"""Known families of which a part stays whole on every rank, as data.
+
+Layers that keep a state (of a recurrence or a convolution) stay whole, and attention whose heads
+are not apart: one key for all queries, slopes that are made for all heads at once.
+"""
+
+from __future__ import annotations
+
+from ..cuts.fused import Fused
+from ..cuts.stacked import Slices, Stacked
+from .family import Family
+from .plan import Divide, Plan, Style
+
+_HEAD: Plan = {"**.lm_head": "column_gather"}
+_QKV = ("q_proj", "k_proj", "v_proj")
+
+
+def _attention(where: str, row: str = "o_proj") -> dict[str, Style]:
+    columns = {f"{where}.{name}": "column" for name in _QKV}
+    divided = Divide("num_attention_heads", "num_key_value_heads", optional=True)
+    return {where: divided, **columns, f"{where}.{row}": "row"}
+
+
+def _gated(where: str) -> dict[str, Style]:
+    columns = {f"{where}.{name}_proj": "column" for name in ("gate", "up")}
+    return {**columns, f"{where}.down_proj": "row"}
+
+
+BAMBA = Family(
+    name="Bamba",  # and Falcon-H1
+    plan={
+        "**.embed_tokens": "vocab",
+        **_attention("**.layers.*.self_attn"),
+        **_gated("**.layers.*.feed_forward"),
+        **_HEAD,
+    },
+    may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
+    complete=("**.layers.*.self_attn", "**.layers.*.feed_forward"),
+    heads={"**.layers.*.self_attn": _QKV},
+)
+
+RECURRENT_GEMMA = Family(
+    name="RecurrentGemma",
+    plan={
+        "**.embed_tokens": "vocab",
+        **_attention("**.layers.*.temporal_block"),
+        **_gated("**.layers.*.mlp_block"),
+        **_HEAD,
+    },
+    may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
+    complete=("**.layers.*.mlp_block",),
+    heads={"**.layers.*.temporal_block": _QKV},
+)
+
+# One block of attention that several layers share.
+ZAMBA = Family(
+    name="Zamba",
+    plan={
+        "**.embed_tokens": "vocab",
+        **_attention("**.layers.*.shared_transf.self_attn"),
+        **_gated("**.layers.*.shared_transf.feed_forward"),
+        **_HEAD,
+    },
+    may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
+    complete=("**.layers.*.shared_transf.self_attn", "**.layers.*.shared_transf.feed_forward"),
+    heads={"**.layers.*.shared_transf.self_attn": _QKV},
+)
+
+# Its MLP stays whole: each layer adds low-rank adapters to what its first layer returns.
+ZAMBA2 = Family(
+    name="Zamba2",
+    plan={
+        "**.embed_tokens": "vocab",
+        **_attention("**.layers.*.shared_transformer.self_attn"),
+        **_HEAD,
+    },
+    may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
+    complete=("**.layers.*.shared_transformer.self_attn",),
+    heads={"**.layers.*.shared_transformer.self_attn": _QKV},
+)
+
+LFM3 = Family(
+    name="LFM3",
+    plan={
+        "**.embed_tokens": "vocab",
+        **_attention("**.layers.*.self_attn"),
+        "**.layers.*.self_attn.q_norm": "replicate_sum_grad",
+        "**.layers.*.self_attn.k_norm": "replicate_sum_grad",
+        "**.layers.*.self_attn.g_proj": "column",  # a feature for each head
+        "**.layers.*.feed_forward.w1": "column",
+        "**.layers.*.feed_forward.w3": "column",
+        "**.layers.*.feed_forward.w2": "row",
+        **_HEAD,
+    },
+    may_lack=frozenset({"**.embed_tokens", "**.lm_head", "**.layers.*.self_attn.g_proj"}),
+    complete=("**.layers.*.self_attn", "**.layers.*.feed_forward"),
+    heads={"**.layers.*.self_attn": (*_QKV, "g_proj")},
+)
+
+MOSHI = Family(
+    name="Moshi",
+    plan={
+        "**.embed_tokens": "vocab",
+        "**.layers.*.self_attn": "sharded",
+        **{f"**.layers.*.self_attn.{name}.linear": "column" for name in _QKV},
+        "**.layers.*.self_attn.o_proj.linear": "row",
+        "**.layers.*.mlp.fc1": Fused("column", 2),
+        "**.layers.*.mlp.fc2": "row",
+        **_HEAD,
+    },
+    may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
+    complete=("**.layers.*.self_attn", "**.layers.*.mlp"),
+    heads={"**.layers.*.self_attn": tuple(f"{name}.linear" for name in _QKV)},
+)
+
+# Its attention mixes tokens and heads by convolutions.
+ZAYA = Family(
+    name="Zaya",
+    plan={
+        "**.embed_tokens": "vocab",
+        "**.layers.*.mlp.experts": Stacked({"gate_up_proj": Slices(1, parts=2), "down_proj": 2}),
+        "**.layers.*.mlp.gate": "sequence",
+        "**.layers.*.self_attn.qk_norm": "sequence",
+        **_HEAD,
+    },
+    may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
+)
+
+BLOOM = Family(
+    name="Bloom",
+    plan={
+        "**.word_embeddings": "vocab",
+        "**.h.*.mlp.dense_h_to_4h": "column",
+        "**.h.*.mlp.dense_4h_to_h": "row",
+        **_HEAD,
+    },
+    may_lack=frozenset({"**.word_embeddings", "**.lm_head"}),
+    complete=("**.h.*.mlp",),
+    untrue=frozenset({"slow_but_exact"}),  # by slices of a weight, which is a shard
+    shares_sequences=False,
+)
+
+MPT = Family(
+    name="MPT",
+    plan={
+        "**.wte": "vocab",
+        "**.blocks.*.ffn.up_proj": "column",
+        "**.blocks.*.ffn.down_proj": "row",
+        **_HEAD,
+    },
+    may_lack=frozenset({"**.wte", "**.lm_head"}),
+    complete=("**.blocks.*.ffn",),
+    shares_sequences=False,
+)
+
+# Its queries, keys and values lie in four parts for as many devices, which it computes at once.
+CODEGEN = Family(
+    name="CodeGen",
+    plan={
+        "**.wte": "vocab",
+        "**.h.*.attn.qkv_proj": "sequence",
+        "**.h.*.mlp.fc_in": "column",
+        "**.h.*.mlp.fc_out": "row",
+        **_HEAD,
+    },
+    may_lack=frozenset({"**.wte", "**.lm_head"}),
+    complete=("**.h.*.mlp",),
+    shares_sequences=False,
+)
+
+GPT_BIGCODE = Family(
+    name="GPT-BigCode",
+    plan={
+        "**.wte": "vocab",
+        "**.h.*.attn.c_attn": "sequence",
+        "**.h.*.mlp.c_fc": "column",
+        "**.h.*.mlp.c_proj": "row",
+        **_HEAD,
+    },
+    may_lack=frozenset({"**.wte", "**.lm_head"}),
+    complete=("**.h.*.mlp",),
+)
+
+CPM_ANT = Family(
+    name="CPM-Ant",
+    plan={
+        "**.layers.*.ffn.ffn.w_in.w_0": "column",
+        "**.layers.*.ffn.ffn.w_in.w_1": "column",
+        "**.layers.*.ffn.ffn.w_out": "row",
+    },
+    complete=("**.layers.*.ffn.ffn",),
+    shares_sequences=False,
+)
+
+XLNET = Family(
+    name="XLNet",
+    plan={
+        "**.layer.*.ff.layer_1": "column",
+        "**.layer.*.ff.layer_2": "row",
+        "**.layer.*.ff.layer_norm": "sequence",
+    },
+    complete=("**.layer.*.ff",),
+    shares_sequences=False,
+)
+
+RWKV = Family(
+    name="RWKV",
+    plan={
+        "**.blocks.*.feed_forward.key": "column",
+        "**.blocks.*.feed_forward.value": "row",
+        "**.blocks.*.feed_forward.receptance": "sequence",
+    },
+    shares_sequences=False,
+)
+
+PARTIAL = (
+    BAMBA,
+    RECURRENT_GEMMA,
+    ZAMBA,
+    ZAMBA2,
+    LFM3,
+    MOSHI,
+    ZAYA,
+    BLOOM,
+    MPT,
+    CODEGEN,
+    GPT_BIGCODE,
+    CPM_ANT,
+    XLNET,
+    RWKV,
+)

@@ -1,0 +1,103 @@
+"""What of a plan matters where hidden states are shares of sequences, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+from torch import nn
+
+from ....dist.errors import InvalidArgumentError
+from ..layers.heads import HeadParameters
+from ..regions.surround import cannot_surround
+from ..sharing.sequence import until_joined
+from ..sharing.shared_tail import TailShared
+from ..sharing.sum_grad import SumGradients
+from .plan import Match, look_up
+
+
+def join_of(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
+    """Return where sequences are joined for a head that is no layer which gathers them.
+
+    That is behind the model within a model of transformers.
+    """
+    base = getattr(model, "base_model", None)
+    # Another's base, such as that of adapters around a model, says that it has a base itself.
+    if base is model or getattr(base, "base_model", None) is not base:
+        return []
+    if not isinstance(base, nn.Module) or base not in {*model.modules()}:
+        return []
+    names = {module: name for name, module in model.named_modules()}
+    behind = [match for match in matches if match.module not in {*base.modules()}]
+    gathers = any(m.options.get("gather_output") for m in behind)
+    if gathers or any(m.style == "sequence_join" or m.module is base for m in matches):
+        return []
+    return [look_up(names[base], base, names[base], "sequence_join")]
+
+
+def check_in_attention(
+    matches: Iterable[Match], regions: Collection[nn.Module], whole: Collection[nn.Module]
+) -> None:
+    """Refuse what belongs to heads, where their module would work on shares of sequences."""
+    inside = {inner for module in whole for inner in module.modules()}
+    for match in matches:
+        of_heads = match.becomes(HeadParameters) and match.module not in regions
+        if (of_heads or match.mixin is TailShared) and match.module not in inside:
+            raise InvalidArgumentError(
+                f"{match.place} is in no attention that could be given whole sequences; do "
+                "without sequence parallelism"
+            )
+
+
+def check_sequences(model: nn.Module, matches: Sequence[Match]) -> None:
+    """Refuse a model that would compute something else on shards of its sequences.
+
+    Raises:
+        InvalidArgumentError: Sharded layers other than heads are registered after the module that
+            joins the shards, or a module has parameters whose gradients cannot be summed.
+    """
+    joins = [match for match in matches if match.style == "sequence_join"]
+    shared = until_joined(model, [match.module for match in joins])
+    if len(joins) > 1:
+        raise InvalidArgumentError(
+            f"the plan joins sequences behind {', '.join(join.name for join in joins)}, and they "
+            "can be joined once; do without sequence parallelism"
+        )
+    if joins:
+        before = {*shared}
+        _check_joined(joins[0], [match for match in matches if match.module not in before])
+    told = {m.module for m in matches if m.layer is not None}
+    told |= {m.module for m in matches if m.style in ("replicate", "replicate_sum_grad")}
+    names = {module: name for name, module in model.named_modules()}
+    for name, module in model.named_modules():
+        if getattr(module, "layerdrop", 0):
+            raise InvalidArgumentError(
+                f"'{name}' leaves out layers at random (layerdrop), and with sequence parallelism "
+                "each rank draws for itself; set its layerdrop to 0, or do without"
+            )
+    for module in shared:
+        reason = _cannot_share(module) if module._parameters and module not in told else None
+        if reason is not None:
+            raise InvalidArgumentError(
+                f"'{names[module]}' has parameters that every rank would use on its share of the "
+                f"sequence, and their gradients cannot be summed: {reason}; give its parameters "
+                "to the module that uses them, or do without sequence parallelism"
+            )
+
+
+def _check_joined(join: Match, after: Collection[Match]) -> None:
+    wrong = [m.name for m in after if m.layer is not None and not m.options.get("gather_output")]
+    if wrong:
+        raise InvalidArgumentError(
+            f"'{join.name}' joins the sequences for heads ('column_gather') alone, but "
+            f"{', '.join(wrong[:4])} are registered after it; register them before, or do without "
+            "sequence parallelism"
+        )
+
+
+def _cannot_share(module: nn.Module) -> str | None:
+    """Return why gradients would be missed: they are summed where a module's forward begins."""
+    if isinstance(module, nn.ParameterList | nn.ParameterDict):
+        return f"an nn.{type(module).__name__} is not called, but read by another module"
+    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
+        return "nn.MultiheadAttention does not call it"
+    return cannot_surround(module, SumGradients)
