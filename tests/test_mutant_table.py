@@ -1,17 +1,62 @@
-"""The document of faults lists those that there are."""
+"""The document of faults lists those that there are, and sources still have where they are put."""
 
+import ast
 import sys
 from pathlib import Path
 
+import pytest
+
 sys.path.append(str(Path(__file__).resolve().parents[1] / "packages/scaletorch/tests"))
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tools"))
 
 from mutants import MUTANTS
+from mutation.planted import Plant, is_of, plants, short, to_markdown
 
-DOCUMENT = Path(__file__).resolve().parents[1] / "docs" / "mutants.md"
+ROOT = Path(__file__).resolve().parents[1]
+DOCUMENT = (ROOT / "docs" / "mutants.md").read_text()
+
+
+def rows_behind(heading):
+    """Return the rows of the first table behind a heading, each split into its cells."""
+    lines = DOCUMENT.partition(f"# {heading}\n")[2].splitlines()
+    first = next(number for number, line in enumerate(lines) if line.startswith("| "))
+    end = next(n for n, line in enumerate(lines[first:], first) if not line.startswith("|"))
+    return [line.strip("| ").split(" | ") for line in lines[first + 2 : end]]
 
 
 def test_every_mutant_is_in_the_table_and_none_survives():
-    rows = [line for line in DOCUMENT.read_text().splitlines() if line.startswith("| ")][2:]
-    cells = {row.split(" | ")[0].removeprefix("| "): row.split(" | ")[1:3] for row in rows}
+    rows = rows_behind("Faults that the proof must find")
+    cells = {name: [fault, case] for name, fault, case, _ in rows}
     assert cells == {name: [each.fault, str(each.case)] for name, each in MUTANTS.items()}
-    assert not any("survives" in row for row in rows)
+    assert not any("survives" in row[-1] for row in rows)
+
+
+def test_every_planted_fault_is_in_the_table():
+    rows = rows_behind("Faults that tests must find")
+    assert [f"| {' | '.join(row)} |" for row in rows] == to_markdown(plants()).splitlines()[2:]
+
+
+def test_every_planted_fault_is_one_change_of_a_source_and_has_its_test():
+    found = plants()
+    assert len({each.name for each in found}) == len(found) >= 50
+    for each in found:
+        source = (ROOT / each.file).read_bytes()
+        changed = each.mutant(ROOT).apply(source)
+        assert ast.dump(ast.parse(changed)) != ast.dump(ast.parse(source)), each.name
+        file, _, function = each.test.partition("::")
+        assert f"def {function.partition('[')[0]}(" in (ROOT / file).read_text(), each.name
+
+
+def test_a_text_that_is_gone_or_there_twice_is_an_error(tmp_path):
+    plant = Plant("name", "A fault.", "toy.py", "a = 1", "a = 2", "tests/test_toy.py::test_toy")
+    for source, times in (("b = 1\n", 0), ("a = 1\na = 1\n", 2)):
+        (tmp_path / "toy.py").write_text(source)
+        with pytest.raises(ValueError, match=f"name: toy.py has its text {times} times"):
+            plant.mutant(tmp_path)
+    (tmp_path / "toy.py").write_text("b = 1\na = 1\n")
+    mutant = plant.mutant(tmp_path)
+    assert mutant.place.line == 2
+    assert mutant.apply((tmp_path / "toy.py").read_bytes()) == b"b = 1\na = 2\n"
+    assert is_of("tests/test_toy.py::test_toy[1]", plant.test)
+    assert not is_of("tests/test_toy.py::test_toy_too", plant.test)
+    assert short(plant.test) == "test_toy.py::test_toy"

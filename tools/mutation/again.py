@@ -33,14 +33,14 @@ def again(hunt: Hunt, numbers: list[int], tests: list[str], say: Callable[[str],
     mutants = draw(all_places(folder, tree.sources(folder)), hunt.seed, max(numbers))
     worker = Worker(folder, hunt.niceness)
     try:
-        measured = _control(worker, files, tests)
+        measured = control(worker, files, tests)
         for number in numbers:
             say(_one(hunt, worker, mutants[number - 1], measured))
     finally:
         worker.close()
 
 
-def _control(worker: Worker, files: list[str], tests: list[str]) -> measure.Measured:
+def control(worker: Worker, files: list[str], tests: list[str]) -> measure.Measured:
     """Run the tests without a mutant."""
     events, ended = worker.ask(files, LIMIT, only=tests)
     failed = [event for event in events if "failed" in event]

@@ -166,6 +166,14 @@ class SkipByAddition(Net):
         return self.head(four(three(two(first)) + first))
 
 
+class SkipScaled(Net):
+    """The last layer of a stage is left out, and what comes before it is changed on the way."""
+
+    def forward(self, input_ids, entry=None, classes=None):
+        one, _, three, four = self.layers
+        return self.head(four(three(one(self.embed(input_ids)) * 0.5)))
+
+
 class SkipToHead(Net):
     def forward(self, input_ids, entry=None, classes=None):
         embedded = x = self.embed(input_ids)
@@ -339,7 +347,7 @@ def refused(kinds, text, schedule, late=False):
 
 
 BESIDE = [Condition, Normed, Activated, Classes, Same, Clone, Scaled, Mean, Mask]
-SKIPS = [Skip, SkipByName, SkipByAddition, SkipToHead]
+SKIPS = [Skip, SkipByName, SkipByAddition, SkipScaled, SkipToHead]
 GRADIENTS = [Detached, Shrunk, Hooked, Reversed, Zeros]
 REFUSED = [
     (BESIDE, r"layers\.\d is given, as argument 1, a tensor that the model's forward makes from"),

@@ -39,7 +39,7 @@ class Attention(nn.Module):
     def attend(self, x, memory, causal=True):
         q, k, v = self.heads(self.q(x)), self.heads(self.k(memory)), self.heads(self.v(memory))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
-        return self.o(y.transpose(1, 2).flatten(2))
+        return self.o(self.dropout(y).transpose(1, 2).flatten(2))
 
     def forward(self, x):
         return self.attend(x, x)
@@ -127,15 +127,17 @@ def left_whole():
             compare(copy.deepcopy(one), plan, length)
     many = apply_tensor_parallel(made(Model), PLAN, dist.group.WORLD, sequence_parallel=True)
     many.attention.dropout.p = 0.5  # draws of what is whole agree, and the others go on apart
-    seen = []
+    seen, dropped = [], []
+    many.attention.dropout.register_forward_hook(lambda _m, _i, y: dropped.append(y.tolist()))
     many.attention.register_forward_hook(lambda _m, _i, _o: seen.append(torch.rand(1).item()))
     torch.manual_seed(3)
     many(ids())
-    return seen[0], torch.rand(1).item()
+    return dropped[0], seen[0], torch.rand(1).item()
 
 
 def test_attention_that_the_plan_leaves_whole():
-    (one, after), (other, again) = run_ranks(left_whole, 2)
+    (whole, one, after), (same, other, again) = run_ranks(left_whole, 2)
+    assert whole == same
     assert one != other
     assert after == again
 

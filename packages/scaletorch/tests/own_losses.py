@@ -130,6 +130,12 @@ def dpo(output, batch):
     return preferred(0.5 * gains), gains.numel() // 2
 
 
+def spread(output, batch):
+    """Goes by all positions, with a label or without."""
+    sums = sequence_sums(vocabulary_sums(log_probs(output, batch), batch), batch)
+    return sums.square().sum(), rows(batch)
+
+
 def classified(output, batch):
     logits = last_token(output, batch, batch["loss_last"])
     return F.cross_entropy(logits, batch["loss_class"], reduction="sum"), rows(batch)
@@ -146,6 +152,7 @@ LOSSES = {
     "weights": (language, weighted, weights_of, None),
     "distillation": (language, distilled, None, ("loss_teacher", log_probs)),
     "dpo": (language, dpo, pairs, ("loss_reference", log_prob)),
+    "spread": (language, spread, rows, None),
     "classes": (classifier, classified, rows, None),
     "reward": (reward, ranked, pairs, None),
 }
@@ -208,6 +215,7 @@ PLAIN = {
     "weights": _weighted,
     "distillation": _distilled,
     "dpo": _dpo,
+    "spread": lambda logits, batch: logits.log_softmax(-1).sum((1, 2)).square().mean(),
     "classes": lambda logits, batch: F.cross_entropy(
         logits[torch.arange(ROWS), batch["loss_last"]], batch["loss_class"]
     ),

@@ -26,16 +26,16 @@ from scaletorch.parallel.pg_manager import (
 
 pytest.importorskip("transformers")
 peft = pytest.importorskip("peft")
-load_file = pytest.importorskip("safetensors.torch").load_file
+safetensors = pytest.importorskip("safetensors.torch")
 
 pytestmark = [
     pytest.mark.timeout(300),  # the first ranks import peft
     pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing"),  # of peft, by transformers
 ]
 
-SIZES = {
-    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+SIZES = {  # heads that two ranks share out two to one
+    "vocab_size": 32, "hidden_size": 24, "intermediate_size": 24, "num_hidden_layers": 4,
+    "num_attention_heads": 6, "num_key_value_heads": 3, "max_position_embeddings": 64,
     "use_cache": False, "attn_implementation": "sdpa",
 }  # fmt: skip
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -149,12 +149,38 @@ def test_every_layout_trains_adapters_like_one_process(layout, expected, tmp_pat
             assert worst(relative_error(gradients[n], g) for n, g in known.items()) < 1e-10
         assert weights.keys() == {name for name in final if is_adapter(name)}
         assert worst(relative_error(w, final[n]) for n, w in weights.items()) < 1e-10
+    saved = safetensors.load_file(tmp_path / "adapter_model.safetensors")
+    assert saved.keys() == peft.get_peft_model_state_dict(adapted()).keys()  # as peft writes them
     loaded = peft.PeftModel.from_pretrained(base().double(), tmp_path).double()
     whole = batch(9)
     with torch.no_grad():
         logits = loaded(input_ids=whole["input_ids"]).logits
     loss = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
     assert results[0][2] == pytest.approx(loss.item(), rel=1e-12)
+
+
+def dropped():
+    """Return what adapters drop in a step, on whole sequences and on shares of them."""
+    manager, found = setup_process_group_manager(tp_size=2), {}
+    options = {"lora_dropout": 0.5, "target_modules": ["q_proj", "down_proj"]}
+    for shares in (False, True):
+        model = parallelize(adapted(**options), manager, sequence_parallel=shares).train()
+
+        def note(name, output, shares=shares):
+            found[name, shares] = (output == 0).tolist()
+
+        for name in ("self_attn.q_proj", "mlp.down_proj"):
+            part = next(m for n, m in model.named_modules() if n.endswith(f"0.{name}.lora_dropout"))
+            part["default"].register_forward_hook(lambda _m, _i, y, name=name: note(name, y))
+        train_step(model, shard_global_batch(batch(0), 1, model=model))
+    destroy_process_group_manager()
+    return found
+
+
+def test_inputs_that_all_ranks_have_are_dropped_alike_and_no_others():
+    one, other = run_ranks(dropped, 2)
+    assert len(one) == 4
+    assert {key for key in one if one[key] == other[key]} == {("self_attn.q_proj", False)}
 
 
 REFUSED = {
@@ -211,8 +237,8 @@ def test_an_adapter_has_the_names_that_peft_gives_it(alone, tmp_path, options):
     model.save_pretrained(
         tmp_path / "theirs", selected_adapters=[name], save_embedding_layers=False
     )
-    ours = load_file(tmp_path / "ours" / "adapter_model.safetensors")
-    theirs = load_file(tmp_path / "theirs" / name / "adapter_model.safetensors")
+    ours = safetensors.load_file(tmp_path / "ours" / "adapter_model.safetensors")
+    theirs = safetensors.load_file(tmp_path / "theirs" / name / "adapter_model.safetensors")
     assert any("lora_embedding_A" in each for each in theirs)
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[each], theirs[each]) for each in theirs)

@@ -126,10 +126,13 @@ def perplexity(sizes, options):
     manager = setup_process_group_manager(**sizes)
     model = parallelize(language(), manager, **options)
     model.train()
+    inside = set()
+    for module in model.modules():
+        module.register_forward_hook(lambda this, *_: inside.add(this.training))
     loss = eval_step(model, shard_global_batch(text(), 2, model=model))
     modes = {module.training for module in model.modules()}
     destroy_process_group_manager()
-    return loss.exp().item(), loss.dtype, modes
+    return loss.exp().item(), loss.dtype, inside, modes
 
 
 @pytest.mark.parametrize("layout", ["all8", "data8"])
@@ -137,9 +140,9 @@ def test_perplexity_of_a_text(layout):
     whole = text()
     logits = language()(whole["input_ids"])
     loss = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
-    for found, dtype, modes in run_ranks(perplexity, 8, *LAYOUTS[layout]):
+    for found, dtype, inside, modes in run_ranks(perplexity, 8, *LAYOUTS[layout]):
         assert found == pytest.approx(loss.exp().item(), rel=1e-12)
-        assert (dtype, modes) == (torch.float64, {True})
+        assert (dtype, inside, modes) == (torch.float64, {False}, {True})
 
 
 def no_pair(output, batch):

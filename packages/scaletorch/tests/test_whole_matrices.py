@@ -304,6 +304,12 @@ def on_a_pipeline():
     for kind in (ClippedAll, torch.optim.LBFGS):
         with pytest.raises(InvalidArgumentError, match="the stages of a pipeline have other param"):
             kind(model.parameters()).step()
+    later = ClippedAll([nn.Parameter(torch.ones(1))])  # of no model
+    later.param_groups[0]["params"][0].grad = torch.ones(1)
+    later.step()
+    later.add_param_group({"params": list(model.parameters())})
+    with pytest.raises(InvalidArgumentError, match="the stages of a pipeline have other param"):
+        later.step()
     assert gap(model.state_dict(), before) == 0
     with pytest.raises(InvalidArgumentError, match="ClippedAll cannot be sharded: it looks at sev"):
         shard_optimizer(ClippedAll(model.parameters()), model)

@@ -18,9 +18,9 @@ from torch.distributed import ProcessGroup
 from ....dist.errors import InvalidArgumentError
 from ..layers.base import Memo, TensorParallelLayer
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
-from ..regions.random import ShardedRandom
+from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.region import ADAPTED
-from ..regions.surround import surround
+from ..regions.surround import Surrounded, surround
 from .sum_grad import SumGradients
 
 _A, _B, _DROPOUT = "lora_A", "lora_B", "lora_dropout"
@@ -105,18 +105,17 @@ def shard_adapters(
     """Cut adapters as their layers were, in place."""
     for each in adapters:
         layer = each.layer
+        draws: type[Surrounded]
         if isinstance(layer, ColumnParallelLinear):
-            cut, whole = _parts(each, _B), _parts(each, _A)
+            cut, whole, draws = _parts(each, _B), _parts(each, _A), CommonRandom
             for part in cut:
                 gathers = layer.gather_output
                 ColumnParallelLinear.convert(part, group, memo, layer.cut, gather_output=gathers)
         elif isinstance(layer, RowParallelLinear):
-            cut, whole = _parts(each, _A), _parts(each, _B)
+            cut, whole, draws = _parts(each, _A), _parts(each, _B), ShardedRandom
             for part in cut:
                 shards = layer.input_is_parallel
                 RowParallelLinear.convert(part, group, memo, layer.cut, input_is_parallel=shards)
-            for part in () if sequence_parallel else _parts(each, _DROPOUT):
-                surround(part, ShardedRandom, group)  # of this rank's inputs
         else:
             continue
         if sequence_parallel:
@@ -124,6 +123,9 @@ def shard_adapters(
                 vars(part)["sequence"] = layer.sequence
             for part in whole:
                 surround(part, SumGradients, group)
+        else:  # ranks have the same inputs of column-parallel layers, and their own of others
+            for part in _parts(each, _DROPOUT):
+                surround(part, draws, group)
 
 
 def _parts(adapter: Adapter, *names: str) -> list[nn.Module]:
