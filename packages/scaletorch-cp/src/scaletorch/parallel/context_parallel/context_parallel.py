@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
+from ..pg_manager.building import refuse_generate
 from .agreement import as_autocast, check_inputs
 from .attention import Asked, attend, require_method
 from .cp_comms import ring_of
@@ -116,9 +117,10 @@ def apply_context_parallel(
     too) would see this rank's shard alone: the first forward that is given ids, or other integers
     [B, L], runs twice more for that, and refuses it; not so positions that it counts itself.
 
-    Refused when they are met: masks, dropout, decoding and cross attention, full attention if
-    `layout` says "zigzag" (but within `ShardedSequences.inside`), nn.MultiheadAttention, attention
-    in a checkpointed function that is no module, and a forward without attention.
+    Refused when they are met: masks, dropout, `generate`, decoding and cross attention, full
+    attention if `layout` says "zigzag" (but within `ShardedSequences.inside`),
+    nn.MultiheadAttention, attention in a checkpointed function that is no module, and a forward
+    without attention.
 
     Args:
         model: Any module; plain `nn.Module` code that knows nothing of this.
@@ -149,6 +151,8 @@ def apply_context_parallel(
         raise
     keep_whole(find_whole(model))
     install(model)
+    if ring.size > 1:
+        refuse_generate(model, "each rank has its shard of a sequence, and no cache of the others'")
     return model
 
 
