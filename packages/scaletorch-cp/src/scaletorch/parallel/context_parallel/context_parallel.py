@@ -143,17 +143,21 @@ def apply_context_parallel(
         require_name(layout)
     require_method(method)
     mark(model, Settings(layout, method, ring))
+    if ring.size > 1:
+        _adopt(model)
+    keep_whole(find_whole(model))
+    install(model)
+    return model
+
+
+def _adopt(model: nn.Module) -> None:
+    """Take over attention of transformers, and refuse to generate; or leave a model unmarked."""
     try:
-        if ring.size > 1:
-            adopt(model)
+        adopt(model)
     except InvalidArgumentError:
         unmark(model)
         raise
-    keep_whole(find_whole(model))
-    install(model)
-    if ring.size > 1:
-        refuse_generate(model, "each rank has its shard of a sequence, and no cache of the others'")
-    return model
+    refuse_generate(model, "each rank has its shard of a sequence, and no cache of the others'")
 
 
 def update_rope_for_context_parallel(
