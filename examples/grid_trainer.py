@@ -59,7 +59,7 @@ OTHERWISE = {  # arguments that a grid has other ways for
     "bf16": "load the model in bfloat16, and see data_parallel={'grad_type': torch.float32}",
     "fp16": "load the model in bfloat16",
     "label_smoothing_factor": "the loss is the cross entropy of tokens",
-    "torch_compile": "compile the model's layers before you pass it",
+    "torch_compile": "compile in place, model.compile(), before you pass it",
     "auto_find_batch_size": "every rank must take the same batch",
     "deepspeed": "the grid is the parallelism",
     "fsdp": "the grid is the parallelism",

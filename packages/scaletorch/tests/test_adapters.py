@@ -206,15 +206,34 @@ def test_adapters_that_cannot_be_cut_are_refused():
 
 def added_later():
     manager = setup_process_group_manager(dp_size=2)
+    whole = batch(0)
+    message = r"lora_A.* came after the module was wrapped .*adapters.*get_peft_model of the plain"
+    for inject in (injected, around):
+        model = parallelize(base(), manager)
+        with pytest.raises(ScaletorchError, match="has no adapter 'default' of peft; it has none"):
+            export_adapter(model, "nowhere")
+        adapted = inject(model)
+        with pytest.raises(ScaletorchError, match=message):
+            train_step(adapted, shard_global_batch(whole, 2, model=model))
+        with pytest.raises(ScaletorchError, match=message):  # in a loop of one's own
+            adapted(input_ids=whole["input_ids"])
+    destroy_process_group_manager()
+    manager = setup_process_group_manager(tp_size=2)
     model = parallelize(base(), manager)
-    with pytest.raises(ScaletorchError, match="has no adapter 'default' of peft; it has none"):
-        export_adapter(model, "nowhere")
+    for inject in (injected, around):
+        with pytest.raises(ValueError, match=r"Target module ColumnParallelLinear.*not supported"):
+            inject(model)
+    destroy_process_group_manager()
+
+
+def injected(model):
     plain = model.get_submodule("module.module")
     peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["q_proj"]), plain)
-    message = r"lora_A.* came after the module was wrapped .*adapters.* change the module first"
-    with pytest.raises(ScaletorchError, match=message):
-        train_step(model, shard_global_batch(batch(0), 2, model=model))
-    destroy_process_group_manager()
+    return model
+
+
+def around(model):
+    return peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj"]))
 
 
 def test_adapters_after_parallelize_are_refused_with_the_way_out():

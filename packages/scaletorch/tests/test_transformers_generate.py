@@ -1,10 +1,12 @@
 """`generate` of transformers on ranks: the tokens that one process draws, or words why not."""
 
+import copy
+
 import pytest
 import torch
 
 from scaletorch.compose import parallelize
-from scaletorch.dist.errors import ScaletorchError
+from scaletorch.dist.errors import StateError
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -61,15 +63,12 @@ def tokens(model, way):
 
 
 def drawn_on_ranks(sizes):
-    """Return what each way gives, or what is said instead."""
+    """Return what each way gives."""
     manager = setup_process_group_manager(**sizes)
-    try:
-        model = parallelize(build(), manager).eval()
-        return [tokens(model, way) for way in WAYS]
-    except ScaletorchError as error:
-        return f"{type(error).__name__}: {error}"
-    finally:
-        destroy_process_group_manager()
+    model = parallelize(build(), manager).eval()
+    drawn = [tokens(model, way) for way in WAYS]
+    destroy_process_group_manager()
+    return drawn
 
 
 def layouts(every):
@@ -82,3 +81,29 @@ def test_sharded_layers_draw_the_tokens_of_one_process():
     assert expected[0] != expected[-1]
     for found in run_ranks(layouts, 2, [{"tp_size": 2}, {"dp_size": 2}]):
         assert found == [expected] * 2
+
+
+def refused(sizes):
+    """Let every holder of the model's `generate` refuse, without a call of its forward."""
+    manager = setup_process_group_manager(**sizes)
+    plain = build()
+    whole = plain.generate(**prompts(), max_new_tokens=2)
+    parallel = parallelize(plain, manager)
+    calls = []
+    plain.register_forward_pre_hook(lambda *_: calls.append(1))
+    for model in (parallel, plain, copy.deepcopy(plain)):
+        with pytest.raises(StateError, match=REFUSED) as caught:
+            model.generate(**prompts(), max_new_tokens=2)
+    destroy_process_group_manager()
+    assert whole.shape == (2, 9)
+    assert not calls
+    return str(caught.value)
+
+
+REFUSED = r"LlamaForCausalLM\.generate calls .* tensor and data .*cp_size=1, pp_size=1.* or export"
+WHY = {"cp_size": "its shard of a sequence", "pp_size": "its stages of the pipeline alone"}
+
+
+@pytest.mark.parametrize("axis", WHY)
+def test_divided_sequences_and_layers_refuse_with_the_way_out(axis):
+    assert all(WHY[axis] in message for message in run_ranks(refused, 2, {axis: 2}))

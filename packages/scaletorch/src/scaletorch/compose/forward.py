@@ -117,10 +117,11 @@ def manager_of(model: nn.Module, manager: ProcessGroupManager | None) -> Process
         manager: What the caller passed; None asks the model.
 
     Raises:
-        InvalidArgumentError: Something that is no manager, or no module.
+        InvalidArgumentError: Something that is no manager, or no module, or a compiled one.
         StateError: Nobody knows a grid.
     """
     require_manager(manager)
+    require_own_names(model)
     if manager is None and isinstance(model, nn.Module):
         manager = terms_of(model).manager or get_process_group_manager()
     elif manager is None:
@@ -133,6 +134,20 @@ def manager_of(model: nn.Module, manager: ProcessGroupManager | None) -> Process
             "pass manager=..., or call setup_process_group_manager(...) first"
         )
     return manager
+
+
+def require_own_names(model: object) -> None:
+    """Refuse what `torch.compile` returns of a model: it has other names, and other hooks.
+
+    Raises:
+        InvalidArgumentError: It is that.
+    """
+    if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
+        raise InvalidArgumentError(
+            "torch.compile(model) returns a module around the model, in which every parameter has "
+            "another name: compile in place, before or after parallelize, each layer "
+            "(layer.compile()) or all of it (model.compile())"
+        )
 
 
 def require_manager(manager: object, *, needed: bool = False) -> None:

@@ -21,7 +21,7 @@ from .before.initial import require_one_model
 from .before.positions import counts_otherwise
 from .costs import agreed_split
 from .experts import divide_experts, expert_groups
-from .forward import Terms, keep_terms, read_terms, require_manager
+from .forward import Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
 from .recompute import offload_layers, recompute_layers
 from .updates import watch
@@ -139,6 +139,7 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Settings) 
         raise InvalidArgumentError(
             f"parallelize takes a plain nn.Module, got {type(model).__name__}"
         )
+    require_own_names(model)
     if not isinstance(settings.recompute, bool) and settings.recompute != "offload":
         raise InvalidArgumentError(
             f'recompute must be True, False or "offload", got {settings.recompute!r}'

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup
 
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
+from ..pg_manager.building import refuse_generate
 from .agreement import as_autocast, check_inputs
 from .attention import Asked, attend, require_method
 from .cp_comms import ring_of
@@ -116,9 +117,10 @@ def apply_context_parallel(
     would see this rank's shard alone: the first forward that is given ids, or other integers
     [B, L], runs twice more for that, and refuses it; not so positions that it counts itself.
 
-    Refused when they are met: masks, dropout, decoding and cross attention, full attention if
-    `layout` says "zigzag" (but within `ShardedSequences.inside`), nn.MultiheadAttention, attention
-    in a checkpointed function that is no module, and a forward without attention.
+    Refused when they are met: masks, dropout, `generate`, decoding and cross attention, full
+    attention if `layout` says "zigzag" (but within `ShardedSequences.inside`),
+    nn.MultiheadAttention, attention in a checkpointed function that is no module, and a forward
+    without attention.
 
     Args:
         model: Any module; plain `nn.Module` code that knows nothing of this.
@@ -141,15 +143,21 @@ def apply_context_parallel(
         require_name(layout)
     require_method(method)
     mark(model, Settings(layout, method, ring))
-    try:
-        if ring.size > 1:
-            adopt(model)
-    except InvalidArgumentError:
-        unmark(model)
-        raise
+    if ring.size > 1:
+        _adopt(model)
     keep_whole(find_whole(model))
     install(model)
     return model
+
+
+def _adopt(model: nn.Module) -> None:
+    """Take over attention of transformers, and refuse to generate; or leave a model unmarked."""
+    try:
+        adopt(model)
+    except InvalidArgumentError:
+        unmark(model)
+        raise
+    refuse_generate(model, "each rank has its shard of a sequence, and no cache of the others'")
 
 
 def update_rope_for_context_parallel(

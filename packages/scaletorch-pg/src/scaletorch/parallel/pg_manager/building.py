@@ -4,6 +4,7 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
 from .divided import divided_modules, mark_divided
+from .generating import refuse_generate
 from .linear_layers import (
     bias_gradient,
     linear_output,
@@ -31,6 +32,7 @@ __all__ = [
     "mean_over",
     "no_match",
     "plain_linears",
+    "refuse_generate",
     "shallow_copy",
     "take_forward",
     "update_scope",

@@ -30,6 +30,10 @@ class ModuleWrapper(nn.Module):
         """Call the wrapped module."""
         return self.module(*args, **kwargs)
 
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the wrapped module's forward, in place; what wrappers do stays outside."""
+        self.module.compile(*args, **kwargs)
+
     def __getattr__(self, name: str) -> Any:
         """Look an attribute up in the wrapped module when the wrapper has none."""
         try:

@@ -84,8 +84,10 @@ class Settings:
         Raises:
             StateError: The backward runs outside of the `inside` that its forward ran in.
         """
+        if self._of_backward is None:  # asked first: the compiler breaks its graph at the other
+            return
         task = torch._C._current_graph_task_id()
-        if task == _OUTSIDE or self._of_backward is None:
+        if task == _OUTSIDE:
             return
         noted, told = self._of_backward
         if noted == task and told != self.told:

@@ -14,6 +14,7 @@ from ....dist import get_rank, group_ranks
 from ....dist.building import agree, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import ModuleWrapper, axis_group
+from ...pg_manager.building import refuse_generate
 from ..runtime.forms import is_hidden, signature
 from ..schedules.choose import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
@@ -88,6 +89,8 @@ class PipelineParallel(ModuleWrapper):
         tied.share_values()
         self.runtime = RuntimeState(name_of_next(ranks), chunks, passage, flows, tied, deferral)
         self.runtime.note_parameters(self)
+        if self.num_stages > 1:
+            refuse_generate(model, "each rank has its stages of the pipeline alone")
 
     @property
     def is_first_stage(self) -> bool:

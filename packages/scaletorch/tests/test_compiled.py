@@ -1,0 +1,133 @@
+"""Layers that `torch.compile` compiles train on every axis to the numbers that they give as is."""
+
+import pytest
+import torch
+
+from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import relative_error, run_ranks, worst
+from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+pytestmark = [
+    pytest.mark.timeout(300),
+    # dynamo looks whether tensors have a gradient, and tells what it cannot keep or trace
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:Dynamo (detected a call to a|does not know how)"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning"),
+]
+
+SIZES = {
+    "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24, "num_layers": 2, "num_heads": 4,
+    "num_kv_heads": 2,
+}  # fmt: skip
+SHARED = {"sequence_parallel": True, "loss_parallel": True}
+LAYOUTS = {
+    "dp": ({"dp_size": 2}, {}),
+    "dp recomputed": ({"dp_size": 2}, {"recompute": True}),
+    "pp": ({"pp_size": 2}, {}),
+    "sequence": ({"tp_size": 2}, SHARED),
+    "tp recomputed": ({"tp_size": 2}, {"recompute": True}),
+    "cp": ({"cp_size": 2}, {}),
+    "ep": ({"dp_size": 2, "ep_size": 2}, {}),
+}
+WHENS = {"dp": ("before", "after", "whole")}  # of others, before
+
+
+def built(layout):
+    torch.manual_seed(0)
+    if layout == "ep":
+        return Mixture(MixtureConfig(**SIZES, num_experts=4)).double()
+    return Llama(LlamaConfig(**SIZES)).double()
+
+
+def batch():
+    tokens = torch.randint(32, (4, 9), generator=torch.Generator().manual_seed(1))
+    labels = tokens[:, 1:].clone()
+    labels[1, 3:] = -100
+    return {"input_ids": tokens[:, :-1], "labels": labels}
+
+
+def trained(layout, manager, when, graphs):
+    """Return the second loss, and its gradients; compiled graphs are added to a list."""
+
+    def noting(graph, _):
+        nodes = [n for m in graph.modules() if hasattr(m, "graph") for n in m.graph.nodes]
+        graphs.append(sum(node.op.startswith("call") for node in nodes))
+        return graph
+
+    def compile_layers(model):
+        for part in [model] if when == "whole" else model.layers:
+            part.compile(backend=noting)
+
+    model = built(layout)
+    if when == "before":
+        compile_layers(model)
+    parallel = parallelize(model, manager, **LAYOUTS[layout][1])
+    if when in ("after", "whole"):
+        compile_layers(model if when == "after" else parallel)
+    for _ in range(2):  # the first step looks at the model too
+        parallel.reset()
+        loss = train_step(parallel, shard_global_batch(batch(), 2, model=parallel))
+    return [loss, full_gradients(parallel)]
+
+
+def compare(layouts):
+    """Return for each layout the largest error, the number of breaks, and operations of graphs."""
+    found = {}
+    for layout in layouts:
+        manager = setup_process_group_manager(**LAYOUTS[layout][0])
+        loss, gradients = trained(layout, manager, None, [])
+        for when in WHENS.get(layout, ("before",)):
+            torch._dynamo.reset()
+            torch._dynamo.utils.counters.clear()
+            own, others = trained(layout, manager, when, graphs := [])
+            errors = [relative_error(others[name], each) for name, each in gradients.items()]
+            breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
+            found[layout, when] = worst([relative_error(own, loss), *errors]), breaks, graphs
+        destroy_process_group_manager()
+    return found
+
+
+def compared(*layouts):
+    """Return both ranks' breaks, and operations of graphs; all numbers are those of the model."""
+    ranks = run_ranks(compare, 2, layouts, timeout=250)
+    for found in ranks:
+        assert worst(error for error, _, _ in found.values()) < 1e-12, found
+    return [{layout: (b, sum(g)) for (layout, _), (_, b, g) in found.items()} for found in ranks]
+
+
+def test_layers_that_do_not_communicate_are_whole_graphs():
+    first, last = compared("dp", "dp recomputed", "pp")
+    for found in (first, last):
+        assert found["dp"][0] == found["dp recomputed"][0] == 0
+        assert min(operations for _, operations in found.values()) > 30, found
+    assert first["pp"][0] > last["pp"][0] == 0  # what the stage passes on is noted
+
+
+@pytest.mark.parametrize("layout", ["sequence", "tp recomputed", "cp", "ep"])
+def test_graphs_break_where_layers_communicate(layout):
+    for found in compared(layout):
+        breaks, operations = found[layout]
+        assert breaks > 0
+        # A break within what is recomputed leaves all of it to Python.
+        assert (operations == 0) == (layout == "tp recomputed"), found
+
+
+def refused():
+    manager = setup_process_group_manager(pp_size=2)
+    message = r"torch\.compile\(model\) returns a module around .* in place.*layer\.compile\(\)"
+    with pytest.raises(InvalidArgumentError, match=message):
+        parallelize(torch.compile(built("pp"), backend="eager"), manager)
+    parallel = parallelize(built("pp"), manager)
+    batches = shard_global_batch(batch(), 2, model=parallel)
+    with pytest.raises(InvalidArgumentError, match=message):
+        train_step(torch.compile(parallel, backend="eager"), batches)
+    destroy_process_group_manager()
+
+
+def test_a_module_around_the_model_is_refused():
+    run_ranks(refused, 2)
