@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any, NamedTuple, Self
 
@@ -63,7 +64,7 @@ def compute_beside(block: nn.Module, experts: nn.Module) -> None:
     A hook of the block offers them to its experts in every call, so that copies of a model offer
     their own.
     """
-    name = next((name for name in NAMES if isinstance(block._modules.get(name), nn.Module)), None)
+    name = next((name for name in NAMES if _takes_hidden_alone(block._modules.get(name))), None)
     if name is None:
         return
     experts_name = next(name for name, each in block.named_children() if each is experts)
@@ -71,6 +72,17 @@ def compute_beside(block: nn.Module, experts: nn.Module) -> None:
     shared.__class__ = class_before(SharedExperts, type(shared), type(shared).__name__)
     block.register_forward_pre_hook(partial(_offer, name, experts_name))
     block.register_forward_hook(partial(_withdraw, name, experts_name), always_call=True)
+
+
+def _takes_hidden_alone(module: nn.Module | None) -> bool:
+    """Return whether a module can be called with one argument."""
+    if module is None:
+        return False
+    try:
+        inspect.signature(module.forward).bind(None)
+    except TypeError:
+        return False
+    return True
 
 
 def _offer(shared: str, experts: str, block: nn.Module, args: Any) -> None:
