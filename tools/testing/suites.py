@@ -1,7 +1,7 @@
 """Run each package's tests with only its own wheel and those it needs installed.
 
 ``python -m tools.testing`` tests every package and what crosses packages (``tests/``, with all
-of them), first what the last change concerns (see ``changed.py``), and what takes long;
+of them), first what takes long, then what the last change concerns (see ``changed.py``);
 ``python -m tools.testing scaletorch-tp`` tests one. ``--coverage`` shows how many lines of each
 package its tests run, and fails below a bound; other words that begin with ``-`` go to pytest.
 Three suites run side by side, since ranks that wait for each other leave the cores idle half of the
@@ -121,10 +121,10 @@ def run(targets: list[str], options: list[str], measure: bool) -> tuple[list[str
 
 
 def in_order(first: list[str]) -> list[str]:
-    """Return all suites, those that a change concerns before others, and long ones before short."""
+    """Return all suites: the longest, those that a change concerns, and all others."""
     suites = [*first, *(name for name in changed.SUITES if name not in first)]
     long = {name: place - len(LONGEST) for place, name in enumerate(LONGEST)}
-    return sorted(suites, key=lambda name: (name not in first, long.get(name, 0)))
+    return sorted(suites, key=lambda name: (long.get(name, 0), name not in first))
 
 
 def main(arguments: list[str]) -> int:
