@@ -132,6 +132,24 @@ def _every_order(recompute):
     return found
 
 
+def _tied_and_in_inference_mode():
+    """Two blocks share one shared expert; tensors of inference mode count no changes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(Layer("after, flat"), nn.Unflatten(0, (3, 2)), Layer("after, flat"))
+    model[2].mlp.shared_experts = model[0].mlp.shared_experts
+    x = torch.randn(3, 2, HIDDEN)
+    expected = model(x).detach()
+    divided = apply_expert_parallel(model, {"**.experts": "experts"}, c10d.group.WORLD)
+    with torch.inference_mode():
+        inferred = divided(x)
+    return relative_error(divided(x), expected), relative_error(inferred, expected)
+
+
+def test_tied_shared_experts_and_inference_mode():
+    for errors in run_ranks(_tied_and_in_inference_mode, 2):
+        assert worst(errors) <= 1e-5
+
+
 @pytest.mark.parametrize("recompute", [False, True])
 def test_shared_experts_are_computed_once_and_early_where_they_can_be(recompute):
     for found in run_ranks(_every_order, 2, recompute):

@@ -44,11 +44,11 @@ class SharedExperts(nn.Module):
         """Compute the results for hidden states [T, H], if they are not computed already.
 
         Not if something surrounds the module, which would not see this call: another strategy's
-        class, or hooks.
+        class, or hooks; nor in inference mode, whose tensors do not tell that they were changed.
         """
         outermost = type(self).__mro__[1] is SharedExperts
         surrounded = self._forward_pre_hooks or self._forward_hooks or self._backward_hooks
-        if outermost and not (surrounded or self._called):
+        if outermost and not (surrounded or self._called or hidden.is_inference()):
             self._computed = _Computed(hidden, hidden._version, super().forward(hidden))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
@@ -69,7 +69,8 @@ def compute_beside(block: nn.Module, experts: nn.Module) -> None:
         return
     experts_name = next(name for name, each in block.named_children() if each is experts)
     shared = block.get_submodule(name)
-    shared.__class__ = class_before(SharedExperts, type(shared), type(shared).__name__)
+    if not isinstance(shared, SharedExperts):  # another block may have the same one
+        shared.__class__ = class_before(SharedExperts, type(shared), type(shared).__name__)
     block.register_forward_pre_hook(partial(_offer, name, experts_name))
     block.register_forward_hook(partial(_withdraw, name, experts_name), always_call=True)
 
