@@ -13,6 +13,17 @@ from scaletorch.parallel.expert_parallel import apply_expert_parallel
 
 HIDDEN, EXPERTS, STEPS = 6, 4, 2
 
+
+class _Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+
+
 # How a block calls its shared experts: (hidden, flat, experts' results, block) -> results [T, H].
 ORDERS = {
     "after, as given": lambda x, flat, out, block: out() + block.shared_experts(x).view_as(flat),
@@ -22,6 +33,9 @@ ORDERS = {
         out() + block.shared_experts(flat) * block.shared_experts(flat)
     ),
     "on something else": lambda x, flat, out, block: out() + block.shared_experts(flat * 2),
+    "on other gradients": lambda x, flat, out, block: (
+        out() + block.shared_experts(_Doubled.apply(flat))
+    ),
     "on no gradients": lambda x, flat, out, block: out() + block.shared_experts(flat.detach()),
     "changed in between": lambda x, flat, out, block: (
         out() + block.shared_experts(x.mul_(2)).view_as(flat)
@@ -29,7 +43,10 @@ ORDERS = {
     "not at all": lambda x, flat, out, block: out(),
     "with an argument more": lambda x, flat, out, block: out() + block.shared_experts(flat, 2.0),
 }
-IN_VAIN = ("on something else", "on no gradients", "changed in between", "not at all")
+IN_VAIN = (
+    *("on something else", "on other gradients", "on no gradients", "changed in between"),
+    "not at all",
+)
 
 
 class Experts(nn.Module):

@@ -7,10 +7,12 @@ from functools import partial
 from typing import Any, NamedTuple, Self
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from ..pg_manager.building import class_before, deep_copy, shallow_copy
 
 NAMES = ("shared_experts", "shared_expert")  # what transformers calls them
+_VIEWS = ("ViewBackward0", "UnsafeViewBackward0", "ReshapeAliasBackward0")  # of shapes alone
 
 
 class _Computed(NamedTuple):
@@ -107,6 +109,18 @@ def _same(given: Any, early: _Computed) -> bool:
         and given.numel() == hidden.numel()
         and given.is_contiguous()
         and hidden.is_contiguous()
-        and given.requires_grad == hidden.requires_grad
         and given._version == version
+        and _graph_of(given) == _graph_of(hidden)
     )
+
+
+def _graph_of(x: Tensor) -> tuple[Any, int] | None:
+    """Return where a tensor's gradient goes but for changes of its shape; None if nowhere."""
+    if not x.requires_grad:
+        return None
+    edge = get_gradient_edge(x)
+    node: Any = edge.node
+    output = edge.output_nr
+    while node.name() in _VIEWS:
+        node, output = node.next_functions[0]
+    return node, output
