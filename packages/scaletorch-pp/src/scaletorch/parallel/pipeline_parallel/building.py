@@ -1,11 +1,12 @@
-"""Names that `scaletorch.compose` takes of this package beside its users' names.
+"""Names that the umbrella takes of this package beside its users' names.
 
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
 from .splitting.balance import parameter_costs
 from .splitting.split import parts_of
+from .stages.cut import PassThrough
 from .stages.stand_ins import stands
 from .steps.batches import read
 
-__all__ = ["parameter_costs", "parts_of", "read", "stands"]
+__all__ = ["PassThrough", "parameter_costs", "parts_of", "read", "stands"]

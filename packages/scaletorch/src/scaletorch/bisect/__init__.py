@@ -1,0 +1,1 @@
+"""Where a fault was born: the first tensor that differs between two runs, named."""

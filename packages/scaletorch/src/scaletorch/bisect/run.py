@@ -1,0 +1,103 @@
+"""A model in one process and on a layout, both recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..compose import local_gradients, train_step
+from ..compose.batches import POSITIONS
+from ..compose.forward import pipeline_of
+from ..parallel.pg_manager import destroy_process_group_manager, setup_process_group_manager
+from ..parallel.tensor_parallel import load_full_state_dict
+from ..verify import dropout
+from ..verify.cases import Case
+from ..verify.phases import PHASES, Phase, phase_at
+from ..verify.precision import model_precision
+from ..verify.problem import TORCH_DTYPES, ModelFn, Put, one_process
+from ..verify.runner import load_reference
+from ..verify.training import Subject, build, divide, norm_of, optimizers_of
+from .described import Description
+from .ours import describe_grid, moments_of, places_of
+from .tape import record
+
+
+def record_plain(
+    folder: Path,
+    model_fn: ModelFn,
+    dtype: str,
+    saved: Mapping[str, Any],
+    steps: int,
+    phases: Sequence[Phase] = PHASES,
+) -> None:
+    """Record steps of the plain model in one process, whole batches at once.
+
+    Args:
+        folder: Where to.
+        model_fn: Makes the model.
+        dtype: In which it computes.
+        saved: Its weights as `state` and `batches`.
+        steps: How many.
+        phases: The optimizers.
+    """
+    model = model_fn().to(TORCH_DTYPES[dtype])
+    model.load_state_dict(saved["state"])
+
+    @contextmanager
+    def watch(step: int) -> Iterator[Put]:
+        batch = dict(saved["batches"][step])
+        with record(folder, model, step=step) as tape:
+            tape.batch({POSITIONS: torch.arange(batch["input_ids"].shape[1])[None], **batch})
+            yield tape.put
+
+    with record(folder, model, step=-1) as tape:
+        tape.weights()
+
+    one_process(model, saved["batches"][:steps], phases, watch)
+
+
+def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> None:
+    """Record steps of a case as one of its ranks; see `record_plain`.
+
+    Args:
+        case: What to run.
+        subject: What to run it with.
+        reference: A file with weights and batches.
+        folder: One for all ranks.
+        steps: How many.
+    """
+    grid, saved = case.grid, load_reference(reference)
+    manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
+    try:
+        dtype = TORCH_DTYPES[case.dtype]
+        plain = subject.model_fn.find()().to(dtype)
+        with record(folder, plain, describe=Description(places=places_of(plain)), step=-1) as tape:
+            tape.weights()
+        load_full_state_dict(plain, saved["state"])
+        model = build(case, plain, subject, manager)
+        dropout.switch(model, on=False)
+        stage = pipeline_of(model).module
+        for step in range(steps):
+            phase, first = phase_at(step, subject.phases)
+            if first:
+                optimizers = optimizers_of(case, phase, model)
+            batches = divide(case, saved["batches"][step], model)
+            said = describe_grid(model, batches, manager)
+            with record(folder, stage, describe=said, step=step) as tape:
+                for number, batch in enumerate(batches):
+                    tape.batch(batch, number)
+                with model_precision(dtype):
+                    tape.put("loss", train_step(model, batches, manager))
+                tape.put_all("gradient", local_gradients(model))
+                tape.norm(norm_of(model, manager, clips=phase.clips))
+                for optimizer in optimizers:
+                    optimizer.step()
+                tape.moments_at(moments_of(optimizers, model, said.places))
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+    finally:
+        destroy_process_group_manager()

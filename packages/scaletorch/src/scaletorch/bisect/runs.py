@@ -1,0 +1,194 @@
+"""A run as it was recorded: its tensors by name, and what each was computed from."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..dist.errors import InvalidArgumentError
+from .folder import Recording, read
+from .keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT, Key
+from .places import Held
+
+
+@dataclass(slots=True)
+class Run:
+    """All ranks' recordings of all steps.
+
+    Attributes:
+        folder: Where they are.
+        held: What ranks have of each tensor, in the order in which tensors were met.
+        parents: What each was computed from, as far as autograd told.
+        uses: The parameters that it was computed with.
+        inside: The module whose code was running.
+        uncounted: Modules whose calls are not as many in each micro-batch, by name.
+    """
+
+    folder: Path
+    steps: Mapping[int, Sequence[Recording]]
+    held: dict[Key, list[Held]] = field(default_factory=dict)
+    parents: dict[Key, dict[Key, None]] = field(default_factory=dict)
+    uses: dict[Key, set[str]] = field(default_factory=dict)
+    inside: dict[Key, str | None] = field(default_factory=dict)
+    uncounted: dict[str, str] = field(default_factory=dict)
+
+
+def load(folder: str | Path) -> Run:
+    """Return a run that was recorded into a folder.
+
+    Raises:
+        InvalidArgumentError: See `folder.read`.
+    """
+    run = Run(Path(folder), read(Path(folder)))
+    for step, recordings in run.steps.items():
+        backward: list[tuple[Key, Held]] = []
+        for recording in recordings:
+            for key, held in _keyed(run, step, recording):
+                if key.kind == BACKWARD:
+                    backward.append((key, held))
+                    continue
+                run.held.setdefault(key, []).append(held)
+        # Gradients of activations go behind all activations, in their own order.
+        for key, held in sorted(backward, key=lambda each: each[1].number):
+            run.held.setdefault(key, []).append(held)
+    return run
+
+
+def _keyed(run: Run, step: int, recording: Recording) -> Iterator[tuple[Key, Held]]:
+    """Yield a rank's tensors by name, those under other names too."""
+    calls: Counter[str] = Counter()
+    for line in recording.lines:
+        if line.kind == FORWARD:
+            calls[line.name] = max(calls[line.name], line.call + 1)
+    number_of = int(recording.header["micro_batches"])
+    per = {}
+    for name, made in calls.items():
+        per[name], rest = divmod(made, number_of)
+        if rest or not per[name]:
+            run.uncounted[name] = (
+                f"rank {recording.rank} called it {made} times in {number_of} micro-batches"
+            )
+    gradients: dict[int, int] = {}
+    keys: list[Key | None] = []
+    for number, line in enumerate(recording.lines):
+        if line.kind == BACKWARD:
+            gradients[line.parents[0]] = number
+        if line.kind not in (FORWARD, BACKWARD):
+            name = recording.header["tied"].get(line.name, line.name)
+            key = Key(step, line.kind, name if line.kind == TERM else line.name, line.item)
+            keys.append(key)
+            yield key, Held(recording, number, line.call)
+            if line.kind == LOSS:
+                _note(run, key, [keys[parent] for parent in line.parents], line.uses, None)
+            continue
+        if line.name in run.uncounted:
+            keys.append(None)
+            continue
+        micro_batch, call = divmod(line.call, per[line.name])
+        key = Key(step, line.kind, line.name, line.item, call)
+        keys.append(key)
+        if line.kind == FORWARD:
+            yield key, Held(recording, number, micro_batch)
+            _note(run, key, [keys[parent] for parent in line.parents], line.uses, line.inside)
+    for number, line in enumerate(recording.lines):
+        origin, own = number, keys[number]
+        if line.kind != FORWARD or own is None:
+            continue
+        while recording.lines[origin].same >= 0:
+            origin = recording.lines[origin].same
+        if origin in gradients:
+            micro_batch = line.call // per[line.name]
+            yield own._replace(kind=BACKWARD), Held(recording, gradients[origin], micro_batch)
+
+
+def _note(
+    run: Run, key: Key, parents: Sequence[Key | None], uses: Sequence[str], inside: str | None
+) -> None:
+    known = run.parents.setdefault(key, {})
+    known.update(dict.fromkeys(each for each in parents if each is not None and each != key))
+    run.uses.setdefault(key, set()).update(uses)
+    run.inside.setdefault(key, inside)
+
+
+def ancestors(run: Run) -> dict[Key, list[Key]]:
+    """Return what each tensor of a run is computed from, forward, backward and in the update."""
+    children: dict[Key, list[Key]] = defaultdict(list)
+    users: dict[tuple[int, str], list[Key]] = defaultdict(list)
+    for key, parents in run.parents.items():
+        for parent in parents:
+            children[parent].append(key)
+        for name in run.uses.get(key, ()):
+            users[key.step, name].append(key)
+    for key in run.held:  # a parameter that its module alone knows, as where it is put together
+        if key.kind == FORWARD and key.item.startswith("out"):
+            users[key.step, key.name].append(key)
+    found = {key: list(dict.fromkeys(_sources(key, run, children, users))) for key in run.held}
+    for key in run.held:
+        if key.kind == DATA:
+            for each in run.held:
+                if each.step == key.step and _sees(each.kind, key.name):
+                    found[each].append(key)
+    return found
+
+
+def _sees(kind: str, entry: str) -> bool:
+    """Return whether tensors of a kind may depend on an entry of the batch."""
+    of_loss = entry == "labels" or entry.startswith("loss_")
+    return kind == LOSS or (kind == FORWARD and not of_loss)
+
+
+def _sources(
+    key: Key,
+    run: Run,
+    children: Mapping[Key, list[Key]],
+    users: Mapping[tuple[int, str], list[Key]],
+) -> Iterator[Key]:
+    step = key.step
+    if key.kind in (FORWARD, LOSS):
+        yield from run.parents.get(key, ())
+        for name in run.uses.get(key, ()):
+            yield Key(step - 1, WEIGHT, name)
+    elif key.kind == BACKWARD:
+        yield from _passed_back(children[key._replace(kind=FORWARD)], run)
+    elif key.kind == GRADIENT:
+        own = users.get((step, key.name)) or users.get((step, key.name.rpartition(".")[0]), [])
+        yield from _passed_back(own, run)
+    elif key.kind == NORM:
+        yield from (k for k in run.held if k.step == step and k.kind == GRADIENT)
+    elif key.kind in (MOMENT, WEIGHT):
+        yield Key(step, GRADIENT, key.name)
+        yield Key(step, NORM, "")
+        if key.kind == WEIGHT:
+            yield from (k for k in run.held if k[:3] == (step, MOMENT, key.name))
+
+
+def _passed_back(results: Sequence[Key], run: Run) -> Iterator[Key]:
+    """Yield what a gradient is computed from, given what its tensor was used for."""
+    for result in results:
+        yield result
+        yield from run.parents.get(result, ())
+        if result.kind == FORWARD:
+            yield result._replace(kind=BACKWARD)
+
+
+def require_comparable(ours: Run, theirs: Run) -> None:
+    """Refuse two runs of unlike models, or of other batches.
+
+    Raises:
+        InvalidArgumentError: They have no step, or no parameter, in common.
+    """
+    if not set(ours.steps) & set(theirs.steps):
+        raise InvalidArgumentError(
+            f"{ours.folder} has steps {list(ours.steps)} and {theirs.folder} has "
+            f"{list(theirs.steps)}: record the same step of both"
+        )
+    named = [{k.name for k in run.held if k.kind == GRADIENT} for run in (ours, theirs)]
+    if named[0] != named[1]:
+        only = [sorted(a - b)[:3] for a, b in (named, named[::-1])]
+        if not named[0] & named[1] or all(only):
+            raise InvalidArgumentError(
+                f"these are runs of unlike models: {ours.folder} alone has gradients of {only[0]}, "
+                f"{theirs.folder} alone of {only[1]}"
+            )

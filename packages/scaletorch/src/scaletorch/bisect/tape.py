@@ -1,0 +1,288 @@
+"""Recording a step: what goes into modules and comes out of them, and the gradients of it.
+
+While it records, `nn.Module.__call__` is another function and tensors have hooks; otherwise
+nothing is different, and nothing costs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..dist import get_rank, get_world_size, guard
+from .described import Description, Place, description_of, local_part, tensors_of
+from .folder import Line, Writer
+from .keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT
+from .lineage import Lineage, Use
+from .updates import followed
+
+_KINDS = (torch.Tensor, nn.Parameter)
+
+
+class Tape:
+    """Takes down what a rank has of a step; made by `record`."""
+
+    def __init__(self, writer: Writer, model: nn.Module | None, said: Description) -> None:
+        self._writer, self._said = writer, said
+        self._model: nn.Module | None = None
+        self._names: dict[nn.Module, str] = {}
+        self._parameters: dict[int, str] = {}
+        self._calls: Counter[str] = Counter()
+        self._stack: list[str] = []
+        self._seen: set[int] = set()  # lines whose gradient came
+        self._lineage = Lineage()
+        self._done: set[str] = set()
+        self._followed: set[tuple[Any, int]] = set()  # uses of parameters
+        if model is not None:
+            self._follow(model)
+
+    def _follow(self, model: nn.Module) -> None:
+        self._model, self._names = model, {m: name for name, m in model.named_modules()}
+        self._parameters = {id(p): name for name, p in model.named_parameters()}
+
+    def put(self, kind: str, tensor: Tensor, name: str = "", item: str = "") -> None:
+        """Take down the loss or the norm: `put("loss", loss)`; the same on every rank.
+
+        A loss that ranks have parts of is the global one here, however they add it up.
+        """
+        if kind == NORM:
+            self.gradients()
+        self._done.add(kind)
+        self._add(Line(kind, name, item, 0, "", []), tensor)
+
+    def batch(self, entries: Mapping[str, Any], micro_batch: int = 0) -> None:
+        """Take down a micro-batch, as this rank has it, so that a fault of the data is told."""
+        for name, entry in entries.items():
+            if isinstance(entry, Tensor):
+                line = Line(DATA, name, "", micro_batch, "", [])
+                self._lineage.note(entry, self._add(line, entry))
+
+    def put_all(
+        self, kind: str, tensors: Mapping[str, Tensor], item: str = "", *, places: Any = None
+    ) -> None:
+        """Take down gradients, weights or moments of parameters, by plain names."""
+        places = self._said.places if places is None else places
+        self._done.add(kind)
+        for name, tensor in tensors.items():
+            self._add(Line(kind, name, item, 0, "", []), tensor, places.get(name))
+
+    def gradients(self) -> None:
+        """Take down all gradients as they are now; done by itself before an optimizer's step."""
+        if self._model is not None and GRADIENT not in self._done:
+            named = self._model.named_parameters(remove_duplicate=False)
+            self.put_all(GRADIENT, {n: p.grad for n, p in named if p.grad is not None})
+
+    def weights(self) -> None:
+        """Take down all weights as they are now; done by itself at the end, after a step."""
+        if self._model is not None and WEIGHT not in self._done:
+            self.put_all(WEIGHT, dict(self._model.named_parameters(remove_duplicate=False)))
+
+    def moments_at(self, found: Iterable[tuple[str, str, Tensor, Place]]) -> None:
+        """Take down parts of moments: a parameter, which moment, the part and its place."""
+        self._done.add(MOMENT)
+        for name, item, part, place in found:
+            self._add(Line(MOMENT, name, item, 0, "", []), part, place)
+
+    def moments(self, optimizers: Any) -> None:
+        """Take down what optimizers keep of each parameter in the parameter's own shape."""
+        found: list[tuple[str, str, Tensor]] = []
+        names = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
+        for optimizer in () if MOMENT in self._done else optimizers:
+            for parameter, state in optimizer.state.items():
+                for item, value in state.items() if parameter in names else ():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        found.append((names[parameter], item, value))
+        for name, item, value in found:
+            self._add(Line(MOMENT, name, item, 0, "", []), value, self._said.places.get(name))
+
+    def tied(self) -> dict[str, str]:
+        """Return name -> first name, for parameters that have several."""
+        model = self._model or nn.Module()
+        named = model.named_parameters(remove_duplicate=False)
+        return {n: first for n, p in named if (first := self._parameters.get(id(p), n)) != n}
+
+    def norm(self, total: Tensor) -> None:
+        """Take down the norm of all gradients, once."""
+        if NORM not in self._done:
+            self.put(NORM, total)
+
+    def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
+        """Make a call of a module, and take down what goes in and comes out."""
+        if not self._stack and self._model is None and module not in self._names:
+            self._follow(module)
+        name = self._names.get(module)
+        if name is None or torch._C._current_graph_task_id() != -1:
+            return original(module, *args, **kw)  # of no name, or run again in backward
+        if not self._stack and not torch.is_grad_enabled():
+            return original(module, *args, **kw)
+        call = self._calls[name]
+        self._calls[name] += 1
+        with self._lineage.call():
+            self._see(name, call, _arguments(module, args, kw), "in")
+            self._stack.append(name)
+            try:
+                output = original(module, *args, **kw)
+            finally:
+                self._stack.pop()
+            results = self._see(name, call, tensors_of(output, "out"), "out")
+        for tensor, number in results:
+            self._lineage.note(tensor, number)  # it goes by this name behind the call
+        return output
+
+    def _see(self, name: str, call: int, tensors: Any, side: str) -> list[tuple[Tensor, int]]:
+        if (name, side) in self._said.unseen:
+            return []
+        return [
+            (tensor, self._see_one(Line(FORWARD, name, item, call, "", []), tensor))
+            for item, tensor in tensors
+            if tensor.dtype != torch.bool
+            and (type(tensor) in _KINDS or hasattr(tensor, "placements"))
+        ]
+
+    def _see_one(self, line: Line, tensor: Tensor) -> int:
+        line.inside = self._stack[-1] if self._stack else None
+        line.same = self._lineage.line_of(tensor)
+        if line.same >= 0:
+            line.parents = [line.same]
+            number = self._add(line, None)
+        else:
+            line.parents, used = self._lineage.parents(tensor)
+            for use in used:
+                if name := self._parameters.get(id(use.parameter)):
+                    line.uses.append(name)
+                    user = line.name if line.item.startswith("out") else line.inside or ""
+                    self._follow_term(name, user, use)
+            number = self._add(line, tensor)
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                _follow_gradient(tensor, partial(self._came, number))
+        self._lineage.note(tensor, number)
+        return number
+
+    def _follow_term(self, name: str, user: str, use: Use) -> None:
+        """Take down what a module's use of a parameter adds to its gradient."""
+        if (use.node, use.place) in self._followed:
+            return
+        self._followed.add((use.node, use.place))
+
+        def came(gradients: tuple[Tensor | None, ...], _: Any) -> None:
+            term = gradients[use.place]
+            if term is not None:
+                line = Line(TERM, name, user, self._calls["term"], "", [])
+                self._calls["term"] += 1
+                self._add(line, term, self._said.places.get(name))
+
+        use.node.register_hook(came)
+
+    def _came(self, number: int, gradient: Tensor | None) -> None:
+        if number in self._seen or gradient is None:
+            return
+        self._seen.add(number)
+        of = self._writer.lines[number]
+        line = Line(BACKWARD, of.name, of.item, of.call, "", [], parents=[number])
+        self._add(line, gradient)
+
+    def _add(self, line: Line, tensor: Tensor | None, place: Place | None = None) -> int:
+        if tensor is None:
+            return self._writer.add(line, None)
+        if line.kind == LOSS and tensor.requires_grad:
+            line.parents, _ = self._lineage.parents(tensor)
+        local, own_place, line.sums = local_part(tensor.detach())
+        line.place = place if own_place is None else own_place
+        if local.is_complex():
+            local = torch.view_as_real(local.resolve_conj())
+            line.place = None
+        line.dtype, line.shape = str(local.dtype).removeprefix("torch."), list(local.shape)
+        return self._writer.add(line, local)
+
+
+def _follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> None:
+    """Hear of a tensor's gradient; where it has a node in the graph the tensor gets no hook."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    if node is None:
+        tensor.register_hook(came)
+    else:
+        node.register_prehook(lambda gradients: came(gradients[number]))
+
+
+def _arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a module is called with; by place, however they are passed."""
+    places = _places(type(module))
+    for place, value in enumerate(args):
+        yield from tensors_of(value, f"in.{place}")
+    for name, value in kwargs.items():
+        yield from tensors_of(value, f"in.{places.get(name, name)}")
+
+
+@lru_cache(maxsize=256)
+def _places(kind: type[nn.Module]) -> Mapping[str, int]:
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    named = list(inspect.signature(kind.forward).parameters.values())[1:]
+    return {each.name: place for place, each in enumerate(named) if each.kind == positional}
+
+
+@contextmanager
+def record(
+    folder: str | Path,
+    model: nn.Module | None = None,
+    *,
+    describe: Mapping[str, Any] | Description | None = None,
+    step: int = 0,
+) -> Iterator[Tape]:
+    """Write down a training step of this rank: every tensor that enters or leaves a module, the
+    gradients of these and of the parameters, and what an optimizer makes of them.
+
+    Args:
+        folder: One for all ranks of a run; made if it is missing.
+        model: The module whose names count, wrapped or not; None is the first that is called.
+        describe: Which part of the whole batch this rank has, where it is not all of it: name of
+            an axis -> (indices, total), such as `{"rows": (range(4, 8), 8)}`; for several
+            micro-batches a list of such indices. DTensors say their places themselves.
+        step: Number of the step, if several are recorded.
+
+    Yields:
+        What takes down more: `tape.put("loss", loss)`.
+
+    Raises:
+        InvalidArgumentError: `describe` is no such mapping.
+    """
+    said = description_of(describe)
+    header = {
+        "step": step, "world_size": get_world_size(), "torch": torch.__version__,
+        "micro_batches": said.micro_batches, "groups": said.groups, "weight": said.weight,
+        "axes": {name: [axis.total, axis.parts] for name, axis in said.axes.items()},
+    }  # fmt: skip
+    writer = Writer(Path(folder), get_rank(), header)
+    tape = Tape(writer, model, said)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_calls_to(tape.called))
+            stack.enter_context(guard.listening(writer.heard.append))
+            stack.enter_context(followed(tape))
+            yield tape
+        writer.header["tied"] = tape.tied()
+    except BaseException as error:
+        writer.close(f"{type(error).__name__}: {error}"[:500] or "stopped")
+        raise
+    writer.close()
+
+
+@contextmanager
+def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
+    original = nn.Module.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return called(original, self, *args, **kwargs)
+
+    nn.Module.__call__ = call
+    try:
+        yield
+    finally:
+        nn.Module.__call__ = original
