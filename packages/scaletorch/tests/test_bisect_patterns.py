@@ -1,4 +1,4 @@
-"""Of a tensor that is wrong in a known way the first sentence names that way, whatever the layout."""
+"""The first sentence about a tensor names the way it was made wrong, whatever the layout."""
 
 from __future__ import annotations
 
@@ -257,7 +257,7 @@ def test_two_faults_are_two_sentences_and_nan_comes_first():
 
     assert explain(pieces(WHOLE, 1, 4, change), WHOLE, 1e-9, axes=AXES) == [
         "rank 2 has NaN in 48 of 192 elements at positions 8-11 of row 0",
-        "ranks 0 and 1 have 2 times the right values at positions 0-7",
+        "ranks 0 and 1 have 2 times the right values",
         "rank 3 has all zeros at positions 12-15",
     ]
 
@@ -311,8 +311,18 @@ def test_numbers_alone_whole_tensors_and_complex_ones():
     whole = torch.complex(square, normal(12, 12, seed=1))
     said = explain(pieces(whole, 0, 2, lambda r, x, i: x.conj() if r else x), whole, 1e-9)
     assert said == [
-        "rank 1 has the right values with the sign flipped at slice 1 of dim 2 of slices 6-11 of dim 0"
+        "rank 1 has the right values with the sign flipped "
+        "at slice 1 of dim 2 of slices 6-11 of dim 0"
     ]
+
+
+def test_ranks_with_the_same_part_are_compared():
+    def said(second):
+        held = pieces(WHOLE, None, 2, lambda r, x, i: x + SPLIT[second if r else 0].square())
+        return explain(held, WHOLE, 1e-9, axes=AXES, groups={"tp": [(0, 1)]})[0]
+
+    assert ", the same on all ranks with that part; most at " in said(0)
+    assert ", and not the same on all ranks with that part; most at " in said(1)
 
 
 def test_what_no_rank_has():

@@ -92,11 +92,12 @@ def _pairs(pairs: Sequence[tuple[str, str]]) -> str:
     for ours, theirs in pairs:
         owners.setdefault(theirs, []).append(ours)
     said: dict[str, None] = {}
-    for theirs, ours in owners.items():
-        if len(ours) == 1 and owners.get(ours[0]) == [theirs]:
-            said[f"{listed(sorted([ours[0], theirs]))} have each other's part"] = None
+    for theirs, all_ours in owners.items():
+        if len(all_ours) == 1 and owners.get(all_ours[0]) == [theirs]:
+            said[f"{listed(sorted([all_ours[0], theirs]))} have each other's part"] = None
         else:
-            said[f"{listed(ours)} {'have' if len(ours) > 1 else 'has'} the part of {theirs}"] = None
+            verb = "have" if len(all_ours) > 1 else "has"
+            said[f"{listed(all_ours)} {verb} the part of {theirs}"] = None
     return ", ".join(list(said)[:RUNS]) + (" and so on" if len(said) > RUNS else "")
 
 

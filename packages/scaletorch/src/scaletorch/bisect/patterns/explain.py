@@ -11,7 +11,7 @@ from torch import Tensor
 from .exchanged import exchanged
 from .fits import fitted
 from .moved import reordered, shifted, transposed
-from .parts import FINEST, HUGE, Case, Finding, Part, Piece, beside, misfit, norm, plain
+from .parts import FINEST, HUGE, Case, Finding, Part, Piece, beside, misfit, norm, plain, same_index
 from .sums import sums
 from .values import copies, masks, rounded, rounded_inside, scaled, zeros
 from .words import has, number, one, some, where, who
@@ -19,9 +19,9 @@ from .words import has, number, one, some, where, who
 SENTENCES = 3
 UNRELATED = 64  # elements from which on a cosine near zero says something
 
-# Of two that explain as many parts the first is said: it leaves less to chance, or says more. A mean
-# in place of a sum is 1/n of the right one, and n of it add up; parts that add up may be zeros where
-# another rank's are not (a sharded embedding); halves in the wrong order are shifted too.
+# Of two that explain as many parts the first is said: it leaves less to chance, or says more. A
+# mean in place of a sum is 1/n of the right one, and n of it add up. Parts that add up may be zeros
+# where another rank's are not (a sharded embedding). Halves in the wrong order are shifted too.
 GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     exchanged,
     copies,
@@ -32,10 +32,9 @@ GUESSES: Sequence[Callable[[Case], Iterator[Finding]]] = (
     transposed,
     shifted,
     reordered,
-    fitted,
-    masks,
-    rounded_inside,
 )
+# These fit much, so they are asked only if those do not explain everything.
+LOOSE: Sequence[Callable[[Case], Iterator[Finding]]] = (fitted, masks, rounded_inside)
 
 
 def explain(
@@ -91,18 +90,31 @@ def _case(pieces: Sequence[Piece], whole: Tensor, bound: float, scale: float | N
     return replace(case, parts=parts, wrong=wrong)
 
 
-def _guessed(case: Case) -> Iterator[str]:
+def _guessed(case: Case) -> list[str]:
     """Say what explains most parts, then what explains most of the others, then what is left."""
+    if not case.wrong:
+        return []
+    found = [finding for guess in GUESSES for finding in guess(case)]
+    said, left = _most(case, found)
+    if left:
+        found += [finding for guess in LOOSE for finding in guess(case)]
+        said, left = _most(case, found)
+    if left:
+        said.append(_unexplained(case, [case.wrong[i] for i in sorted(left)]))
+    return said
+
+
+def _most(case: Case, found: Sequence[Finding]) -> tuple[list[str], set[int]]:
+    """Return sentences that together explain most parts, and the parts that they do not explain."""
+    said: list[str] = []
     left = set(range(len(case.wrong)))
-    found = [finding for guess in GUESSES for finding in guess(case)] if left else []
-    for _ in range(SENTENCES):
-        best = max(found, key=lambda f: len(f.covers & left), default=None)
+    while left and len(said) < SENTENCES:
+        best = max(found, key=lambda each: len(each.covers & left), default=None)
         if best is None or not best.covers & left:
             break
-        yield best.sentence
+        said.append(best.sentence)
         left -= best.covers
-    if left:
-        yield _unexplained(case, [case.wrong[i] for i in sorted(left)])
+    return said, left
 
 
 def _not_finite(case: Case) -> Iterator[str]:
@@ -132,6 +144,7 @@ def _unexplained(case: Case, parts: Sequence[Part]) -> str:
         cosine = float(had @ due) / norm(had) / norm(due)
         if abs(cosine) < 3 / len(had) ** 0.5:
             text += f", and have nothing in common with the right ones (cosine {cosine:.2f})"
+    text += _replicas(case, parts)
     worst = max(parts, key=lambda p: float((p.had - p.due).abs().max()))
     most = int((worst.had - worst.due).abs().argmax())
     place = [int(at[x]) for at, x in zip(worst.index, worst.mask.nonzero()[most], strict=True)]
@@ -140,12 +153,30 @@ def _unexplained(case: Case, parts: Sequence[Part]) -> str:
     return f"{text}; most at {named}{one(case, worst.piece)} ({values})"
 
 
+def _replicas(case: Case, parts: Sequence[Part]) -> str:
+    """Say whether ranks that hold the same indices have the same values, or '' if none do."""
+    first: dict[tuple[int, int], Part] = {}
+    pairs = []
+    for index, part in zip(same_index(parts), parts, strict=True):
+        key = index, part.piece.micro_batch
+        if first.setdefault(key, part) is not part:
+            pairs.append((first[key], part))
+    if not pairs:
+        return ""
+    same = all(
+        norm(a.have - b.have) <= case.allowed(a.have.numel(), norm(a.have)) for a, b in pairs
+    )
+    return f", {'the same' if same else 'and not the same'} on all ranks with that part"
+
+
 def _missing(case: Case) -> Iterator[str]:
     """Say which slices of the whole no rank has."""
     for dim, size in enumerate(case.whole.shape):
-        held = {int(x) for p in case.parts for x in p.index[dim]}
-        if case.parts and len(held) < size:
-            yield f"no rank has {some(case, dim, set(range(size)) - held)}"
+        held = torch.zeros(size, dtype=torch.bool)
+        for part in case.parts:
+            held[part.index[dim]] = True
+        if case.parts and not held.all():
+            yield f"no rank has {some(case, dim, (~held).nonzero()[:, 0].tolist())}"
 
 
 def _real(

@@ -186,7 +186,7 @@ def _runs(case: Case, dim: int, pairs: list[tuple[int, int]]) -> str:
             last.append(pair)
         else:
             runs.append([pair])
-    said = []
+    said: list[str] = []
     for run in runs[:SHOWN]:
         here, there = [a for a, _ in run], ranges(b for _, b in run)
         verb = "have" if len(here) > 1 else "has"

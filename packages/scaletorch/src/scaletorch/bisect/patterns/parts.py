@@ -170,6 +170,21 @@ def box_of(mask: Tensor) -> tuple[Tensor, ...]:
     return tuple(_any(mask, dim).nonzero()[:, 0] for dim in range(mask.ndim))
 
 
+def same_index(parts: Sequence[Part]) -> list[int]:
+    """Return for each part a number that those with the same index share."""
+    found: list[tuple[Tensor, ...]] = []
+    numbers = []
+    for part in parts:
+        for number, index in enumerate(found):
+            if all(torch.equal(a, b) for a, b in zip(index, part.index, strict=True)):
+                numbers.append(number)
+                break
+        else:
+            numbers.append(len(found))
+            found.append(part.index)
+    return numbers
+
+
 def _any(mask: Tensor, dim: int) -> Tensor:
     """Return for each place of a dim whether an element of a mask is there."""
     rest = [d for d in range(mask.ndim) if d != dim]

@@ -6,9 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 import torch
-from torch import Tensor
 
-from .parts import Case, Finding, norm
+from .parts import Case, Finding, norm, same_index
 from .words import RUNS, batches_of, listed, rank_list
 
 Groups = Mapping[str, Sequence[tuple[int, ...]]]
@@ -40,7 +39,7 @@ def _comes_to(case: Case, cluster: Sequence[int], divisor: int) -> bool:
 
 def _clusters(case: Case) -> Iterator[tuple[str, list[list[int]]]]:
     """Yield for each axis, or some together, the wrong parts that its sum would add."""
-    same = _same(case)
+    same = same_index(case.wrong)
     for name, groups in _axes(case).items():
         place = {rank: at for at, group in enumerate(groups) for rank in group}
         found: dict[tuple[int, int, int], list[int]] = {}
@@ -59,27 +58,19 @@ def _one_each(case: Case, cluster: Sequence[int]) -> bool:
     return len(cluster) > 1 and len({case.wrong[i].piece.rank for i in cluster}) == len(cluster)
 
 
-def _same(case: Case) -> list[int]:
-    """Return for each wrong part a number that those with the same index share."""
-    found: list[tuple[Tensor, ...]] = []
-    numbers = []
-    for part in case.wrong:
-        for number, index in enumerate(found):
-            if all(torch.equal(a, b) for a, b in zip(index, part.index, strict=True)):
-                numbers.append(number)
-                break
-        else:
-            numbers.append(len(found))
-            found.append(part.index)
-    return numbers
-
-
 def _axes(case: Case) -> Groups:
     """Return each axis, each two together, and all ranks."""
+    found: dict[str, Sequence[tuple[int, ...]]] = {}
     axes = {n: [tuple(g) for g in groups] for n, groups in case.groups.items()}
     axes = {n: groups for n, groups in axes.items() if any(len(g) > 1 for g in groups)}
     pairs = {listed(pair): _joined(*(axes[n] for n in pair)) for pair in combinations(axes, 2)}
-    return {**axes, **pairs, "all ranks": [tuple(sorted({p.piece.rank for p in case.parts}))]}
+    every = {"all ranks": [tuple(sorted({p.piece.rank for p in case.parts}))]}
+    known: list[set[tuple[int, ...]]] = []
+    for name, groups in {**axes, **pairs, **every}.items():
+        if set(groups) not in known:
+            known.append(set(groups))
+            found[name] = groups
+    return found
 
 
 def _joined(*axes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:

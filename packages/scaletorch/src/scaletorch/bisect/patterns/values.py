@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import combinations
 
 import torch
@@ -26,7 +27,7 @@ def zeros(case: Case) -> Iterator[Finding]:
     yield from told(
         case,
         "nothing but rounding errors around zero",
-        lambda p: case.agrees(p.had, torch.zeros(()).double().expand(int(p.mask.sum())), p.due),
+        lambda p: case.agrees(p.had, torch.zeros_like(p.due), p.due),
     )
     yield from told(
         case,
@@ -68,40 +69,22 @@ def scaled(case: Case) -> Iterator[Finding]:
 def copies(case: Case) -> Iterator[Finding]:
     """Find values of another tensor, in place of the right ones or added to them."""
     for name, other in case.others.items():
-
-        def guess(part: Part, other: Tensor = other) -> Tensor:
-            return pick(other, part.index)[part.mask]
-
-        yield from told(
-            case,
-            f"{name} values (a stale copy?)",
-            lambda p, guess=guess: case.agrees(p.had, guess(p), p.due),  # type: ignore[misc]
-        )
-        yield from told(
-            case,
-            f"{name} values added to the right ones (not cleared?)",
-            lambda p, guess=guess: case.agrees(  # type: ignore[misc]
-                p.had, p.due + guess(p), p.due
-            ),
-        )
+        yield from told(case, f"{name} values (a stale copy?)", partial(_is_copy, case, other))
+        what = f"{name} values added to the right ones (not cleared?)"
+        yield from told(case, what, partial(_is_on_top, case, other))
 
 
 def rounded(case: Case) -> Iterator[Finding]:
     """Find values that a shorter dtype has, off by no more than it rounds."""
     for name, dtype in ROUNDINGS.items():
-        yield from told(
-            case, f"values rounded to {name}", lambda p, d=dtype: _is_rounded(case, p, d)
-        )  # type: ignore[misc]
+        yield from told(case, f"values rounded to {name}", partial(_is_rounded, case, dtype))
 
 
 def rounded_inside(case: Case) -> Iterator[Finding]:
     """Find differences as large as a dtype's rounding, spread evenly."""
     for name, dtype in ROUNDINGS.items():
-        yield from told(
-            case,
-            f"differences everywhere as large as {name} rounds: computed in {name}?",
-            lambda p, d=dtype: _is_noise_of(p, d),  # type: ignore[misc]
-        )
+        what = f"differences everywhere as large as {name} rounds: computed in {name}?"
+        yield from told(case, what, partial(_is_noise_of, dtype))
 
 
 def told(case: Case, what: str, test: Callable[[Part], bool]) -> Iterator[Finding]:
@@ -154,7 +137,15 @@ def _meaning(factor: float, sizes: dict[int, list[str]]) -> str:
     return ""
 
 
-def _is_rounded(case: Case, part: Part, dtype: torch.dtype) -> bool:
+def _is_copy(case: Case, other: Tensor, part: Part) -> bool:
+    return case.agrees(part.had, pick(other, part.index)[part.mask], part.due)
+
+
+def _is_on_top(case: Case, other: Tensor, part: Part) -> bool:
+    return case.agrees(part.had, part.due + pick(other, part.index)[part.mask], part.due)
+
+
+def _is_rounded(case: Case, dtype: torch.dtype, part: Part) -> bool:
     have, want = part.had, part.due
     rounds = torch.finfo(dtype)
     if not have.to(dtype).double().equal(have) or want.to(dtype).double().equal(want):
@@ -165,7 +156,7 @@ def _is_rounded(case: Case, part: Part, dtype: torch.dtype) -> bool:
     )
 
 
-def _is_noise_of(part: Part, dtype: torch.dtype) -> bool:
+def _is_noise_of(dtype: torch.dtype, part: Part) -> bool:
     have, want = part.have.flatten(), part.want.flatten()
     gap, typical = have - want, 0.2 * torch.finfo(dtype).eps * norm(want)
     if not 0.3 < norm(gap) / max(typical, 1e-300) < 4 or int(part.mask.sum()) * 2 < len(gap):
