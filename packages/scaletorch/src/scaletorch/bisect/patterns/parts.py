@@ -1,0 +1,218 @@
+"""Ranks' pieces beside what they should be, and where in them the difference lies."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+ROOM = 2.0  # times the bound that a guess may miss by: its own rounding, and that of the right one
+MOST = 0.3  # of the difference that a guess may leave unexplained
+FINEST = 1e-14  # bound below which float64 itself rounds
+HUGE = 1e140  # what is larger has no square, and counts as infinite
+CHANCE = math.log(1e-6)  # that a guess with free parameters fits by accident
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What one rank has of a tensor.
+
+    Attributes:
+        rank: Global rank.
+        micro_batch: 0-based.
+        tensor: The piece.
+        index: For each of its dims which indices of the whole it holds, int64 [size]; those outside
+            of the whole are padding.
+    """
+
+    rank: int
+    micro_batch: int
+    tensor: Tensor
+    index: tuple[Tensor, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A piece without padding, beside what it should be; everything is float64 and finite.
+
+    Attributes:
+        piece: Where it comes from.
+        index: For each dim which indices of the whole.
+        raw: Its values as they are.
+        have: Its values; what is right where either is not finite.
+        want: The right values; 0 where they are not finite.
+        odd: Whether an element is not finite while the right one is, or the other way round.
+        mask: Whether an element is wrong (of those that are finite).
+        had: What stands in the wrong elements, 1-d.
+        due: What should.
+        box: For each dim the places in the piece between which all wrong elements lie.
+    """
+
+    piece: Piece
+    index: tuple[Tensor, ...]
+    raw: Tensor
+    have: Tensor
+    want: Tensor
+    odd: Tensor
+    mask: Tensor
+    had: Tensor
+    due: Tensor
+    box: tuple[Tensor, ...]
+
+    def boxed(self, tensor: Tensor) -> Tensor:
+        """Return what a tensor of the piece's shape holds in the box."""
+        return pick(tensor, self.box)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A wrong tensor: all that the guesses about it are made from.
+
+    Attributes:
+        parts: Of all ranks.
+        wrong: Those that differ by more than rounding explains.
+        whole: The right tensor, float64, finite.
+        bound: Relative, of the 2-norm.
+        scale: 2-norm by which differences are measured.
+        axes: Names of the whole's dims, in the plural; "" for a dim without a name.
+        groups: For each axis of the grid its groups of ranks.
+        others: Whole tensors it might be a copy of, float64, of the whole's shape.
+    """
+
+    parts: Sequence[Part]
+    wrong: Sequence[Part]
+    whole: Tensor
+    bound: float
+    scale: float
+    axes: Sequence[str]
+    groups: Mapping[str, Sequence[tuple[int, ...]]]
+    others: Mapping[str, Tensor]
+
+    def allowed(self, elements: int, *norms: float) -> float:
+        """Return how far so many elements may be off, given the 2-norms of what they hold."""
+        share = self.scale * math.sqrt(elements / max(self.whole.numel(), 1))
+        return self.bound * max([share, *norms])
+
+    def agrees(self, have: Tensor, guess: Tensor, want: Tensor) -> bool:
+        """Return whether a guess comes to what is there, and explains most of the difference."""
+        if have.shape != guess.shape:
+            return False
+        room = ROOM * self.allowed(have.numel(), norm(want), norm(guess))
+        return norm(have - guess) <= min(room, MOST * norm(have - want))
+
+    def enough(self, values: int, parameters: int, choices: float = 1) -> bool:
+        """Return whether so many values do not fit by accident; parameters were free, or chosen."""
+        each = math.log(min(max(4 * self.bound, 1e-8), 0.9))
+        return (values - parameters) * each + parameters * math.log(choices) < CHANCE
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A guess that holds.
+
+    Attributes:
+        covers: Which of the wrong parts it explains, by their places in `Case.wrong`.
+        sentence: In words.
+    """
+
+    covers: frozenset[int]
+    sentence: str
+
+
+def plain(tensor: Tensor) -> Tensor:
+    """Return a tensor in float64, infinite where its square would be."""
+    tensor = tensor.detach().cpu().double()
+    return torch.where(tensor.abs() > HUGE, tensor.sign() * math.inf, tensor)
+
+
+def norm(tensor: Tensor) -> float:
+    """Return the 2-norm of all elements."""
+    return float(torch.linalg.vector_norm(tensor))
+
+
+def pick(tensor: Tensor, index: Sequence[Tensor]) -> Tensor:
+    """Return what a tensor holds at an index for each dim."""
+    for dim, at in enumerate(index):
+        if len(at) != tensor.shape[dim] or not at.equal(torch.arange(len(at))):
+            tensor = tensor.index_select(dim, at)
+    return tensor
+
+
+def misfit(piece: Piece, whole: Tensor) -> str:
+    """Return in words why a piece cannot be a part of the whole, or ''."""
+    shape, named = list(piece.tensor.shape), [at.numel() for at in piece.index]
+    if shape == named and len(shape) == whole.ndim:
+        return ""
+    return f"shape {shape}, where its part of the right one, {list(whole.shape)}, has {named}"
+
+
+def beside(piece: Piece, case: Case, right: Tensor) -> Part:
+    """Return a piece beside its part of the right tensor, of which nothing is finite by need."""
+    ats = [at.detach().cpu().long().flatten() for at in piece.index]
+    inside = [
+        ((at >= 0) & (at < size)).nonzero()[:, 0] for at, size in zip(ats, right.shape, strict=True)
+    ]
+    index = tuple(at[kept] for at, kept in zip(ats, inside, strict=True))
+    raw, want = pick(plain(piece.tensor), inside), pick(right, index)
+    finite = raw.isfinite() & want.isfinite()
+    odd = ~finite & (raw != want) & ~(raw.isnan() & want.isnan())
+    want = want.nan_to_num(0.0, 0.0, 0.0)
+    have = torch.where(finite, raw, want)
+    mask, box = _wrong(case, have, want)
+    return Part(piece, index, raw, have, want, odd, mask, have[mask], want[mask], box)
+
+
+def box_of(mask: Tensor) -> tuple[Tensor, ...]:
+    """Return for each dim the places that have an element of a mask."""
+    return tuple(_any(mask, dim).nonzero()[:, 0] for dim in range(mask.ndim))
+
+
+def same_index(parts: Sequence[Part]) -> list[int]:
+    """Return for each part a number that those with the same index share."""
+    found: list[tuple[Tensor, ...]] = []
+    numbers = []
+    for part in parts:
+        for number, index in enumerate(found):
+            if all(torch.equal(a, b) for a, b in zip(index, part.index, strict=True)):
+                numbers.append(number)
+                break
+        else:
+            numbers.append(len(found))
+            found.append(part.index)
+    return numbers
+
+
+def _any(mask: Tensor, dim: int) -> Tensor:
+    """Return for each place of a dim whether an element of a mask is there."""
+    rest = [d for d in range(mask.ndim) if d != dim]
+    return mask.any(rest) if rest else mask
+
+
+def _wrong(case: Case, have: Tensor, want: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return which elements are wrong, and the slices of each dim that hold them."""
+    gap, allowed = have - want, case.allowed(have.numel(), norm(want))
+    if norm(gap) <= allowed:
+        return torch.zeros_like(gap, dtype=torch.bool), tuple(
+            gap.new_empty(0).long() for _ in gap.shape
+        )
+    inside = torch.ones_like(gap, dtype=torch.bool)
+    for dim, size in enumerate(gap.shape):
+        rest = [d for d in range(gap.ndim) if d != dim]
+        energy, right = (t.square().sum(rest) if rest else t.square() for t in (gap, want))
+        bad = _beyond(case, energy, right, gap.numel() // size)
+        if math.sqrt(float(energy[~bad].sum())) <= allowed:
+            inside &= bad.view([-1 if d == dim else 1 for d in range(gap.ndim)])
+    mask = _beyond(case, gap.square(), want.square(), 1) & inside
+    if norm(gap[~mask]) > allowed:  # much of it is a little everywhere
+        mask = (gap != 0) & inside if bool((gap[inside] != 0).any()) else gap != 0
+    return mask, box_of(mask)
+
+
+def _beyond(case: Case, energy: Tensor, want: Tensor, count: int) -> Tensor:
+    """Return which slices of `count` elements differ by more than their share of rounding."""
+    room = case.bound * (1 + 5 / math.sqrt(count))
+    share = case.scale**2 * count / max(case.whole.numel(), 1)
+    return energy > room**2 * want.clamp(min=share)
