@@ -127,8 +127,7 @@ def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
     modules = []
     for child in _children(key._replace(kind=FORWARD), reference):
         if child.kind == FORWARD:
-            travels = not _ranks(key, run) & _ranks(child._replace(kind=BACKWARD), run)
-            own = travels or child.item.startswith("out")
+            own = child.item.startswith("out") or _travels(child, run, reference)
             modules.append(child.name if own else reference.inside.get(child) or "")
     return BACKWARD, list(dict.fromkeys(modules)) or [LOSS]
 
@@ -149,8 +148,11 @@ def _blame_gradient(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]
     return BACKWARD, wrong or unknown or [name.rpartition(".")[0]]
 
 
-def _ranks(key: Key, run: Run) -> set[int]:
-    return {held.recording.rank for held in run.held.get(key, ())}
+def _travels(key: Key, run: Run, reference: Run) -> bool:
+    """Return whether what is one tensor in the reference is handed over from rank to rank."""
+    return all(h.recording.lines[h.number].same >= 0 for h in reference.held[key]) and any(
+        held.recording.lines[held.number].same < 0 for held in run.held.get(key, ())
+    )
 
 
 def _children(key: Key, run: Run) -> list[Key]:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from ..dist.errors import InvalidArgumentError
 from .births import Birth, find_births
-from .judge import ROOM, eps_of, judge_all, meet
+from .judge import ROOM, eps_of, judge_all, measure, meet
 from .keys import BACKWARD, DATA, FORWARD, GRADIENT, Key
 from .patterns import explain
 from .report import Found, Report, modules_of
 from .runs import Run, load, require_comparable
+from .whole import assemble
 
 LARGEST = 1e-3  # a larger bound would let a fault pass for rounding
 
@@ -42,7 +46,7 @@ def compare(
         >>> print(compare("one", "two"))
     """
     theirs, ours = load(reference), load(run)
-    lost = None if noise is None else load(noise)
+    lost = {} if noise is None else measure(load(noise), theirs)
     require_comparable(theirs, ours)
     report = compare_runs(theirs, ours, lost)
     command = f"python -m {__package__} compare {reference} {run}"
@@ -50,17 +54,19 @@ def compare(
     return report
 
 
-def compare_runs(reference: Run, run: Run, noise: Run | None = None) -> Report:
-    """Say where two loaded runs part."""
+def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
+    """Say where two loaded runs part, given what rounding does; see `judge_all`."""
     chain = chain_of(reference)
-    eps = max((eps_of(h) for r in (run, reference) for hs in r.held.values() for h in hs), default=0)
-    if noise is None and eps * ROOM * math.sqrt(chain) > LARGEST:
+    eps = max(
+        (eps_of(h) for r in (run, reference) for hs in r.held.values() for h in hs), default=0
+    )
+    if not lost and eps * ROOM * math.sqrt(chain) > LARGEST:
         raise InvalidArgumentError(
             f"rounding of {chain} additions at an epsilon of {eps:.0e} could hide faults: record "
             "one process in float64 as the reference, and one in this dtype as `noise`"
         )
-    judged = judge_all(run, reference, noise, chain)
-    require_one_batch(reference, run, judged)
+    require_one_batch(reference, run)
+    judged = judge_all(run, reference, lost, chain)
     births = find_births(judged, run, reference)
     found = [Found(b, _how(b, run, reference), _calls(b, run)) for b in births]
     return Report(found, judged, list(modules_of(reference.held)))
@@ -99,7 +105,7 @@ def _how(birth: Birth, run: Run, reference: Run) -> list[str]:
     )  # fmt: skip
 
 
-def _others(key: Key, reference: Run, shape: object) -> dict[str, object]:
+def _others(key: Key, reference: Run, shape: object) -> dict[str, Tensor]:
     """Return whole tensors that one may be a stale copy of."""
     before = reference.held.get(key._replace(step=key.step - 1))
     if before is None or len(before) != 1 or before[0].tensor.shape != shape:
@@ -125,5 +131,26 @@ def _calls(birth: Birth, run: Run) -> list[str]:
     return own.recording.heard[begin:end]
 
 
-def require_one_batch(reference: Run, run: Run, judged: object) -> None:
-    """Placeholder."""
+def require_one_batch(reference: Run, run: Run) -> None:
+    """Refuse runs of other batches, whatever of these ranks have.
+
+    Raises:
+        InvalidArgumentError: Most sequences of one are not in the other.
+    """
+    for key, theirs in reference.held.items():
+        first = theirs[0].line
+        if key.kind not in (DATA, FORWARD) or first.dtype != "int64" or len(first.shape) != 2:
+            continue
+        ours = run.held.get(key)
+        met = meet(ours, theirs) if ours else None
+        if met is None:
+            continue
+        known = {tuple(row) for row in met.whole.sort().values.tolist()}
+        found = assemble(met.pieces, met.ways).sort().values.tolist()
+        alike = sum(tuple(row) in known for row in found)
+        if 2 * alike < len(found):
+            raise InvalidArgumentError(
+                f"these are runs of other batches: of the {len(found)} sequences of {key} in "
+                f"{run.folder} {alike} are in {reference.folder}"
+            )
+        return

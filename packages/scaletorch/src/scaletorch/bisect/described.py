@@ -1,4 +1,4 @@
-"""What of the whole batch and model a rank has, as data; where a rank's tensor lies in the whole."""
+"""What a rank has of the whole batch and model, as data."""
 
 from __future__ import annotations
 
@@ -99,8 +99,10 @@ def description_of(given: Mapping[str, Any] | Description | None) -> Description
 
 
 def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
-    """Return what a rank has of a tensor, its place if the tensor itself says it, and if it is one
-    of several that have to be added up."""
+    """Return what a rank has of a tensor, and what a DTensor says of it.
+
+    That is its place, and whether it is one of several that have to be added up.
+    """
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(tensor, module.DTensor):
         return tensor, None, False

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -69,14 +69,25 @@ class Met:
         return max((INFINITE if math.isnan(e) else e for e in self.errors), default=0.0)
 
 
-def judge_all(run: Run, reference: Run, noise: Run | None, chain: int) -> dict[Key, Judged]:
+def measure(noise: Run, reference: Run) -> dict[Key, float]:
+    """Return what each tensor loses by rounding in a lower dtype, in epsilons of it."""
+    found = {}
+    for key, theirs in reference.held.items():
+        ours = noise.held.get(key)
+        met = meet(ours, theirs, weighed=key.kind == BACKWARD) if ours else None
+        if ours and met is not None and met.error < INFINITE and (eps := eps_of(ours[0])):
+            found[key] = met.error / eps
+    return found
+
+
+def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -> dict[Key, Judged]:
     """Compare all tensors that the reference has.
 
     Args:
         run: The one in question.
         reference: What is right.
-        noise: The reference's computation in the run's dtype or another low one: what rounding
-            does to each tensor is measured by it. None goes by the number of additions alone.
+        lost: What rounding does to each tensor, see `measure`; where it is not known, bounds go by
+            the number of additions alone.
         chain: Additions between inputs and results.
     """
     floors: dict[int, float] = {}
@@ -86,7 +97,7 @@ def judge_all(run: Run, reference: Run, noise: Run | None, chain: int) -> dict[K
             continue
         if key.kind == GRADIENT and key.step not in floors:
             floors[key.step] = _typical(reference, key.step)
-        found[key] = _judge(key, run, reference, noise, chain, floors.get(key.step, 0.0))
+        found[key] = _judge(key, run, reference, lost, chain, floors.get(key.step, 0.0))
     return found
 
 
@@ -121,7 +132,7 @@ def meet(
 
 
 def _judge(
-    key: Key, run: Run, reference: Run, noise: Run | None, chain: int, typical: float
+    key: Key, run: Run, reference: Run, lost: Mapping[Key, float], chain: int, typical: float
 ) -> Judged:
     theirs, ours = reference.held[key], run.held.get(key, [])
     if reason := run.uncounted.get(key.name) or reference.uncounted.get(key.name):
@@ -135,7 +146,7 @@ def _judge(
     if met is None:
         parts, whole = ({tuple(h.line.shape) for h in each} for each in (ours, theirs))
         return Judged(key, UNSEEN, why=f"parts of {sorted(parts)} fit no place in {sorted(whole)}")
-    limit = _bound(key, ours, theirs, noise, chain, floor)
+    limit = _bound(key, max(eps_of(held) for held in [*ours, *theirs]), lost.get(key), chain)
     wrong = [
         (piece.rank, piece.micro_batch)
         for piece, error in zip(met.pieces, met.errors, strict=False)
@@ -145,27 +156,16 @@ def _judge(
     return Judged(key, state, met.error, limit, wrong, met.derived)
 
 
-def _bound(
-    key: Key,
-    ours: Sequence[Held],
-    theirs: Sequence[Held],
-    noise: Run | None,
-    chain: int,
-    typical: float,
-) -> float:
+def _bound(key: Key, eps: float, lost: float | None, chain: int) -> float:
     """Return the largest error that rounding explains; 0 for whole numbers."""
-    eps = max(_eps(held) for held in [*ours, *theirs])
     by_length = eps * ROOM * math.sqrt(chain * (key.step + 1))
-    measured = noise.held.get(key) if noise is not None else None
-    weighed = key.kind == BACKWARD
-    met = meet(measured, theirs, typical, weighed=weighed) if measured else None
-    if not eps or measured is None or met is None or met.error == INFINITE:
+    if lost is None or not eps:
         return by_length
-    lost = met.error / max(_eps(held) for held in measured) * max(_eps(held) for held in ours)
-    return max(MEASURED * lost, by_length if by_length < NEAR else eps * ROOM)
+    return max(MEASURED * lost * eps, by_length if by_length < NEAR else eps * ROOM)
 
 
-def _eps(held: Held) -> float:
+def eps_of(held: Held) -> float:
+    """Return the epsilon of a tensor's dtype; 0 for whole numbers."""
     dtype = getattr(torch, held.line.dtype)
     return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
 
@@ -203,7 +203,10 @@ def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
         groups = held.recording.header["groups"].get("tp", [])
         rank = held.recording.rank
         apart.setdefault(next((g.index(rank) for g in groups if rank in g), 0), []).append(held)
-    if _error(assemble(pieces_of(ours, way, weighed=True), way, sums=True), whole, whole, 0.0) <= limit:
+    if (
+        _error(assemble(pieces_of(ours, way, weighed=True), way, sums=True), whole, whole, 0.0)
+        <= limit
+    ):
         return True
     for own in apart.values():
         pieces = pieces_of(own, way, weighed=True)

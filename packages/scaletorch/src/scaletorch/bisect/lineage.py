@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -59,10 +59,11 @@ class Lineage:
         """Return the nearest noted tensors that one was computed from, and the leaves."""
         lines: dict[int, None] = {}
         used: list[Use] = []
-        waiting, visited = [tensor.grad_fn], {tensor.grad_fn}
+        waiting: list[Any] = [tensor.grad_fn]
+        visited: set[Any] = {tensor.grad_fn}
         while waiting:
             node = waiting.pop()
-            edges = () if node is None else node.next_functions
+            edges: tuple[Any, ...] = () if node is None else node.next_functions
             for place, (following, number) in enumerate(edges):
                 line = self._lines.get((following, number))
                 if line is None and hasattr(following, "variable"):

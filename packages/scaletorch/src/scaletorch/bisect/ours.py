@@ -102,8 +102,10 @@ def _unseen(stage: nn.Module, manager: ProcessGroupManager) -> Iterator[tuple[st
 def moments_of(
     optimizers: Iterable[Optimizer], model: nn.Module, places: Mapping[str, Place]
 ) -> Iterator[tuple[str, str, Tensor, Place]]:
-    """Yield what optimizers keep of each element of this rank's parameters: name, which, part and
-    place. Of a parameter that several ranks update these are the rectangles that this one does."""
+    """Yield what optimizers keep of this rank's parameters: name, which, a part and its place.
+
+    Of a parameter that several ranks update these are the rectangles that this rank does.
+    """
     shapes = {name: p.shape for name, p in model.named_parameters()}
     for optimizer in optimizers:
         for shard in parameter_shards(model):

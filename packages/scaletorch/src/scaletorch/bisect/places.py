@@ -1,5 +1,7 @@
-"""Where ranks' tensors lie in the whole: from what ranks say, and where that leaves it open by
-comparing sizes; if several places fit, by comparing values."""
+"""Where ranks' tensors lie in the whole.
+
+Ranks say it; where that leaves it open sizes are compared, and if several places fit, values.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,9 @@ class Way:
 
 
 def ways(held: Sequence[Held]) -> Iterator[tuple[Way, ...]]:
-    """Yield what the dims of tensors may be in the whole, likeliest first; nothing if they are
-    not parts of one whole.
+    """Yield what the dims of tensors may be in the whole, likeliest first.
+
+    Nothing if they are not parts of one whole.
 
     Args:
         held: Of both runs.

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ..compose import local_gradients, train_step
 from ..compose.batches import POSITIONS
@@ -20,7 +21,7 @@ from ..verify.phases import PHASES, Phase, phase_at
 from ..verify.precision import model_precision
 from ..verify.problem import TORCH_DTYPES, ModelFn, Put, one_process
 from ..verify.runner import load_reference
-from ..verify.training import Subject, build, divide, norm_of, optimizers_of
+from ..verify.training import Subject, build, compare_dropout, divide, norm_of, optimizers_of
 from .described import Description
 from .ours import describe_grid, moments_of, places_of
 from .tape import record
@@ -60,8 +61,13 @@ def record_plain(
     one_process(model, saved["batches"][:steps], phases, watch)
 
 
-def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> None:
+def record_case(
+    case: Case, subject: Subject, reference: str, folder: str, steps: int
+) -> list[tuple[str, str]]:
     """Record steps of a case as one of its ranks; see `record_plain`.
+
+    Return the names of dropout modules that drop what they must not, which no other run can tell,
+    each with the reason.
 
     Args:
         case: What to run.
@@ -97,7 +103,18 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
                 for optimizer in optimizers:
                     optimizer.step()
                 tape.moments_at(moments_of(optimizers, model, said.places))
+                tape.put_all("weight", _parameters(model))
                 for optimizer in optimizers:
                     optimizer.zero_grad()
+        if not saved["dropout"]:
+            return []
+        found = list(compare_dropout(case, model, manager, {**saved, "steps": range(steps)}))
+        return [(each.what.partition(" ")[2], each.note) for each in found if each.failed]
     finally:
         destroy_process_group_manager()
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights as they are once all updates are here."""
+    named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in model.state_dict().items() if name in named}

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..dist.errors import InvalidArgumentError
-from .folder import Recording, read
+from .folder import Line, Recording, read
 from .keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT, Key
 from .places import Held
 
@@ -58,58 +58,62 @@ def load(folder: str | Path) -> Run:
 
 def _keyed(run: Run, step: int, recording: Recording) -> Iterator[tuple[Key, Held]]:
     """Yield a rank's tensors by name, those under other names too."""
+    keys = _keys(run, step, recording)
+    gradients: dict[int, int] = {}
+    for number, (line, key) in enumerate(zip(recording.lines, keys, strict=True)):
+        if line.kind == BACKWARD:
+            gradients[line.parents[0]] = number
+        elif key is not None:
+            yield key[0], Held(recording, number, key[1])
+            if line.kind in (FORWARD, LOSS):
+                known = (keys[parent] for parent in line.parents)
+                _note(run, key[0], [each[0] for each in known if each is not None], line)
+    for number, (line, key) in enumerate(zip(recording.lines, keys, strict=True)):
+        origin = number
+        while recording.lines[origin].same >= 0:
+            origin = recording.lines[origin].same
+        if line.kind == FORWARD and key is not None and origin in gradients:
+            yield key[0]._replace(kind=BACKWARD), Held(recording, gradients[origin], key[1])
+
+
+def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | None]:
+    """Return of each line which tensor it is, and of which micro-batch; None if nobody knows."""
+    per = _calls(run, recording)
+    found: list[tuple[Key, int] | None] = []
+    for line in recording.lines:
+        if line.kind in (FORWARD, BACKWARD):
+            if line.name in run.uncounted:
+                found.append(None)
+                continue
+            micro_batch, call = divmod(line.call, per[line.name])
+            found.append((Key(step, line.kind, line.name, line.item, call), micro_batch))
+            continue
+        first = recording.header["tied"].get(line.name, line.name)
+        name = first if line.kind == TERM else line.name
+        micro_batch = line.call if line.kind == DATA else 0
+        found.append((Key(step, line.kind, name, line.item), micro_batch))
+    return found
+
+
+def _calls(run: Run, recording: Recording) -> dict[str, int]:
+    """Return how often each module was called in a micro-batch; note those that differ in it."""
     calls: Counter[str] = Counter()
     for line in recording.lines:
         if line.kind == FORWARD:
             calls[line.name] = max(calls[line.name], line.call + 1)
-    number_of = int(recording.header["micro_batches"])
-    per = {}
+    several = int(recording.header["micro_batches"])
     for name, made in calls.items():
-        per[name], rest = divmod(made, number_of)
-        if rest or not per[name]:
-            run.uncounted[name] = (
-                f"rank {recording.rank} called it {made} times in {number_of} micro-batches"
-            )
-    gradients: dict[int, int] = {}
-    keys: list[Key | None] = []
-    for number, line in enumerate(recording.lines):
-        if line.kind == BACKWARD:
-            gradients[line.parents[0]] = number
-        if line.kind not in (FORWARD, BACKWARD):
-            name = recording.header["tied"].get(line.name, line.name)
-            key = Key(step, line.kind, name if line.kind == TERM else line.name, line.item)
-            keys.append(key)
-            yield key, Held(recording, number, line.call)
-            if line.kind == LOSS:
-                _note(run, key, [keys[parent] for parent in line.parents], line.uses, None)
-            continue
-        if line.name in run.uncounted:
-            keys.append(None)
-            continue
-        micro_batch, call = divmod(line.call, per[line.name])
-        key = Key(step, line.kind, line.name, line.item, call)
-        keys.append(key)
-        if line.kind == FORWARD:
-            yield key, Held(recording, number, micro_batch)
-            _note(run, key, [keys[parent] for parent in line.parents], line.uses, line.inside)
-    for number, line in enumerate(recording.lines):
-        origin, own = number, keys[number]
-        if line.kind != FORWARD or own is None:
-            continue
-        while recording.lines[origin].same >= 0:
-            origin = recording.lines[origin].same
-        if origin in gradients:
-            micro_batch = line.call // per[line.name]
-            yield own._replace(kind=BACKWARD), Held(recording, gradients[origin], micro_batch)
+        if made % several:
+            reason = f"rank {recording.rank} called it {made} times in {several} micro-batches"
+            run.uncounted[name] = reason
+    return {name: made // several for name, made in calls.items()}
 
 
-def _note(
-    run: Run, key: Key, parents: Sequence[Key | None], uses: Sequence[str], inside: str | None
-) -> None:
+def _note(run: Run, key: Key, parents: Sequence[Key], line: Line) -> None:
     known = run.parents.setdefault(key, {})
-    known.update(dict.fromkeys(each for each in parents if each is not None and each != key))
-    run.uses.setdefault(key, set()).update(uses)
-    run.inside.setdefault(key, inside)
+    known.update(dict.fromkeys(each for each in parents if each != key))
+    run.uses.setdefault(key, set()).update(line.uses)
+    run.inside.setdefault(key, line.inside)
 
 
 def ancestors(run: Run) -> dict[Key, list[Key]]:

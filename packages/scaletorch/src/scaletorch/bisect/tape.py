@@ -214,7 +214,8 @@ def _follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> N
 
 def _arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors that a module is called with; by place, however they are passed."""
-    places = _places(type(module))
+    kind: Any = type(module)
+    places = _places(kind)
     for place, value in enumerate(args):
         yield from tensors_of(value, f"in.{place}")
     for name, value in kwargs.items():
@@ -222,7 +223,7 @@ def _arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str,
 
 
 @lru_cache(maxsize=256)
-def _places(kind: type[nn.Module]) -> Mapping[str, int]:
+def _places(kind: Any) -> Mapping[str, int]:
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
     named = list(inspect.signature(kind.forward).parameters.values())[1:]
     return {each.name: place for place, each in enumerate(named) if each.kind == positional}
@@ -236,8 +237,10 @@ def record(
     describe: Mapping[str, Any] | Description | None = None,
     step: int = 0,
 ) -> Iterator[Tape]:
-    """Write down a training step of this rank: every tensor that enters or leaves a module, the
-    gradients of these and of the parameters, and what an optimizer makes of them.
+    """Write down a training step of this rank.
+
+    That is every tensor that enters or leaves a module, the gradients of these and of the
+    parameters, and what an optimizer makes of them.
 
     Args:
         folder: One for all ranks of a run; made if it is missing.
@@ -276,13 +279,14 @@ def record(
 
 @contextmanager
 def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
-    original = nn.Module.__call__
+    kind: Any = nn.Module
+    original = kind.__call__
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         return called(original, self, *args, **kwargs)
 
-    nn.Module.__call__ = call
+    kind.__call__ = call
     try:
         yield
     finally:
-        nn.Module.__call__ = original
+        kind.__call__ = original

@@ -1,4 +1,4 @@
-"""The whole of a tensor put together of ranks' parts, and the part of it that a rank should have."""
+"""The whole of a tensor, put together of ranks' parts; the part of it that a rank should have."""
 
 from __future__ import annotations
 
