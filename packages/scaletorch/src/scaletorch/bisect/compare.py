@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
@@ -48,10 +49,9 @@ def compare(
     theirs, ours = load(reference), load(run)
     lost = {} if noise is None else measure(load(noise), theirs)
     require_comparable(theirs, ours)
-    report = compare_runs(theirs, ours, lost)
-    command = f"python -m {__package__} compare {reference} {run}"
-    report.notes.append(command + (f" --noise {noise}" if noise is not None else ""))
-    return report
+    command = f"again: python -m {__package__} compare {reference} {run}"
+    command += f" --noise {noise}" if noise is not None else ""
+    return replace(compare_runs(theirs, ours, lost), command=command)
 
 
 def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:

@@ -43,17 +43,16 @@ def load(folder: str | Path) -> Run:
     """
     run = Run(Path(folder), read(Path(folder)))
     for step, recordings in run.steps.items():
-        backward: list[tuple[Key, Held]] = []
-        for recording in recordings:
-            for key, held in _keyed(run, step, recording):
-                if key.kind == BACKWARD:
-                    backward.append((key, held))
-                    continue
-                run.held.setdefault(key, []).append(held)
-        # Gradients of activations go behind all activations, in their own order.
-        for key, held in sorted(backward, key=lambda each: each[1].number):
+        found = [each for recording in recordings for each in _keyed(run, step, recording)]
+        for key, held in sorted(found, key=lambda each: _turn(*each)):
             run.held.setdefault(key, []).append(held)
     return run
+
+
+def _turn(key: Key, held: Held) -> tuple[int, int]:
+    """Return when in a step a tensor has its turn: backward in its own order, then the update."""
+    turns = (DATA, FORWARD, LOSS, BACKWARD, TERM, GRADIENT, NORM, MOMENT, WEIGHT)
+    return turns.index(key.kind), held.number
 
 
 def _keyed(run: Run, step: int, recording: Recording) -> Iterator[tuple[Key, Held]]:
@@ -157,7 +156,8 @@ def _sources(
     elif key.kind == BACKWARD:
         yield from _passed_back(children[key._replace(kind=FORWARD)], run)
     elif key.kind == GRADIENT:
-        own = users.get((step, key.name)) or users.get((step, key.name.rpartition(".")[0]), [])
+        name = run.steps[step][0].header["tied"].get(key.name, key.name)
+        own = users.get((step, name)) or users.get((step, name.rpartition(".")[0]), [])
         yield from _passed_back(own, run)
     elif key.kind == NORM:
         yield from (k for k in run.held if k.step == step and k.kind == GRADIENT)
