@@ -7,6 +7,7 @@ JSON, are written when the recording ends: one that was cut off has none, and is
 from __future__ import annotations
 
 import ctypes
+import itertools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
@@ -108,12 +109,23 @@ class Writer:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """What one rank recorded of one step."""
+    """What one rank recorded of one step.
+
+    Attributes:
+        header: What is the same for all tensors.
+        lines: A tensor each.
+        heard: The calls of the rank.
+        data: All tensors' bytes.
+        number: No other recording of this process has it.
+        known: What others have worked out of it.
+    """
 
     header: Mapping[str, Any]
     lines: list[Line]
     heard: list[str]
     data: Tensor
+    number: int = field(default_factory=itertools.count().__next__)
+    known: dict[Any, Any] = field(default_factory=dict)
 
     @property
     def rank(self) -> int:

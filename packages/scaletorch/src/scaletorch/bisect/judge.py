@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .keys import BACKWARD, GRADIENT, TERM, Key
+from .keys import BACKWARD, FINAL, GRADIENT, TERM, Key
 from .patterns import Piece
 from .places import Held, Way, ways
 from .runs import Run
@@ -81,7 +81,7 @@ def measure(noise: Run, reference: Run) -> dict[Key, float]:
 
 
 def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -> dict[Key, Judged]:
-    """Compare all tensors that the reference has.
+    """Compare all tensors that the reference has, up to the first step with a wrong result.
 
     Args:
         run: The one in question.
@@ -90,14 +90,14 @@ def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -
             the number of additions alone.
         chain: Additions between inputs and results.
     """
-    floors: dict[int, float] = {}
-    found = {}
-    for key in reference.held:
-        if key.kind == TERM:
-            continue
-        if key.kind == GRADIENT and key.step not in floors:
-            floors[key.step] = _typical(reference, key.step)
-        found[key] = _judge(key, run, reference, lost, chain, floors.get(key.step, 0.0))
+    found: dict[Key, Judged] = {}
+    for step in reference.steps:
+        typical = _typical(reference, step)
+        for key in reference.held:
+            if key.step == step and key.kind != TERM:
+                found[key] = _judge(key, run, reference, lost, chain, typical)
+        if any(each.state == BAD and key.kind in FINAL for key, each in found.items()):
+            break  # what follows from it tells nothing new
     return found
 
 
@@ -194,7 +194,7 @@ def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
 
     Ranks of tensor parallelism have other parts, or each the whole, which is not summed over them.
     """
-    way = next(ways([*theirs, *ours]), None)
+    way = next(iter(ways([*theirs, *ours])), None)
     if way is None:
         return False
     whole = assemble(pieces_of(theirs, way), way, sums=True)

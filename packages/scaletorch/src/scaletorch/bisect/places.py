@@ -38,6 +38,12 @@ class Held:
         return line
 
     @property
+    def form(self) -> tuple[Any, ...]:
+        """All that its place depends on."""
+        line = self.line
+        return self.recording.number, self.micro_batch, tuple(line.shape), repr(line.place)
+
+    @property
     def tensor(self) -> Tensor:
         """Its values."""
         return self.recording.tensor(self.number)
@@ -52,20 +58,28 @@ class Way:
     unit: int = 1
 
 
-def ways(held: Sequence[Held]) -> Iterator[tuple[Way, ...]]:
-    """Yield what the dims of tensors may be in the whole, likeliest first.
+def ways(held: Sequence[Held]) -> list[tuple[Way, ...]]:
+    """Return what the dims of tensors may be in the whole, likeliest first.
 
     Nothing if they are not parts of one whole.
 
     Args:
         held: Of both runs.
     """
+    alike = ("ways", *(each.form for each in held))
+    known = held[0].recording.known
+    if alike not in known:
+        known[alike] = _ways(held)
+    found: list[tuple[Way, ...]] = known[alike]
+    return found
+
+
+def _ways(held: Sequence[Held]) -> list[tuple[Way, ...]]:
     dims = {len(each.line.shape) for each in held}
     if len(dims) != 1:
-        return
+        return []
     choices = [_distinct(held, dim) for dim in range(dims.pop())]
-    found = list(islice(product(*choices), _TRIED))
-    yield from sorted(found, key=_reused)
+    return sorted(islice(product(*choices), _TRIED), key=_reused)
 
 
 def _reused(found: tuple[Way, ...]) -> int:
@@ -76,6 +90,15 @@ def _reused(found: tuple[Way, ...]) -> int:
 
 def index(held: Held, dim: int, way: Way) -> Tensor:
     """Return which indices of the whole a rank has along a dim; from `way.total` on is padding."""
+    asked = "index", held.form, dim, way
+    known = held.recording.known
+    if asked not in known:
+        known[asked] = _index(held, dim, way)
+    found: Tensor = known[asked]
+    return found
+
+
+def _index(held: Held, dim: int, way: Way) -> Tensor:
     if way.name == ALIKE:
         return torch.zeros(held.line.shape[dim], dtype=torch.int64)
     if way.name == GIVEN:

@@ -49,10 +49,11 @@ def load(folder: str | Path) -> Run:
     return run
 
 
-def _turn(key: Key, held: Held) -> tuple[int, int]:
-    """Return when in a step a tensor has its turn: backward in its own order, then the update."""
+def _turn(key: Key, held: Held) -> tuple[int, int, int]:
+    """Return when in a step a tensor has its turn; stages run from the last to the first back."""
     turns = (DATA, FORWARD, LOSS, BACKWARD, TERM, GRADIENT, NORM, MOMENT, WEIGHT)
-    return turns.index(key.kind), held.number
+    rank = held.recording.rank
+    return turns.index(key.kind), -rank if key.kind == BACKWARD else rank, held.number
 
 
 def _keyed(run: Run, step: int, recording: Recording) -> Iterator[tuple[Key, Held]]:
