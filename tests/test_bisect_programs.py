@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from torch.distributed.tensor import DTensor
 
 from scaletorch.dist.testing import preload, run_ranks
