@@ -25,6 +25,7 @@ SOUND = {  # name -> what it is compared with, the program, its options
 }
 BUGS = {
     "local-mean": ("one", "with_fsdp2", {"local_mean": True}),
+    "no-final-norm": ("one", "with_dtensor", {"sequence": True, "final_norm": False}),
     "as-reported": ("mixture", "mixture", {"as_reported": True}),
 }
 
@@ -41,6 +42,10 @@ def train_all(folder):
         name: train(Path(folder, name), program, options)
         for name, (_, program, options) in (SOUND | BUGS).items()
     }
+
+
+def train_transformers(folder, rank_folder):
+    return train(folder / rank_folder, "with_transformers", {"saved": folder / "model"})
 
 
 @pytest.fixture(scope="module")
@@ -71,3 +76,12 @@ def test_they_train_as_one_process_and_the_bugs_do_not(runs):
             assert furthest(found[name], plain[other], rank) < 1e-12, name
         for name, (other, _, _) in BUGS.items():
             assert furthest(found[name], plain[other], rank) > 0.1, name
+
+
+def test_transformers_by_its_own_tensor_parallelism(tmp_path):
+    pytest.importorskip("transformers")
+    preload("transformers.models.llama.modeling_llama")
+    importlib.import_module("with_transformers").save(tmp_path / "model")
+    plain = train_transformers(tmp_path, "one")
+    for rank, found in enumerate(run_ranks(train_transformers, 2, tmp_path, "two")):
+        assert furthest(found, plain, rank) < 1e-12
