@@ -1,8 +1,8 @@
 """Tensor parallelism by DTensor, and with ``--sequence`` sequence parallelism beside it.
 
-``torchrun --nproc-per-node=2 with_dtensor.py runs/dtensor``. With ``--sequence --no-final-norm`` the
-plan forgets the last norm, of which each rank then keeps the gradient of its share of the sequence:
-what NVIDIA/Megatron-LM#1446 saw, made with DTensor.
+``torchrun --nproc-per-node=2 with_dtensor.py runs/dtensor``. With ``--sequence --no-final-norm``
+the plan forgets the last norm, of which each rank then keeps the gradient of its share of the
+sequence: what NVIDIA/Megatron-LM#1446 saw, made with DTensor.
 """
 
 from __future__ import annotations
