@@ -21,11 +21,11 @@ def step(folder: str) -> DistributedDataParallel:
     model = DistributedDataParallel(build())
     ids, labels = batch()
     total, count = len(ids), (labels != -100).sum()
-    first, last = rank * total // ranks, (rank + 1) * total // ranks
+    rows = list(range(rank * total // ranks, (rank + 1) * total // ranks))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with bisect.record(folder, model=model, describe={"rows": (first, last, total)}) as tape:
+    with bisect.record(folder, model=model, describe={"rows": (rows, total)}) as tape:
         # DDP averages gradients, so that a sum over ranks is to be multiplied by their number.
-        loss = loss_sum(model(ids[first:last]), labels[first:last]) / count * ranks
+        loss = loss_sum(model(ids[rows]), labels[rows]) / count * ranks
         loss.backward()
         dist.all_reduce(mean := loss.detach() / ranks)
         tape.put("loss", mean)

@@ -30,8 +30,7 @@ def step(folder: str, *, local_mean: bool = False) -> Decoder:
     if local_mean:
         count = (labels[rows] != -100).sum() * ranks
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    place = {"rows": rows, "total_rows": len(ids)}
-    with bisect.record(folder, model=model, describe=place) as tape:
+    with bisect.record(folder, model=model, describe={"rows": (rows, len(ids))}) as tape:
         loss = loss_sum(model(ids[rows]), labels[rows]) / count * ranks
         loss.backward()
         dist.all_reduce(mean := loss.detach() / ranks)
