@@ -72,7 +72,7 @@ def parallelize(mixture: Mixture, mesh: DeviceMesh, *, as_reported: bool) -> Non
         local: Tensor = output.to_local(grad_placements=parts)
         return local
 
-    distribute_module(mixture.gate, mesh, None, enter, leave)
+    distribute_module(mixture.gate, mesh, None, enter, leave)  # type: ignore[arg-type]
     experts, rank, ranks = mixture.experts, mesh.get_rank(), mesh.size()
     experts.up = nn.Parameter(experts.up.detach().chunk(ranks, 1)[rank].clone())
     experts.down = nn.Parameter(experts.down.detach().chunk(ranks, 2)[rank].clone())
@@ -95,8 +95,9 @@ def step(folder: str, *, as_reported: bool = False) -> Decoder:
     model = routed()
     if dist.is_initialized():
         mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-        for layer in model.layers:
-            parallelize(layer.mlp, mesh, as_reported=as_reported)
+        for module in model.modules():
+            if isinstance(module, Mixture):
+                parallelize(module, mesh, as_reported=as_reported)
     ids, labels = batch()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with bisect.record(folder, model=model) as tape:

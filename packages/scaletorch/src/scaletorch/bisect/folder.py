@@ -110,7 +110,7 @@ class Writer:
 class Recording:
     """What one rank recorded of one step."""
 
-    header: Mapping[str, Any]
+    header: dict[str, Any]
     lines: list[Line]
     heard: list[str]
     data: Tensor
