@@ -16,6 +16,7 @@ from .keys import BACKWARD, DATA, FORWARD, GRADIENT, Key
 from .patterns import explain
 from .report import Found, Report, modules_of
 from .runs import Run, load, require_comparable
+from .weight import settle_weight
 from .whole import assemble
 
 LARGEST = 1e-3  # a larger bound would let a fault pass for rounding
@@ -66,6 +67,7 @@ def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
             "one process in float64 as the reference, and one in this dtype as `noise`"
         )
     require_one_batch(reference, run)
+    settle_weight(run, reference)
     judged = judge_all(run, reference, lost, chain)
     births = find_births(judged, run, reference)
     found = [Found(b, _how(b, run, reference), _calls(b, run)) for b in births]

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..dist.errors import InvalidArgumentError
 
@@ -105,8 +105,8 @@ def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
     """
     module = sys.modules.get("torch.distributed.tensor")
     if module is None or not isinstance(tensor, module.DTensor):
-        return tensor, None, False
-    local = tensor.to_local()
+        return _settled(tensor), None, False
+    local = _settled(tensor.to_local())
     mesh, placements = tensor.device_mesh, tensor.placements
     place: Place = []
     for dim, length in enumerate(tensor.shape):
@@ -118,6 +118,17 @@ def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
                 start, stop = begin, min(begin + step, stop)
         place.append([int(length), (start, stop)])
     return local, place, any(placement.is_partial() for placement in placements)
+
+
+def _settled(tensor: Tensor) -> Tensor:
+    """Return a plain tensor in place of one that a collective may still be bringing."""
+    return tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.clone()
+
+
+def is_seen(tensor: Tensor) -> bool:
+    """Return whether a tensor has values here: a plain one, a DTensor or a collective's result."""
+    plain = type(tensor) in (Tensor, nn.Parameter)
+    return plain or hasattr(tensor, "placements") or hasattr(tensor, "trigger_wait")
 
 
 def tensors_of(value: Any, label: str) -> Iterable[tuple[str, Tensor]]:

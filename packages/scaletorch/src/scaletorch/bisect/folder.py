@@ -120,7 +120,7 @@ class Recording:
         known: What others have worked out of it.
     """
 
-    header: Mapping[str, Any]
+    header: dict[str, Any]
     lines: list[Line]
     heard: list[str]
     data: Tensor

@@ -16,6 +16,7 @@ from torch import Tensor
 from .folder import Line, Recording
 
 GIVEN, WHOLE, ALIKE = "given", "whole", "all alike"
+INNER, OUTER = "equal shards of near ranks", "equal shards of far ranks"  # if nobody says how
 _PAIRS = (("rows", "positions"), ("rows", "shares"))
 _TRIED = 16  # combinations of places that are tried by value
 _COLUMNS = "columns"
@@ -104,6 +105,8 @@ def _index(held: Held, dim: int, way: Way) -> Tensor:
     if way.name == GIVEN:
         place = _given(held, dim)
         return torch.arange(way.total) if place is None else _indices(place[1:])
+    if way.name in (INNER, OUTER):
+        return _shard(held, held.line.shape[dim], way)
     parts = [_part(held, name) for name in way.name.split(" x ")]
     if all(part is None for part in parts):
         return torch.arange(way.total)
@@ -115,6 +118,16 @@ def _index(held: Held, dim: int, way: Way) -> Tensor:
     assert parts[0] is not None
     indices = parts[0][1]
     return indices if way.unit == 1 else indices[:: way.unit] // way.unit
+
+
+def _shard(held: Held, length: int, way: Way) -> Tensor:
+    """Return a rank's equal share of a dim, in the order of ranks; all of it if it has all."""
+    shares, ranks = way.total // length if length else 1, int(held.recording.header["world_size"])
+    if shares * length != way.total or ranks % shares:
+        return torch.empty(0, dtype=torch.int64)
+    rank = held.recording.rank
+    share = rank % shares if way.name == INNER else rank // (ranks // shares)
+    return torch.arange(share * length, (share + 1) * length)
 
 
 def _distinct(held: Sequence[Held], dim: int) -> list[Way]:
@@ -161,6 +174,7 @@ def _named(held: Sequence[Held], dim: int) -> Iterator[Way]:
     yield Way(WHOLE, largest)
     if largest > 1 and any(each.line.shape[dim] == 1 for each in held):
         yield Way(ALIKE, 1)
+    yield from (Way(name, largest) for name in (INNER, OUTER))
 
 
 def _units(held: Sequence[Held], name: str, total: int, largest: int) -> Iterator[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -23,6 +23,7 @@ class Run:
         parents: What each was computed from, as far as autograd told.
         uses: The parameters that it was computed with.
         inside: The module whose code was running.
+        first: Of a tensor that goes by several names the first one, by the others.
         uncounted: Modules whose calls are not as many in each micro-batch, by name.
     """
 
@@ -32,6 +33,7 @@ class Run:
     parents: dict[Key, dict[Key, None]] = field(default_factory=dict)
     uses: dict[Key, set[str]] = field(default_factory=dict)
     inside: dict[Key, str | None] = field(default_factory=dict)
+    first: dict[Key, Key] = field(default_factory=dict)
     uncounted: dict[str, str] = field(default_factory=dict)
 
 
@@ -72,7 +74,11 @@ def _keyed(run: Run, step: int, recording: Recording) -> Iterator[tuple[Key, Hel
         origin = number
         while recording.lines[origin].same >= 0:
             origin = recording.lines[origin].same
-        if line.kind == FORWARD and key is not None and origin in gradients:
+        if line.kind != FORWARD or key is None:
+            continue
+        if origin != number and (first := keys[origin]) is not None:
+            run.first.setdefault(key[0], first[0])
+        if origin in gradients:
             yield key[0]._replace(kind=BACKWARD), Held(recording, gradients[origin], key[1])
 
 
@@ -155,7 +161,7 @@ def _sources(
         for name in run.uses.get(key, ()):
             yield Key(step - 1, WEIGHT, name)
     elif key.kind == BACKWARD:
-        yield from _passed_back(children[key._replace(kind=FORWARD)], run)
+        yield from _passed_back(_used_by(key._replace(kind=FORWARD), run, children), run)
     elif key.kind == GRADIENT:
         name = run.steps[step][0].header["tied"].get(key.name, key.name)
         own = users.get((step, name)) or users.get((step, name.rpartition(".")[0]), [])
@@ -169,7 +175,19 @@ def _sources(
             yield from (k for k in run.held if k[:3] == (step, MOMENT, key.name))
 
 
-def _passed_back(results: Sequence[Key], run: Run) -> Iterator[Key]:
+def _used_by(key: Key, run: Run, children: Mapping[Key, list[Key]]) -> Iterator[Key]:
+    """Yield what a tensor was used for under all of its names, which share one gradient."""
+    first = run.first.get(key, key)
+    names = [first]
+    for name in names:
+        for child in children.get(name, ()):
+            if run.first.get(child) == first:
+                names.append(child)
+            else:
+                yield child
+
+
+def _passed_back(results: Iterable[Key], run: Run) -> Iterator[Key]:
     """Yield what a gradient is computed from, given what its tensor was used for."""
     for result in results:
         yield result

@@ -16,15 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ..dist import get_rank, get_world_size, guard
-from .described import Description, Place, description_of, local_part, tensors_of
+from .described import Description, Place, description_of, is_seen, local_part, tensors_of
 from .folder import Line, Writer
 from .keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT
 from .lineage import Lineage, Use
 from .updates import followed
-
-_KINDS = (torch.Tensor, nn.Parameter)
 
 
 class Tape:
@@ -45,6 +44,8 @@ class Tape:
             self._follow(model)
 
     def _follow(self, model: nn.Module) -> None:
+        while isinstance(model, DistributedDataParallel):  # which names nothing of its own
+            model = model.module
         self._model, self._names = model, {m: name for name, m in model.named_modules()}
         self._parameters = {id(p): name for name, p in model.named_parameters()}
 
@@ -125,6 +126,8 @@ class Tape:
             return original(module, *args, **kw)
         call = self._calls[name]
         self._calls[name] += 1
+        for own, parameter in module._parameters.items():  # FSDP2's are others during a call
+            self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
         with self._lineage.call():
             self._see(name, call, _arguments(module, args, kw), "in")
             self._stack.append(name)
@@ -143,8 +146,7 @@ class Tape:
         return [
             (tensor, self._see_one(Line(FORWARD, name, item, call, "", []), tensor))
             for item, tensor in tensors
-            if tensor.dtype != torch.bool
-            and (type(tensor) in _KINDS or hasattr(tensor, "placements"))
+            if tensor.dtype != torch.bool and is_seen(tensor)
         ]
 
     def _see_one(self, line: Line, tensor: Tensor) -> int:

@@ -1,0 +1,87 @@
+"""Programs of other people's shape: each trains as one process, and the two bugs do not."""
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.tensor import DTensor
+
+from scaletorch.dist.testing import preload, run_ranks
+
+# Ranks have it from here.
+sys.path.extend(
+    {str(Path(__file__).resolve().parent.parent / "examples" / "bisect")}.difference(sys.path)
+)
+preload("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo")
+
+SOUND = {  # name -> what it is compared with, the program, its options
+    "ddp": ("one", "with_ddp", {}),
+    "fsdp2": ("one", "with_fsdp2", {}),
+    "tensor": ("one", "with_dtensor", {}),
+    "sequence": ("one", "with_dtensor", {"sequence": True}),
+    "mixture": ("mixture", "mixture", {}),
+}
+BUGS = {
+    "local-mean": ("one", "with_fsdp2", {"local_mean": True}),
+    "no-final-norm": ("one", "with_dtensor", {"sequence": True, "final_norm": False}),
+    "as-reported": ("mixture", "mixture", {"as_reported": True}),
+}
+
+
+def train(folder, program, options):
+    """Run a program; return its whole gradients by plain names."""
+    model = importlib.import_module(program).step(str(folder), **options)
+    grads = {re.sub(r"^module\.", "", name): p.grad for name, p in model.named_parameters()}
+    return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
+
+
+def train_all(folder):
+    return {
+        name: train(Path(folder, name), program, options)
+        for name, (_, program, options) in (SOUND | BUGS).items()
+    }
+
+
+def train_transformers(folder, rank_folder):
+    return train(folder / rank_folder, "with_transformers", {"saved": folder / "model"})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """Return where all programs left their recordings, and all gradients."""
+    folder = tmp_path_factory.mktemp("runs")
+    plain = {
+        "one": train(folder / "one", "one_process", {}),
+        "mixture": train(folder / "one-mixture", "mixture", {}),
+    }
+    return folder, plain, run_ranks(train_all, 2, folder)
+
+
+def furthest(found, plain, rank):
+    """Return the largest error of a gradient, as a part of the largest element of it."""
+    errors = []
+    for name, grad in plain.items():
+        for cut, dim in (("experts.up", 1), ("experts.down", 2)):  # shards that are no DTensors
+            grad = grad.chunk(2, dim)[rank] if name.endswith(cut) else grad
+        errors.append(float((found[name] - grad).abs().max() / grad.abs().max()))
+    return max(errors)
+
+
+def test_they_train_as_one_process_and_the_bugs_do_not(runs):
+    _, plain, ranks = runs
+    for rank, found in enumerate(ranks):
+        for name, (other, _, _) in SOUND.items():
+            assert furthest(found[name], plain[other], rank) < 1e-12, name
+        for name, (other, _, _) in BUGS.items():
+            assert furthest(found[name], plain[other], rank) > 0.1, name
+
+
+def test_transformers_by_its_own_tensor_parallelism(tmp_path):
+    pytest.importorskip("transformers")
+    preload("transformers.models.llama.modeling_llama")
+    importlib.import_module("with_transformers").save(tmp_path / "model")
+    plain = train_transformers(tmp_path, "one")
+    for rank, found in enumerate(run_ranks(train_transformers, 2, tmp_path, "two")):
+        assert furthest(found, plain, rank) < 1e-12
