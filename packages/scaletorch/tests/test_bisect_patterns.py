@@ -390,6 +390,55 @@ def test_what_was_planted_is_said_first(words, dtype, shape, sharded, noise, see
     assert len(said) <= 3
 
 
+def numbered(name, first, count, size):
+    """'column 3', 'columns 3 and 4' or 'columns 3-5'; nothing if these are all."""
+    if count == size:
+        return ""
+    text = {1: f"{first}", 2: f"{first} and {first + 1}"}.get(count, f"{first}-{first + count - 1}")
+    return f"{name.removesuffix('s') if count == 1 else name} {text}"
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    st.sampled_from([("all zeros", 0.0), ("NaN", math.nan), ("3 times the right values", 3.0)]),
+    st.sampled_from(sorted(BOUNDS, key=str)),
+    st.tuples(*(st.tuples(st.integers(0, 3), st.integers(2, 4)) for _ in AXES)),
+    st.floats(0, 0.9),
+    st.integers(0, 1000),
+)
+def test_where_it_was_planted_is_said(kind, dtype, box, noise, seed):
+    words, factor = kind
+    whole, bound = normal(4, 8, 6, seed=seed), BOUNDS[dtype]
+    starts = [min(first, 4 - count) for first, count in box]
+    inside = tuple(slice(a, a + count) for a, (_, count) in zip(starts, box, strict=True))
+
+    def change(rank, right, index):
+        share = (
+            noise
+            * bound
+            * right.norm()
+            / right.numel() ** 0.5
+            / (2 if dtype == torch.bfloat16 else 1)
+        )
+        wrong = right + share * normal(*right.shape, seed=seed + rank + 1)
+        if rank:
+            wrong[inside] *= factor
+        return wrong.to(dtype)
+
+    said = explain(pieces(whole, 1, 2, change), whole, bound, axes=AXES)
+    starts[1] += 4
+    named = [
+        numbered(name, first, count, size)
+        for name, first, (_, count), size in zip(AXES, starts, box, whole.shape, strict=True)
+    ]
+    place = " of ".join(filter(None, reversed(named)))
+    much = ""
+    if factor != factor:
+        count = math.prod(count for _, count in box)
+        much = " in all elements" if count == 96 else f" in {count} of 96 elements"
+    assert said == [f"rank 1 has {words}{much} at {place}"]
+
+
 shapes = st.lists(st.integers(0, 3), max_size=3)
 values = st.floats(width=64) | st.sampled_from([0.0, 1.0, -1.0, math.nan, math.inf, 1e300, 1e-320])
 

@@ -19,7 +19,7 @@ LINE = 90  # letters of a title's line
 STATES = {
     "born": ("#cc3311", "wrong, though all it was computed from is right"),
     "bad": ("#ee7733", "wrong, and where that comes from is not known"),
-    "downstream": ("#997700", "wrong as what it was computed from is"),
+    "downstream": ("#997700", "wrong, as is what it was computed from"),
     "good": ("#0077bb", "right"),
     "unseen": ("#777777", "not compared"),
 }
@@ -42,8 +42,8 @@ class Drawn:
 
     Attributes:
         module: Its name in the model; '' is the model.
-        forward: One of `STATES`, of its outputs.
-        backward: One of `STATES`, of the gradients.
+        forward: Of its outputs; one of `STATES`, anything else is 'unseen'.
+        backward: Of the gradients; as `forward`.
     """
 
     module: str
@@ -198,7 +198,7 @@ def _row(root: Xml.Element, row: Row, top: float, width: float) -> None:
     line = _write(root, NAMES + row.depth * INDENT, top, row.name, bold=born)
     if note := _note(row):
         pale = {} if born else {"fill": PALE}
-        Xml.SubElement(line, "tspan", pale, dx=str(FONT)).text = note
+        Xml.SubElement(line, "tspan", pale, dx=f"{LETTER:g}").text = f" {note}"
 
 
 def _legend(root: Xml.Element, used: set[str], top: float) -> float:

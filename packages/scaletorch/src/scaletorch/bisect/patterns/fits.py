@@ -37,7 +37,7 @@ def _tried(
         if any(have.shape[d] < 2 for d in dims) or all(have.shape[d] < 2 for d in rest):
             continue
         guess, fitted = fit(have, want, rest)
-        if case.enough(have.numel(), fitted.numel()) and case.agrees(have, guess, want):
+        if case.agrees(have, guess, want, fitted.numel()):
             covers.append(i)
             numbers.append(fitted.flatten())
     if covers:

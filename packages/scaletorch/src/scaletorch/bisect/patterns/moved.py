@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from itertools import combinations
 from typing import NamedTuple
@@ -43,10 +44,7 @@ def transposed(case: Case) -> Iterator[Finding]:
             continue
         other = case.whole.transpose(a, b)
         covers = [
-            i
-            for i, p in enumerate(case.wrong)
-            if case.enough(p.have.numel(), 1, 8)
-            and case.agrees(p.have, pick(other, p.index), p.want)
+            i for i, p in enumerate(case.wrong) if case.agrees(p.have, pick(other, p.index), p.want)
         ]
         if covers:
             parts = [case.wrong[i] for i in covers]
@@ -136,15 +134,15 @@ def _shifts(case: Case, i: int, dim: int) -> list[int]:
         source = slices.at - each
         inside = (source >= 0) & (source < size)
         have, want = slices.have[inside], slices.want[inside]
-        if len(have) < 2 or 2 * len(have) < len(inside) or not case.enough(have.numel(), 1, size):
+        if len(have) < 2 or 2 * len(have) < len(inside):
             continue
-        if case.agrees(have, slices.pool[source[inside]], want):
+        if case.agrees(have, slices.pool[source[inside]], want, ways=math.log(size)):
             found.append(int(each))
     return found
 
 
 def _sources(case: Case, i: int, dim: int, permuted: bool) -> list[tuple[int, int]]:
-    """Return pairs of where a wrong slice is and where it belongs, or [] if one has none."""
+    """Return pairs of a wrong slice's place and the one it belongs in, or [] if one has none."""
     slices = _slices(case, i, dim)
     if slices is None:
         return []
@@ -154,9 +152,8 @@ def _sources(case: Case, i: int, dim: int, permuted: bool) -> list[tuple[int, in
         source = None if source is None else at[source]
     else:
         source = apart.argmin(1) if bool((apart.amin(1) < torch.inf).all()) else None
-    if source is None or not case.enough(slices.have.numel() + len(at), len(at), len(slices.pool)):
-        return []
-    if not case.agrees(slices.have, slices.pool[source], slices.want):
+    ways = len(at) * math.log(len(slices.pool))
+    if source is None or not case.agrees(slices.have, slices.pool[source], slices.want, ways=ways):
         return []
     return list(zip(at.tolist(), source.tolist(), strict=True))
 

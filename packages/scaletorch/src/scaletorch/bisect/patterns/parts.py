@@ -13,7 +13,7 @@ ROOM = 2.0  # times the bound that a guess may miss by: its own rounding, and th
 MOST = 0.3  # of the difference that a guess may leave unexplained
 FINEST = 1e-14  # bound below which float64 itself rounds
 HUGE = 1e140  # what is larger has no square, and counts as infinite
-CHANCE = math.log(1e-6)  # that a guess with free parameters fits by accident
+CHANCE = math.log(1e-4)  # that a guess fits by accident
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,8 +42,8 @@ class Part:
         piece: Where it comes from.
         index: For each dim which indices of the whole.
         raw: Its values as they are.
-        have: Its values; what is right where either is not finite.
-        want: The right values; 0 where they are not finite.
+        have: Its values; as `want` if either is not finite.
+        want: The right values; 0 for those that are not finite.
         odd: Whether an element is not finite while the right one is, or the other way round.
         mask: Whether an element is wrong (of those that are finite).
         had: What stands in the wrong elements, 1-d.
@@ -96,17 +96,23 @@ class Case:
         share = self.scale * math.sqrt(elements / max(self.whole.numel(), 1))
         return self.bound * max([share, *norms])
 
-    def agrees(self, have: Tensor, guess: Tensor, want: Tensor) -> bool:
-        """Return whether a guess comes to what is there, and explains most of the difference."""
-        if have.shape != guess.shape:
+    def agrees(
+        self, have: Tensor, guess: Tensor, want: Tensor, fitted: int = 0, ways: float = 0.0
+    ) -> bool:
+        """Return whether a guess comes to what is there, and is no accident.
+
+        Args:
+            have: What is there.
+            guess: What would be there, of the same shape.
+            want: What should be there; the guess has to explain most of the difference.
+            fitted: How many numbers of the guess were fitted to what is there.
+            ways: Logarithm of how many guesses of this kind were possible.
+        """
+        each = math.log(min(max(4 * self.bound, 1e-8), 0.9))  # number to agree
+        if (have.numel() - fitted) * each + ways > CHANCE:
             return False
         room = ROOM * self.allowed(have.numel(), norm(want), norm(guess))
         return norm(have - guess) <= min(room, MOST * norm(have - want))
-
-    def enough(self, values: int, parameters: int, choices: float = 1) -> bool:
-        """Return whether so many values do not fit by accident; parameters were free, or chosen."""
-        each = math.log(min(max(4 * self.bound, 1e-8), 0.9))
-        return (values - parameters) * each + parameters * math.log(choices) < CHANCE
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from itertools import combinations
 
 import torch
 
-from .parts import Case, Finding, norm, same_index
+from .parts import Case, Finding, same_index
 from .words import RUNS, batches_of, listed, rank_list
 
 Groups = Mapping[str, Sequence[tuple[int, ...]]]
@@ -30,11 +30,8 @@ def sums(case: Case) -> Iterator[Finding]:
 def _comes_to(case: Case, cluster: Sequence[int], divisor: int) -> bool:
     parts = [case.wrong[i] for i in cluster]
     total = torch.stack([p.have for p in parts]).sum(0) / divisor
-    want = parts[0].want
-    apart = min(norm(p.have - want) for p in parts)
-    room = 2 * case.allowed(want.numel(), norm(want), *(norm(p.have) for p in parts))
     several = sum(bool(p.have.any()) for p in parts) > 1
-    return several and norm(total - want) <= min(room, 0.3 * apart)
+    return several and all(case.agrees(total, p.want, p.have) for p in parts)
 
 
 def _clusters(case: Case) -> Iterator[tuple[str, list[list[int]]]]:

@@ -52,18 +52,8 @@ def scaled(case: Case) -> Iterator[Finding]:
     exact = [c for n in known for c in (float(n), 1 / n)] + [-1.0, 2.0, 0.5]
     tried = [c for c in dict.fromkeys(exact) if any(abs(c - fit) <= 0.05 * abs(c) for fit in fits)]
     for factor in [*tried, *dict.fromkeys(fits)][:CANDIDATES]:
-        covers = [
-            i
-            for i, p in enumerate(case.wrong)
-            if factor and case.agrees(p.had, factor * p.due, p.due)
-        ]
-        values = sum(int(case.wrong[i].mask.sum()) for i in covers)
-        if covers and (factor in tried or case.enough(values, 1)):
-            parts = [case.wrong[i] for i in covers]
-            what, why = _times(factor, case.bound), _meaning(factor, known)
-            yield Finding(
-                frozenset(covers), f"{has(who(case, parts))} {what}{where(case, parts)}{why}"
-            )
+        test = partial(_is_scaled, case, factor, 0 if factor in tried else 1)
+        yield from told(case, _times(factor, case.bound), test, _meaning(factor, known))
 
 
 def copies(case: Case) -> Iterator[Finding]:
@@ -87,12 +77,13 @@ def rounded_inside(case: Case) -> Iterator[Finding]:
         yield from told(case, what, partial(_is_noise_of, dtype))
 
 
-def told(case: Case, what: str, test: Callable[[Part], bool]) -> Iterator[Finding]:
-    """Yield what the wrong parts that pass a test have, if any does."""
+def told(case: Case, what: str, test: Callable[[Part], bool], why: str = "") -> Iterator[Finding]:
+    """Yield what the wrong parts that pass a test have, if any does, and why that may be."""
     covers = [i for i, part in enumerate(case.wrong) if test(part)]
     if covers:
         parts = [case.wrong[i] for i in covers]
-        yield Finding(frozenset(covers), f"{has(who(case, parts))} {what}{where(case, parts)}")
+        text = f"{has(who(case, parts))} {what}{where(case, parts)}{why}"
+        yield Finding(frozenset(covers), text)
 
 
 def _factor(have: Tensor, want: Tensor) -> float:
@@ -135,6 +126,10 @@ def _meaning(factor: float, sizes: dict[int, list[str]]) -> str:
         if factor == 1 / size:
             return f", and {listed(names)}: a mean in place of a sum, or divided once too often?"
     return ""
+
+
+def _is_scaled(case: Case, factor: float, fitted: int, part: Part) -> bool:
+    return factor != 0 and case.agrees(part.had, factor * part.due, part.due, fitted)
 
 
 def _is_copy(case: Case, other: Tensor, part: Part) -> bool:
