@@ -37,7 +37,8 @@ class Description:
         groups: Ranks of each axis of the grid, for words: 'tp' -> [[0, 1], [2, 3]].
         micro_batches: How many there are in a step.
         weight: What this rank's loss counts in the whole one, by which its gradients of
-            activations are multiplied: 1/2 for the mean of two ranks' means.
+            activations are multiplied: 1/2 for the mean of two ranks' means. None if it is to
+            be found out.
         places: Of parameters by name; others are whole.
         unseen: (module, 'in' or 'out') whose tensors are no part of the whole's.
     """
@@ -45,7 +46,7 @@ class Description:
     axes: dict[str, Axis] = field(default_factory=dict)
     groups: dict[str, list[list[int]]] = field(default_factory=dict)
     micro_batches: int = 1
-    weight: float = 1.0
+    weight: float | None = 1.0
     places: dict[str, Place] = field(default_factory=dict)
     unseen: set[tuple[str, str]] = field(default_factory=set)
 
@@ -74,7 +75,7 @@ def description_of(given: Mapping[str, Any] | Description | None) -> Description
     """
     if isinstance(given, Description):
         return given
-    found = Description()
+    found = Description(weight=None)
     for name, said in (given or {}).items():
         if name == "weight":
             found.weight = float(said)

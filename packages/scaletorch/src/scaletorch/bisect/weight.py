@@ -22,10 +22,10 @@ def settle_weight(run: Run, reference: Run) -> None:
     """Note, as `Description.weight`, by what number all gradients of activations differ.
 
     It is read off the gradient nearest to the loss: the same on all ranks, a whole number or one
-    over such. Where the loss itself is wrong, or a rank says its weight, nothing is noted.
+    over such. Where the loss itself is wrong, or the ranks say it, nothing is noted.
     """
     for step, recordings in run.steps.items():
-        said = any(each.header["weight"] != 1 for each in recordings)
+        said = all(each.header["weight"] is not None for each in recordings)
         shared = (k for k in reference.held if k.step == step and k.kind == BACKWARD)
         first = next((key for key in shared if key in run.held), None)
         if first is None or said or not _loss_is_right(run, reference, step):

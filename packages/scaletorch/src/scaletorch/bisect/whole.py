@@ -16,7 +16,7 @@ def pieces_of(held: Sequence[Held], ways: Sequence[Way], *, weighed: bool = Fals
     found = []
     for each in held:
         tensor, places = each.tensor, []
-        if weighed and (weight := each.recording.header["weight"]) != 1:
+        if weighed and (weight := each.recording.header["weight"]) not in (None, 1):
             tensor = tensor * weight
         for dim, way in enumerate(ways):
             place = index(each, dim, way)
