@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from .judge import BAD, NEAR, UNSEEN, Judged, adds_up
@@ -124,12 +124,15 @@ def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
         return (DATA, [key.item]) if inside is None else (FORWARD, [inside])
     if key.kind == GRADIENT:
         return _blame_gradient(key, run, reference)
-    modules = []
-    for child in _children(key._replace(kind=FORWARD), reference):
-        if child.kind == FORWARD:
-            own = child.item.startswith("out") or _travels(child, run, reference)
-            modules.append(child.name if own else reference.inside.get(child) or "")
-    return BACKWARD, list(dict.fromkeys(modules)) or [LOSS]
+    forward = key._replace(kind=FORWARD)
+    users = [
+        child.name
+        if child.item.startswith("out") or _travels(child, run, reference)
+        else reference.inside.get(child) or ""
+        for child in _users(reference.first.get(forward, forward), run, reference)
+        if child.kind == FORWARD
+    ]
+    return BACKWARD, _innermost(users) or [LOSS]
 
 
 def _blame_gradient(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
@@ -155,8 +158,29 @@ def _travels(key: Key, run: Run, reference: Run) -> bool:
     )
 
 
-def _children(key: Key, run: Run) -> list[Key]:
-    return [child for child, parents in run.parents.items() if key in parents]
+def _users(key: Key, run: Run, reference: Run) -> Iterator[Key]:
+    """Yield what a tensor, under any of its names, was used for, or where it travels to."""
+    first = reference.first.get(key, key)
+    for child, parents in reference.parents.items():
+        if key not in parents:
+            continue
+        if reference.first.get(child) != first or _travels(child, run, reference):
+            yield child
+        else:
+            yield from _users(child, run, reference)
+
+
+def _innermost(names: Sequence[str]) -> list[str]:
+    """Return names without those of modules that another one lies in."""
+    return [
+        name
+        for name in dict.fromkeys(names)
+        if not any(other != name and _lies_in(other, name) for other in names)
+    ]
+
+
+def _lies_in(inner: str, outer: str) -> bool:
+    return not outer or inner.startswith(f"{outer}.")
 
 
 def _gathered(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
