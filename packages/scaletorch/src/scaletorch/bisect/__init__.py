@@ -2,12 +2,12 @@
 
 from .between import bisect
 from .compare import compare
-from .described import Axis, Description
-from .judge import Judged
+from .comparing.judge import Judged
 from .keys import Key
-from .ours import describe_grid
+from .recording.described import Axis, Description
+from .recording.ours import describe_grid
+from .recording.tape import Tape, record
 from .report import Found, Report
-from .tape import Tape, record
 
 __all__ = [
     "Axis",

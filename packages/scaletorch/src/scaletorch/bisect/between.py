@@ -20,13 +20,13 @@ from ..verify.dropout import dropouts
 from ..verify.phases import PHASES, STEPS, Chosen, Phase, phases_of
 from ..verify.problem import TORCH_DTYPES, BatchFn, ModelFn, default_batch, default_model
 from ..verify.training import Subject
-from .births import Birth
 from .compare import compare_runs
-from .judge import BAD, INFINITE, Judged, measure
+from .comparing.births import Birth
+from .comparing.judge import BAD, INFINITE, Judged, measure
+from .comparing.runs import Run, load
 from .keys import BACKWARD, FORWARD, Key
 from .report import Found, Report
 from .run import record_case, record_plain
-from .runs import Run, load
 
 EXACT, LOW = "float64", "float32"
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from torch import Tensor
 
 from ..dist.errors import InvalidArgumentError
-from .births import Birth, find_births
-from .judge import ROOM, eps_of, judge_all, measure, meet
+from .comparing.births import Birth, find_births
+from .comparing.judge import ROOM, eps_of, judge_all, measure, meet
+from .comparing.runs import Run, load, require_comparable
+from .comparing.weight import settle_weight
+from .comparing.whole import assemble
 from .keys import BACKWARD, DATA, FORWARD, GRADIENT, Key
 from .patterns import explain
 from .report import Found, Report, modules_of
-from .runs import Run, load, require_comparable
-from .weight import settle_weight
-from .whole import assemble
 
 LARGEST = 1e-3  # a larger bound would let a fault pass for rounding
 

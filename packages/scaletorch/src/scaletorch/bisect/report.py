@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .births import UPDATE, Birth
-from .judge import BAD, GOOD, UNSEEN, Judged
+from .comparing.births import UPDATE, Birth
+from .comparing.judge import BAD, GOOD, UNSEEN, Judged
 from .keys import BACKWARD, FORWARD, GRADIENT, Key
 from .picture import Drawn, svg
 

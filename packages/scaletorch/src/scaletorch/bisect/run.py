@@ -22,9 +22,9 @@ from ..verify.precision import model_precision
 from ..verify.problem import TORCH_DTYPES, ModelFn, Put, one_process
 from ..verify.runner import load_reference
 from ..verify.training import Subject, build, compare_dropout, divide, norm_of, optimizers_of
-from .described import Description
-from .ours import describe_grid, moments_of, places_of
-from .tape import record
+from .recording.described import Description
+from .recording.ours import describe_grid, moments_of, places_of
+from .recording.tape import record
 
 
 def record_plain(

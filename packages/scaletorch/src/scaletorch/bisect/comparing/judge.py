@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from .keys import BACKWARD, FINAL, GRADIENT, TERM, Key
-from .patterns import Piece
+from ..keys import BACKWARD, FINAL, GRADIENT, TERM, Key
+from ..patterns import Piece
 from .places import Held, Way, ways
 from .runs import Run
 from .whole import assemble, part_of, pieces_of

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ..dist import get_rank, get_world_size, guard
+from ...dist import get_rank, get_world_size, guard
+from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT
 from .described import Description, Place, description_of, is_seen, local_part, tensors_of
 from .folder import Line, Writer
-from .keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT
 from .lineage import Lineage, Use
 from .updates import followed
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..keys import BACKWARD, LOSS, Key
 from .judge import NEAR
-from .keys import BACKWARD, LOSS, Key
 from .places import ways
 from .runs import Run
 from .whole import assemble, part_of, pieces_of

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dist.errors import InvalidArgumentError
+from ...dist.errors import InvalidArgumentError
 
 VERSION = 1
 _ALIGNED = 64  # bytes, so that any dtype may be looked at where it lies

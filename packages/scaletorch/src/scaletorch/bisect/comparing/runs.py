@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ..dist.errors import InvalidArgumentError
-from .folder import Line, Recording, read
-from .keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT, Key
+from ...dist.errors import InvalidArgumentError
+from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT, Key
+from ..recording.folder import Line, Recording, read
 from .places import Held
 
 

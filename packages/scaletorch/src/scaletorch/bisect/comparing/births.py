@@ -6,8 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from .judge import BAD, NEAR, UNSEEN, Judged, adds_up
-from .keys import (
+from ..keys import (
     BACKWARD,
     DATA,
     FINAL,
@@ -20,6 +19,7 @@ from .keys import (
     WEIGHT,
     Key,
 )
+from .judge import BAD, NEAR, UNSEEN, Judged, adds_up
 from .runs import Run, ancestors
 
 JUMP = 8.0  # times what the inputs are off by: less is what a computation makes of them

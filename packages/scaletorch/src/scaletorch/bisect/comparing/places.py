@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .folder import Line, Recording
+from ..recording.folder import Line, Recording
 
 GIVEN, WHOLE, ALIKE = "given", "whole", "all alike"
 INNER, OUTER = "equal shards of near ranks", "equal shards of far ranks"  # if nobody says how

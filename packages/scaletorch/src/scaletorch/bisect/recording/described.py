@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..dist.errors import InvalidArgumentError
+from ...dist.errors import InvalidArgumentError
 
 Ranges = list[tuple[int, int]]  # of indices, [start, stop), in the order of the tensor's own
 Place = list[Any]  # per dim None, or [whole size, *ranges]

@@ -9,14 +9,14 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ..checkpoint.state.rectangles import rectangles
-from ..compose.batches import MicroBatch
-from ..compose.forward import pipeline_of, terms_of
-from ..parallel.data_parallel import DataParallelBucket, parameter_shards
-from ..parallel.expert_parallel.building import find_expert_cuts
-from ..parallel.pg_manager import ProcessGroupManager
-from ..parallel.pipeline_parallel.building import PassThrough
-from ..parallel.tensor_parallel.building import ParameterCut, find_cuts
+from ...checkpoint.state.rectangles import rectangles
+from ...compose.batches import MicroBatch
+from ...compose.forward import pipeline_of, terms_of
+from ...parallel.data_parallel import DataParallelBucket, parameter_shards
+from ...parallel.expert_parallel.building import find_expert_cuts
+from ...parallel.pg_manager import ProcessGroupManager
+from ...parallel.pipeline_parallel.building import PassThrough
+from ...parallel.tensor_parallel.building import ParameterCut, find_cuts
 from .described import Axis, Description, Place, as_ranges
 
 

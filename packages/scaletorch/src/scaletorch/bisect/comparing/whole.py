@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .patterns import Piece
+from ..patterns import Piece
 from .places import Held, Way, index
 
 
