@@ -1,0 +1,96 @@
+"""The proof as an assertion, for the tests of other projects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..dist.errors import InvalidArgumentError
+from ..parallel.pg_manager import Grid
+from ..parallel.pipeline_parallel import Split
+from .cases import parse_layout
+from .problem import Batch, BatchFn, ModelFn
+from .report import Report
+from .verify import verify
+
+Layout = str | Grid
+
+
+def assert_trains_alike(
+    model: ModelFn,
+    batch: Batch | BatchFn,
+    layouts: Layout | Iterable[Layout],
+    *,
+    dtype: str | Sequence[str] = "float64",
+    options: Mapping[str, Sequence[str | int]] | None = None,
+    plan: Mapping[str, Any] | None = None,
+    split: Split | None = None,
+    optimizer: Callable[..., Optimizer] | None = None,
+    optimizer_args: Mapping[str, Any] | None = None,
+    timeout: float = 120.0,
+) -> Report:
+    """Assert that a plain model trains on every one of these layouts as in one process.
+
+    Four steps are trained and compared on ranks of this machine's CPU; see `verify`.
+
+    Args:
+        model: Module-level function, or class without arguments, that makes the plain module.
+        batch: The global batch of every step, or a function that returns that of a step:
+            input_ids and labels [B, L] (aligned, -100 for none) and further [B, L] entries of the
+            module's forward. Each dp rank needs two rows or more, its micro-batches.
+        layouts: Such as "dp2", "dp2-tp2", "1x1x1x2" (DPxPPxCPxTP), a `Grid`, or several of them.
+        dtype: 'float64', 'float32', 'bfloat16', or several of them.
+        options: Values to try of `OPTIONS`, such as `{"schedule": ["1f1b", "zb_h1"]}`.
+        plan: As for `parallelize`; None recognises the model's family.
+        split: Pipeline split; None infers it from the module.
+        optimizer: Module-level class or function of parameters; None is SGD, then AdamW.
+        optimizer_args: What it is made with beside them.
+        timeout: Seconds for one layout.
+
+    Returns:
+        The report.
+
+    Raises:
+        AssertionError: A layout trains otherwise, fails or is refused; the report says which, and
+            how.
+        InvalidArgumentError: A wrong argument.
+
+    Example:
+        >>> def test_my_model():
+        ...     assert_trains_alike(MyModel, my_batch, ["dp2", "tp2", "dp2-tp2"])
+    """
+    __tracebackhide__ = True  # of pytest: the report tells
+    if isinstance(model, nn.Module):
+        raise InvalidArgumentError(
+            f"assert_trains_alike needs what makes the model, not a {type(model).__name__} that is "
+            "made: every rank makes its own, so give the class, or a function at module level"
+        )
+    named = [layouts] if isinstance(layouts, str | Grid) else list(layouts)
+    if not named:
+        raise InvalidArgumentError("assert_trains_alike needs a layout, such as 'dp2' or 'dp2-tp2'")
+    report = verify(
+        model,
+        batch if callable(batch) else lambda step: batch,
+        layouts=[parse_layout(each) if isinstance(each, str) else each for each in named],
+        dtype=dtype,
+        options=options,
+        plan=plan,
+        split=split,
+        optimizer=optimizer,
+        optimizer_args=optimizer_args,
+        timeout=timeout,
+    )
+    if not report.passed:
+        command = f"{report.command} --model {_name(model)} --batch {_name(batch)}"
+        raise AssertionError(f"{_name(model)}\n{replace(report, command=command)}")
+    return report
+
+
+def _name(thing: Any) -> str:
+    """Return how the command names a function; of what it cannot find, where to put a name."""
+    name = getattr(thing, "__qualname__", "<")
+    return "MODULE:FUNCTION" if "<" in name else f"{thing.__module__}:{name}"
