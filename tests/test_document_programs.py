@@ -38,6 +38,10 @@ def test_it_is_the_main_program_of_its_folder(tmp_path):
         ("import torch\ntorch.ones(2) + torch.ones(3)", "must match"),
         (LAUNCHES % 2, "only rank 0 is well"),
         ("def test_it():\n    assert 1 == 2", "assert 1 == 2"),
+        (
+            "import pytest\n@pytest.mark.ranks(2)\ndef test_it():\n    assert 1 == 2",
+            "assert 1 == 2",
+        ),
         ("import sys\nsys.exit(3)", "ended with 3"),
         ("import os\nos._exit(1)", "exit"),
     ],

@@ -14,7 +14,7 @@ pytest_plugins = ["pytester"]
 
 PLUGIN = "scaletorch.pytest_ranks.plugin"
 
-PASSING = '''
+PASSING = """
 import os
 import unittest
 
@@ -97,7 +97,7 @@ def test_results_of_all_ranks(ranks):
 
 def test_without_a_marker_is_as_ever():
     assert not dist.is_initialized()
-'''
+"""
 
 FAILING = """
 import time
@@ -172,7 +172,9 @@ def handle(tmp_path):
         yield file
 """
 
-HELPERS = "from typing import NamedTuple\n\nclass Pair(NamedTuple):\n    left: int\n    right: int\n"
+HELPERS = (
+    "from typing import NamedTuple\n\nclass Pair(NamedTuple):\n    left: int\n    right: int\n"
+)
 
 
 @pytest.fixture

@@ -162,9 +162,7 @@ def _found_inside(inner: Callable[..., Any]) -> Callable[..., Any]:
 
 def _is_unittest(item: pytest.Function) -> bool:
     unittest = sys.modules.get("unittest")
-    return (
-        unittest is not None and item.cls is not None and issubclass(item.cls, unittest.TestCase)
-    )
+    return unittest is not None and item.cls is not None and issubclass(item.cls, unittest.TestCase)
 
 
 def _refuse(node: pytest.Item, why: str) -> NoReturn:
