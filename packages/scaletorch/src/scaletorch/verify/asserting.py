@@ -44,12 +44,8 @@ def assert_trains_alike(
             module's forward. Each dp rank needs two rows or more, its micro-batches.
         layouts: Such as "dp2", "dp2-tp2", "1x1x1x2" (DPxPPxCPxTP), a `Grid`, or several of them.
         dtype: 'float64', 'float32', 'bfloat16', or several of them.
-        options: Values to try of `OPTIONS`, such as `{"schedule": ["1f1b", "zb_h1"]}`.
-        plan: As for `parallelize`; None recognises the model's family.
-        split: Pipeline split; None infers it from the module.
-        optimizer: Module-level class or function of parameters; None is SGD, then AdamW.
-        optimizer_args: What it is made with beside them.
-        timeout: Seconds for one layout.
+        options: Values to try, such as `{"schedule": ["1f1b", "zb_h1"]}`; as in `verify`, and so
+            are `plan`, `split`, `optimizer`, `optimizer_args` and `timeout`.
 
     Returns:
         The report.
@@ -84,10 +80,10 @@ def assert_trains_alike(
         optimizer_args=optimizer_args,
         timeout=timeout,
     )
-    if not report.passed:
-        command = f"{report.command} --model {_name(model)} --batch {_name(batch)}"
-        raise AssertionError(f"{_name(model)}\n{replace(report, command=command)}")
-    return report
+    if report.passed:
+        return report
+    command = f"{report.command} --model {_name(model)} --batch {_name(batch)}"
+    raise AssertionError(f"{_name(model)}\n{replace(report, command=command)}")
 
 
 def _name(thing: Any) -> str:
