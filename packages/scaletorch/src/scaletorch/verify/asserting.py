@@ -39,20 +39,22 @@ def assert_trains_alike(
 
     Args:
         model: Module-level function, or class without arguments, that makes the plain module.
-        batch: The global batch of every step, or a function that returns that of a step:
-            input_ids and labels [B, L] (aligned, -100 for none) and further [B, L] entries of the
-            module's forward. Each dp rank needs two rows or more, its micro-batches.
+        batch: The global batch of every step, or a function of the step that returns it; see
+            `verify`. Each dp rank needs two rows or more, its micro-batches.
         layouts: Such as "dp2", "dp2-tp2", "1x1x1x2" (DPxPPxCPxTP), a `Grid`, or several of them.
         dtype: 'float64', 'float32', 'bfloat16', or several of them.
-        options: Values to try, such as `{"schedule": ["1f1b", "zb_h1"]}`; as in `verify`, and so
-            are `plan`, `split`, `optimizer`, `optimizer_args` and `timeout`.
+        options: Values to try of `OPTIONS`, such as `{"schedule": ["1f1b", "zb_h1"]}`.
+        plan: As for `parallelize`; None recognises the model's family.
+        split: Pipeline split; None infers it from the module.
+        optimizer: Module-level class or function of parameters; None is SGD, then AdamW.
+        optimizer_args: What it is made with beside them.
+        timeout: Seconds for one layout.
 
     Returns:
         The report.
 
     Raises:
-        AssertionError: A layout trains otherwise, fails or is refused; the report says which, and
-            how.
+        AssertionError: A layout trains otherwise, fails or is refused, as the report says.
         InvalidArgumentError: A wrong argument.
 
     Example:
@@ -60,18 +62,11 @@ def assert_trains_alike(
         ...     assert_trains_alike(MyModel, my_batch, ["dp2", "tp2", "dp2-tp2"])
     """
     __tracebackhide__ = True  # of pytest: the report tells
-    if isinstance(model, nn.Module):
-        raise InvalidArgumentError(
-            f"assert_trains_alike needs what makes the model, not a {type(model).__name__} that is "
-            "made: every rank makes its own, so give the class, or a function at module level"
-        )
-    named = [layouts] if isinstance(layouts, str | Grid) else list(layouts)
-    if not named:
-        raise InvalidArgumentError("assert_trains_alike needs a layout, such as 'dp2' or 'dp2-tp2'")
+    _require_maker(model)
     report = verify(
         model,
         batch if callable(batch) else lambda step: batch,
-        layouts=[parse_layout(each) if isinstance(each, str) else each for each in named],
+        layouts=_grids(layouts),
         dtype=dtype,
         options=options,
         plan=plan,
@@ -90,3 +85,18 @@ def _name(thing: Any) -> str:
     """Return how the command names a function; of what it cannot find, where to put a name."""
     name = getattr(thing, "__qualname__", "<")
     return "MODULE:FUNCTION" if "<" in name else f"{thing.__module__}:{name}"
+
+
+def _require_maker(model: ModelFn) -> None:
+    if isinstance(model, nn.Module):
+        raise InvalidArgumentError(
+            f"assert_trains_alike needs what makes the model, not a {type(model).__name__} that is "
+            "made: every rank makes its own, so give the class, or a function at module level"
+        )
+
+
+def _grids(layouts: Layout | Iterable[Layout]) -> list[Grid]:
+    named = [layouts] if isinstance(layouts, str | Grid) else list(layouts)
+    if not named:
+        raise InvalidArgumentError("assert_trains_alike needs a layout, such as 'dp2' or 'dp2-tp2'")
+    return [parse_layout(each) if isinstance(each, str) else each for each in named]
