@@ -12,6 +12,7 @@ from scaletorch.verify import default_batch, parse_layout
 pytest_plugins = ["scaletorch.pytest_ranks.plugin"]
 
 SIZES = {"vocab_size": 64, "hidden_size": 16, "intermediate_size": 24, "num_heads": 4}
+SGD = {"optimizer": torch.optim.SGD, "optimizer_args": {"lr": 0.1}}
 
 
 class Small(Llama):
@@ -39,19 +40,19 @@ def test_layouts_that_train_alike_pass_however_they_are_named(assert_trains_alik
         "1x1x1x2 float64",
         "1x2x1x1 float64",
     ]
-    sgd = {"optimizer": torch.optim.SGD, "optimizer_args": {"lr": 0.1}}
-    report = assert_trains_alike(Small, batch, "tp2", options={"micro_batches": [1]}, **sgd)
+    report = assert_trains_alike(Small, batch, "tp2", options={"micro_batches": [1]}, **SGD)
     assert [str(result.case) for result in report.results] == ["1x1x1x2 float64 micro_batches=1"]
 
 
 def test_a_layout_that_trains_otherwise_is_told_in_the_words_of_the_report(assert_trains_alike):
     with pytest.raises(AssertionError) as caught:
-        assert_trains_alike(UnlikeOnRanks, batch, ["dp2"])
+        assert_trains_alike(UnlikeOnRanks, batch, ["dp2"], plan={}, **SGD)
     text = str(caught.value)
     assert "2x1x1x1 float64: FAILED" in text
     assert "loss, step 0, rank" in text
     assert f"python -m scaletorch.verify --model {__name__}:UnlikeOnRanks --batch" in text
-    assert f"--batch {__name__}:batch --layout 2x1x1x1 --dtype float64" in text
+    assert f"--batch {__name__}:batch --plan MODULE:NAME --optimizer torch.optim.sgd:SGD" in text
+    assert "--optimizer-args lr=0.1 --layout 2x1x1x1 --dtype float64" in text
     assert "0 of 1 cases train like one process" in text
 
 

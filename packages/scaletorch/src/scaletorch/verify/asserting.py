@@ -77,14 +77,22 @@ def assert_trains_alike(
     )
     if report.passed:
         return report
-    command = f"{report.command} --model {_name(model)} --batch {_name(batch)}"
+    named = {"model": model, "batch": batch, "plan": plan, "optimizer": optimizer}
+    command = _command(report.command, named, optimizer_args or {})
     raise AssertionError(f"{_name(model)}\n{replace(report, command=command)}")
 
 
+def _command(begin: str, named: Mapping[str, Any], optimizer_args: Mapping[str, Any]) -> str:
+    """Return the command that does the same, but for the layout and its options."""
+    words = [f"--{option} {_name(thing)}" for option, thing in named.items() if thing is not None]
+    given = [f"{name}={value}" for name, value in optimizer_args.items()]
+    return " ".join([begin, *words, *(["--optimizer-args", *given] if given else [])])
+
+
 def _name(thing: Any) -> str:
-    """Return how the command names a function; of what it cannot find, where to put a name."""
+    """Return how the command names something, or where to put the name of what has none."""
     name = getattr(thing, "__qualname__", "<")
-    return "MODULE:FUNCTION" if "<" in name else f"{thing.__module__}:{name}"
+    return "MODULE:NAME" if "<" in name else f"{thing.__module__}:{name}"
 
 
 def _require_maker(model: ModelFn) -> None:
