@@ -45,6 +45,7 @@ MODULES = {
         "scaletorch.dist.guard",
         "scaletorch.dist.siblings",
         "scaletorch.dist.testing",
+        "scaletorch.pytest_ranks",
     ],
     "scaletorch-dp": [
         f"{_PARALLEL}.data_parallel",

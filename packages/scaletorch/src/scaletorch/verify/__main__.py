@@ -47,7 +47,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
     parser.add_argument("--world-size", type=int, help="try every layout of so many ranks")
     parser.add_argument(
-        "--layout", nargs="+", default=[], help="DPxPPxCPxTP, as 2x1x2x2, 2x1x2x2-ep4 or -ep2-etp2"
+        "--layout",
+        nargs="+",
+        default=[],
+        help="DPxPPxCPxTP, as 2x1x2x2, 2x1x2x2-ep4 or -ep2-etp2, or dp2-tp2",
     )
     parser.add_argument(
         "--ep", type=int, nargs="*", help="experts over so many ranks; every size if none is named"
