@@ -64,7 +64,7 @@ def bisect(
     folder: str | Path | None = None,
     timeout: float = 120.0,
 ) -> Report:
-    """Train a plain module in one process and on a layout, and say where they part.
+    """Train a plain module in one process and on a layout, and find the tensor at which they part.
 
     Args:
         model_fn: Module-level function that makes the plain module, on the CPU.

@@ -123,7 +123,7 @@ class Report:
         return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
     def to_svg(self) -> str:
-        """Return a picture of the model's modules: right, wrong, and where it was born."""
+        """Return a picture of the model's modules: right, wrong, and which gave birth to it."""
         states: dict[tuple[str, str], str] = {}
         for key, each in self.judged.items():
             side = _side(key)

@@ -159,7 +159,7 @@ def _travels(key: Key, run: Run, reference: Run) -> bool:
 
 
 def _users(key: Key, run: Run, reference: Run) -> Iterator[Key]:
-    """Yield what a tensor, under any of its names, was used for, or where it travels to."""
+    """Yield what a tensor was used for under any of its names, and where else it arrives."""
     first = reference.first.get(key, key)
     for child, parents in reference.parents.items():
         if key not in parents:

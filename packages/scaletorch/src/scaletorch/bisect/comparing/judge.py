@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..keys import BACKWARD, FINAL, GRADIENT, TERM, Key
+from ..keys import BACKWARD, DATA, FINAL, GRADIENT, TERM, Key
 from ..patterns import Piece
 from .places import Held, Way, ways
 from .runs import Run
@@ -86,15 +86,16 @@ def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -
     Args:
         run: The one in question.
         reference: What is right.
-        lost: What rounding does to each tensor, see `measure`; where it is not known, bounds go by
-            the number of additions alone.
+        lost: What rounding does to each tensor, see `measure`; bounds of others go by the
+            number of additions alone.
         chain: Additions between inputs and results.
     """
     found: dict[Key, Judged] = {}
     for step in reference.steps:
         typical = _typical(reference, step)
         for key in reference.held:
-            if key.step == step and key.kind != TERM:
+            may_lack = key.kind == TERM or (key.kind == DATA and key not in run.held)
+            if key.step == step and not may_lack:
                 found[key] = _judge(key, run, reference, lost, chain, typical)
         if any(each.state == BAD and key.kind in FINAL for key, each in found.items()):
             break  # what follows from it tells nothing new

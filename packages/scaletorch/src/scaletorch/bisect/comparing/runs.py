@@ -134,12 +134,19 @@ def ancestors(run: Run) -> dict[Key, list[Key]]:
     for key in run.held:  # a parameter that its module alone knows, as where it is put together
         if key.kind == FORWARD and key.item.startswith("out"):
             users[key.step, key.name].append(key)
+    results: dict[tuple[int, str, int], list[Key]] = defaultdict(list)
+    for key in run.held:
+        if key.kind == FORWARD and key.item.startswith("out"):
+            results[key.step, key.name, key.call].append(key)
     found = {key: list(dict.fromkeys(_sources(key, run, children, users))) for key in run.held}
     for key in run.held:
-        if key.kind == DATA:
-            for each in run.held:
-                if each.step == key.step and _sees(each.kind, key.name):
-                    found[each].append(key)
+        for each in found if key.kind == DATA else ():
+            if each.step == key.step and _sees(each.kind, key.name):
+                found[each].append(key)
+        # What has no gradient, such as positions, is not in autograd's graph.
+        if key.kind == FORWARD and key.item.startswith("in"):
+            for each in results[key.step, key.name, key.call]:
+                found[each].append(key)
     return found
 
 
@@ -207,6 +214,13 @@ def require_comparable(ours: Run, theirs: Run) -> None:
             f"{ours.folder} has steps {list(ours.steps)} and {theirs.folder} has "
             f"{list(theirs.steps)}: record the same step of both"
         )
+    for key in ours.held if _alone(ours) and _alone(theirs) else ():
+        shapes = [run.held[key][0].line.shape for run in (ours, theirs) if key in run.held]
+        if key.kind == GRADIENT and shapes[0] != shapes[-1]:
+            raise InvalidArgumentError(
+                f"these are runs of unlike models: {key.name} has shape {shapes[0]} in "
+                f"{ours.folder} and {shapes[-1]} in {theirs.folder}"
+            )
     named = [{k.name for k in run.held if k.kind == GRADIENT} for run in (ours, theirs)]
     if named[0] != named[1]:
         only = [sorted(a - b)[:3] for a, b in (named, named[::-1])]
@@ -215,3 +229,7 @@ def require_comparable(ours: Run, theirs: Run) -> None:
                 f"these are runs of unlike models: {ours.folder} alone has gradients of {only[0]}, "
                 f"{theirs.folder} alone of {only[1]}"
             )
+
+
+def _alone(run: Run) -> bool:
+    return all(len(recordings) == 1 for recordings in run.steps.values())

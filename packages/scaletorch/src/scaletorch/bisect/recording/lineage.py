@@ -20,7 +20,7 @@ class Use(NamedTuple):
 
 
 class Lineage:
-    """Knows tensors by where they come from in autograd's graph, or by their memory.
+    """Knows tensors by their place in autograd's graph, or by their memory.
 
     A tensor that is passed on is the same one under another name: within the module that it went
     into it goes by that name, so that a graph of names follows the modules.

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...dist import get_rank, get_world_size, guard
+from ...dist.errors import InvalidArgumentError
 from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT
 from .described import Description, Place, description_of, is_seen, local_part, tensors_of
 from .folder import Line, Writer
@@ -54,6 +55,9 @@ class Tape:
 
         A loss that ranks have parts of is the global one here, however they add it up.
         """
+        if not isinstance(tensor, Tensor):
+            came = type(tensor).__name__
+            raise InvalidArgumentError(f'put("{kind}", ...) takes a tensor, not a {came}')
         if kind == NORM:
             self.gradients()
         self._done.add(kind)
@@ -206,7 +210,7 @@ class Tape:
 
 
 def _follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> None:
-    """Hear of a tensor's gradient; where it has a node in the graph the tensor gets no hook."""
+    """Hear of a tensor's gradient; a tensor of the graph gets no hook itself, but its node does."""
     node, number = tensor.grad_fn, tensor.output_nr
     if node is None:
         tensor.register_hook(came)
@@ -247,8 +251,8 @@ def record(
     Args:
         folder: One for all ranks of a run; made if it is missing.
         model: The module whose names count, wrapped or not; None is the first that is called.
-        describe: Which part of the whole batch this rank has, where it is not all of it: name of
-            an axis -> (indices, total), such as `{"rows": (range(4, 8), 8)}`; for several
+        describe: Which part of the whole batch this rank has, if it has not all: name of an axis
+            -> (indices, total), such as `{"rows": (range(4, 8), 8)}`; for several
             micro-batches a list of such indices. DTensors say their places themselves.
         step: Number of the step, if several are recorded.
 
