@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..keys import BACKWARD, DATA, FINAL, GRADIENT, TERM, Key
+from ..keys import BACKWARD, DATA, FINAL, GRADIENT, SHARE, TERM, WEIGHT, Key
 from ..patterns import Piece
-from .places import Held, Way, ways
+from .places import Held, Way, in_terms, ways
 from .runs import Run
 from .whole import assemble, part_of, pieces_of
 
@@ -94,7 +94,7 @@ def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -
     for step in reference.steps:
         typical = _typical(reference, step)
         for key in reference.held:
-            may_lack = key.kind == TERM or (key.kind == DATA and key not in run.held)
+            may_lack = key.kind in (SHARE, TERM) or (key.kind == DATA and key not in run.held)
             if key.step == step and not may_lack:
                 found[key] = _judge(key, run, reference, lost, chain, typical)
         if any(each.state == BAD and key.kind in FINAL for key, each in found.items()):
@@ -120,7 +120,7 @@ def meet(
             pieces_of(theirs, way, weighed=weighed), way, sums=any(h.line.sums for h in theirs)
         )
         pieces = pieces_of(ours, way, weighed=weighed)
-        if any(held.line.sums for held in ours):
+        if any(held.line.sums for held in ours) or (weighed and in_terms(ours, way)):
             errors = [_error(assemble(pieces, way, sums=True), whole, whole, typical)]
         else:
             errors = [_error(p.tensor, part_of(whole, p), whole, typical) for p in pieces]
@@ -142,8 +142,7 @@ def _judge(
         state = BAD if key.kind == GRADIENT else UNSEEN
         return Judged(key, state, INFINITE if state == BAD else 0.0, why="no rank has it")
     floor = typical if key.kind == GRADIENT else 0.0
-    weighed = key.kind == BACKWARD
-    met = meet(ours, theirs, floor, weighed=weighed)
+    met = meet(ours, theirs, floor, weighed=key.kind == BACKWARD)
     if met is None:
         parts, whole = ({tuple(h.line.shape) for h in each} for each in (ours, theirs))
         return Judged(key, UNSEEN, why=f"parts of {sorted(parts)} fit no place in {sorted(whole)}")
@@ -153,8 +152,21 @@ def _judge(
         for piece, error in zip(met.pieces, met.errors, strict=False)
         if not error <= limit
     ]
+    if key.kind == GRADIENT and (none := _without(key, run)):
+        wrong += [(rank, 0) for rank in none]
+        why = f"ranks {none} have the parameter and no gradient of it"
+        return Judged(key, BAD, INFINITE, limit, wrong, met.derived, why)
     state = GOOD if met.error <= limit else BAD
     return Judged(key, state, met.error, limit, wrong, met.derived)
+
+
+def _without(key: Key, run: Run) -> list[int]:
+    """Return the ranks that have a parameter's weight behind the step, and no gradient of it."""
+    have, trained = (
+        {held.recording.rank for held in run.held.get(each, ())}
+        for each in (key, key._replace(kind=WEIGHT))
+    )
+    return sorted(trained - have)
 
 
 def _bound(key: Key, eps: float, lost: float | None, chain: int) -> float:

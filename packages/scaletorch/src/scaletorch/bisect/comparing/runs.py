@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...dist.errors import InvalidArgumentError
-from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT, Key
+from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, SHARE, TERM, WEIGHT, Key
 from ..recording.folder import Line, Recording, read
 from .places import Held
 
@@ -53,7 +53,7 @@ def load(folder: str | Path) -> Run:
 
 def _turn(key: Key, held: Held) -> tuple[int, int, int]:
     """Return when in a step a tensor has its turn; stages run from the last to the first back."""
-    turns = (DATA, FORWARD, LOSS, BACKWARD, TERM, GRADIENT, NORM, MOMENT, WEIGHT)
+    turns = (DATA, FORWARD, LOSS, BACKWARD, SHARE, TERM, GRADIENT, NORM, MOMENT, WEIGHT)
     rank = held.recording.rank
     return turns.index(key.kind), -rank if key.kind == BACKWARD else rank, held.number
 
@@ -87,7 +87,7 @@ def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | N
     per = _calls(run, recording)
     found: list[tuple[Key, int] | None] = []
     for line in recording.lines:
-        if line.kind in (FORWARD, BACKWARD):
+        if line.kind in (FORWARD, BACKWARD, SHARE):
             if line.name in run.uncounted:
                 found.append(None)
                 continue
@@ -134,20 +134,24 @@ def ancestors(run: Run) -> dict[Key, list[Key]]:
     for key in run.held:  # a parameter that its module alone knows, as where it is put together
         if key.kind == FORWARD and key.item.startswith("out"):
             users[key.step, key.name].append(key)
-    results: dict[tuple[int, str, int], list[Key]] = defaultdict(list)
+    found = {key: list(dict.fromkeys(_sources(key, run, children, users))) for key in run.held}
+    for source, results in _beside(run):
+        for key in results:
+            found[key].append(source)
+    return found
+
+
+def _beside(run: Run) -> Iterator[tuple[Key, list[Key]]]:
+    """Yield tensors that have no gradient, so that autograd does not tell what is made of them."""
+    made: dict[tuple[int, str, int], list[Key]] = defaultdict(list)
     for key in run.held:
         if key.kind == FORWARD and key.item.startswith("out"):
-            results[key.step, key.name, key.call].append(key)
-    found = {key: list(dict.fromkeys(_sources(key, run, children, users))) for key in run.held}
+            made[key.step, key.name, key.call].append(key)
     for key in run.held:
-        for each in found if key.kind == DATA else ():
-            if each.step == key.step and _sees(each.kind, key.name):
-                found[each].append(key)
-        # What has no gradient, such as positions, is not in autograd's graph.
-        if key.kind == FORWARD and key.item.startswith("in"):
-            for each in results[key.step, key.name, key.call]:
-                found[each].append(key)
-    return found
+        if key.kind == DATA:
+            yield key, [k for k in run.held if k.step == key.step and _sees(k.kind, key.name)]
+        elif key.kind == FORWARD and key.item.startswith("in"):
+            yield key, made[key.step, key.name, key.call]
 
 
 def _sees(kind: str, entry: str) -> bool:

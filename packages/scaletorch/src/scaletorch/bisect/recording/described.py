@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -40,6 +42,7 @@ class Description:
             activations are multiplied: 1/2 for the mean of two ranks' means. None if it is to
             be found out.
         places: Of parameters by name; others are whole.
+        terms: Axes of which several ranks have the same part, and each a term of its gradient.
         unseen: (module, 'in' or 'out') whose tensors are no part of the whole's.
     """
 
@@ -48,6 +51,7 @@ class Description:
     micro_batches: int = 1
     weight: float | None = 1.0
     places: dict[str, Place] = field(default_factory=dict)
+    terms: list[str] = field(default_factory=list)
     unseen: set[tuple[str, str]] = field(default_factory=set)
 
 
@@ -143,3 +147,20 @@ def tensors_of(value: Any, label: str) -> Iterable[tuple[str, Tensor]]:
         names: Sequence[Any] = getattr(value, "_fields", range(len(value)))
         for name, each in zip(names, value, strict=False):
             yield from tensors_of(each, f"{label}.{name}")
+
+
+def arguments_of(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a module is called with; by place, however they are passed."""
+    kind: Any = type(module)
+    places = _places(kind)
+    for place, value in enumerate(args):
+        yield from tensors_of(value, f"in.{place}")
+    for name, value in kwargs.items():
+        yield from tensors_of(value, f"in.{places.get(name, name)}")
+
+
+@lru_cache(maxsize=256)
+def _places(kind: Any) -> Mapping[str, int]:
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    named = list(inspect.signature(kind.forward).parameters.values())[1:]
+    return {each.name: place for place, each in enumerate(named) if each.kind == positional}

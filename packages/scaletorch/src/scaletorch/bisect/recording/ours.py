@@ -51,6 +51,8 @@ def describe_grid(
     for axis, _ in _divided(stage).values():
         found.axes |= axis
     found.places = places_of(stage)
+    cuts = find_cuts(stage).values()
+    found.terms = [_name(cut) for cut in cuts if any(c.replicated for c in cut.cut.packed)]
     for name in ("tp", "cp", "pp", "dp"):
         found.groups[name] = [list(ranks) for ranks in manager.grid.groups(name)]
     found.unseen = set(_unseen(stage, manager))

@@ -6,11 +6,11 @@ nothing is different, and nothing costs.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,16 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...dist import get_rank, get_world_size, guard
 from ...dist.errors import InvalidArgumentError
-from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT
-from .described import Description, Place, description_of, is_seen, local_part, tensors_of
+from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, SHARE, TERM, WEIGHT
+from .described import (
+    Description,
+    Place,
+    arguments_of,
+    description_of,
+    is_seen,
+    local_part,
+    tensors_of,
+)
 from .folder import Line, Writer
 from .lineage import Lineage, Use
 from .updates import followed
@@ -42,9 +50,9 @@ class Tape:
         self._done: set[str] = set()
         self._followed: set[tuple[Any, int]] = set()  # uses of parameters
         if model is not None:
-            self._follow(model)
+            self._know(model)
 
-    def _follow(self, model: nn.Module) -> None:
+    def _know(self, model: nn.Module) -> None:
         while isinstance(model, DistributedDataParallel):  # which names nothing of its own
             model = model.module
         self._model, self._names = model, {m: name for name, m in model.named_modules()}
@@ -122,7 +130,7 @@ class Tape:
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
         """Make a call of a module, and take down what goes in and comes out."""
         if not self._stack and self._model is None and module not in self._names:
-            self._follow(module)
+            self._know(module)
         name = self._names.get(module)
         if name is None or torch._C._current_graph_task_id() != -1:
             return original(module, *args, **kw)  # of no name, or run again in backward
@@ -133,7 +141,7 @@ class Tape:
         for own, parameter in module._parameters.items():  # FSDP2's are others during a call
             self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
         with self._lineage.call():
-            self._see(name, call, _arguments(module, args, kw), "in")
+            self._see(name, call, arguments_of(module, args, kw), "in")
             self._stack.append(name)
             try:
                 output = original(module, *args, **kw)
@@ -160,30 +168,35 @@ class Tape:
             line.parents = [line.same]
             number = self._add(line, None)
         else:
-            line.parents, used = self._lineage.parents(tensor)
-            for use in used:
-                if name := self._parameters.get(id(use.parameter)):
-                    line.uses.append(name)
-                    user = line.name if line.item.startswith("out") else line.inside or ""
-                    self._follow_term(name, user, use)
+            self._follow_uses(line, tensor)
             number = self._add(line, tensor)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 _follow_gradient(tensor, partial(self._came, number))
         self._lineage.note(tensor, number)
         return number
 
-    def _follow_term(self, name: str, user: str, use: Use) -> None:
-        """Take down what a module's use of a parameter adds to its gradient."""
+    def _follow_uses(self, line: Line, tensor: Tensor) -> None:
+        """Note what a tensor was computed from, and take down what its use adds to gradients."""
+        user = line.name if line.item.startswith("out") else line.inside or ""
+        lines, parameters = self._lineage.parents(tensor)
+        line.parents = list(dict.fromkeys(use.of for use in lines))
+        for use in lines:
+            of = self._writer.lines[use.of]
+            self._follow(use, Line(SHARE, of.name, f"{of.item} {user}", of.call, "", []), None)
+        for use in parameters:
+            if name := self._parameters.get(id(use.of)):
+                line.uses.append(name)
+                self._follow(use, Line(TERM, name, user, 0, "", []), self._said.places.get(name))
+
+    def _follow(self, use: Use, line: Line, place: Place | None) -> None:
         if (use.node, use.place) in self._followed:
             return
         self._followed.add((use.node, use.place))
 
         def came(gradients: tuple[Tensor | None, ...], _: Any) -> None:
-            term = gradients[use.place]
-            if term is not None:
-                line = Line(TERM, name, user, self._calls["term"], "", [])
-                self._calls["term"] += 1
-                self._add(line, term, self._said.places.get(name))
+            added = gradients[use.place]
+            if added is not None:
+                self._add(replace(line), added, place)
 
         use.node.register_hook(came)
 
@@ -199,7 +212,7 @@ class Tape:
         if tensor is None:
             return self._writer.add(line, None)
         if line.kind == LOSS and tensor.requires_grad:
-            line.parents, _ = self._lineage.parents(tensor)
+            line.parents = [use.of for use in self._lineage.parents(tensor)[0]]
         local, own_place, line.sums = local_part(tensor.detach())
         line.place = place if own_place is None else own_place
         if local.is_complex():
@@ -216,23 +229,6 @@ def _follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> N
         tensor.register_hook(came)
     else:
         node.register_prehook(lambda gradients: came(gradients[number]))
-
-
-def _arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a module is called with; by place, however they are passed."""
-    kind: Any = type(module)
-    places = _places(kind)
-    for place, value in enumerate(args):
-        yield from tensors_of(value, f"in.{place}")
-    for name, value in kwargs.items():
-        yield from tensors_of(value, f"in.{places.get(name, name)}")
-
-
-@lru_cache(maxsize=256)
-def _places(kind: Any) -> Mapping[str, int]:
-    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    named = list(inspect.signature(kind.forward).parameters.values())[1:]
-    return {each.name: place for place, each in enumerate(named) if each.kind == positional}
 
 
 @contextmanager
@@ -266,6 +262,7 @@ def record(
     header = {
         "step": step, "world_size": get_world_size(), "torch": torch.__version__,
         "micro_batches": said.micro_batches, "groups": said.groups, "weight": said.weight,
+        "terms": said.terms,
         "axes": {name: [axis.total, axis.parts] for name, axis in said.axes.items()},
     }  # fmt: skip
     writer = Writer(Path(folder), get_rank(), header)
