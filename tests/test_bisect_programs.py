@@ -1,4 +1,7 @@
-"""Programs of other people's shape: each trains as one process, and the two bugs do not."""
+"""Programs of other people's shape: sound ones are reported sound, and where bugs are is named.
+
+The reports that docs/bisect.md shows are those of the same programs.
+"""
 
 import importlib
 import re
@@ -8,26 +11,42 @@ from pathlib import Path
 import pytest
 from torch.distributed.tensor import DTensor
 
+from scaletorch.bisect import compare
+from scaletorch.bisect.__main__ import main
 from scaletorch.dist.testing import preload, run_ranks
 
 # Ranks have it from here.
-sys.path.extend(
-    {str(Path(__file__).resolve().parent.parent / "examples" / "bisect")}.difference(sys.path)
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.extend({str(ROOT / "examples" / "bisect")}.difference(sys.path))
+preload(
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "scaletorch.bisect",
 )
-preload("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo")
 
 SOUND = {  # name -> what it is compared with, the program, its options
     "ddp": ("one", "with_ddp", {}),
     "fsdp2": ("one", "with_fsdp2", {}),
     "tensor": ("one", "with_dtensor", {}),
     "sequence": ("one", "with_dtensor", {"sequence": True}),
-    "mixture": ("mixture", "mixture", {}),
+    "mixture": ("plain-mixture", "mixture", {}),
 }
 BUGS = {
+    "no-sync": ("one", "with_ddp", {"synchronised": False}),
     "local-mean": ("one", "with_fsdp2", {"local_mean": True}),
     "no-final-norm": ("one", "with_dtensor", {"sequence": True, "final_norm": False}),
-    "as-reported": ("mixture", "mixture", {"as_reported": True}),
+    "as-reported": ("plain-mixture", "mixture", {"as_reported": True}),
 }
+PLACES = {  # direction, modules, the tensor, and how it is wrong
+    "no-sync": ("synchronisation", [], "embed.weight", "a mean over all ranks is missing"),
+    "local-mean": ("forward", ["loss"], "", ""),
+    "no-final-norm": ("synchronisation", [], "norm.weight", "a sum over all ranks is missing"),
+    "as-reported": (
+        "backward", ["layers.1.mlp.experts"], "layers.1.mlp.experts",
+        "a sum over all ranks is missing",
+    ),
+}  # fmt: skip
 
 
 def train(folder, program, options):
@@ -54,7 +73,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     plain = {
         "one": train(folder / "one", "one_process", {}),
-        "mixture": train(folder / "one-mixture", "mixture", {}),
+        "plain-mixture": train(folder / "plain-mixture", "mixture", {}),
     }
     return folder, plain, run_ranks(train_all, 2, folder)
 
@@ -78,6 +97,45 @@ def test_they_train_as_one_process_and_the_bugs_do_not(runs):
             assert furthest(found[name], plain[other], rank) > 0.1, name
 
 
+def test_sound_programs_are_sound(runs):
+    folder, _, _ = runs
+    for name, (other, _, _) in SOUND.items():
+        report = compare(folder / other, folder / name)
+        assert report.sound, f"{name}: {report}"
+        assert not report.count("unseen"), f"{name}: {report}"
+
+
+def test_bugs_are_found_where_they_are(runs):
+    folder, _, _ = runs
+    for name, (other, _, _) in BUGS.items():
+        direction, modules, tensor, how = PLACES[name]
+        report = compare(folder / other, folder / name)
+        first, *more = report.found
+        assert not more, f"{name}: {report}"
+        assert (first.birth.direction, first.birth.modules) == (direction, modules), name
+        assert first.birth.judged.key.name == tensor, name
+        assert how in " ".join(first.how), name
+
+
+@pytest.mark.parametrize("page", ["docs/bisect.md", "docs/zh/bisect.md"])
+def test_the_guide_shows_these_reports(page, runs, monkeypatch, capsys):
+    monkeypatch.chdir(runs[0])
+    found = re.findall(
+        r"^```console\npython -m scaletorch.bisect (compare \S+ \S+)\n```\n+```text\n(.*?)^```",
+        (ROOT / page).read_text(encoding="utf-8"),
+        re.S | re.M,
+    )
+    assert len(found) == len(BUGS) + 1
+    for command, shown in found:
+        main(command.split())
+        assert rounded(capsys.readouterr().out) == rounded(shown), command
+
+
+def rounded(text):
+    """Leave out how far apart two right tensors are, which is another machine's rounding."""
+    return re.sub(r" with \d\S+", "", text)
+
+
 def test_transformers_by_its_own_tensor_parallelism(tmp_path):
     pytest.importorskip("transformers")
     preload("transformers.models.llama.modeling_llama")
@@ -85,3 +143,6 @@ def test_transformers_by_its_own_tensor_parallelism(tmp_path):
     plain = train_transformers(tmp_path, "one")
     for rank, found in enumerate(run_ranks(train_transformers, 2, tmp_path, "two")):
         assert furthest(found, plain, rank) < 1e-12
+    report = compare(tmp_path / "one", tmp_path / "two")
+    assert report.sound, report
+    assert not report.count("unseen"), report
