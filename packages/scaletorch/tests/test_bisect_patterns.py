@@ -111,6 +111,12 @@ SENTENCES = {
         "rank 3 has the right values with the sign flipped at positions 12-15",
     ),
     "any factor": (1, lambda r, x, i: 1.37 * x, "every rank has 1.37 times the right values"),
+    "twice before a bias": (
+        None,
+        lambda r, x, i: 2 * x - BIAS,
+        "every rank has 2 times the right values, but for a vector that is the same everywhere "
+        "(a bias), and tp and dp have 2 ranks each: counted once each, or summed once too often?",
+    ),
     "no sum over one axis": (
         None,
         lambda r, x, i: SPLIT[0] if r % 2 else x - SPLIT[0],

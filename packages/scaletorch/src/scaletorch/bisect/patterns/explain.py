@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from .exchanged import exchanged
+from .factors import scaled
 from .fits import fitted
 from .moved import reordered, shifted, transposed
 from .parts import FINEST, HUGE, Case, Finding, Part, Piece, beside, misfit, norm, plain, same_index
 from .sums import sums
-from .values import copies, masks, rounded, rounded_inside, scaled, zeros
+from .values import copies, masks, rounded, rounded_inside, zeros
 from .words import has, number, one, rank_list, some, where, who
 
 SENTENCES = 3
