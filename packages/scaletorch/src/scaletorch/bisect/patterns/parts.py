@@ -108,7 +108,7 @@ class Case:
             fitted: How many numbers of the guess were fitted to what is there.
             ways: Logarithm of how many guesses of this kind were possible.
         """
-        each = math.log(min(max(4 * self.bound, 1e-8), 0.9))  # number to agree
+        each = math.log(min(max(4 * self.bound, 1e-8), 0.9))  # of one number
         if (have.numel() - fitted) * each + ways > CHANCE:
             return False
         room = ROOM * self.allowed(have.numel(), norm(want), norm(guess))
@@ -201,9 +201,8 @@ def _wrong(case: Case, have: Tensor, want: Tensor) -> tuple[Tensor, tuple[Tensor
     """Return which elements are wrong, and the slices of each dim that hold them."""
     gap, allowed = have - want, case.allowed(have.numel(), norm(want))
     if norm(gap) <= allowed:
-        return torch.zeros_like(gap, dtype=torch.bool), tuple(
-            gap.new_empty(0).long() for _ in gap.shape
-        )
+        mask = torch.zeros_like(gap, dtype=torch.bool)
+        return mask, box_of(mask)
     inside = torch.ones_like(gap, dtype=torch.bool)
     for dim, size in enumerate(gap.shape):
         rest = [d for d in range(gap.ndim) if d != dim]
@@ -213,7 +212,9 @@ def _wrong(case: Case, have: Tensor, want: Tensor) -> tuple[Tensor, tuple[Tensor
             inside &= bad.view([-1 if d == dim else 1 for d in range(gap.ndim)])
     mask = _beyond(case, gap.square(), want.square(), 1) & inside
     if norm(gap[~mask]) > allowed:  # much of it is a little everywhere
-        mask = (gap != 0) & inside if bool((gap[inside] != 0).any()) else gap != 0
+        mask = (gap != 0) & inside
+    if not mask.any():
+        mask = gap != 0
     return mask, box_of(mask)
 
 
