@@ -214,7 +214,7 @@ def tell(ran: Ran, reasons: Counter[str]) -> None:
         counts += f"{ran.report.count(BAD)} differ"
         for each in ran.report.judged.values():
             if each.state != "good":
-                word = each.why if each.state == UNSEEN else "differs, and no result does"
+                word = each.why if each.state == UNSEEN else f"differs by {each.error:.0e}, and no result does"
                 reasons[f"{ran.family} {each.key.kind} {each.key.name} {each.key.item}: {word}"] += 1
     print(f"{verdict:7}{ran.family:9} {ran.case!s:70}{counts} {ran.seconds:.1f} s", flush=True)
     if not ran.sound:
