@@ -52,7 +52,7 @@ def record_plain(
     def watch(step: int) -> Iterator[Put]:
         batch = dict(saved["batches"][step])
         with record(folder, model, step=step) as tape:
-            tape.batch({POSITIONS: torch.arange(batch["input_ids"].shape[1])[None], **batch})
+            tape.batch(_with_positions(batch))
             yield tape.put
 
     with record(folder, model, step=-1) as tape:
@@ -95,7 +95,7 @@ def record_case(
             said = describe_grid(model, batches, manager)
             with record(folder, stage, describe=said, step=step) as tape:
                 for number, batch in enumerate(batches):
-                    tape.batch(batch, number)
+                    tape.batch(batch if grid.cp > 1 else _with_positions(batch), number)
                 with model_precision(dtype):
                     tape.put("loss", train_step(model, batches, manager))
                 tape.put_all("gradient", local_gradients(model))
@@ -112,6 +112,11 @@ def record_case(
         return [(each.what.partition(" ")[2], each.note) for each in found if each.failed]
     finally:
         destroy_process_group_manager()
+
+
+def _with_positions(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a batch with the positions that a model takes where nobody says them."""
+    return {POSITIONS: torch.arange(batch["input_ids"].shape[1])[None], **batch}
 
 
 def _parameters(model: nn.Module) -> dict[str, Tensor]:
