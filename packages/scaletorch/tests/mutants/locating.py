@@ -14,6 +14,7 @@ from scaletorch.dist import RankPool
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.testing import preload
 from scaletorch.verify.cases import Case
+from scaletorch.verify.phases import STEPS
 from scaletorch.verify.training import Subject
 
 from .catalogue import MUTANTS
@@ -27,6 +28,7 @@ OF_PARAMETERS = ("gradient", "weight", "moment")
 def locate_all(
     mutants: Iterable[Mutant] | None = None,
     *,
+    steps: int = STEPS,
     timeout: float = 60.0,
     progress: Callable[[Mutant, Report], None] | None = None,
 ) -> dict[str, Report]:
@@ -34,6 +36,7 @@ def locate_all(
 
     Args:
         mutants: which; None for all.
+        steps: how many are compared.
         timeout: seconds for one case.
         progress: called with each report.
 
@@ -53,7 +56,7 @@ def locate_all(
                 if pool is not None:
                     pool.close()
                 pool = RankPool(size, timeout=timeout, seed=0)
-            found[mutant.name] = _locate(mutant, prepared, pool, folder)
+            found[mutant.name] = _locate(mutant, prepared, pool, folder, steps)
             if progress is not None:
                 progress(mutant, found[mutant.name])
     if pool is not None:
@@ -62,12 +65,17 @@ def locate_all(
 
 
 def _locate(
-    mutant: Mutant, prepared: dict[tuple[str, str], Prepared], pool: RankPool, folder: Path
+    mutant: Mutant,
+    prepared: dict[tuple[str, str], Prepared],
+    pool: RankPool,
+    folder: Path,
+    steps: int,
 ) -> Report:
     model_fn, plan, batch_fn = MODELS[mutant.model]
     key = mutant.model, mutant.case.dtype
     if key not in prepared:
-        prepared[key] = prepare(folder / "-".join(key), model_fn, batch_fn, mutant.case.dtype)
+        place = folder / "-".join(key)
+        prepared[key] = prepare(place, model_fn, batch_fn, mutant.case.dtype, steps)
     subject, own = Subject(locator(model_fn), plan, None), folder / mutant.name
     report = locate(mutant.case, subject, prepared[key], pool, own, record_mutant, mutant.name)
     shutil.rmtree(own)
@@ -97,7 +105,8 @@ def place_of(report: Report) -> str:
     if not report.found:
         return "nowhere"
     birth = report.found[0].birth
-    named = birth.modules[:2] or ([] if birth.others else [birth.judged.key.name])
+    named = [name or "the model" for name in birth.modules[:2]]
+    named = named or ([] if birth.others else [birth.judged.key.name])
     return f"{birth.direction}: {', '.join(named) or 'gradients'}"
 
 
