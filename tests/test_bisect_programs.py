@@ -9,10 +9,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
-from scaletorch.bisect import compare
+from scaletorch.bisect import compare, record
 from scaletorch.bisect.__main__ import main
+from scaletorch.dist.functional import gather
 from scaletorch.dist.testing import preload, run_ranks
 
 # Ranks have it from here.
@@ -56,7 +60,33 @@ def train(folder, program, options):
     return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
 
 
+class Cut(nn.Module):
+    """A layer of five columns, of which a rank has three or two, and nobody says so."""
+
+    def __init__(self):
+        super().__init__()
+        own = torch.arange(20.0, dtype=torch.float64).view(5, 4)
+        self.weight = nn.Parameter(own.split([3, 2])[dist.get_rank()] if several() else own)
+
+    def forward(self, x):
+        columns = x @ self.weight.T
+        return gather(columns, -1, None, sizes=(3, 2)) if several() else columns
+
+
+def several():
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def cut_unevenly(folder):
+    model = nn.Sequential(Cut())
+    with record(folder, model) as tape:
+        loss = model(torch.ones(2, 4, dtype=torch.float64)).square().sum()
+        loss.backward()
+        tape.put("loss", loss)
+
+
 def train_all(folder):
+    cut_unevenly(Path(folder, "uneven"))
     return {
         name: train(Path(folder, name), program, options)
         for name, (_, program, options) in (SOUND | BUGS).items()
@@ -115,6 +145,16 @@ def test_bugs_are_found_where_they_are(runs):
         assert (first.birth.direction, first.birth.modules) == (direction, modules), name
         assert first.birth.judged.key.name == tensor, name
         assert how in " ".join(first.how), name
+
+
+def test_parts_of_which_nobody_knows_the_place_are_told(runs):
+    folder, _, _ = runs
+    cut_unevenly(folder / "whole")
+    report = compare(folder / "whole", folder / "uneven")
+    assert report.sound
+    assert report.count("unseen") == 1
+    reason = "1 not (gradient 0.weight: parts of [(2, 4), (3, 4)] fit no place in [(5, 4)])"
+    assert reason in report.summary()
 
 
 @pytest.mark.parametrize("page", ["docs/bisect.md", "docs/zh/bisect.md"])

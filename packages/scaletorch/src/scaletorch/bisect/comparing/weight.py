@@ -22,8 +22,8 @@ def settle_weight(run: Run, reference: Run) -> None:
     """Note, as `Description.weight`, by what number all gradients of activations differ.
 
     It is read off the gradient nearest to the loss: the same on all ranks, a whole number or one
-    over such. Where the loss itself is wrong, where ranks say it, and where none says that it has
-    a part of the batch, nothing is noted.
+    over such. Nothing is noted if the loss itself is wrong, if ranks say it, or if no rank says
+    that it has a part of the batch.
     """
     for step, recordings in run.steps.items():
         said = all(each.header["weight"] is not None for each in recordings)
