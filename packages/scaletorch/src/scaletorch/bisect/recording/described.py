@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,9 @@ class Description:
             activations are multiplied: 1/2 for the mean of two ranks' means. None if it is to
             be found out.
         places: Of parameters by name; others are whole.
-        unseen: (module, 'in' or 'out') whose tensors are no part of the whole's.
+        unseen: (module, 'in' or 'out', chunk) whose tensors are no part of the whole's.
+        chunk: Says which of the rank's stages of a pipeline is running.
+        terms: Modules whose inputs' gradients here have to be added up over ranks.
     """
 
     axes: dict[str, Axis] = field(default_factory=dict)
@@ -48,7 +50,9 @@ class Description:
     micro_batches: int = 1
     weight: float | None = 1.0
     places: dict[str, Place] = field(default_factory=dict)
-    unseen: set[tuple[str, str]] = field(default_factory=set)
+    unseen: set[tuple[str, str, int]] = field(default_factory=set)
+    chunk: Callable[[], int] = int
+    terms: set[str] = field(default_factory=set)
 
 
 def as_ranges(indices: Iterable[int]) -> Ranges:

@@ -34,11 +34,12 @@ class Tape:
         self._model: nn.Module | None = None
         self._names: dict[nn.Module, str] = {}
         self._parameters: dict[int, str] = {}
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[tuple[str, int]] = Counter()
         self._stack: list[str] = []
         self._seen: set[int] = set()  # lines whose gradient came
         self._lineage = Lineage()
         self._done: set[str] = set()
+        self._terms = 0
         self._followed: set[tuple[Any, int]] = set()  # uses of parameters
         if model is not None:
             self._follow(model)
@@ -124,25 +125,27 @@ class Tape:
             return original(module, *args, **kw)  # of no name, or run again in backward
         if not self._stack and not torch.is_grad_enabled():
             return original(module, *args, **kw)
-        call = self._calls[name]
-        self._calls[name] += 1
+        chunk = self._said.chunk()
+        call = self._calls[name, chunk]
+        self._calls[name, chunk] += 1
         for own, parameter in module._parameters.items():  # FSDP2's are others during a call
             self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
         with self._lineage.call():
-            self._see(name, call, _arguments(module, args, kw), "in")
+            if (name, "in", chunk) not in self._said.unseen:
+                self._see(name, call, _arguments(module, args, kw))
             self._stack.append(name)
             try:
                 output = original(module, *args, **kw)
             finally:
                 self._stack.pop()
-            results = self._see(name, call, tensors_of(output, "out"), "out")
+            if (name, "out", chunk) in self._said.unseen:
+                return output
+            results = self._see(name, call, tensors_of(output, "out"))
         for tensor, number in results:
             self._lineage.note(tensor, number)  # it goes by this name behind the call
         return output
 
-    def _see(self, name: str, call: int, tensors: Any, side: str) -> list[tuple[Tensor, int]]:
-        if (name, side) in self._said.unseen:
-            return []
+    def _see(self, name: str, call: int, tensors: Any) -> list[tuple[Tensor, int]]:
         return [
             (tensor, self._see_one(Line(FORWARD, name, item, call, "", []), tensor))
             for item, tensor in tensors
@@ -177,8 +180,8 @@ class Tape:
         def came(gradients: tuple[Tensor | None, ...], _: Any) -> None:
             term = gradients[use.place]
             if term is not None:
-                line = Line(TERM, name, user, self._calls["term"], "", [])
-                self._calls["term"] += 1
+                line = Line(TERM, name, user, self._terms, "", [])
+                self._terms += 1
                 self._add(line, term, self._said.places.get(name))
 
         use.node.register_hook(came)
@@ -189,6 +192,7 @@ class Tape:
         self._seen.add(number)
         of = self._writer.lines[number]
         line = Line(BACKWARD, of.name, of.item, of.call, "", [], parents=[number])
+        line.sums = of.item.startswith("in") and of.name in self._said.terms
         self._add(line, gradient)
 
     def _add(self, line: Line, tensor: Tensor | None, place: Place | None = None) -> int:
@@ -196,7 +200,8 @@ class Tape:
             return self._writer.add(line, None)
         if line.kind == LOSS and tensor.requires_grad:
             line.parents, _ = self._lineage.parents(tensor)
-        local, own_place, line.sums = local_part(tensor.detach())
+        local, own_place, is_term = local_part(tensor.detach())
+        line.sums |= is_term
         line.place = place if own_place is None else own_place
         if local.is_complex():
             local = torch.view_as_real(local.resolve_conj())
@@ -227,8 +232,12 @@ def _arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str,
 @lru_cache(maxsize=256)
 def _places(kind: Any) -> Mapping[str, int]:
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    named = list(inspect.signature(kind.forward).parameters.values())[1:]
-    return {each.name: place for place, each in enumerate(named) if each.kind == positional}
+    for own in kind.__mro__:  # one that surrounds another's forward takes what that takes
+        if "forward" in vars(own):
+            named = list(inspect.signature(own.forward).parameters.values())[1:]
+            if not named or named[0].kind == positional:
+                return {e.name: place for place, e in enumerate(named) if e.kind == positional}
+    return {}
 
 
 @contextmanager
