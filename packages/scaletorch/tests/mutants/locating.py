@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scaletorch.bisect import Report
 from scaletorch.bisect.between import Prepared, locate, prepare
-from scaletorch.bisect.run import record_case
+from scaletorch.bisect.run import Ran, record_case
 from scaletorch.dist import RankPool
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.testing import preload
@@ -76,7 +76,7 @@ def _locate(
 
 def record_mutant(
     case: Case, subject: Subject, reference: str, folder: str, steps: int, name: str
-) -> list[tuple[str, str]]:
+) -> Ran:
     """Record a case as one rank, with a mutant's fault in the library."""
     with MUTANTS[name].apply():
         return record_case(case, subject, reference, folder, steps)

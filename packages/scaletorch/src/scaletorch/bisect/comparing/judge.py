@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..keys import BACKWARD, FINAL, GRADIENT, TERM, Key
+from ..keys import BACKWARD, FINAL, FORWARD, GRADIENT, TERM, Key
 from ..patterns import Piece
 from .places import Held, Way, ways
 from .runs import Run
@@ -83,12 +83,15 @@ class Met:
 
 
 def measure(noise: Run, reference: Run) -> dict[Key, float]:
-    """Return what each tensor loses by rounding in a lower dtype, in epsilons of that."""
+    """Return what each tensor loses by rounding in a lower dtype, in epsilons of that.
+
+    Whole numbers that rounding decides, such as which expert is first, lose all.
+    """
     found, eps = {}, coarsest(noise)
     for key, theirs in reference.held.items():
         ours = noise.held.get(key)
         met = meet(ours, theirs, weighed=key.kind == BACKWARD) if ours else None
-        if ours and met is not None and met.error < INFINITE and eps_of(ours[0]):
+        if ours and met is not None and eps and (met.error < INFINITE) == (eps_of(ours[0]) > 0):
             found[key] = met.error / eps
     return found
 
@@ -166,8 +169,16 @@ def _judge(
         for piece, error in zip(met.pieces, met.errors, strict=False)
         if not error <= limit
     ]
+    if wrong and weighed and _lacks_rows(met) and adds_up(ours, theirs, limit):
+        return Judged(key, GOOD, 0.0, limit)  # one for all rows, of whose gradient ranks have terms
+    if wrong and not limit and key.kind == FORWARD and INFINITE in measured.lost.values():
+        return Judged(key, UNSEEN, why="whole numbers, and rounding alone chose others")
     state = GOOD if met.error <= limit else BAD
     return Judged(key, state, met.error, limit, wrong, met.derived)
+
+
+def _lacks_rows(met: Met) -> bool:
+    return not any("rows" in way.name for way in met.ways)
 
 
 def _bound(key: Key, eps: float, measured: Measured, chain: int) -> float:
