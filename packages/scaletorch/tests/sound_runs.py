@@ -52,7 +52,7 @@ LAYOUTS: Sequence[tuple[str, Mapping[str, Any]]] = [
     ("1x1x1x2", {"loss_parallel": "on", "micro_batches": 1}),
     ("1x1x2x2", ON),
     ("1x1x2x2", {"cp_layout": "stripe", "cp_method": "all_gather"}),
-    ("1x2x1x2", {**ON, "schedule": "zb_h1"}),
+    ("1x2x1x2", {"loss_parallel": "on", "schedule": "zb_h1"}),
     ("1x2x2x1", {"schedule": "interleaved_1f1b", "cp_layout": "contiguous"}),
     ("2x1x1x2", {"data_parallel": "zero1", "loss_parallel": "on", **ON}),
     ("2x1x2x1", {"data_parallel": "float64", "recompute": "layers"}),

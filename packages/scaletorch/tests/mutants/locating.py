@@ -9,7 +9,7 @@ from pathlib import Path
 
 from scaletorch.bisect import Report
 from scaletorch.bisect.between import Prepared, locate, prepare
-from scaletorch.bisect.run import record_case
+from scaletorch.bisect.run import Ran, record_case
 from scaletorch.dist import RankPool
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.testing import preload
@@ -22,6 +22,7 @@ from .hunt import MODELS
 from .located import matches
 from .mutant import Mutant
 
+ELSEWHERE = " (wrong)"
 OF_PARAMETERS = ("gradient", "weight", "moment")
 
 
@@ -84,7 +85,7 @@ def _locate(
 
 def record_mutant(
     case: Case, subject: Subject, reference: str, folder: str, steps: int, name: str
-) -> list[tuple[str, str]]:
+) -> Ran:
     """Record a case as one rank, with a mutant's fault in the library."""
     with MUTANTS[name].apply():
         return record_case(case, subject, reference, folder, steps)
@@ -111,7 +112,12 @@ def place_of(report: Report) -> str:
 
 
 def with_places(table: str, reports: Mapping[str, Report]) -> str:
-    """Return a table of mutants with a column more: where each was located."""
+    """Return a table of mutants with a column more: where each was located, right or wrong."""
     lines = table.splitlines()
-    added = ["located", "---", *(place_of(reports[line.split(" | ")[0][2:]]) for line in lines[2:])]
+    names = [line.split(" | ")[0][2:] for line in lines[2:]]
+    places = (
+        place_of(reports[name]) + ("" if is_located(MUTANTS[name], reports[name]) else ELSEWHERE)
+        for name in names
+    )
+    added = ["located", "---", *places]
     return "\n".join(f"{line} {cell} |" for line, cell in zip(lines, added, strict=True)) + "\n"

@@ -17,8 +17,10 @@ from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
 from ..verify.cases import Case, parse_layout
 from ..verify.dropout import dropouts
+from ..verify.lost import off
 from ..verify.phases import PHASES, STEPS, Chosen, Phase, phases_of
 from ..verify.problem import TORCH_DTYPES, BatchFn, ModelFn, default_batch, default_model
+from ..verify.routing import doubtful
 from ..verify.training import Subject
 from .compare import compare_runs
 from .comparing.births import Birth
@@ -26,7 +28,7 @@ from .comparing.judge import BAD, INFINITE, Judged, measure
 from .comparing.runs import Run, load
 from .keys import BACKWARD, FORWARD, Key
 from .report import Found, Report
-from .run import record_case, record_plain
+from .run import Ran, record_case, record_plain
 
 EXACT, LOW = "float64", "float32"
 
@@ -116,16 +118,21 @@ def prepare(
     """Run and record a model in one process, in float64 and in a lower dtype."""
     torch.manual_seed(0)
     model = model_fn().to(TORCH_DTYPES[dtype])
-    saved = {
+    saved: dict[str, Any] = {
         "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
         "batches": [dict(batch_fn(step)) for step in range(steps)],
         "dropout": bool(dropouts(model)),
     }
-    folder.mkdir(parents=True, exist_ok=True)
-    torch.save(saved, folder / "start.pt")
     low = LOW if dtype == EXACT else dtype
-    for name, own in (("exact", EXACT), ("noise", low)):
-        record_plain(folder / name, model_fn, own, saved, steps, phases)
+    rounded = record_plain(folder / "noise", model_fn, low, saved, steps, phases)
+    made = [] if dtype == EXACT else [choice for step in rounded for choice in step.choices]
+    exact = record_plain(folder / "exact", model_fn, EXACT, saved, steps, phases, made)
+    saved["limits"] = [off(r.choices, e.choices) for r, e in zip(rounded, exact, strict=True)]
+    saved["doubtful"] = [  # in float64 no choice is taken for rounding; by_scores looks around
+        [tuple(c) for c in doubtful(step.choices, 4 * limit)] if made else []
+        for step, limit in zip(rounded, saved["limits"], strict=True)
+    ]
+    torch.save(saved, folder / "start.pt")
     reference = load(folder / "exact")
     lost = measure(load(folder / "noise"), reference)
     return Prepared(str(folder / "start.pt"), reference, lost, steps)
@@ -152,8 +159,14 @@ def locate(
         arguments: Further ones of `run`.
     """
     given = prepared.path, str(folder), prepared.steps, *arguments
-    dropped = {name: why for found in pool.run(run, case, subject, *given) for name, why in found}
+    ran: list[Ran] = pool.run(run, case, subject, *given)
+    dropped = {name: why for each in ran for name, why in each.dropped}
     report = compare_runs(prepared.reference, load(folder), prepared.lost)
+    if sent := [margin for each in ran for margin in each.sent]:
+        report.notes.append(
+            f"{len(sent)} choices of experts were made as in one process, where rounding chose "
+            f"others: scores that are up to {max(sent):.1e} of the largest apart"
+        )
     if report.sound and dropped:
         births = [_drawn(name, why, case, prepared.steps) for name, why in dropped.items()]
         births[0].others += [each.judged for each in births[1:]]

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..dist.errors import InvalidArgumentError
 from .comparing.births import Birth, find_births
-from .comparing.judge import ROOM, eps_of, judge_all, measure, meet
+from .comparing.judge import ROOM, coarsest, judge_all, measure, meet
 from .comparing.places import ALIKE, GIVEN, WHOLE, Way
 from .comparing.runs import Run, load, require_comparable
 from .comparing.weight import settle_weight
@@ -59,9 +59,7 @@ def compare(
 def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
     """Say where two loaded runs part, given what rounding does; see `judge_all`."""
     chain = chain_of(reference)
-    eps = max(
-        (eps_of(h) for r in (run, reference) for hs in r.held.values() for h in hs), default=0
-    )
+    eps = max(coarsest(run), coarsest(reference))
     if not lost and eps * ROOM * math.sqrt(chain) > LARGEST:
         raise InvalidArgumentError(
             f"rounding of {chain} additions at an epsilon of {eps:.0e} could hide faults: record "

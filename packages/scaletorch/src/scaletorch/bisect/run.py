@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,9 @@ from ..verify import dropout
 from ..verify.cases import Case
 from ..verify.phases import PHASES, Phase, phase_at
 from ..verify.precision import model_precision
-from ..verify.problem import TORCH_DTYPES, ModelFn, Put, one_process
+from ..verify.problem import TORCH_DTYPES, ModelFn, Put, Step, one_process
+from ..verify.replay import by_scores, decided, in_order
+from ..verify.routing import Choice
 from ..verify.runner import load_reference
 from ..verify.training import Subject, build, compare_dropout, divide, norm_of, optimizers_of
 from .recording.described import Description
@@ -34,8 +36,9 @@ def record_plain(
     saved: Mapping[str, Any],
     steps: int,
     phases: Sequence[Phase] = PHASES,
-) -> None:
-    """Record steps of the plain model in one process, whole batches at once.
+    choices: Sequence[Choice] = (),
+) -> list[Step]:
+    """Record steps of the plain model in one process, whole batches at once, and return them.
 
     Args:
         folder: Where to.
@@ -44,6 +47,7 @@ def record_plain(
         saved: Its weights as `state` and `batches`.
         steps: How many.
         phases: The optimizers.
+        choices: Of experts, those of all calls; none lets the model choose.
     """
     model = model_fn().to(TORCH_DTYPES[dtype])
     model.load_state_dict(saved["state"])
@@ -58,16 +62,28 @@ def record_plain(
     with record(folder, model, step=-1) as tape:
         tape.weights()
 
-    one_process(model, saved["batches"][:steps], phases, watch)
+    with decided(in_order(choices) if choices else None):
+        return one_process(model, saved["batches"][:steps], phases, watch)
 
 
-def record_case(
-    case: Case, subject: Subject, reference: str, folder: str, steps: int
-) -> list[tuple[str, str]]:
+class Ran(NamedTuple):
+    """What a rank says beside its recording.
+
+    Attributes:
+        dropped: Names of dropout modules that drop what they must not, which no other run can
+            tell, each with the reason.
+        sent: Of each token that rounding would have sent to other experts than in one process, how
+            far its scores are apart.
+    """
+
+    dropped: list[tuple[str, str]]
+    sent: list[float]
+
+
+def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> Ran:
     """Record steps of a case as one of its ranks; see `record_plain`.
 
-    Return the names of dropout modules that drop what they must not, which no other run can tell,
-    each with the reason.
+    Tokens go to the experts that they went to in one process, where rounding would choose others.
 
     Args:
         case: What to run.
@@ -76,7 +92,7 @@ def record_case(
         folder: One for all ranks.
         steps: How many.
     """
-    grid, saved = case.grid, load_reference(reference)
+    grid, saved, ran = case.grid, load_reference(reference), Ran([], [])
     manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
     try:
         dtype = TORCH_DTYPES[case.dtype]
@@ -96,7 +112,9 @@ def record_case(
             with record(folder, stage, describe=said, step=step) as tape:
                 for number, batch in enumerate(batches):
                     tape.batch(batch if grid.cp > 1 else _with_positions(batch), number)
-                with model_precision(dtype):
+                near = [Choice(*each) for each in saved["doubtful"][step]]
+                replay = by_scores(near, saved["limits"][step], ran.sent) if near else None
+                with model_precision(dtype), decided(replay):
                     tape.put("loss", train_step(model, batches, manager))
                 tape.put_all("gradient", local_gradients(model))
                 tape.norm(norm_of(model, manager, clips=phase.clips))
@@ -106,10 +124,10 @@ def record_case(
                 tape.put_all("weight", _parameters(model))
                 for optimizer in optimizers:
                     optimizer.zero_grad()
-        if not saved["dropout"]:
-            return []
-        found = list(compare_dropout(case, model, manager, {**saved, "steps": range(steps)}))
-        return [(each.what.partition(" ")[2], each.note) for each in found if each.failed]
+        if saved["dropout"]:
+            found = list(compare_dropout(case, model, manager, {**saved, "steps": range(steps)}))
+            ran.dropped.extend((e.what.partition(" ")[2], e.note) for e in found if e.failed)
+        return ran
     finally:
         destroy_process_group_manager()
 

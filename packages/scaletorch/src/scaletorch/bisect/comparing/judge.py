@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..keys import BACKWARD, DATA, FINAL, GRADIENT, SHARE, TERM, WEIGHT, Key
+from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, TERM, WEIGHT, Key
 from ..patterns import Piece
 from .places import Held, Way, in_terms, ways
 from .runs import Run
@@ -46,6 +46,19 @@ class Judged:
 
 
 @dataclass(frozen=True, slots=True)
+class Measured:
+    """What rounding does.
+
+    Attributes:
+        lost: To each tensor of one process in a lower dtype, in epsilons of that, see `measure`.
+        eps: Of the dtype of the run in question.
+    """
+
+    lost: Mapping[Key, float]
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
 class Met:
     """A tensor of two runs put together.
 
@@ -70,12 +83,15 @@ class Met:
 
 
 def measure(noise: Run, reference: Run) -> dict[Key, float]:
-    """Return what each tensor loses by rounding in a lower dtype, in epsilons of it."""
-    found = {}
+    """Return what each tensor loses by rounding in a lower dtype, in epsilons of that.
+
+    Whole numbers that rounding decides, such as which expert is first, lose all.
+    """
+    found, eps = {}, coarsest(noise)
     for key, theirs in reference.held.items():
         ours = noise.held.get(key)
         met = meet(ours, theirs, weighed=key.kind == BACKWARD) if ours else None
-        if ours and met is not None and met.error < INFINITE and (eps := eps_of(ours[0])):
+        if ours and met is not None and eps and (met.error < INFINITE) == (eps_of(ours[0]) > 0):
             found[key] = met.error / eps
     return found
 
@@ -91,12 +107,13 @@ def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -
         chain: Additions between inputs and results.
     """
     found: dict[Key, Judged] = {}
+    measured = Measured(lost, coarsest(run))
     for step in reference.steps:
         typical = _typical(reference, step)
         for key in reference.held:
             may_lack = key.kind in (SHARE, TERM) or (key.kind == DATA and key not in run.held)
             if key.step == step and not may_lack:
-                found[key] = _judge(key, run, reference, lost, chain, typical)
+                found[key] = _judge(key, run, reference, measured, chain, typical)
         if any(each.state == BAD and key.kind in FINAL for key, each in found.items()):
             break  # what follows from it tells nothing new
     return found
@@ -133,7 +150,7 @@ def meet(
 
 
 def _judge(
-    key: Key, run: Run, reference: Run, lost: Mapping[Key, float], chain: int, typical: float
+    key: Key, run: Run, reference: Run, measured: Measured, chain: int, typical: float
 ) -> Judged:
     theirs, ours = reference.held[key], run.held.get(key, [])
     if reason := run.uncounted.get(key.name) or reference.uncounted.get(key.name):
@@ -146,7 +163,7 @@ def _judge(
     if met is None:
         parts, whole = ({tuple(h.line.shape) for h in each} for each in (ours, theirs))
         return Judged(key, UNSEEN, why=f"parts of {sorted(parts)} fit no place in {sorted(whole)}")
-    limit = _bound(key, max(eps_of(held) for held in [*ours, *theirs]), lost.get(key), chain)
+    limit = _bound(key, max(eps_of(held) for held in [*ours, *theirs]), measured, chain)
     wrong = [
         (piece.rank, piece.micro_batch)
         for piece, error in zip(met.pieces, met.errors, strict=False)
@@ -156,6 +173,10 @@ def _judge(
         wrong += [(rank, 0) for rank in none]
         why = f"ranks {none} have the parameter and no gradient of it"
         return Judged(key, BAD, INFINITE, limit, wrong, met.derived, why)
+    if wrong and key.kind == BACKWARD and _lacks_rows(met) and adds_up(ours, theirs, limit):
+        return Judged(key, GOOD, 0.0, limit)  # one for all rows, of whose gradient ranks have terms
+    if wrong and not limit and key.kind == FORWARD and INFINITE in measured.lost.values():
+        return Judged(key, UNSEEN, why="whole numbers, and rounding alone chose others")
     state = GOOD if met.error <= limit else BAD
     return Judged(key, state, met.error, limit, wrong, met.derived)
 
@@ -169,12 +190,23 @@ def _without(key: Key, run: Run) -> list[int]:
     return sorted(trained - have)
 
 
-def _bound(key: Key, eps: float, lost: float | None, chain: int) -> float:
+def _lacks_rows(met: Met) -> bool:
+    return not any("rows" in way.name for way in met.ways)
+
+
+def _bound(key: Key, eps: float, measured: Measured, chain: int) -> float:
     """Return the largest error that rounding explains; 0 for whole numbers."""
-    by_length = eps * ROOM * math.sqrt(chain * (key.step + 1))
+    by_length, lost = eps * ROOM * math.sqrt(chain * (key.step + 1)), measured.lost.get(key)
     if lost is None or not eps:
         return by_length
-    return max(MEASURED * lost * eps, by_length if by_length < NEAR else eps * ROOM)
+    # A tensor may be of a finer dtype than what it was computed from, as losses are.
+    floor = by_length if by_length < NEAR else measured.eps * ROOM
+    return max(MEASURED * lost * measured.eps, floor)
+
+
+def coarsest(run: Run) -> float:
+    """Return the largest epsilon of a run's dtypes, which is what its numbers lose by."""
+    return max((eps_of(held) for each in run.held.values() for held in each), default=0.0)
 
 
 def eps_of(held: Held) -> float:

@@ -133,7 +133,7 @@ def _shard(held: Held, length: int, way: Way) -> Tensor:
 def in_terms(held: Sequence[Held], found: Sequence[Way]) -> bool:
     """Return whether gradients that lie so are terms on several ranks, which add up to them."""
     named = {way.name for way in found}
-    return any(named & set(each.recording.header["terms"]) for each in held)
+    return any(named & set(each.recording.header["shared"]) for each in held)
 
 
 def _distinct(held: Sequence[Held], dim: int) -> list[Way]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -42,8 +42,10 @@ class Description:
             activations are multiplied: 1/2 for the mean of two ranks' means. None if it is to
             be found out.
         places: Of parameters by name; others are whole.
-        terms: Axes of which several ranks have the same part, and each a term of its gradient.
-        unseen: (module, 'in' or 'out') whose tensors are no part of the whole's.
+        shared: Axes of which several ranks have the same part, and each a term of its gradient.
+        unseen: (module, 'in' or 'out', chunk) whose tensors are no part of the whole's.
+        chunk: Says which of the rank's stages of a pipeline is running.
+        terms: Modules whose inputs' gradients here have to be added up over ranks.
     """
 
     axes: dict[str, Axis] = field(default_factory=dict)
@@ -51,8 +53,10 @@ class Description:
     micro_batches: int = 1
     weight: float | None = 1.0
     places: dict[str, Place] = field(default_factory=dict)
-    terms: list[str] = field(default_factory=list)
-    unseen: set[tuple[str, str]] = field(default_factory=set)
+    shared: list[str] = field(default_factory=list)
+    unseen: set[tuple[str, str, int]] = field(default_factory=set)
+    chunk: Callable[[], int] = int
+    terms: set[str] = field(default_factory=set)
 
 
 def as_ranges(indices: Iterable[int]) -> Ranges:
@@ -162,5 +166,9 @@ def arguments_of(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[st
 @lru_cache(maxsize=256)
 def _places(kind: Any) -> Mapping[str, int]:
     positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    named = list(inspect.signature(kind.forward).parameters.values())[1:]
-    return {each.name: place for place, each in enumerate(named) if each.kind == positional}
+    for own in kind.__mro__:  # one that surrounds another's forward takes what that takes
+        if "forward" in vars(own):
+            named = list(inspect.signature(own.forward).parameters.values())[1:]
+            if not named or named[0].kind == positional:
+                return {e.name: place for place, e in enumerate(named) if e.kind == positional}
+    return {}

@@ -15,8 +15,9 @@ from ...compose.forward import pipeline_of, terms_of
 from ...parallel.data_parallel import DataParallelBucket, parameter_shards
 from ...parallel.expert_parallel.building import find_expert_cuts
 from ...parallel.pg_manager import ProcessGroupManager
+from ...parallel.pipeline_parallel import PipelineParallel
 from ...parallel.pipeline_parallel.building import PassThrough
-from ...parallel.tensor_parallel.building import ParameterCut, find_cuts
+from ...parallel.tensor_parallel.building import ParameterCut, find_cuts, summed_outside
 from .described import Axis, Description, Place, as_ranges
 
 
@@ -30,7 +31,8 @@ def describe_grid(
         micro_batches: What `shard_global_batch` returned.
         manager: The grid.
     """
-    stage, cut = pipeline_of(model).module, micro_batches[0].cut
+    pipeline = pipeline_of(model)
+    stage, cut = pipeline.module, micro_batches[0].cut
     if not isinstance(micro_batches[0], MicroBatch):
         raise TypeError(type(micro_batches[0]).__name__)
     found = Description(micro_batches=len(micro_batches))
@@ -52,10 +54,12 @@ def describe_grid(
         found.axes |= axis
     found.places = places_of(stage)
     cuts = find_cuts(stage).values()
-    found.terms = [_name(cut) for cut in cuts if any(c.replicated for c in cut.cut.packed)]
+    found.shared = [_name(cut) for cut in cuts if any(c.replicated for c in cut.cut.packed)]
     for name in ("tp", "cp", "pp", "dp"):
         found.groups[name] = [list(ranks) for ranks in manager.grid.groups(name)]
-    found.unseen = set(_unseen(stage, manager))
+    found.unseen = set(_unseen(pipeline))
+    found.chunk = lambda: pipeline.runtime.chunks.selected
+    found.terms = set(summed_outside(stage))
     return found
 
 
@@ -89,16 +93,19 @@ def _name(cut: ParameterCut) -> str:
     return f"columns {[list(part.parts) for part in cut.cut.packed]}"
 
 
-def _unseen(stage: nn.Module, manager: ProcessGroupManager) -> Iterator[tuple[str, str]]:
-    """Yield modules whose inputs or outputs here are another stage's hidden states."""
-    for name, module in stage.named_modules():
-        if isinstance(module, PassThrough):
-            yield from ((name, "in"), (name, "out"))
-        elif any(isinstance(each, PassThrough) for each in module.modules()):
-            if manager.pp_rank > 0:
-                yield name, "in"
-            if manager.pp_rank < manager.pp_size - 1:
-                yield name, "out"
+def _unseen(pipeline: PipelineParallel) -> Iterator[tuple[str, str, int]]:
+    """Yield modules whose inputs or outputs are another stage's hidden states, by chunk."""
+    for chunk, stage in enumerate(pipeline.stages):
+        pipeline.select(chunk)
+        for name, module in pipeline.module.named_modules():
+            if isinstance(module, PassThrough):
+                yield from ((name, "in", chunk), (name, "out", chunk))
+            elif any(isinstance(each, PassThrough) for each in module.modules()):
+                if stage > 0:
+                    yield name, "in", chunk
+                if stage < pipeline.num_stages - 1:
+                    yield name, "out", chunk
+    pipeline.select_all()
 
 
 def moments_of(

@@ -43,7 +43,7 @@ class Tape:
         self._model: nn.Module | None = None
         self._names: dict[nn.Module, str] = {}
         self._parameters: dict[int, str] = {}
-        self._calls: Counter[str] = Counter()
+        self._calls: Counter[tuple[str, int]] = Counter()
         self._stack: list[str] = []
         self._seen: set[int] = set()  # lines whose gradient came
         self._lineage = Lineage()
@@ -136,25 +136,27 @@ class Tape:
             return original(module, *args, **kw)  # of no name, or run again in backward
         if not self._stack and not torch.is_grad_enabled():
             return original(module, *args, **kw)
-        call = self._calls[name]
-        self._calls[name] += 1
+        chunk = self._said.chunk()
+        call = self._calls[name, chunk]
+        self._calls[name, chunk] += 1
         for own, parameter in module._parameters.items():  # FSDP2's are others during a call
             self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
         with self._lineage.call():
-            self._see(name, call, arguments_of(module, args, kw), "in")
+            if (name, "in", chunk) not in self._said.unseen:
+                self._see(name, call, arguments_of(module, args, kw))
             self._stack.append(name)
             try:
                 output = original(module, *args, **kw)
             finally:
                 self._stack.pop()
-            results = self._see(name, call, tensors_of(output, "out"), "out")
+            if (name, "out", chunk) in self._said.unseen:
+                return output
+            results = self._see(name, call, tensors_of(output, "out"))
         for tensor, number in results:
             self._lineage.note(tensor, number)  # it goes by this name behind the call
         return output
 
-    def _see(self, name: str, call: int, tensors: Any, side: str) -> list[tuple[Tensor, int]]:
-        if (name, side) in self._said.unseen:
-            return []
+    def _see(self, name: str, call: int, tensors: Any) -> list[tuple[Tensor, int]]:
         return [
             (tensor, self._see_one(Line(FORWARD, name, item, call, "", []), tensor))
             for item, tensor in tensors
@@ -206,6 +208,7 @@ class Tape:
         self._seen.add(number)
         of = self._writer.lines[number]
         line = Line(BACKWARD, of.name, of.item, of.call, "", [], parents=[number])
+        line.sums = of.item.startswith("in") and of.name in self._said.terms
         self._add(line, gradient)
 
     def _add(self, line: Line, tensor: Tensor | None, place: Place | None = None) -> int:
@@ -213,7 +216,8 @@ class Tape:
             return self._writer.add(line, None)
         if line.kind == LOSS and tensor.requires_grad:
             line.parents = [use.of for use in self._lineage.parents(tensor)[0]]
-        local, own_place, line.sums = local_part(tensor.detach())
+        local, own_place, is_term = local_part(tensor.detach())
+        line.sums |= is_term
         line.place = place if own_place is None else own_place
         if local.is_complex():
             local = torch.view_as_real(local.resolve_conj())
@@ -262,7 +266,7 @@ def record(
     header = {
         "step": step, "world_size": get_world_size(), "torch": torch.__version__,
         "micro_batches": said.micro_batches, "groups": said.groups, "weight": said.weight,
-        "terms": said.terms,
+        "shared": said.shared,
         "axes": {name: [axis.total, axis.parts] for name, axis in said.axes.items()},
     }  # fmt: skip
     writer = Writer(Path(folder), get_rank(), header)
