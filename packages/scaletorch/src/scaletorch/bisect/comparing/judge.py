@@ -173,7 +173,12 @@ def _judge(
         wrong += [(rank, 0) for rank in none]
         why = f"ranks {none} have the parameter and no gradient of it"
         return Judged(key, BAD, INFINITE, limit, wrong, met.derived, why)
-    if wrong and key.kind == BACKWARD and _lacks_rows(met) and adds_up(ours, theirs, limit):
+    if (
+        wrong
+        and key.kind == BACKWARD
+        and _is_of_all_rows(met, ours)
+        and adds_up(ours, theirs, limit)
+    ):
         return Judged(key, GOOD, 0.0, limit)  # one for all rows, of whose gradient ranks have terms
     if wrong and not limit and key.kind == FORWARD and INFINITE in measured.lost.values():
         return Judged(key, UNSEEN, why="whole numbers, and rounding alone chose others")
@@ -190,8 +195,11 @@ def _without(key: Key, run: Run) -> list[int]:
     return sorted(trained - have)
 
 
-def _lacks_rows(met: Met) -> bool:
-    return not any("rows" in way.name for way in met.ways)
+def _is_of_all_rows(met: Met, ours: Sequence[Held]) -> bool:
+    """Return whether a tensor has no rows, though ranks or micro-batches have different ones."""
+    axes = [held.recording.header["axes"].get("rows") for held in ours]
+    divided = all(axis is not None and sum(b - a for a, b in axis[1][0]) < axis[0] for axis in axes)
+    return divided and not any("rows" in way.name for way in met.ways)
 
 
 def _bound(key: Key, eps: float, measured: Measured, chain: int) -> float:
