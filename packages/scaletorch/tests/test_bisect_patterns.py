@@ -105,6 +105,11 @@ SENTENCES = {
         lambda r, x, i: 3 * x if r % 2 else x,
         "ranks 1 and 3 (tp1) have 3 times the right values",
     ),
+    "no place of an axis": (
+        None,
+        lambda r, x, i: 3 * x if r in (0, 3) else x,
+        "ranks 0 and 3 have 3 times the right values",
+    ),
     "sign": (
         1,
         of_rank(3, lambda x: -x),
@@ -297,6 +302,43 @@ def test_micro_batches_are_named():
     assert explained(lambda r, m, x: 2 * x) == [
         "every rank has 2 times the right values, and tp has 2 ranks and there are 2 "
         "micro-batches: counted once each, or summed once too often?"
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x + 2e-3 * normal(*x.shape, seed=5),  # twice the bound below
+        lambda x: x * (1 + 2e-2 * normal(*x.shape, seed=5)),
+        lambda x: filled(x, 7.0, 1, 2, 3),
+    ],
+    ids=["little", "more", "one element"],
+)
+def test_what_nothing_explains_is_said_so(change):
+    said = explain(pieces(WHOLE, 1, 4, of_rank(1, change)), WHOLE, 1e-3, axes=AXES)
+    assert said[0].startswith("rank 1 has values that differ at ")
+
+
+def test_a_little_too_much_in_a_row_is_found():
+    def change(x):
+        return x * torch.tensor([1, 1.004, 1, 1])[:, None, None]
+
+    said = explain(pieces(WHOLE, None, 2, of_rank(1, change)), WHOLE, 1e-3, axes=AXES)
+    assert said == ["rank 1 has 1.004 times the right values at row 1"]
+
+
+def test_parts_within_the_bound_are_explained_if_no_other_is_beyond():
+    errors = normal(*WHOLE.shape, seed=5)
+    held = pieces(WHOLE, None, 1, lambda r, x, i: x + 0.8e-3 * errors * x.norm() / errors.norm())
+    assert explain(held, WHOLE, 1e-3)[0].startswith("rank 0 has values that differ, by 0.0008")
+
+
+def test_an_order_of_many_slices_is_found_to_the_last_digit():
+    whole = normal(2, 64, 6)
+    said = explain(pieces(whole, None, 1, lambda r, x, i: x.flip(1)), whole, 1e-12, axes=AXES)
+    assert said == [
+        "rank 0 has positions in another order: position 0 has what 63 should have, "
+        "1 what 62 should have, 2 what 61 should have ..."
     ]
 
 
