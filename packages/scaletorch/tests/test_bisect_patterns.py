@@ -379,6 +379,21 @@ def test_ranks_with_the_same_part_are_compared():
     assert ", and not the same on all ranks with that part; most at " in said(1)
 
 
+def test_zeros_that_are_right():
+    first, second = (normal(16, 12, seed=seed) > 0 for seed in (7, 8))
+    whole = WHOLE[0] * first
+
+    def said(tensor):
+        held = [Piece(0, 0, tensor, cut(whole, None, 1)[0])]
+        return explain(held, whole, 1e-9, axes=AXES[1:])[0]
+
+    assert said(WHOLE[0] * second).startswith(
+        "rank 0 has zeros in other places than the right ones (another mask?)"
+    )
+    assert said(WHOLE[0]).startswith("rank 0 has values other than the zeros that are right")
+    assert said(torch.where(first, math.inf, 0.0).double()).startswith("rank 0 has infinity in ")
+
+
 def test_what_no_rank_has():
     held = pieces(WHOLE, 1, 4)[:3]
     assert explain(held, WHOLE, 1e-9, axes=AXES) == ["no rank has positions 12-15"]
