@@ -105,6 +105,11 @@ SENTENCES = {
         lambda r, x, i: 3 * x if r % 2 else x,
         "ranks 1 and 3 (tp1) have 3 times the right values",
     ),
+    "no place of an axis": (
+        None,
+        lambda r, x, i: 3 * x if r in (0, 3) else x,
+        "ranks 0 and 3 have 3 times the right values",
+    ),
     "sign": (
         1,
         of_rank(3, lambda x: -x),
@@ -300,6 +305,43 @@ def test_micro_batches_are_named():
     ]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x + 2e-3 * normal(*x.shape, seed=5),  # twice the bound below
+        lambda x: x * (1 + 2e-2 * normal(*x.shape, seed=5)),
+        lambda x: filled(x, 7.0, 1, 2, 3),
+    ],
+    ids=["little", "more", "one element"],
+)
+def test_what_nothing_explains_is_said_so(change):
+    said = explain(pieces(WHOLE, 1, 4, of_rank(1, change)), WHOLE, 1e-3, axes=AXES)
+    assert said[0].startswith("rank 1 has values that differ at ")
+
+
+def test_a_little_too_much_in_a_row_is_found():
+    def change(x):
+        return x * torch.tensor([1, 1.004, 1, 1])[:, None, None]
+
+    said = explain(pieces(WHOLE, None, 2, of_rank(1, change)), WHOLE, 1e-3, axes=AXES)
+    assert said == ["rank 1 has 1.004 times the right values at row 1"]
+
+
+def test_parts_within_the_bound_are_explained_if_no_other_is_beyond():
+    errors = normal(*WHOLE.shape, seed=5)
+    held = pieces(WHOLE, None, 1, lambda r, x, i: x + 0.8e-3 * errors * x.norm() / errors.norm())
+    assert explain(held, WHOLE, 1e-3)[0].startswith("rank 0 has values that differ, by 0.0008")
+
+
+def test_an_order_of_many_slices_is_found_to_the_last_digit():
+    whole = normal(2, 64, 6)
+    said = explain(pieces(whole, None, 1, lambda r, x, i: x.flip(1)), whole, 1e-12, axes=AXES)
+    assert said == [
+        "rank 0 has positions in another order: position 0 has what 63 should have, "
+        "1 what 62 should have, 2 what 61 should have ..."
+    ]
+
+
 def test_padding_is_ignored_and_replicas_are_compared_each():
     index = torch.tensor([0, 1, 2, 99]), torch.arange(12)
     held = torch.cat((WHOLE[0, :3], torch.full((1, 12), math.nan)))
@@ -335,6 +377,21 @@ def test_ranks_with_the_same_part_are_compared():
 
     assert ", the same on all ranks with that part; most at " in said(0)
     assert ", and not the same on all ranks with that part; most at " in said(1)
+
+
+def test_zeros_that_are_right():
+    first, second = (normal(16, 12, seed=seed) > 0 for seed in (7, 8))
+    whole = WHOLE[0] * first
+
+    def said(tensor):
+        held = [Piece(0, 0, tensor, cut(whole, None, 1)[0])]
+        return explain(held, whole, 1e-9, axes=AXES[1:])[0]
+
+    assert said(WHOLE[0] * second).startswith(
+        "rank 0 has zeros in other places than the right ones (another mask?)"
+    )
+    assert said(WHOLE[0]).startswith("rank 0 has values other than the zeros that are right")
+    assert said(torch.where(first, math.inf, 0.0).double()).startswith("rank 0 has infinity in ")
 
 
 def test_what_no_rank_has():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from functools import partial
 from itertools import combinations
@@ -87,7 +88,8 @@ def _times(factor: float, bound: float) -> str:
         return "the right values with the sign flipped"
     if any(abs(size * k - 1) < EXACT for k in range(2, 65)):
         return f"{sign}1/{round(1 / size)} of the right values"
-    return f"{factor:.{4 if bound < 1e-4 else 2}g} times the right values"
+    digits = min(max(1 - math.ceil(math.log10(bound)), 2), 4)
+    return f"{factor:.{digits}g} times the right values"
 
 
 def _meaning(factor: float, sizes: dict[int, list[str]]) -> str:

@@ -53,8 +53,7 @@ def _total(case: Case, cluster: Sequence[int]) -> Tensor:
 
 def _is_right(case: Case, cluster: Sequence[int], total: Tensor, fitted: int = 0) -> bool:
     parts = [case.wrong[i] for i in cluster]
-    several = sum(bool(p.have.any()) for p in parts) > 1
-    return several and all(case.agrees(total, p.want, p.have, fitted) for p in parts)
+    return all(case.agrees(total, p.want, p.have, fitted) for p in parts)
 
 
 def _clusters(case: Case) -> Iterator[tuple[str, list[list[int]]]]:

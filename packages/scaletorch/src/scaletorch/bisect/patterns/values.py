@@ -60,7 +60,7 @@ def rounded_inside(case: Case) -> Iterator[Finding]:
     """Find differences as large as a dtype's rounding, spread evenly."""
     for name, dtype in ROUNDINGS.items():
         what = f"differences everywhere as large as {name} rounds: computed in {name}?"
-        yield from told(case, what, partial(_is_noise_of, dtype))
+        yield from told(case, what, partial(_is_noise_of, case, dtype))
 
 
 def _is_copy(case: Case, other: Tensor, part: Part) -> bool:
@@ -82,9 +82,11 @@ def _is_rounded(case: Case, dtype: torch.dtype, part: Part) -> bool:
     )
 
 
-def _is_noise_of(dtype: torch.dtype, part: Part) -> bool:
+def _is_noise_of(case: Case, dtype: torch.dtype, part: Part) -> bool:
     have, want = part.have.flatten(), part.want.flatten()
     gap, typical = have - want, 0.2 * torch.finfo(dtype).eps * norm(want)
+    if typical <= 4 * case.allowed(len(have), norm(want)):  # nobody could tell
+        return False
     if not 0.3 < norm(gap) / max(typical, 1e-300) < 4 or int(part.mask.sum()) * 2 < len(gap):
         return False
     even = float(gap.abs().max()) <= 10 * norm(gap) / len(gap) ** 0.5

@@ -128,14 +128,15 @@ def where(case: Case, parts: Sequence[Part], masks: Sequence[Tensor] | None = No
         parts: Some of its parts.
         masks: The elements meant of each; None for those that are wrong.
     """
+    boxes = [p.box for p in parts] if masks is None else [box_of(mask) for mask in masks]
     masks = [p.mask for p in parts] if masks is None else masks
-    boxes = [box_of(mask) for mask in masks]
-    said = _box_in_words(case, parts, boxes)
-    count, room = sum(int(mask.sum()) for mask in masks), sum(map(_volume, boxes))
-    if count <= DENSE * room:
-        total = sum(p.have.numel() for p in parts)
-        return f" at {count} of {total} elements" + (f" ({said})" if said else "")
-    return f" at {said}" if said else ""
+    count = sum(int(mask.sum()) for mask in masks)
+    if count > DENSE * sum(map(_volume, boxes)):
+        said = _box_in_words(case, parts, boxes)
+        return f" at {said}" if said else ""
+    said = _box_in_words(case, parts, [box_of(mask) for mask in masks])
+    total = sum(p.have.numel() for p in parts)
+    return f" at {count} of {total} elements" + (f" ({said})" if said else "")
 
 
 def _box_in_words(case: Case, parts: Sequence[Part], boxes: Sequence[tuple[Tensor, ...]]) -> str:
