@@ -1,4 +1,4 @@
-"""``hatch run sound``: does bisect report nothing on runs that are right, and compare nearly all?"""
+"""``hatch run sound``: does bisect report nothing on runs that are right, and see nearly all?"""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from mutants.specimen import PLAN, Specimen, batch
 from torch import nn
 
@@ -84,10 +83,8 @@ EXPERTS: Sequence[tuple[str, Mapping[str, Any]]] = [
     ("4x1x1x1-ep2", {"data_parallel": "float64"}),
 ]
 # The specimen looks at ids where hidden states are shares of a sequence: other options instead.
-ALONE = [
-    (grid, {**options, "sequence_parallel": "off", "recompute": "layers"} if ON.items() <= options.items() else options)
-    for grid, options in LAYOUTS
-]
+OFF: Mapping[str, Any] = {"sequence_parallel": "off", "recompute": "layers"}
+ALONE = [(grid, {**own, **OFF} if ON.items() <= own.items() else own) for grid, own in LAYOUTS]
 
 
 def gemma() -> nn.Module:
@@ -214,8 +211,14 @@ def tell(ran: Ran, reasons: Counter[str]) -> None:
         counts += f"{ran.report.count(BAD)} differ"
         for each in ran.report.judged.values():
             if each.state != "good":
-                word = each.why if each.state == UNSEEN else f"differs by {each.error:.0e}, and no result does"
-                reasons[f"{ran.family} {each.key.kind} {each.key.name} {each.key.item}: {word}"] += 1
+                word = (
+                    each.why
+                    if each.state == UNSEEN
+                    else f"differs by {each.error:.0e}, and no result does"
+                )
+                reasons[
+                    f"{ran.family} {each.key.kind} {each.key.name} {each.key.item}: {word}"
+                ] += 1
     print(f"{verdict:7}{ran.family:9} {ran.case!s:70}{counts} {ran.seconds:.1f} s", flush=True)
     if not ran.sound:
         print(ran.report, flush=True)

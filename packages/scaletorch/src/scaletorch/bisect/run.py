@@ -80,9 +80,7 @@ class Ran(NamedTuple):
     sent: list[float]
 
 
-def record_case(
-    case: Case, subject: Subject, reference: str, folder: str, steps: int
-) -> Ran:
+def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> Ran:
     """Record steps of a case as one of its ranks; see `record_plain`.
 
     Tokens go to the experts that they went to in one process, where rounding would choose others.

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -147,3 +149,24 @@ def tensors_of(value: Any, label: str) -> Iterable[tuple[str, Tensor]]:
         names: Sequence[Any] = getattr(value, "_fields", range(len(value)))
         for name, each in zip(names, value, strict=False):
             yield from tensors_of(each, f"{label}.{name}")
+
+
+def arguments_of(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a module is called with; by place, however they are passed."""
+    kind: Any = type(module)
+    places = _places(kind)
+    for place, value in enumerate(args):
+        yield from tensors_of(value, f"in.{place}")
+    for name, value in kwargs.items():
+        yield from tensors_of(value, f"in.{places.get(name, name)}")
+
+
+@lru_cache(maxsize=256)
+def _places(kind: Any) -> Mapping[str, int]:
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for own in kind.__mro__:  # one that surrounds another's forward takes what that takes
+        if "forward" in vars(own):
+            named = list(inspect.signature(own.forward).parameters.values())[1:]
+            if not named or named[0].kind == positional:
+                return {e.name: place for place, e in enumerate(named) if e.kind == positional}
+    return {}

@@ -6,11 +6,10 @@ nothing is different, and nothing costs.
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from functools import lru_cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ...dist import get_rank, get_world_size, guard
 from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT
-from .described import Description, Place, description_of, is_seen, local_part, tensors_of
+from .described import (
+    Description,
+    Place,
+    arguments_of,
+    description_of,
+    is_seen,
+    local_part,
+    tensors_of,
+)
 from .folder import Line, Writer
 from .lineage import Lineage, Use
 from .updates import followed
@@ -132,7 +139,7 @@ class Tape:
             self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
         with self._lineage.call():
             if (name, "in", chunk) not in self._said.unseen:
-                self._see(name, call, _arguments(module, args, kw))
+                self._see(name, call, arguments_of(module, args, kw))
             self._stack.append(name)
             try:
                 output = original(module, *args, **kw)
@@ -217,27 +224,6 @@ def _follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> N
         tensor.register_hook(came)
     else:
         node.register_prehook(lambda gradients: came(gradients[number]))
-
-
-def _arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that a module is called with; by place, however they are passed."""
-    kind: Any = type(module)
-    places = _places(kind)
-    for place, value in enumerate(args):
-        yield from tensors_of(value, f"in.{place}")
-    for name, value in kwargs.items():
-        yield from tensors_of(value, f"in.{places.get(name, name)}")
-
-
-@lru_cache(maxsize=256)
-def _places(kind: Any) -> Mapping[str, int]:
-    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    for own in kind.__mro__:  # one that surrounds another's forward takes what that takes
-        if "forward" in vars(own):
-            named = list(inspect.signature(own.forward).parameters.values())[1:]
-            if not named or named[0].kind == positional:
-                return {e.name: place for place, e in enumerate(named) if e.kind == positional}
-    return {}
 
 
 @contextmanager
