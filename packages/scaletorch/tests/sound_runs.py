@@ -143,7 +143,12 @@ class Ran(NamedTuple):
 
 
 def campaign(
-    families: Sequence[str], dtypes: Sequence[str], only: Sequence[int] = (), *, timeout: float
+    families: Sequence[str],
+    dtypes: Sequence[str],
+    only: Sequence[int] = (),
+    *,
+    steps: int = STEPS,
+    timeout: float = 120.0,
 ) -> Iterator[Ran]:
     """Run and compare cases, those of one family and number of ranks one after another.
 
@@ -151,6 +156,7 @@ def campaign(
         families: Which.
         dtypes: Which.
         only: Numbers of layouts, of 20; all by default.
+        steps: How many are compared.
         timeout: Seconds for one case.
     """
     preload("torch._dynamo")
@@ -158,7 +164,7 @@ def campaign(
         for family, dtype in ((f, d) for f in families for d in dtypes):
             model_fn, batch_fn, plan, layouts = FAMILIES[family]
             folder = Path(name) / f"{family}-{dtype}"
-            prepared = prepare(folder, model_fn, batch_fn, dtype, STEPS)
+            prepared = prepare(folder, model_fn, batch_fn, dtype, steps)
             subject = Subject(locator(model_fn), plan, None)
             chosen = [layouts[number] for number in only or range(len(layouts))]
             cases = [Case(parse_layout(grid), dtype, **options) for grid, options in chosen]

@@ -12,9 +12,9 @@ SEVERAL_STAGES, SHARES = 5, 10  # places in sound_runs.LAYOUTS
 
 
 def test_nothing_is_reported_of_a_sound_run_and_everything_was_compared():
-    for ran in campaign(["llama"], ["float64"], [SEVERAL_STAGES, SHARES], timeout=60.0):
+    for ran in campaign(["llama"], ["float64"], [SEVERAL_STAGES, SHARES], steps=1):
         assert ran.sound, f"{ran.case}: {ran.report}"
-        assert ran.report.count(GOOD) == len(ran.report.judged) > 1000, ran.case
+        assert ran.report.count(GOOD) == len(ran.report.judged) > 600, ran.case
 
 
 def test_a_cast_is_left_out_also_where_a_mode_hands_it_on():
