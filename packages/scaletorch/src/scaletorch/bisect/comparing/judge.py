@@ -57,6 +57,11 @@ class Measured:
     lost: Mapping[Key, float]
     eps: float
 
+    @property
+    def chooses(self) -> bool:
+        """Whether it changes whole numbers, as it does not in float64."""
+        return self.eps > torch.finfo(torch.float64).eps and INFINITE in self.lost.values()
+
 
 @dataclass(frozen=True, slots=True)
 class Met:
@@ -180,7 +185,7 @@ def _judge(
         and adds_up(ours, theirs, limit)
     ):
         return Judged(key, GOOD, 0.0, limit)  # one for all rows, of whose gradient ranks have terms
-    if wrong and not limit and key.kind == FORWARD and INFINITE in measured.lost.values():
+    if wrong and not limit and key.kind == FORWARD and measured.chooses:
         return Judged(key, UNSEEN, why="whole numbers, and rounding alone chose others")
     state = GOOD if met.error <= limit else BAD
     return Judged(key, state, met.error, limit, wrong, met.derived)
