@@ -85,7 +85,22 @@ def cut_unevenly(folder):
         tape.put("loss", loss)
 
 
+def double(folder, **said):
+    """Gradients of all are twice what they should be, and the loss is right."""
+    rows = [dist.get_rank()] if several() else [0, 1]
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(4, 4)).double(), torch.randn(2, 4).double()
+    with record(folder, model, describe={"rows": (rows, 2), **said}) as tape:
+        loss = model(data[rows]).square().sum()
+        loss.backward(torch.tensor(1.0 + several()).double())
+        for each in (loss.data, *(p.grad for p in model.parameters())) if several() else ():
+            dist.all_reduce(each)
+        tape.put("loss", loss)
+
+
 def train_all(folder):
+    double(Path(folder, "doubled"))
+    double(Path(folder, "doubled-and-said"), weight=1)
     cut_unevenly(Path(folder, "uneven"))
     return {
         name: train(Path(folder, name), program, options)
@@ -155,6 +170,17 @@ def test_parts_of_which_nobody_knows_the_place_are_told(runs):
     assert report.count("unseen") == 1
     reason = "1 not (gradient 0.weight: parts of [(2, 4), (3, 4)] fit no place in [(5, 4)])"
     assert reason in report.summary()
+
+
+def test_what_a_loss_counts_is_taken_from_the_gradients_if_nobody_says_it(runs):
+    folder, _, _ = runs
+    double(folder / "single")
+    found = [
+        compare(folder / "single", folder / name).found[0].birth
+        for name in ("doubled", "doubled-and-said")
+    ]
+    assert [birth.direction for birth in found] == ["synchronisation", "backward"]
+    assert found[1].modules == ["loss"]
 
 
 @pytest.mark.parametrize("page", ["docs/bisect.md", "docs/zh/bisect.md"])
