@@ -57,11 +57,11 @@ def _imports():
     preload("torch._dynamo", "peft", "transformers.models.llama.modeling_llama")
 
 
-def base():
+def base(**options):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **options))
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(4.0)

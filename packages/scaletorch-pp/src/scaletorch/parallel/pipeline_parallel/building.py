@@ -5,7 +5,8 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 
 from .splitting.balance import parameter_costs
 from .splitting.split import parts_of
+from .stages.adopting import adopt
 from .stages.stand_ins import stands
 from .steps.batches import read
 
-__all__ = ["parameter_costs", "parts_of", "read", "stands"]
+__all__ = ["adopt", "parameter_costs", "parts_of", "read", "stands"]

@@ -3,7 +3,15 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
+from .sharing.adapters import Adapter, check_adapters, shard_adapters
 from .sharing.sequence import counts_of_ids
 from .state.whole import ParameterCut, find_cuts
 
-__all__ = ["ParameterCut", "counts_of_ids", "find_cuts"]
+__all__ = [
+    "Adapter",
+    "ParameterCut",
+    "check_adapters",
+    "counts_of_ids",
+    "find_cuts",
+    "shard_adapters",
+]
