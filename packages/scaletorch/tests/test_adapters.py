@@ -183,6 +183,41 @@ def test_inputs_that_all_ranks_have_are_dropped_alike_and_no_others():
     assert {key for key in one if one[key] == other[key]} == {("self_attn.q_proj", False)}
 
 
+def nested():
+    """Return a model with adapters around adapters, of a linear layer of each kind."""
+    from peft.tuners.lora import Linear
+
+    model, config = base(), peft.LoraConfig(init_lora_weights=False)
+    torch.manual_seed(1)
+    for layer in model.model.layers:
+        for name in ("q_proj", "o_proj"):
+            inner = Linear(layer.self_attn.get_submodule(name), "a", config=config, r=2)
+            setattr(layer.self_attn, name, Linear(inner, "b", config=config, r=3))
+    return model.double()
+
+
+def step_of_nested(shares):
+    manager = setup_process_group_manager(tp_size=2)
+    model = parallelize(nested(), manager, sequence_parallel=shares)
+    loss = train_step(model, shard_global_batch(batch(0), 1, model=model)).item()
+    gradients = full_gradients(model)
+    destroy_process_group_manager()
+    return loss, gradients
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_adapters_around_adapters_train_over_tp_like_one_process(shares):
+    plain, whole = nested(), batch(0)
+    logits = plain(input_ids=whole["input_ids"]).logits
+    known = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
+    known.backward()
+    theirs = {name: p.grad for name, p in plain.named_parameters()}
+    for loss, gradients in run_ranks(step_of_nested, 2, shares):
+        assert loss == pytest.approx(known.item(), rel=1e-12)
+        assert gradients.keys() == theirs.keys()
+        assert worst(relative_error(gradients[n], g) for n, g in theirs.items()) < 1e-10
+
+
 REFUSED = {
     "an embedding": ({"target_modules": ["embed_tokens"]}, "VocabParallelEmbedding, and only"),
     "dora": ({"use_dora": True}, "it is none of plain LoRA.* lora_magnitude_vector"),

@@ -14,11 +14,17 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel.building import adopt
 from ..parallel.tensor_parallel import TensorParallelLayer
-from ..parallel.tensor_parallel.building import Adapter, check_adapters, shard_adapters
+from ..parallel.tensor_parallel.building import (
+    ADAPTED,
+    Adapter,
+    check_adapters,
+    layer_of,
+    shard_adapters,
+)
 from .digests import written
 from .experts import expert_names
 from .forward import Terms, manager_of, pipeline_of, terms_of
-from .outline import LAYER, base_of, layer_in, outline_of
+from .outline import base_of, outline_of
 from .parallelize import wrap
 
 _BESIDE = ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
@@ -108,13 +114,13 @@ def _found_here(
     here, experts, found = dict(base.named_modules()), expert_names(base), []
     for name, module in drawn.named_modules():
         place = here.get(name)
-        if layer_in(module) is module or place is None or next(place.parameters(), None) is None:
+        if layer_of(module) is module or place is None or next(place.parameters(), None) is None:
             continue  # another stage has it
-        layer, parts = layer_in(place), {n.partition(".")[0] for n, _ in module.named_parameters()}
+        layer, parts = layer_of(place), {n.partition(".")[0] for n, _ in module.named_parameters()}
         reason = None
         if any(each.startswith(f"{name}.") for each in experts):
             reason = "it is in experts, which are divided"
-        elif parts != {LAYER, "lora_A", "lora_B"} or getattr(module, "lora_variant", None):
+        elif parts != {ADAPTED, "lora_A", "lora_B"} or getattr(module, "lora_variant", None):
             reason = (
                 f"it is more than two matrices beside a linear layer ({', '.join(sorted(parts))})"
             )
@@ -153,7 +159,7 @@ def _put(adapter: Adapter, base: nn.Module, adapter_name: str) -> None:
     for part in _MERGED:
         module._modules[part][adapter_name].to(next(adapter.layer.parameters()).device)
     if place is adapter.layer:
-        module._modules[LAYER] = place
+        module._modules[ADAPTED] = place
         owner._modules[own] = module
         return
     for part in _MERGED:
@@ -166,11 +172,11 @@ def _put(adapter: Adapter, base: nn.Module, adapter_name: str) -> None:
 def _train_alone(trained: Collection[str], base: nn.Module, adapter_name: str) -> None:
     """Let the new adapter be the active one, and train what peft trains with it."""
     for module in base.modules():
-        if layer_in(module) is not module:
+        if layer_of(module) is not module:
             cast(Any, module).set_adapter(adapter_name)
     for name, parameter in base.named_parameters():
         parameter.requires_grad_(_plain(name) in trained)
 
 
 def _plain(name: str) -> str:
-    return name.replace(f".{LAYER}", "")
+    return name.replace(f".{ADAPTED}", "")

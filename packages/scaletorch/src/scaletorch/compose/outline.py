@@ -6,22 +6,17 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-LAYER = "base_layer"  # what an adapter that stands in a layer's place calls it
+from ..parallel.tensor_parallel.building import layer_of
+
 _PLAIN = (bool, int, float, str, tuple, torch.dtype, type(None))
 
 
-def layer_in(module: nn.Module) -> nn.Module:
-    """Return the layer that an adapter holds; any other module itself."""
-    while (layer := dict(module.named_children()).get(LAYER)) is not None:
-        module = layer
-    return module
-
-
 def base_of(model: nn.Module) -> nn.Module:
-    """Return the model that peft's model holds, whose own forward passes all on; else itself."""
+    """Return the model within peft's models, whose own forwards pass all on; any other itself."""
     held = getattr(model, "get_base_model", None)
-    base: nn.Module = held() if callable(held) else model
-    return base
+    while callable(held) and (inner := held()) is not model:
+        model, held = inner, getattr(inner, "get_base_model", None)
+    return model
 
 
 def outline_of(model: nn.Module) -> nn.Module:
@@ -33,7 +28,7 @@ def outline_of(model: nn.Module) -> nn.Module:
 
 
 def _outlined(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
-    layer = layer_in(module)
+    layer = layer_of(module)
     if layer not in made:
         kind = nn.Module if isinstance(layer, torch.jit.ScriptModule) else type(layer)
         twin = made[layer] = object.__new__(kind)
