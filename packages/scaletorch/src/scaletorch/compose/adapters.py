@@ -77,7 +77,7 @@ def add_adapters(
     _require_alike(drawn, manager, failed)
     trained = {_plain(n) for n, p in drawn.named_parameters() if p.requires_grad}
     model.wait_for_parameters()
-    model.reset()  # gradients of what is frozen now
+    model.release()
     shard_adapters(found, manager.tp_group, {}, sequence_parallel=terms.shares_sequences)
     for each in found:
         _put(each, base, adapter_name)
