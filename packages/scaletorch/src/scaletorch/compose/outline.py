@@ -8,7 +8,7 @@ from torch.nn.parameter import is_lazy
 
 from ..parallel.tensor_parallel.building import layer_of
 
-_PLAIN = (bool, int, float, str, tuple, torch.dtype, type(None))
+_PLAIN = (bool, int, float, str, torch.dtype, type(None))
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -33,12 +33,16 @@ def _outlined(module: nn.Module, made: dict[nn.Module, nn.Module]) -> nn.Module:
         kind = nn.Module if isinstance(layer, torch.jit.ScriptModule) else type(layer)
         twin = made[layer] = object.__new__(kind)
         nn.Module.__init__(twin)
-        kept = {n: v for n, v in vars(layer).items() if isinstance(v, _PLAIN) or n == "config"}
+        kept = {n: v for n, v in vars(layer).items() if _is_plain(v) or n == "config"}
         vars(twin).update(kept)
         twin._parameters.update({n: _form(p) for n, p in layer._parameters.items()})
         for name, child in layer._modules.items():
             twin._modules[name] = None if child is None else _outlined(child, made)
     return made[layer]
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, _PLAIN) or (isinstance(value, tuple) and all(map(_is_plain, value)))
 
 
 def _form(parameter: nn.Parameter | None) -> nn.Parameter | None:
