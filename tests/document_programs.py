@@ -7,6 +7,7 @@ it launches its own ranks from is a fork as well.
 
 from __future__ import annotations
 
+import importlib
 import os
 import runpy
 import shlex
@@ -20,7 +21,9 @@ from scaletorch.dist.ranks.pool import RankPool
 from scaletorch.dist.ranks.process import get_server
 
 TIMEOUT = 100.0  # s
+PLUGIN = "scaletorch.pytest_ranks.plugin"  # which pytest finds by itself where wheels are installed
 PRELOAD = (
+    "scaletorch.bisect",
     "scaletorch.checkpoint",
     "scaletorch.compose",
     "scaletorch.dist.guard",
@@ -96,17 +99,30 @@ def be_interpreter(arguments: list[str], folder: str, environment: dict[str, str
 
 
 def run_main(arguments: list[str]) -> None:
-    """Run a module (`-m NAME`) or a file as `__main__`."""
+    """Run a module (`-m NAME`) or a file as `__main__`; one that imports pytest is run by it."""
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
         return
     sys.argv = arguments
+    path = os.path.abspath(arguments[0])
+    text = Path(path).read_text(encoding="utf-8")
+    if "import pytest" in text:
+        run_pytest(path)
+        return
     main = sys.modules["__main__"] = ModuleType("__main__")
-    path = main.__file__ = os.path.abspath(arguments[0])
-    exec(compile(Path(path).read_bytes(), path, "exec"), vars(main))
-    if "__name__ ==" not in Path(path).read_text(encoding="utf-8"):
+    main.__file__ = path
+    exec(compile(text, path, "exec"), vars(main))
+    if "__name__ ==" not in text:
         run_tests(main)
+
+
+def run_pytest(path: str) -> None:
+    """Run a file by pytest; raise what it says if it does not pass."""
+    code = importlib.import_module("pytest").main(["-q", "-p", PLUGIN, path])
+    if code:
+        sys.stdout.flush()
+        raise RuntimeError(Path("stdout").read_text(encoding="utf-8"))
 
 
 def run_tests(module: ModuleType) -> None:

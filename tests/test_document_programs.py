@@ -32,12 +32,23 @@ def test_it_is_the_main_program_of_its_folder(tmp_path):
     assert run("python", LAUNCHES % 1, tmp_path) == f"{tmp_path}\n"
 
 
+TESTS = """
+import pytest
+
+
+@pytest.mark.ranks(2)
+def test_it():
+    assert 1 == 2
+"""
+
+
 @pytest.mark.parametrize(
     ("code", "message"),
     [
         ("import torch\ntorch.ones(2) + torch.ones(3)", "must match"),
         (LAUNCHES % 2, "only rank 0 is well"),
         ("def test_it():\n    assert 1 == 2", "assert 1 == 2"),
+        (TESTS, "test_it on 2 ranks"),
         ("import sys\nsys.exit(3)", "ended with 3"),
         ("import os\nos._exit(1)", "exit"),
     ],

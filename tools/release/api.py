@@ -25,6 +25,7 @@ MODULES = {
         "scaletorch.compose",
         "scaletorch.models",
         "scaletorch.pretrain",
+        "scaletorch.bisect",
         "scaletorch.verify",
     ],
     "scaletorch-cp": [
@@ -45,6 +46,7 @@ MODULES = {
         "scaletorch.dist.guard",
         "scaletorch.dist.siblings",
         "scaletorch.dist.testing",
+        "scaletorch.pytest_ranks",
     ],
     "scaletorch-dp": [
         f"{_PARALLEL}.data_parallel",

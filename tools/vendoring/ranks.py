@@ -63,7 +63,8 @@ def traces() -> dict[str, Any]:
 def modules(copy: str) -> Iterator[str]:
     """Yield the modules of a vendored copy that need torch alone, below its root."""
     for file in json.loads(Path(*copy.split("."), "VENDORED.json").read_text())["files"]:
-        if file.endswith(".py") and not file.startswith("pretrain") and "__main__" not in file:
+        apart = file.startswith("pretrain") or file.endswith(("__main__.py", "/plugin.py"))
+        if file.endswith(".py") and not apart:
             yield file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 

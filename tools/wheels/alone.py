@@ -17,14 +17,16 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```(?:\n\n```output\n(.*?)^```)?", re.S
 
 NAME = re.compile(r"# (\w+\.py)\n")  # by which the other snippets import it
 
-# Every module, as a foreign import may hide in any; a __main__ is a command and may need an extra.
+# Every module, as a foreign import may hide in any; but a __main__ is a command, and a plugin is
+# for another program: these may need an extra.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
 names = []
 for portion in sys.argv[1:]:
     package = importlib.import_module(portion)
     found = pkgutil.walk_packages(package.__path__, portion + ".")
-    names += [portion, *(each.name for each in found if not each.name.endswith("__main__"))]
+    apart = ("__main__", ".plugin")
+    names += [portion, *(each.name for each in found if not each.name.endswith(apart))]
 files = [importlib.import_module(name).__file__ for name in names]
 outside = [file for file in files if not file.startswith(sys.prefix)]
 assert not outside, f"not from the wheels: {outside}"

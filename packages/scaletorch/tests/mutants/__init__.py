@@ -2,6 +2,7 @@
 
 from .catalogue import MUTANTS
 from .hunt import Outcome, hunt, to_markdown
+from .located import matches
 from .mutant import Mutant
 
-__all__ = ["MUTANTS", "Mutant", "Outcome", "hunt", "to_markdown"]
+__all__ = ["MUTANTS", "Mutant", "Outcome", "hunt", "matches", "to_markdown"]

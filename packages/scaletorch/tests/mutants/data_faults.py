@@ -18,13 +18,13 @@ DATA = Catalogue("parallel.data_parallel")
 fault = DATA.fault
 
 
-@fault("buckets.reduction:all_reduce_flat", layout="2x1x1x1")
+@fault("buckets.reduction:all_reduce_flat", layout="2x1x1x1", born="synchronisation: gradients")
 def buckets_not_reduced(all_reduce_flat: Any) -> Any:
     """Gradient buckets miss their all-reduce."""
     return lambda data, *_, **__: Work((), lambda: data)
 
 
-@fault("buckets.reduction:all_reduce_flat", layout="2x1x1x1")
+@fault("buckets.reduction:all_reduce_flat", layout="2x1x1x1", born="synchronisation: gradients")
 def buckets_reduced_twice(all_reduce_flat: Any) -> Any:
     """Gradient buckets are all-reduced twice."""
 
@@ -35,7 +35,7 @@ def buckets_reduced_twice(all_reduce_flat: Any) -> Any:
     return twice
 
 
-@fault("buckets.bucket:Bucket.launch", layout="2x1x1x1")
+@fault("buckets.bucket:Bucket.launch", layout="2x1x1x1", born="synchronisation: gradients")
 def unused_parameter_blocks_bucket(launch: Any) -> Any:
     """A bucket that waits for a parameter nobody used is never reduced."""
 
@@ -51,7 +51,7 @@ def unused_parameter_blocks_bucket(launch: Any) -> Any:
     return blocked
 
 
-@fault("buckets.slot:Slot.give", layout="2x1x1x1")
+@fault("buckets.slot:Slot.give", layout="2x1x1x1", born="synchronisation: gradients")
 def stale_gradient_after_zero_grad(give: Any) -> Any:
     """The reduced gradient of the step before is added again after zero_grad."""
     kept: dict[str, Tensor] = {}
@@ -65,7 +65,12 @@ def stale_gradient_after_zero_grad(give: Any) -> Any:
     return stale
 
 
-@fault("buckets.slot:Slot.add_product", layout="2x1x1x1")
+@fault(
+    "buckets.slot:Slot.add_product",
+    layout="2x1x1x1",
+    born="synchronisation: *_proj.weight | lm_head.weight | embed_tokens.weight ; "
+    "backward: *_proj | lm_head",
+)
 def later_products_replace_earlier(add_product: Any) -> Any:
     """A linear weight's gradient is the last micro-batch's alone."""
 
@@ -76,7 +81,7 @@ def later_products_replace_earlier(add_product: Any) -> Any:
     return replacing
 
 
-@fault("buckets.slot:Slot.take", layout="2x1x1x1")
+@fault("buckets.slot:Slot.take", layout="2x1x1x1", born="synchronisation: rare.shift | spare.*")
 def unused_parameter_keeps_old_gradient(take: Any) -> Any:
     """What a rank did not use travels as whatever its memory held."""
 
@@ -89,7 +94,12 @@ def unused_parameter_keeps_old_gradient(take: Any) -> Any:
     return dirty
 
 
-@fault("buckets.reduction:reduce_scatter_flat", layout="2x1x1x1", data_parallel="zero1")
+@fault(
+    "buckets.reduction:reduce_scatter_flat",
+    layout="2x1x1x1",
+    data_parallel="zero1",
+    born="synchronisation: gradients",
+)
 def shards_of_own_gradients(reduce_scatter_flat: Any) -> Any:
     """Each rank updates its shard with its own gradients alone."""
 
@@ -100,7 +110,12 @@ def shards_of_own_gradients(reduce_scatter_flat: Any) -> Any:
     return own
 
 
-@fault("buckets.reduction:all_reduce_flat", layout="2x1x1x1", data_parallel="rank_order")
+@fault(
+    "buckets.reduction:all_reduce_flat",
+    layout="2x1x1x1",
+    data_parallel="rank_order",
+    born="synchronisation: gradients",
+)
 def first_rank_left_out(all_reduce_flat: Any) -> Any:
     """The ordered sum begins with the second rank."""
 
@@ -114,20 +129,33 @@ def first_rank_left_out(all_reduce_flat: Any) -> Any:
 
 @fault(
     "buckets.reduction:all_reduce_flat",
-    layout="4x1x1x1", data_parallel="rank_order", model="built-in",
-)  # fmt: skip
+    layout="4x1x1x1",
+    data_parallel="rank_order",
+    model="built-in",
+    born="synchronisation: gradients",
+)
 def first_of_four_ranks_left_out(all_reduce_flat: Any) -> Any:
     """The ordered sum of four ranks begins with the second one."""
     return first_rank_left_out(all_reduce_flat)
 
 
-@fault("buckets.reduction:all_gather_flat", layout="2x1x1x1", data_parallel="zero1")
+@fault(
+    "buckets.reduction:all_gather_flat",
+    layout="2x1x1x1",
+    data_parallel="zero1",
+    born="update: weights",
+)
 def updated_parameters_not_fetched(all_gather_flat: Any) -> Any:
     """Parameters that other ranks have updated stay as they were."""
     return lambda *_, **__: Work((), lambda: None)
 
 
-@fault("sharding.bucket:ShardedBucket._start", layout="2x1x1x1", data_parallel="zero2")
+@fault(
+    "sharding.bucket:ShardedBucket._start",
+    layout="2x1x1x1",
+    data_parallel="zero2",
+    born="synchronisation: gradients",
+)
 def earlier_micro_batches_forgotten(start: Any) -> Any:
     """Shards keep the gradients of the last micro-batch alone."""
 
@@ -139,13 +167,13 @@ def earlier_micro_batches_forgotten(start: Any) -> Any:
     return forgetful
 
 
-@fault("zero:follow", layout="2x1x1x1", data_parallel="zero1")
+@fault("zero:follow", layout="2x1x1x1", data_parallel="zero1", born="update: moments")
 def moments_forgotten(follow: Any) -> Any:
     """What a sharded optimizer keeps of a step is gone at the next one."""
     return _before_each_step(follow, lambda optimizer: optimizer.state.clear())
 
 
-@fault("zero:follow", layout="2x1x1x1", data_parallel="zero2")
+@fault("zero:follow", layout="2x1x1x1", data_parallel="zero2", born="update: moments")
 def moments_of_other_elements(follow: Any) -> Any:
     """The moments of a shard lie one element off its parameters."""
 

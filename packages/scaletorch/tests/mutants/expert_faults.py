@@ -19,6 +19,7 @@ BESIDE = Catalogue("parallel.tensor_parallel")
 fault = partial(EXPERTS.fault, model="routed")
 around = partial(AROUND.fault, model="routed")
 beside = partial(BESIDE.fault, model="routed")
+EXPERTS_OWN = "backward: *.experts ; synchronisation: *.experts.*"
 
 
 def own_rows(rows: Tensor, route: Any) -> Tensor:
@@ -30,7 +31,7 @@ def own_rows(rows: Tensor, route: Any) -> Tensor:
     return kept
 
 
-@fault("dispatch:_Leave.backward", layout="2x1x1x1-ep2")
+@fault("dispatch:_Leave.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def scores_without_gradient(backward: Any) -> Any:
     """The router's scores get no gradient from the experts."""
 
@@ -41,7 +42,7 @@ def scores_without_gradient(backward: Any) -> Any:
     return losing
 
 
-@fault("dispatch:_Arrive.backward", layout="2x1x1x1-ep2")
+@fault("dispatch:_Arrive.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def scores_gradient_of_own_experts_alone(backward: Any) -> Any:
     """The gradient of scores is not summed over the ranks that have a token's experts."""
     return lambda ctx, rows, weights, *more: backward(
@@ -49,13 +50,13 @@ def scores_gradient_of_own_experts_alone(backward: Any) -> Any:
     )
 
 
-@fault("dispatch:_Arrive.backward", layout="2x1x1x1-ep2")
+@fault("dispatch:_Arrive.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def hidden_gradient_of_own_experts_alone(backward: Any) -> Any:
     """Hidden states get a gradient by the scores, and by experts of their own rank only."""
     return lambda ctx, rows, *more: backward(ctx, own_rows(rows, ctx.flight.route), *more)
 
 
-@fault("module:_over_tokens", layout="1x1x1x2-ep2")
+@fault("module:_over_tokens", layout="1x1x1x2-ep2", born="backward: *.experts")
 def router_gradient_of_own_share(over_tokens: Any) -> Any:
     """Where tp ranks share tokens out, each keeps the router's gradient of its share."""
 
@@ -76,7 +77,7 @@ def router_gradient_of_own_share(over_tokens: Any) -> Any:
     return keeping
 
 
-@fault("module:_over_tokens", layout="1x1x1x2-ep2")
+@fault("module:_over_tokens", layout="1x1x1x2-ep2", born="backward: *.experts | *.mlp")
 def gradient_times_tp(over_tokens: Any) -> Any:
     """Where tp ranks share tokens out, the gradients that all of them have are summed."""
 
@@ -89,7 +90,7 @@ def gradient_times_tp(over_tokens: Any) -> Any:
     return summing
 
 
-@fault("expert_parallel:_rows", layout="2x1x1x1-ep2")
+@fault("expert_parallel:_rows", layout="2x1x1x1-ep2", born=EXPERTS_OWN)
 def expert_gradients_times_ep(rows: Any) -> Any:
     """An expert's gradient counts once for every rank of its ep group."""
 
@@ -101,25 +102,25 @@ def expert_gradients_times_ep(rows: Any) -> Any:
     return larger
 
 
-@fault("expert_parallel:_rows", layout="2x1x1x1-ep2")
+@fault("expert_parallel:_rows", layout="2x1x1x1-ep2", born="forward: *.experts")
 def experts_alike_on_every_rank(rows: Any) -> Any:
     """Every rank begins with the experts of the first."""
     return lambda whole, own, memo: rows(whole, range(len(own)), memo)
 
 
-@fault("module:combine", layout="2x1x1x1-ep2")
+@fault("module:combine", layout="2x1x1x1-ep2", born="forward: *.experts")
 def results_not_put_back_in_order(combine: Any) -> Any:
     """Results go back in another order than that in which their tokens came."""
     return lambda rows, route: combine(rows.flip(0), route)
 
 
-@fault("dispatch:_add_up", layout="2x1x1x1-ep2")
+@fault("dispatch:_add_up", layout="2x1x1x1-ep2", born="forward: *.experts")
 def results_added_to_another_token(add_up: Any) -> Any:
     """What comes back is added to the token after the one that it belongs to."""
     return lambda rows, route: add_up(rows, replace(route, rows=route.rows.roll(1)))
 
 
-@fault("dispatch:_Combine.backward", layout="2x1x1x1-ep2")
+@fault("dispatch:_Combine.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def gradients_of_results_in_another_order(backward: Any) -> Any:
     """The gradient of a result goes to the row of another one."""
 
@@ -130,7 +131,7 @@ def gradients_of_results_in_another_order(backward: Any) -> Any:
     return mixed
 
 
-@fault("computing:_folded", layout="2x1x1x1-ep2")
+@fault("computing:_folded", layout="2x1x1x1-ep2", born="forward: *.experts")
 def second_expert_of_a_rank_replaces_the_first(folded: Any) -> Any:
     """Of a token's two experts on one rank, the results are not added up."""
 
@@ -140,7 +141,7 @@ def second_expert_of_a_rank_replaces_the_first(folded: Any) -> Any:
     return replacing
 
 
-@fault("module:compute", layout="2x1x1x1-ep2")
+@fault("module:compute", layout="2x1x1x1-ep2", born="forward: *.experts")
 def sentinel_is_an_expert(compute: Any) -> Any:
     """A token's experts of other ranks are computed by the last one here, with some weight."""
 
@@ -154,7 +155,7 @@ def sentinel_is_an_expert(compute: Any) -> Any:
     return counting
 
 
-@fault("module:compute", layout="2x1x1x1-ep2")
+@fault("module:compute", layout="2x1x1x1-ep2", born="forward: *.experts")
 def indices_from_another_expert(compute: Any) -> Any:
     """A rank counts its experts from the second on."""
 
@@ -166,7 +167,7 @@ def indices_from_another_expert(compute: Any) -> Any:
     return shifted
 
 
-@fault("module:compute", layout="2x1x1x1-ep2")
+@fault("module:compute", layout="2x1x1x1-ep2", born="forward: *.experts")
 def weights_sum_to_one_on_each_rank(compute: Any) -> Any:
     """A token's weights are normalised over the experts of a rank, not over all that it has."""
 
@@ -177,7 +178,7 @@ def weights_sum_to_one_on_each_rank(compute: Any) -> Any:
     return normalised
 
 
-@fault("module:combine", layout="2x1x1x1-ep2")
+@fault("module:combine", layout="2x1x1x1-ep2", born="forward: *.experts")
 def tokens_beyond_a_capacity_dropped(combine: Any) -> Any:
     """A rank leaves out what comes beyond its share and a quarter."""
 
@@ -189,7 +190,7 @@ def tokens_beyond_a_capacity_dropped(combine: Any) -> Any:
     return dropping
 
 
-@fault("module:dispatch", layout="2x1x1x1-ep2")
+@fault("module:dispatch", layout="2x1x1x1-ep2", born="forward: *.experts")
 def scores_travel_in_bfloat16(dispatch: Any) -> Any:
     """Scores are rounded to bfloat16 on their way to the experts."""
     return lambda hidden, index, weights, *more: dispatch(
@@ -197,7 +198,7 @@ def scores_travel_in_bfloat16(dispatch: Any) -> Any:
     )
 
 
-@fault("computing:_Idle.backward", layout="4x1x1x1-ep4", model="skewed")
+@fault("computing:_Idle.backward", layout="4x1x1x1-ep4", model="skewed", born=EXPERTS_OWN)
 def rank_without_tokens_has_no_gradient(backward: Any) -> Any:
     """The experts of a rank to which no token goes have no gradient in place of zeros."""
 
@@ -208,20 +209,20 @@ def rank_without_tokens_has_no_gradient(backward: Any) -> Any:
     return none
 
 
-@around("parallelize:DataParallelBucket", layout="2x1x1x1-ep2")
+@around("parallelize:DataParallelBucket", layout="2x1x1x1-ep2", born="synchronisation: *.experts.*")
 def experts_summed_over_dp(wrapper: Any) -> Any:
     """The gradients of different experts are summed, over dp in place of edp."""
     # Compared at the beginning, their values would give the fault away.
     return lambda stage, **options: wrapper(stage, **options | {"groups": {}, "init_sync": "none"})
 
 
-@around("parallelize:expert_groups", layout="4x1x1x1-ep2")
+@around("parallelize:expert_groups", layout="4x1x1x1-ep2", born="synchronisation: *.experts.*")
 def experts_not_summed_over_edp(groups: Any) -> Any:
     """The gradient of an expert stays that of its ep group's tokens."""
     return lambda model, manager: dict.fromkeys(groups(model, manager), manager.tp_group)
 
 
-@around("parallelize:expert_groups", layout="2x1x1x1-ep2")
+@around("parallelize:expert_groups", layout="2x1x1x1-ep2", born="synchronisation: *.shared.*")
 def shared_expert_taken_for_a_routed_one(groups: Any) -> Any:
     """The gradient of the shared expert is summed over edp alone."""
 
@@ -232,7 +233,11 @@ def shared_expert_taken_for_a_routed_one(groups: Any) -> Any:
     return more
 
 
-@around("parallelize:DataParallelBucket", layout="2x1x1x1-ep2")
+@around(
+    "parallelize:DataParallelBucket",
+    layout="2x1x1x1-ep2",
+    born="synchronisation: *.shared.* ; backward: *.shared.*_proj",
+)
 def shared_expert_summed_twice(wrapper: Any) -> Any:
     """The gradient of the shared expert is summed over ep, and with all others over dp again."""
 
@@ -250,7 +255,12 @@ def shared_expert_summed_twice(wrapper: Any) -> Any:
     return summed
 
 
-@beside("tensor_parallel:share_sequences", layout="1x1x1x2-ep2", sequence_parallel="on")
+@beside(
+    "tensor_parallel:share_sequences",
+    layout="1x1x1x2-ep2",
+    sequence_parallel="on",
+    born="backward: *.gate ; synchronisation: *.gate.weight",
+)
 def router_gradient_of_own_share_of_the_sequence(share: Any) -> Any:
     """With sequence parallelism a router's gradient is not summed over tp."""
 
@@ -261,7 +271,7 @@ def router_gradient_of_own_share_of_the_sequence(share: Any) -> Any:
     return leaving
 
 
-@around("norm:expert_names", layout="2x1x1x1-ep2")
+@around("norm:expert_names", layout="2x1x1x1-ep2", born="update: norm")
 def norm_without_experts_of_other_ranks(names: Any) -> Any:
     """The norm takes experts for replicas, and counts those of the first rank alone."""
     return lambda model: frozenset()
@@ -279,7 +289,7 @@ class Everybody:
         return getattr(self._manager, name)
 
 
-@around("norm:counted_gradients", layout="4x1x1x1-ep2")
+@around("norm:counted_gradients", layout="4x1x1x1-ep2", born="update: norm")
 def norm_counts_experts_edp_times(counted: Any) -> Any:
     """The norm counts an expert on every rank that has it."""
     return lambda model, manager: counted(model, Everybody(manager))

@@ -26,6 +26,7 @@ class Mutant:
             is written with sharded layers, 'routed' for one with experts, 'skewed' for one of
             which two get no token and 'idle' where one gets none, 'balanced' for one that asks for
             its routers' loss, or 'built-in' for what users run by default.
+        born: where a person who hunts the fault must be led; see `located.matches`.
     """
 
     name: str
@@ -33,6 +34,7 @@ class Mutant:
     targets: tuple[str, ...]
     mutate: Mutate
     case: Case
+    born: str
     model: str = "specimen"
 
     def apply(self) -> ExitStack:
@@ -55,7 +57,7 @@ class Catalogue:
     mutants: list[Mutant] = field(default_factory=list)
 
     def fault(
-        self, *targets: str, layout: str, model: str = "specimen", **options: Any
+        self, *targets: str, layout: str, born: str, model: str = "specimen", **options: Any
     ) -> Callable[[Mutate], Mutate]:
         """Enter the decorated function: its name and docstring are the mutant's."""
         absolute = tuple(f"{self.part}.{target}" for target in targets)
@@ -63,7 +65,7 @@ class Catalogue:
 
         def enter(mutate: Mutate) -> Mutate:
             name, text = mutate.__name__.replace("_", "-"), (mutate.__doc__ or "").strip()
-            self.mutants.append(Mutant(name, text, absolute, mutate, case, model))
+            self.mutants.append(Mutant(name, text, absolute, mutate, case, born, model))
             return mutate
 
         return enter

@@ -22,13 +22,13 @@ BALANCED: Mapping[str, Any] = {"model": "balanced", "micro_batches": 1}
 fault = partial(ROUTERS.fault, "step:router_loss", **BALANCED)
 
 
-@fault(layout="2x1x1x1-ep2")
+@fault(layout="2x1x1x1-ep2", born="forward: loss")
 def balance_divided_by_dp(loss: Any) -> Any:
     """The routers' loss of the global batch is divided by dp, as a mean of ranks' would be."""
     return lambda *given, **options: loss(*given, **options) / 2
 
 
-@fault(layout="2x1x1x1-ep2")
+@fault(layout="2x1x1x1-ep2", born="forward: loss")
 def balance_of_each_micro_batch(loss: Any) -> Any:
     """The routers' loss is the mean of those that two micro-batches would have alone."""
 
@@ -41,7 +41,7 @@ def balance_of_each_micro_batch(loss: Any) -> Any:
     return mean
 
 
-@fault(layout="2x1x1x1-ep2", recompute="layers")
+@fault(layout="2x1x1x1-ep2", recompute="layers", born="backward: loss | model | *.gate")
 def balance_counted_again_when_recomputed(loss: Any) -> Any:
     """What a recomputed router makes of its loss is added to what it made in forward."""
 
@@ -52,7 +52,7 @@ def balance_counted_again_when_recomputed(loss: Any) -> Any:
     return again
 
 
-@fault(layout="2x1x1x1-ep2")
+@fault(layout="2x1x1x1-ep2", born="forward: loss")
 def balance_without_its_factor(loss: Any) -> Any:
     """The routers' loss is added as it is, without the coefficient of the config."""
     return lambda output, wanted, *given, **options: loss(
@@ -60,31 +60,31 @@ def balance_without_its_factor(loss: Any) -> Any:
     )
 
 
-@fault(layout="2x1x1x1-ep2")
+@fault(layout="2x1x1x1-ep2", born="backward: loss | model | *.gate")
 def balance_without_gradient(loss: Any) -> Any:
     """The routers' loss is reported, and no router learns of it."""
     return lambda *given, **options: loss(*given, **options).detach()
 
 
-@ROUTERS.fault("balance:all_reduce", layout="2x1x1x1-ep2", **BALANCED)
+@ROUTERS.fault("balance:all_reduce", layout="2x1x1x1-ep2", **BALANCED, born="forward: loss")
 def balance_by_choices_of_one_rank(all_reduce: Any) -> Any:
     """Each rank goes by the experts that its own tokens choose."""
     return lambda counts, group: counts.mul_(get_world_size(group))
 
 
-@fault(layout="1x1x2x1-ep2")
+@fault(layout="1x1x2x1-ep2", born="forward: loss")
 def padding_counted_as_tokens(loss: Any) -> Any:
     """What fills sequences up to divide over cp ranks counts as tokens that chose experts."""
     return lambda *given, **options: loss(*given, **options | {"real": None})
 
 
-@fault(layout="1x1x1x2-ep2")
+@fault(layout="1x1x1x2-ep2", born="forward: loss")
 def balance_times_tp(loss: Any) -> Any:
     """The routers' loss is summed over tp ranks that hold the same tokens."""
     return lambda *given, **options: loss(*given, **options) * 2
 
 
-@fault(layout="1x1x1x2-ep2", sequence_parallel="on")
+@fault(layout="1x1x1x2-ep2", sequence_parallel="on", born="forward: loss")
 def balance_of_own_share_of_the_sequence(loss: Any) -> Any:
     """With sequence parallelism a rank takes its share of the tokens for all of them."""
     return lambda *given, **options: loss(*given, **options | {"shares_sequences": False})
@@ -108,7 +108,9 @@ class Coarse(TorchFunctionMode):
         return torch.return_types.topk((scores.gather(-1, index), index))
 
 
-@ROUTERS.fault("step:train_step_pipeline", layout="2x1x1x1-ep2", model="routed")
+@ROUTERS.fault(
+    "step:train_step_pipeline", layout="2x1x1x1-ep2", model="routed", born="forward: *.gate"
+)
 def experts_chosen_in_bfloat16(train: Any) -> Any:
     """Scores are rounded to bfloat16 before the top-k."""
 
@@ -119,7 +121,7 @@ def experts_chosen_in_bfloat16(train: Any) -> Any:
     return rounded
 
 
-@ORDER.fault("dispatch:_add_up", layout="4x1x1x1-ep4", model="idle")
+@ORDER.fault("dispatch:_add_up", layout="4x1x1x1-ep4", model="idle", born="forward: *.experts")
 def order_kept_where_a_rank_is_idle(add_up: Any) -> Any:
     """Where no token goes to a rank, results stay in the order in which they come back."""
 

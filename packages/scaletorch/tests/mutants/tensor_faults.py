@@ -14,33 +14,36 @@ from .mutant import Catalogue
 
 TENSOR = Catalogue("parallel.tensor_parallel")
 fault = TENSOR.fault
+COLUMN = "backward: *.q_proj | *.k_proj | *.v_proj | *.gate_proj | *.up_proj | lm_head"
+ROW = "forward: *.o_proj | *.down_proj"
+SUMMED = "forward: embed_tokens | *.o_proj | *.down_proj"
 
 
-@fault("layers.base:reduce", layout="1x1x1x2")
+@fault("layers.base:reduce", layout="1x1x1x2", born=SUMMED)
 def partial_sums_not_reduced(reduce: Any) -> Any:
     """Row-parallel and embedding outputs miss their all-reduce."""
     return lambda x, _group: x
 
 
-@fault("layers.base:reduce", layout="1x1x1x2")
+@fault("layers.base:reduce", layout="1x1x1x2", born=SUMMED)
 def partial_sums_reduced_twice(reduce: Any) -> Any:
     """Row-parallel and embedding outputs are all-reduced twice."""
     return lambda x, group: reduce(reduce(x, group), group)
 
 
-@fault("regions.overlap:send", layout="1x1x1x2")
+@fault("regions.overlap:send", layout="1x1x1x2", born=COLUMN)
 def input_gradient_not_reduced(send: Any) -> Any:
     """A column-parallel layer's input gradient misses its all-reduce."""
     return lambda grad, _group, _sizes: lambda: grad
 
 
-@fault("regions.overlap:send", layout="1x1x1x2")
+@fault("regions.overlap:send", layout="1x1x1x2", born=COLUMN)
 def input_gradient_reduced_twice(send: Any) -> Any:
     """A column-parallel layer's input gradient is all-reduced twice."""
     return lambda grad, group, sizes: send(send(grad, group, sizes)(), group, sizes)
 
 
-@fault("regions.overlap:send", layout="2x1x1x2")
+@fault("regions.overlap:send", layout="2x1x1x2", born=COLUMN)
 def input_gradient_over_wrong_axis(send: Any) -> Any:
     """A column-parallel layer's input gradient is all-reduced over dp in place of tp."""
 
@@ -51,19 +54,23 @@ def input_gradient_over_wrong_axis(send: Any) -> Any:
     return over_dp
 
 
-@fault("regions.overlap:weight_grad", layout="1x1x1x2")
+@fault("regions.overlap:weight_grad", layout="1x1x1x2", born=COLUMN)
 def late_weight_gradient_incomplete(weight_grad: Any) -> Any:
     """A weight's gradient, computed while its input's travels, leaves out a sequence."""
     return lambda products, main: weight_grad([(g[1:], x[1:]) for g, x in products], main)
 
 
-@fault("layers.linear:RowParallelLinear.forward", layout="1x1x1x2")
+@fault("layers.linear:RowParallelLinear.forward", layout="1x1x1x2", born=ROW)
 def row_bias_on_every_rank(forward: Any) -> Any:
     """Every rank adds the row-parallel bias before the sum."""
     return lambda self, x: forward(self, x) + (self.tp_size - 1) * self.bias
 
 
-@fault("layers.embedding:VocabParallelEmbedding.forward", layout="1x1x1x2")
+@fault(
+    "layers.embedding:VocabParallelEmbedding.forward",
+    layout="1x1x1x2",
+    born="forward: embed_tokens",
+)
 def vocabulary_off_by_one(forward: Any) -> Any:
     """Ranks but the first look up the row after the one that is meant."""
 
@@ -74,7 +81,11 @@ def vocabulary_off_by_one(forward: Any) -> Any:
     return shifted
 
 
-@fault("layers.embedding:VocabParallelEmbedding.forward", layout="1x1x1x2")
+@fault(
+    "layers.embedding:VocabParallelEmbedding.forward",
+    layout="1x1x1x2",
+    born="backward: embed_tokens",
+)
 def padding_row_gets_gradient(forward: Any) -> Any:
     """The padding row is trained like any other."""
 
@@ -88,7 +99,11 @@ def padding_row_gets_gradient(forward: Any) -> Any:
     return forgetful
 
 
-@fault("sharing.sum_grad:copy", layout="1x1x1x2")
+@fault(
+    "sharing.sum_grad:copy",
+    layout="1x1x1x2",
+    born="backward: *.q_norm | *.k_norm ; synchronisation: *.q_norm.weight | *.k_norm.weight",
+)
 def head_norm_gradient_averaged(copy: Any) -> Any:
     """A norm of each rank's own heads gets the mean of the ranks' gradients."""
     return _averaged(copy)
@@ -105,7 +120,7 @@ def _averaged(copy: Any) -> Any:
     return entered
 
 
-@fault("layers.base:gather", layout="1x1x1x2")
+@fault("layers.base:gather", layout="1x1x1x2", born="backward: lm_head")
 def gathered_logits_gradient_summed(gather: Any) -> Any:
     """The gradient of joined outputs is summed over ranks that computed the same loss."""
 
@@ -129,31 +144,44 @@ def _as_rank(own: Any, choose: Any) -> Any:
     return other
 
 
-@fault("layers.base:TensorParallelLayer._own", layout="1x1x1x2")
+@fault("layers.base:TensorParallelLayer._own", layout="1x1x1x2", born=ROW)
 def row_shards_in_wrong_order(own: Any) -> Any:
     """A row-parallel weight's shards are dealt in another order than its inputs."""
     return _as_rank(own, lambda rank, size, dim: (rank + dim) % size)
 
 
-@fault("layers.base:TensorParallelLayer._own", layout="1x1x1x2", model="sharded")
+@fault(
+    "layers.base:TensorParallelLayer._own",
+    layout="1x1x1x2",
+    model="sharded",
+    born="forward: up | down",
+)
 def shards_initialised_alike(own: Any) -> Any:
     """Every rank draws the same shard of a new layer."""
     return _as_rank(own, lambda _rank, _size, _dim: 0)
 
 
-@fault("layers.base:TensorParallelLayer._shard_parameter", layout="1x1x1x2")
+@fault(
+    "layers.base:TensorParallelLayer._shard_parameter",
+    layout="1x1x1x2",
+    born="backward: embed_tokens | lm_head ; synchronisation: embed_tokens.weight | lm_head.weight",
+)
 def tied_parameters_sharded_apart(shard: Any) -> Any:
     """A tied embedding and head become two parameters when they are sharded."""
     return lambda self, name, dim, whole, _memo: shard(self, name, dim, whole, {})
 
 
-@fault("regions.random:get_rank", layout="1x1x1x2")
+@fault("regions.random:get_rank", layout="1x1x1x2", born="forward: *.mlp.dropout")
 def dropout_alike_on_shards(get_rank: Any) -> Any:
     """Ranks drop the same elements of activations of which each holds another part."""
     return lambda _group: 0
 
 
-@fault("regions.replicas:sum_parts", layout="1x1x1x4")
+@fault(
+    "regions.replicas:sum_parts",
+    layout="1x1x1x4",
+    born="backward: *.k_proj | *.v_proj ; synchronisation: *.k_proj.* | *.v_proj.*",
+)
 def replicated_heads_not_summed(sum_parts: Any) -> Any:
     """Ranks that share a key head each keep the gradient of their own queries."""
     return lambda x, _cut, _rank, _group: x
@@ -162,31 +190,39 @@ def replicated_heads_not_summed(sum_parts: Any) -> Any:
 SEQUENCE = {"layout": "1x1x1x2", "model": "shared", "sequence_parallel": "on"}
 
 
-@fault("sharing.sum_grad:copy", **SEQUENCE)
+@fault(
+    "sharing.sum_grad:copy",
+    **SEQUENCE,
+    born="backward: *layernorm | norm | *.q_norm | *.k_norm ; synchronisation: *norm.weight",
+)
 def sequence_norm_gradient_averaged(copy: Any) -> Any:
     """A norm on a share of the sequence gets the mean of the shares' gradients."""
     return _averaged(copy)
 
 
-@fault("layers.linear:copy", **SEQUENCE)
+@fault(
+    "layers.linear:copy",
+    **SEQUENCE,
+    born="backward: *.o_proj | *.down_proj ; synchronisation: *.o_proj.bias | *.down_proj.bias",
+)
 def sequence_bias_gradient_not_summed(copy: Any) -> Any:
     """A row-parallel bias added to a share of the sequence keeps the gradient of this share."""
     return lambda x, _group: x
 
 
-@fault("regions.overlap:send", **SEQUENCE)
+@fault("regions.overlap:send", **SEQUENCE, born=COLUMN)
 def sequence_gradient_not_scattered(send: Any) -> Any:
     """The gradient at a region's beginning is cut, and the ranks' parts are not summed."""
     return lambda grad, group, sizes: lambda: split(grad, -2, group, sizes=sizes)
 
 
-@fault("regions.sequence_shares:reduce_scatter", **SEQUENCE)
+@fault("regions.sequence_shares:reduce_scatter", **SEQUENCE, born=SUMMED)
 def sequence_partial_sums_not_reduced(reduce_scatter: Any) -> Any:
     """A region's partial results are cut, and not summed."""
     return lambda x, dim, group, sizes: split(x, dim, group, sizes=sizes)
 
 
-@fault("regions.random:get_rank", **SEQUENCE)
+@fault("regions.random:get_rank", **SEQUENCE, born="forward: *.dropout")
 def dropout_alike_on_sequence_shares(get_rank: Any) -> Any:
     """Ranks drop the same elements of their shares of the sequence."""
     return lambda _group: 0

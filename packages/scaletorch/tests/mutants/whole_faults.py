@@ -18,13 +18,13 @@ WHOLE = Catalogue("compose")
 fault = WHOLE.fault
 
 
-@fault("parallelize:DataParallelBucket", layout="2x1x1x1")
+@fault("parallelize:DataParallelBucket", layout="2x1x1x1", born="synchronisation: gradients")
 def gradients_averaged(wrapper: Any) -> Any:
     """Gradients are averaged over ranks although the loss is divided already."""
     return partial(wrapper, op="mean")
 
 
-@fault("parallelize:DataParallelBucket", layout="2x1x2x1")
+@fault("parallelize:DataParallelBucket", layout="2x1x2x1", born="synchronisation: gradients")
 def gradients_not_summed_over_cp(wrapper: Any) -> Any:
     """Gradients are summed over one axis of dp and cp alone."""
 
@@ -35,13 +35,18 @@ def gradients_not_summed_over_cp(wrapper: Any) -> Any:
     return over_dp
 
 
-@fault("parallelize:DataParallelBucket", layout="2x1x1x1", dtype="float32")
+@fault(
+    "parallelize:DataParallelBucket",
+    layout="2x1x1x1",
+    dtype="float32",
+    born="synchronisation: gradients",
+)
 def gradients_travel_in_bfloat16(wrapper: Any) -> Any:
     """Gradients are summed in bfloat16 where float32 is promised."""
     return partial(wrapper, grad_type=torch.bfloat16)
 
 
-@fault("step:ready", layout="1x1x2x1")
+@fault("step:ready", layout="1x1x2x1", born="forward: loss")
 def loss_times_cp(ready: Any) -> Any:
     """The loss is larger by the context-parallel size."""
 
@@ -52,7 +57,7 @@ def loss_times_cp(ready: Any) -> Any:
     return smaller
 
 
-@fault("step:ready", layout="2x1x1x1")
+@fault("step:ready", layout="2x1x1x1", born="forward: loss")
 def mean_of_local_means(ready: Any) -> Any:
     """Every rank divides by its own valid tokens, and the means are averaged."""
 
@@ -63,7 +68,7 @@ def mean_of_local_means(ready: Any) -> Any:
     return local
 
 
-@fault("step:token_loss_sum", layout="4x1x1x1")
+@fault("step:token_loss_sum", layout="4x1x1x1", born="forward: loss")
 def masked_rank_gives_nan(loss_sum: Any) -> Any:
     """A rank without a valid token divides nothing by nothing."""
 
@@ -74,13 +79,15 @@ def masked_rank_gives_nan(loss_sum: Any) -> Any:
     return mean_first
 
 
-@fault("step:_summed", layout="2x1x1x1")
+@fault("step:_summed", layout="2x1x1x1", born="forward: loss")
 def loss_of_one_rank(summed: Any) -> Any:
     """The loss that a rank reports is its own part of it."""
     return lambda loss, manager: loss
 
 
-@fault("loss:vocab_parallel_cross_entropy", layout="1x1x1x2", loss_parallel="on")
+@fault(
+    "loss:vocab_parallel_cross_entropy", layout="1x1x1x2", loss_parallel="on", born="forward: loss"
+)
 def loss_of_own_vocabulary(loss: Any) -> Any:
     """A rank's loss knows its own part of the vocabulary alone."""
 
@@ -92,19 +99,19 @@ def loss_of_own_vocabulary(loss: Any) -> Any:
     return own
 
 
-@fault("norm:is_sharded", layout="2x1x1x1", data_parallel="zero1")
+@fault("norm:is_sharded", layout="2x1x1x1", data_parallel="zero1", born="update: norm")
 def norm_of_own_shards(is_sharded: Any) -> Any:
     """The gradient norm counts one rank's shards alone."""
     return lambda model: False
 
 
-@fault("norm:counted_gradients", layout="1x1x1x2")
+@fault("norm:counted_gradients", layout="1x1x1x2", born="update: norm")
 def norm_counts_replicas(counted: Any) -> Any:
     """The gradient norm counts parameters once on every rank that holds them."""
     return lambda model, _manager: (p.grad for p in model.parameters() if p.grad is not None)
 
 
-@fault("norm:counted_gradients", layout="1x2x1x1")
+@fault("norm:counted_gradients", layout="1x2x1x1", born="update: norm")
 def norm_counts_tied_twice(counted: Any) -> Any:
     """The gradient norm counts a tied parameter on each stage that has it."""
 
@@ -116,37 +123,42 @@ def norm_counts_tied_twice(counted: Any) -> Any:
     return again
 
 
-@fault("norm:norm_over", layout="1x2x1x1")
+@fault("norm:norm_over", layout="1x2x1x1", born="update: norm | clip")
 def norm_of_one_stage(norm_over: Any) -> Any:
     """Every stage clips by the norm of its own gradients."""
     return lambda gradients, groups, model, norm_type: norm_over(gradients, [], model, norm_type)
 
 
-@fault("randomness:_place", layout="2x1x1x1")
+@fault("randomness:_place", layout="2x1x1x1", born="forward: *.dropout")
 def dropout_alike_over_dp(place: Any) -> Any:
     """Data-parallel ranks drop the same elements of different rows."""
     return lambda manager: (0, *place(manager)[1:])
 
 
-@fault("randomness:_place", layout="1x1x2x1")
+@fault("randomness:_place", layout="1x1x2x1", born="forward: *.dropout")
 def dropout_alike_over_cp(place: Any) -> Any:
     """Context-parallel ranks drop the same elements of different positions."""
     return lambda manager: (*place(manager)[:-1], 0)
 
 
-@fault("randomness:_place", layout="1x2x1x1")
+@fault("randomness:_place", layout="1x2x1x1", born="forward: *.dropout")
 def dropout_alike_over_pp(place: Any) -> Any:
     """Stages drop the same elements of different layers."""
     return lambda manager: (manager.dp_rank, 0, manager.cp_rank)
 
 
-@fault("randomness:_place", layout="1x1x1x2")
+@fault("randomness:_place", layout="1x1x1x2", born="forward: *.dropout")
 def dropout_differs_on_replicas(place: Any) -> Any:
     """Tensor-parallel ranks drop different elements of what all of them hold."""
     return lambda manager: (*place(manager), manager.tp_rank)
 
 
-@fault("recompute:checkpoint", layout="2x1x1x1", recompute="layers")
+@fault(
+    "recompute:checkpoint",
+    layout="2x1x1x1",
+    recompute="layers",
+    born="backward: *.dropout | layers.?",
+)
 def dropout_drawn_anew(checkpoint: Any) -> Any:
     """A recomputed layer drops other elements than it did in forward."""
     return partial(checkpoint, preserve_rng_state=False)

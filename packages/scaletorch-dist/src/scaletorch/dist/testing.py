@@ -72,6 +72,7 @@ def run_ranks(
         InvalidArgumentError: Ranks could not find `fn`, or its arguments do not pickle.
         RankFailedError: With the traceback of every rank that failed, the first failure first.
     """
+    __tracebackhide__ = True  # of pytest: the ranks' tracebacks tell
     if not init or env:
         with _new_pool(world_size, init=init, env=env) as fresh:
             return fresh.run(fn, *args, timeout=timeout, **kwargs)
@@ -126,6 +127,7 @@ def distributed_test(
     def decorate(body: Test) -> Test:
         @functools.wraps(body)
         def test(*args: Any, **kwargs: Any) -> None:
+            __tracebackhide__ = True  # of pytest: the ranks' tracebacks tell
             try:
                 task = functools.partial(body, *args, **kwargs)
                 run_ranks(task, world_size, timeout=timeout, init=init, env=env)

@@ -1,5 +1,6 @@
 """One call, or one command, that shows that every layout trains like one process."""
 
+from .asserting import assert_trains_alike
 from .cases import OPTIONS, Case, every_layout, layout_name, parse_layout
 from .compare import Difference
 from .problem import default_batch, default_mixture, default_model
@@ -12,6 +13,7 @@ __all__ = [
     "CaseResult",
     "Difference",
     "Report",
+    "assert_trains_alike",
     "default_batch",
     "default_mixture",
     "default_model",

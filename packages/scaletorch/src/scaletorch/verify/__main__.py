@@ -8,7 +8,7 @@ import importlib
 import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -39,13 +39,18 @@ from .problem import (
 from .report import CaseResult, Report
 from .verify import verify
 
+BISECTED = 3  # failing cases of which the fault is looked for
+
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
     parser.add_argument("--world-size", type=int, help="try every layout of so many ranks")
     parser.add_argument(
-        "--layout", nargs="+", default=[], help="DPxPPxCPxTP, as 2x1x2x2, 2x1x2x2-ep4 or -ep2-etp2"
+        "--layout",
+        nargs="+",
+        default=[],
+        help="DPxPPxCPxTP, as 2x1x2x2, 2x1x2x2-ep4 or -ep2-etp2, or dp2-tp2",
     )
     parser.add_argument(
         "--ep", type=int, nargs="*", help="experts over so many ranks; every size if none is named"
@@ -62,6 +67,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=KNOWN_DTYPES)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
     parser.add_argument("--out", type=Path, help="folder for report.json and report.md")
+    parser.add_argument(
+        "--bisect", action="store_true", help="say where the faults of failing cases are born"
+    )
     parser.add_argument("--every-option", action="store_true", help="cross all options' values")
     for name, values in OPTIONS.items():
         shown = f"values to try, of {', '.join(map(str, values))}; {values[0]} by default"
@@ -168,6 +176,27 @@ def run(arguments: argparse.Namespace) -> Report:
     return report
 
 
+def born(arguments: argparse.Namespace, report: Report) -> Iterator[str]:
+    """Yield where the first failing cases part from one process."""
+    from ..bisect import bisect  # it stands upon this package, and this command hands over to it
+
+    model, batch = problem_of(arguments, [result.case.grid for result in report.results])
+    for result in [each for each in report.failures if each.ranks][:BISECTED]:
+        case = result.case
+        found = bisect(
+            model,
+            batch,
+            layout=case.grid,
+            dtype=case.dtype,
+            options={name: getattr(case, name) for name in OPTIONS},
+            plan=load(arguments.plan) if arguments.plan else None,
+            optimizer=optimizer_of(arguments),
+            optimizer_args=dict(map(read_argument, arguments.optimizer_args)),
+            timeout=arguments.timeout,
+        )
+        yield f"{case}: where the fault is born\n{found}"
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command; 1 where a layout trains otherwise than one process, 2 for wrong usage.
 
@@ -188,6 +217,8 @@ def main(given: Sequence[str] | None = None) -> int:
     again += ["--ep"] * (arguments.ep is not None)  # the model with experts
     report = replace(report, command=" ".join([report.command, *again]))
     print(report)
+    for text in born(arguments, report) if arguments.bisect else ():
+        print(f"\n{text}")
     if arguments.out is not None:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / "report.json").write_text(report.to_json())

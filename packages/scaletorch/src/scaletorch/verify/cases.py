@@ -28,6 +28,9 @@ OPTIONS: Mapping[str, tuple[str | int, ...]] = {
 }
 
 
+_AXIS = r"(dp|pp|cp|tp|ep|etp)(\d+)"
+
+
 @dataclass(frozen=True, slots=True)
 class Case:
     """One training run to compare.
@@ -95,22 +98,23 @@ def layout_name(grid: Grid) -> str:
 
 
 def parse_layout(text: str) -> Grid:
-    """Read `2x1x2x2`, `2x1x2x2-ep4` or `2x1x2x2-ep2-etp2`.
+    """Read `2x1x2x2`, `2x1x2x2-ep4` or `2x1x2x2-ep2-etp2`, or axes by name: `dp2-tp2`, `dp4-ep2`.
 
     Raises:
-        InvalidArgumentError: the text is not four positive numbers joined by x, and perhaps one
-            behind -ep and one behind -etp; or these do not fold the ranks of a stage.
+        InvalidArgumentError: The text is not four positive numbers joined by x, with perhaps -ep
+            and -etp behind them, nor axes with their sizes; or these do not fold the ranks of a
+            stage.
     """
-    pattern = r"(\d+)x(\d+)x(\d+)x(\d+)(?:-ep(\d+))?(?:-etp(\d+))?"
-    found = re.fullmatch(pattern, text, re.ASCII)
-    given = [None if part is None else int(part) for part in found.groups()] if found else []
-    if not given or 0 in given:
+    named = re.sub(r"^(\d+)x(\d+)x(\d+)x(\d+)(?=-|$)", r"dp\1-pp\2-cp\3-tp\4", text, flags=re.ASCII)
+    words = [re.fullmatch(_AXIS, word, re.ASCII) for word in named.split("-")]
+    sizes = {word[1]: int(word[2]) for word in words if word is not None}
+    if len(sizes) < len(words) or 0 in sizes.values():
         raise InvalidArgumentError(
             f"layout {text!r} is not DPxPPxCPxTP, four positive numbers such as 2x1x2x2, or "
-            "2x1x2x2-ep4 with an expert parallel size, or 2x1x2x2-ep2-etp2 with both"
+            "2x1x2x2-ep4 with an expert parallel size, or 2x1x2x2-ep2-etp2 with both; nor the same "
+            "by name, such as dp2-tp2"
         )
-    dp, pp, cp, tp = (int(size or 1) for size in given[:4])
-    return Grid(tp=tp, cp=cp, pp=pp, dp=dp, ep=given[4] or 1, etp=given[5])
+    return Grid(**sizes)
 
 
 def every_layout(world_size: int, ep: Iterable[int] = (1,)) -> list[Grid]:

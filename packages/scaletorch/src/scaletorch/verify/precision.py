@@ -67,11 +67,14 @@ def _names_float32(values: Iterable[Any]) -> bool:
 
 
 def _called_by_library() -> bool:
-    """Return whether the call came from this library's own code, through torch's or directly."""
+    """Return whether the call came from this library's own code, through torch's or directly.
+
+    A mode that looks at all calls hands on those of others.
+    """
     frame: FrameType | None = sys._getframe(2)  # past this function and the method
     while frame is not None:
         name = frame.f_globals.get("__name__", "")
-        if not name.startswith("torch."):
+        if not name.startswith("torch.") and frame.f_code.co_name != "__torch_function__":
             return bool(name.startswith(COMPUTING))
         frame = frame.f_back
     return False

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.optim import Optimizer
 
 from ..models import Llama, LlamaConfig, Mixture, MixtureConfig
 from . import dropout
@@ -19,6 +21,8 @@ from .routing import Choice, watched
 
 Batch = Mapping[str, Tensor]
 ModelFn = Callable[[], nn.Module]
+Put = Callable[[str, Tensor], None]  # hears of 'loss' and 'norm'
+Watch = Callable[[int], AbstractContextManager[Put]]  # the number of a step -> what surrounds it
 BatchFn = Callable[[int], Batch]
 
 TORCH_DTYPES = {
@@ -122,35 +126,47 @@ def mean_loss(logits: Any, labels: Tensor) -> Tensor:
 
 
 def one_process(
-    model: nn.Module, batches: Sequence[Batch], phases: Sequence[Phase] = PHASES
+    model: nn.Module,
+    batches: Sequence[Batch],
+    phases: Sequence[Phase] = PHASES,
+    watch: Watch = lambda _step: nullcontext(lambda _what, _value: None),
 ) -> list[Step]:
     """Train the plain model in plain PyTorch, whole batches at once, dropout switched off."""
     dropout.switch(model, on=False)
     steps = []
     for number, batch in enumerate(batches):
-        labels = batch["labels"]
-        inputs = {name: entry for name, entry in batch.items() if name != "labels"}
-        with model_precision(next(model.parameters()).dtype), watched() as choices:
-            output = model(**inputs)
-            loss = mean_loss(output, labels)
-            loss = loss + router_loss(model, output, batch.get("attention_mask"))
-        with model_precision(next(model.parameters()).dtype):
-            loss.backward()
-        named = list(model.named_parameters(remove_duplicate=False))
-        gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
         phase, first = phase_at(number, phases)
         if first:
             optimizers = phase.make(model.parameters())
-        own = [p.grad for p in model.parameters() if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(own)
-        if phase.clips:
-            torch.nn.utils.clip_grads_with_norm_(model.parameters(), MAX_NORM, norm)
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-        steps.append(Step(loss.detach(), norm, gradients, weights, choices))
+        with watch(number) as put:
+            steps.append(_one_step(model, batch, phase, optimizers, put))
     return steps
+
+
+def _one_step(
+    model: nn.Module, batch: Batch, phase: Phase, optimizers: Sequence[Optimizer], put: Put
+) -> Step:
+    labels = batch["labels"]
+    inputs = {name: entry for name, entry in batch.items() if name != "labels"}
+    with model_precision(next(model.parameters()).dtype), watched() as choices:
+        output = model(**inputs)
+        loss = mean_loss(output, labels)
+        loss = loss + router_loss(model, output, batch.get("attention_mask"))
+    put("loss", loss)
+    with model_precision(next(model.parameters()).dtype):
+        loss.backward()
+    named = list(model.named_parameters(remove_duplicate=False))
+    gradients = {name: p.grad.clone() for name, p in named if p.grad is not None}
+    own = [p.grad for p in model.parameters() if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(own)
+    put("norm", norm)
+    if phase.clips:
+        torch.nn.utils.clip_grads_with_norm_(model.parameters(), MAX_NORM, norm)
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    return Step(loss.detach(), norm, gradients, weights, choices)
 
 
 def as_saved(steps: list[Step]) -> list[dict[str, Any]]:

@@ -61,10 +61,11 @@ class Peer:
         return irecv(data, self._rank, self._members)
 
     def _post(self, call: Callable[..., Handle], data: Tensor, sends: bool) -> Handle:
-        if port.guard is None:
+        told = port.guard
+        if told is None:
             return call([data], self._place, 0)
-        note = port.guard.record_message(self._members, data, self._rank, 0, sends)
-        handle: Handle = port.guard.run_noted((note,), call, [data], self._place, 0)
+        note = told.record_message(self._members, data, self._rank, 0, sends)
+        handle: Handle = told.run_noted((note,), call, [data], self._place, 0)
         return handle
 
 

@@ -21,13 +21,14 @@ compares them. Which process and which thread runs which file:
     |   processes.py  looks at other processes      | Fault|                                  |
     '-----------------------------------------------'      '----------------------------------'
 
-A call: `wire.port.guard` is the recorder; `record` gives the call a number in its channel, writes
-an entry into the ledger, and compares it with the board; `run` makes the backend's call, and keeps
-a wait while it lasts. Four times a second, and when its waits change, the watcher sends the news of
-this process: how many calls it has made in each channel, checksums of them, and its waits. The
-monitor writes them into its picture, diagnoses it, asks ranks for their last entries if it needs
-them, and sends the fault to all. The watcher sets the verdict and breaks gloo's connections: the
-program's threads wake with an error, ask the verdict for its cause, and raise `RankFaultError`.
+A call: `wire.port.guard` is the recorder (behind listening.py while somebody listens); `record`
+gives the call a number in its channel, writes an entry into the ledger, and compares it with the
+board; `run` makes the backend's call, and keeps a wait while it lasts. Four times a second, and
+when its waits change, the watcher sends the news of this process: how many calls it has made in
+each channel, checksums of them, and its waits. The monitor writes them into its picture, diagnoses
+it, asks ranks for their last entries if it needs them, and sends the fault to all. The watcher sets
+the verdict and breaks gloo's connections: the program's threads wake with an error, ask the verdict
+for its cause, and raise `RankFaultError`.
 
 If rank 0's process dies the monitor outlives it long enough to tell; if both are gone a watcher
 reads the ledgers of its host (folders.py) and concludes by itself. start_monitor.py has the
@@ -45,5 +46,6 @@ The words, one meaning each:
 """
 
 from .control import start, step, stop, tell, watch
+from .listening import listening
 
-__all__ = ["start", "step", "stop", "tell", "watch"]
+__all__ = ["listening", "start", "step", "stop", "tell", "watch"]

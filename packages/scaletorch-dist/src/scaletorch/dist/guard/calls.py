@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..wire.checks import describe
+from ..world.info import get_rank
 
 KNOWN = 4096  # descriptions of calls that are kept
 _TEXT = 140  # bytes of a description
@@ -34,20 +35,12 @@ class Descriptions(dict[Any, Description]):
 
     def add_collective(self, key: Any, size: int, call: str, facts: Sequence[Any]) -> Description:
         """Describe a collective of a group of `size` ranks."""
-        text = describe(call, *facts)
-        strides = [
-            str(list(fact.stride()))
-            for fact in facts
-            if isinstance(fact, Tensor) and not fact.is_contiguous()
-        ]
-        shown = f"{text} strides {', '.join(strides)}" if strides else text
+        text, shown = collective_texts(call, facts)
         return self._keep(key, f"{text} {size}", shown)
 
     def add_message(self, key: Any, data: Tensor, peer: int, sends: bool) -> Description:
         """Describe one end of a message; of its shape the number of elements counts."""
-        shape = describe("", data)[1:-1]
-        way = f"send({shape}) to" if sends else f"recv({shape}) from"
-        return self._keep(key, f"{data.dtype} {data.numel()}", f"{way} rank {peer}")
+        return self._keep(key, f"{data.dtype} {data.numel()}", message_text(data, peer, sends))
 
     def _keep(self, key: Any, same: str, text: str) -> Description:
         data = text.encode(errors="backslashreplace")
@@ -62,6 +55,31 @@ class Descriptions(dict[Any, Description]):
             self.clear()
         self[key] = found
         return found
+
+
+def collective_texts(call: str, facts: Sequence[Any]) -> tuple[str, str]:
+    """Return what must be the same on every member, and that with strides that may differ."""
+    text = describe(call, *facts)
+    strides = [
+        str(list(fact.stride()))
+        for fact in facts
+        if isinstance(fact, Tensor) and not fact.is_contiguous()
+    ]
+    return text, f"{text} strides {', '.join(strides)}" if strides else text
+
+
+def message_text(data: Tensor, peer: int, sends: bool) -> str:
+    """Return one end of a message as text."""
+    shape = describe("", data)[1:-1]
+    way = f"send({shape}) to" if sends else f"recv({shape}) from"
+    return f"{way} rank {peer}"
+
+
+def message_label(group: ProcessGroup, peer: int, tag: int, sends: bool) -> str:
+    """Return the name for people of the messages between this rank and another."""
+    src, dst = (get_rank(), peer) if sends else (peer, get_rank())
+    tagged = f" (tag {tag})" if tag else ""
+    return f"messages from rank {src} to rank {dst} in {group_label(group)}{tagged}"
 
 
 def fact_key(fact: Any) -> Any:

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from ..errors import InvalidArgumentError, RankFaultError, StateError
-from ..wire import port
 from ..world.info import get_default_group, get_rank, get_timeout, get_world_size
+from .listening import forget_in_fork, put_recorder
 from .session import Session
 from .start_monitor import start_monitor
 
@@ -80,7 +80,7 @@ def start(
         return
     _hook_once()
     _session = Session(group, agreed, name, keep=folder is not None, patience=patience)
-    port.guard = _session.recorder
+    put_recorder(_session.recorder)
 
 
 def tell(error: BaseException) -> bool:
@@ -192,7 +192,7 @@ def _ended_by(error: BaseException) -> RankFaultError | None:
 def _forget() -> None:
     global _session
     session, _session = _session, None
-    port.guard = None
+    put_recorder(None)
     if session is not None:
         session.close()
 
@@ -240,6 +240,6 @@ def _off_in_child() -> None:
     """Turn the guard off in a fork of this process, which is no rank."""
     global _session
     session, _session = _session, None
-    port.guard = None
+    forget_in_fork()
     if session is not None:
         session.disown()

@@ -26,6 +26,7 @@ _SITE = 72
 _TEXT = _SIZE - _FACTS.size - _SITE - 2
 _RECORD = struct.Struct(f"<QdQIIBB{_SITE}sB{_TEXT - 1}s")
 _STATE = struct.calcsize("<QdQII")
+_CLOSED = 1 << 62  # entries: no call of a closed ledger is among its last
 _FLAGS = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0)
 
 STATES = ("", "issued", "waiting", "done")
@@ -88,6 +89,7 @@ class Ledger:
 
     def close(self, *, remove: bool) -> None:
         """Close the files, and delete them if `remove` says so."""
+        self._count = _CLOSED  # who waits for a call after the guard ended writes nothing
         self._map.close()
         os.close(self._channels)
         if remove:

@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 
 from ..world.info import get_rank
 from .board import Board, channel_number
-from .calls import Descriptions, call_site, fact_key, group_label
+from .calls import Descriptions, call_site, fact_key, group_label, message_label
 from .facts import Channel
 from .ledger import DONE, ISSUED, WAITING, Ledger
 from .verdict import Verdict
@@ -243,10 +243,10 @@ class Recorder:
 
     def _new_path(self, group: ProcessGroup, peer: int, tag: int, sends: bool) -> Track:
         src, dst = (get_rank(), peer) if sends else (peer, get_rank())
-        tagged = f" (tag {tag})" if tag else ""
-        label = f"messages from rank {src} to rank {dst} in {group_label(group)}{tagged}"
         key = f"{group.group_name}:{src}>{dst}:{tag}"
-        track = self._new_track(key, Channel(label, (src, dst), True))
+        track = self._new_track(
+            key, Channel(message_label(group, peer, tag, sends), (src, dst), True)
+        )
         self._paths.setdefault(group, {})[peer, tag, sends] = track
         return track
 

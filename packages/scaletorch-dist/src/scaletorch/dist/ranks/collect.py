@@ -37,6 +37,7 @@ def collect(
     Raises:
         RankFailedError: Not every rank returned; the processes are still to be killed.
     """
+    __tracebackhide__ = True
     answers: dict[int, Answer] = {}
     deadline = None if timeout is None else time.monotonic() + timeout
     grace: float | None = None

@@ -110,6 +110,7 @@ class RankPool:
             RankFailedError: A rank failed, died or did not finish; the pool is closed then.
             StateError: The pool is closed.
         """
+        __tracebackhide__ = True  # of pytest: the ranks' tracebacks tell
         if not self._close.alive:
             raise StateError("this pool of ranks is closed: make another RankPool")
         name, task = _pickle_task(fn, args, kwargs)
@@ -254,6 +255,7 @@ def _pickle_task(
 
     The arguments are pickled apart: a rank loads the function's module before it reads them.
     """
+    __tracebackhide__ = True
     if isinstance(fn, functools.partial):
         args, kwargs, fn = (*fn.args, *args), {**fn.keywords, **kwargs}, fn.func
     locator = locate(rank_body(fn))
@@ -262,9 +264,20 @@ def _pickle_task(
     except Exception as error:
         raise InvalidArgumentError(
             f"the arguments of {locator.qualname} do not pickle, so that they cannot be sent to "
-            f"ranks: {error}"
+            f"ranks: {_culprit(args, kwargs)}: {error}"
         ) from error
     return locator.qualname, pickle.dumps((locator, arguments, own_filters()))
+
+
+def _culprit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the name of the first argument that does not pickle."""
+    named = {**{f"argument {at}": each for at, each in enumerate(args, 1)}, **kwargs}
+    for name, value in named.items():
+        try:
+            pickle.dumps(value)
+        except Exception:
+            return name
+    return "all together"
 
 
 def _close(owner: int, processes: list[RankProcess], folder: str) -> None:

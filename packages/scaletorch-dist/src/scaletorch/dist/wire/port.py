@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class Guard(Protocol):
-    """What `scaletorch.dist.guard` puts in here while it is on."""
+    """What `scaletorch.dist.guard` puts in here while it is on, or somebody listens."""
 
     def record(self, group: ProcessGroup, call: str, facts: Sequence[Any]) -> object:
         """Note a collective that this thread is about to make."""
@@ -47,8 +47,9 @@ _notes = _Notes()
 
 def record(group: ProcessGroup, call: str, facts: Sequence[Any]) -> None:
     """Tell the guard, if there is one, of a collective that this thread is about to make."""
-    if guard is not None:
-        _notes.last = guard.record(group, call, facts)
+    told = guard  # another thread may end it meanwhile
+    if told is not None:
+        _notes.last = told.record(group, call, facts)
 
 
 def last_note() -> object:
@@ -69,20 +70,21 @@ def as_noted(note: object, stage: Callable[[bool], T]) -> T:
 
 def run_told(call: Callable[..., Any], args: Any, options: Any) -> Any:
     """Make a backend's call that may block, so that the guard, which is there, can free it."""
-    if guard is None:
+    told = guard
+    if told is None:
         return call(*args, **options)
     if _notes.chosen is not None:
-        return guard.run_noted((_notes.chosen,), call, *args, **options)
-    return guard.run(call, *args, **options)
+        return told.run_noted((_notes.chosen,), call, *args, **options)
+    return told.run(call, *args, **options)
 
 
 def note(data: Tensor, peer: int, members: ProcessGroup, tag: int, sends: bool) -> object:
     """Tell the guard, if there is one, of one end of a message."""
-    if guard is None:
-        return None
-    return guard.record_message(members, data, peer, tag, sends)
+    told = guard
+    return None if told is None else told.record_message(members, data, peer, tag, sends)
 
 
 def post(call: Callable[..., Any], args: tuple[Any, ...], *notes: object) -> Any:
     """Make the backend's call for messages that the guard has been told of."""
-    return call(*args) if guard is None else guard.run_noted(notes, call, *args)
+    told = guard
+    return call(*args) if told is None else told.run_noted(notes, call, *args)

@@ -3,7 +3,7 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
-from .regions.region import ADAPTED, layer_of
+from .regions.region import ADAPTED, layer_of, summed_outside
 from .sharing.adapters import Adapter, check_adapters, shard_adapters
 from .sharing.sequence import counts_of_ids
 from .state.whole import ParameterCut, find_cuts
@@ -17,4 +17,5 @@ __all__ = [
     "find_cuts",
     "layer_of",
     "shard_adapters",
+    "summed_outside",
 ]

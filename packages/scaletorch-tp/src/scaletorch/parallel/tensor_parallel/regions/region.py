@@ -14,7 +14,7 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ....dist.functional import copy
@@ -153,6 +153,18 @@ class Region(Surrounded):
         if self._sequence is None:
             return nullcontext()
         return shapes_explained(own_class(self).__name__, IN_REGION, self._sequence)
+
+
+def summed_outside(model: nn.Module) -> Iterator[str]:
+    """Yield the layers whose input's gradient is this rank's term of a sum, by name.
+
+    They take a sequence that the region they lie in has gathered, and sums in backward.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, Region) and module._sequence is not None:
+            for own, child in module.named_children():
+                if hasattr(layer_of(child), "gather_output"):
+                    yield f"{name}.{own}".lstrip(".")
 
 
 def layer_of(module: Any) -> Any:

@@ -1,0 +1,116 @@
+"""Experts cut over tensor-parallel ranks, with the gate of pytorch/torchtitan#2387.
+
+``python mixture.py runs/one`` and ``torchrun --nproc-per-node=2 mixture.py runs/tp``; with
+``--as-reported`` the gate hands its scores on as torchtitan's `NoParallel` did then. Each rank has
+a slice of every expert, so the gradient that comes back to the scores is a part of a sum; a bare
+`to_local()` says that it is whole. Forward is right, the loss falls, and ranks' gates drift apart.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from small import HIDDEN, INNER, Decoder, batch, build, loss_sum
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_module
+
+from scaletorch import bisect
+
+EXPERTS, TOP = 4, 2
+
+
+class Experts(nn.Module):
+    """Two matrices for each expert; their results are weighted and added up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Parameter(torch.randn(EXPERTS, INNER, HIDDEN) / HIDDEN**0.5)
+        self.down = nn.Parameter(torch.randn(EXPERTS, HIDDEN, INNER) / INNER**0.5)
+
+    def forward(self, x: Tensor, weights: Tensor) -> Tensor:
+        """Map [B, L, HIDDEN] to the same, with weights [B, L, EXPERTS] of which most are 0."""
+        inner = F.silu(torch.einsum("blh,eih->blei", x, self.up))
+        return torch.einsum("blei,ehi,ble->blh", inner, self.down, weights)
+
+
+class Mixture(nn.Module):
+    """A gate and its experts, in the place of an MLP."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(HIDDEN, EXPERTS, bias=False), Experts()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Map [B, L, HIDDEN] to the same."""
+        scores = self.gate(x)
+        kept = scores >= scores.topk(TOP, dim=-1).values[..., -1:]
+        out: Tensor = self.experts(x, scores.masked_fill(~kept, float("-inf")).softmax(-1))
+        return out
+
+
+def routed() -> Decoder:
+    """Return the small model with experts."""
+    model = build()
+    for layer in model.layers:
+        layer.add_module("mlp", Mixture().double())
+    return model
+
+
+def parallelize(mixture: Mixture, mesh: DeviceMesh, *, as_reported: bool) -> None:
+    """Cut experts over the ranks; the gate is the same on all of them."""
+
+    def enter(_module: nn.Module, inputs: Any, _mesh: DeviceMesh) -> Any:
+        return (DTensor.from_local(inputs[0], mesh, [Replicate()]),)
+
+    def leave(_module: nn.Module, output: Any, _mesh: DeviceMesh) -> Tensor:
+        parts = None if as_reported else [Partial()]
+        local: Tensor = output.to_local(grad_placements=parts)
+        return local
+
+    distribute_module(mixture.gate, mesh, None, enter, leave)  # type: ignore[arg-type]
+    experts, rank, ranks = mixture.experts, mesh.get_rank(), mesh.size()
+    experts.up = nn.Parameter(experts.up.detach().chunk(ranks, 1)[rank].clone())
+    experts.down = nn.Parameter(experts.down.detach().chunk(ranks, 2)[rank].clone())
+
+    def summed_in_backward(_module: nn.Module, inputs: Any) -> Any:
+        x = DTensor.from_local(inputs[0], mesh, [Replicate()]).to_local(grad_placements=[Partial()])
+        return x, inputs[1]
+
+    def summed(_module: nn.Module, _inputs: Any, output: Tensor) -> Tensor:
+        parts = DTensor.from_local(output, mesh, [Partial()])
+        whole: Tensor = parts.redistribute(placements=[Replicate()]).to_local()
+        return whole
+
+    experts.register_forward_pre_hook(summed_in_backward)
+    experts.register_forward_hook(summed)
+
+
+def step(folder: str, *, as_reported: bool = False) -> Decoder:
+    """Train one step of the whole batch, recorded."""
+    model = routed()
+    if dist.is_initialized():
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module in model.modules():
+            if isinstance(module, Mixture):
+                parallelize(module, mesh, as_reported=as_reported)
+    ids, labels = batch()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with bisect.record(folder, model=model) as tape:
+        loss = loss_sum(model(ids), labels) / (labels != -100).sum()
+        loss.backward()
+        tape.put("loss", loss)
+        optimizer.step()
+    return model
+
+
+if __name__ == "__main__":
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    step(sys.argv[1], as_reported="--as-reported" in sys.argv)
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,169 @@
+"""The hooks and fixtures that pytest calls; this file alone needs pytest."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn
+
+import pytest
+
+from .fixture import Ranks
+
+MARKER = "ranks"
+SIZE = "_ranks"  # the parameter that holds a test's number of ranks, if it is run on several
+OPTIONS = ("timeout", "init", "env")
+INNER = "hypothesis.inner_test"  # where hypothesis keeps the body of a test
+
+# Fixtures that act in this process alone, and would do something else on a rank, or nothing.
+ONLY_HERE = {
+    "monkeypatch": "use `with pytest.MonkeyPatch.context() as monkeypatch:` in the test's body",
+    "ranks": "use it in a test without the marker, with a function for the ranks",
+    "assert_trains_alike": "it starts ranks itself: use it in a test without the marker",
+}
+
+
+class Asked(NamedTuple):
+    """What a test's marker says."""
+
+    sizes: tuple[int, ...]  # numbers of ranks
+    options: Mapping[str, Any]  # of `distributed_test`
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Name the marker, for `--markers` and `--strict-markers`."""
+    text = "run the test's body on so many gloo ranks of this machine, once for each number"
+    config.addinivalue_line(
+        "markers", f"{MARKER}(number, *numbers, timeout=60, init=True, env=None): {text}"
+    )
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Make a test of its own of each number of ranks, `test_name[2ranks]`."""
+    asked = _asked(metafunc.definition)
+    if asked is not None and len(asked.sizes) > 1:
+        metafunc.fixturenames.append(SIZE)
+        metafunc.parametrize(SIZE, asked.sizes, ids=[f"{size}ranks" for size in asked.sizes])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Refuse, before its fixtures are made, a marked test that ranks cannot run."""
+    asked = _asked(item)
+    if asked is None:
+        return
+    if not isinstance(item, pytest.Function) or _is_unittest(item):
+        _refuse(item, "it is no test function or method of a plain class, which ranks can run")
+    if inspect.iscoroutinefunction(item.obj) or inspect.isasyncgenfunction(item.obj):
+        _refuse(item, "it is async: call asyncio.run() in the body of a plain test")
+    for name in inspect.signature(item.obj).parameters:
+        if name in ONLY_HERE:
+            _refuse(item, f"its fixture {name} acts in pytest's process alone: {ONLY_HERE[name]}")
+    _size(item, asked)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Generator[None, Any, Any]:
+    """Run the body of a marked test on ranks, with what its fixtures and parameters are here."""
+    __tracebackhide__ = True
+    asked = _asked(pyfuncitem)
+    with contextlib.nullcontext() if asked is None else _on_ranks(pyfuncitem, asked):
+        return (yield)
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Ranks:
+    """Run functions on ranks: `ranks.run(function, 4)` returns what each of them returned."""
+    return Ranks()
+
+
+@pytest.fixture(scope="session")
+def assert_trains_alike() -> Callable[..., Any]:
+    """Assert that a plain model trains on layouts as in one process; needs `scaletorch`."""
+    umbrella = f"{__package__.rpartition('.')[0]}.verify"
+    try:
+        module = importlib.import_module(umbrella)
+    except ModuleNotFoundError as error:
+        if error.name != umbrella:
+            raise
+        raise pytest.fail.Exception(
+            "the fixture assert_trains_alike needs the package scaletorch, which is not installed: "
+            "pip install scaletorch",
+            pytrace=False,
+        ) from None
+    found: Callable[..., Any] = module.assert_trains_alike
+    return found
+
+
+def _asked(node: pytest.Item) -> Asked | None:
+    """Return what the marker nearest to a test says, or None if it has none."""
+    mark = node.get_closest_marker(MARKER)
+    if mark is None:
+        return None
+    if not mark.args or not all(type(size) is int and size > 0 for size in mark.args):
+        said = ", ".join(map(repr, mark.args))
+        _refuse(node, f"the marker needs numbers of ranks, such as ranks(2), and has ({said})")
+    for name in mark.kwargs:
+        if name not in OPTIONS:
+            _refuse(node, f"the marker takes {', '.join(OPTIONS)}, and has {name}")
+    return Asked(mark.args, mark.kwargs)
+
+
+def _size(item: pytest.Function, asked: Asked) -> int:
+    """Return the number of ranks of a test."""
+    if len(asked.sizes) == 1:
+        return asked.sizes[0]
+    callspec = getattr(item, "callspec", None)
+    if callspec is None or SIZE not in callspec.params:
+        _refuse(item, "several numbers of ranks must stand above the test, its class or its file")
+    size: int = callspec.params[SIZE]
+    return size
+
+
+@contextlib.contextmanager
+def _on_ranks(item: pytest.Function, asked: Asked) -> Iterator[None]:
+    """Put in the place of a test's function, for this call, one that runs its body on ranks."""
+    from ..dist.testing import distributed_test
+
+    decorate = distributed_test(_size(item, asked), **asked.options)
+    before = item.obj
+    function = getattr(before, "__func__", before)
+    hypothesis = getattr(function, "hypothesis", None)
+    if hypothesis is not None:  # it draws the examples here, and each is sent to the ranks
+        inner = hypothesis.inner_test
+        hypothesis.inner_test = decorate(_found_inside(inner))
+        try:
+            yield
+        finally:
+            hypothesis.inner_test = inner
+        return
+    bound = (before.__self__,) if inspect.ismethod(before) else ()
+    item.obj = functools.partial(decorate(function), *bound)
+    try:
+        yield
+    finally:
+        item.obj = before
+
+
+def _found_inside(inner: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the body of a test of hypothesis under the name by which ranks find it."""
+
+    @functools.wraps(inner)
+    def body(*args: Any, **kwargs: Any) -> Any:
+        return inner(*args, **kwargs)
+
+    body.__qualname__ = f"{inner.__qualname__}.{INNER}"
+    return body
+
+
+def _is_unittest(item: pytest.Function) -> bool:
+    unittest = sys.modules.get("unittest")
+    return unittest is not None and item.cls is not None and issubclass(item.cls, unittest.TestCase)
+
+
+def _refuse(node: pytest.Item, why: str) -> NoReturn:
+    pytest.fail(f"{node.nodeid} cannot run on ranks: {why}", pytrace=False)

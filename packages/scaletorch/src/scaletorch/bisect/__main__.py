@@ -1,0 +1,96 @@
+"""`python -m scaletorch.bisect run --layout 1x1x1x2`: where does a layout part from one process?
+
+`python -m scaletorch.bisect compare ONE OTHER` asks it of two recorded runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ..dist.errors import ScaletorchError
+from ..verify.__main__ import load, optimizer_of, problem_of, read_argument
+from ..verify.cases import KNOWN_DTYPES, OPTIONS, parse_layout
+from ..verify.phases import STEPS
+from .between import bisect
+from .compare import compare
+from .report import Report
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(f"python -m {__package__}", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    two = commands.add_parser("compare", help="two folders that `record` wrote")
+    two.add_argument("reference", type=Path, help="what is right: best one process in float64")
+    two.add_argument("run", type=Path, help="what is in question")
+    two.add_argument("--noise", type=Path, help="the reference in the run's lower dtype")
+    one = commands.add_parser("run", help="a model on a layout beside one process")
+    one.add_argument("--layout", required=True, help="DPxPPxCPxTP, as 2x1x2x2 or 2x1x2x2-ep4")
+    one.add_argument("--model", help="package.module:function that makes the plain module")
+    one.add_argument("--batch", help="package.module:function of a step, the global batch")
+    one.add_argument("--plan", help="package.module:name of a tensor parallel plan")
+    one.add_argument("--optimizer", help="package.module:Class, or one of torch.optim")
+    one.add_argument("--optimizer-args", nargs="+", default=[], help="such as lr=0.02")
+    one.add_argument("--dtype", default="float64", choices=KNOWN_DTYPES)
+    one.add_argument("--steps", type=int, default=STEPS, choices=range(1, STEPS + 1))
+    one.add_argument("--keep", type=Path, help="folder for the recordings")
+    one.add_argument("--timeout", type=float, default=120.0, help="seconds for the layout's run")
+    for name, values in OPTIONS.items():
+        shown = f"of {', '.join(map(str, values))}; {values[0]} by default"
+        flag, kind = f"--{name.replace('_', '-')}", type(values[0])
+        one.add_argument(flag, type=kind, default=values[0], help=shown)
+    for each in (one, two):
+        each.add_argument("--out", type=Path, help="folder for report.json and report.svg")
+    return parser.parse_args(arguments)
+
+
+def run(arguments: argparse.Namespace) -> Report:
+    """Compare what the command line asks for."""
+    if arguments.command == "compare":
+        return compare(arguments.reference, arguments.run, noise=arguments.noise)
+    grid = parse_layout(arguments.layout)
+    named = argparse.Namespace(
+        model=arguments.model, batch=arguments.batch, every_option=False, ep=None,
+        schedule=[arguments.schedule],
+    )  # fmt: skip
+    model, batch = problem_of(named, [grid])
+    return bisect(
+        model,
+        batch,
+        layout=grid,
+        dtype=arguments.dtype,
+        options={name: getattr(arguments, name) for name in OPTIONS},
+        plan=load(arguments.plan) if arguments.plan else None,
+        optimizer=optimizer_of(arguments),
+        optimizer_args=dict(map(read_argument, arguments.optimizer_args)),
+        steps=arguments.steps,
+        folder=arguments.keep,
+        timeout=arguments.timeout,
+    )
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the command; 1 where two runs part, 2 for what cannot be compared."""
+    arguments = parse(given)
+    try:
+        report = run(arguments)
+    except ScaletorchError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return 2
+    words = sys.argv[1:] if given is None else given
+    report = replace(report, command=f"again: python -m {__package__} {shlex.join(words)}")
+    print(report)
+    if arguments.out is not None:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "report.json").write_text(report.to_json())
+        (arguments.out / "report.svg").write_text(report.to_svg())
+    return 0 if report.sound else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,184 @@
+"""A model on a layout beside one process: both are run and recorded, and compared."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from ..dist import RankPool
+from ..dist.building import locate as locator
+from ..parallel.pg_manager import Grid
+from ..parallel.pipeline_parallel import Split
+from ..verify.cases import Case, parse_layout
+from ..verify.dropout import dropouts
+from ..verify.lost import off
+from ..verify.phases import PHASES, STEPS, Chosen, Phase, phases_of
+from ..verify.problem import TORCH_DTYPES, BatchFn, ModelFn, default_batch, default_model
+from ..verify.routing import doubtful
+from ..verify.training import Subject
+from .compare import compare_runs
+from .comparing.births import Birth
+from .comparing.judge import BAD, INFINITE, Judged, measure
+from .comparing.runs import Run, load
+from .keys import BACKWARD, FORWARD, Key
+from .report import Found, Report
+from .run import Ran, record_case, record_plain
+
+EXACT, LOW = "float64", "float32"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """One process's run of a model, with which layouts are compared.
+
+    Attributes:
+        path: A file with weights and batches.
+        reference: The run in float64.
+        lost: What rounding does to each tensor, measured in the layouts' dtype, or in float32 if
+            that is float64.
+        steps: How many were recorded.
+    """
+
+    path: str
+    reference: Run
+    lost: Mapping[Key, float]
+    steps: int
+
+
+def bisect(
+    model_fn: ModelFn = default_model,
+    batch_fn: BatchFn = default_batch,
+    *,
+    layout: str | Grid,
+    dtype: str = EXACT,
+    options: Mapping[str, str | int] | None = None,
+    plan: Mapping[str, Any] | None = None,
+    split: Split | None = None,
+    optimizer: Callable[..., Optimizer] | None = None,
+    optimizer_args: Mapping[str, Any] | None = None,
+    steps: int = STEPS,
+    folder: str | Path | None = None,
+    timeout: float = 120.0,
+) -> Report:
+    """Train a plain module in one process and on a layout, and find the tensor at which they part.
+
+    Args:
+        model_fn: Module-level function that makes the plain module, on the CPU.
+        batch_fn: Returns the global batch of a step: input_ids and labels [B, L] and further
+            entries of the module's forward, as for `verify`.
+        layout: The grid, or as text: "2x1x1x2".
+        dtype: 'float64', 'float32' or 'bfloat16'.
+        options: Values of `verify.OPTIONS`, such as `{"schedule": "zb_h1"}`.
+        plan: As for `parallelize`.
+        split: As there.
+        optimizer: Module-level class or function of parameters; None is those of `verify`.
+        optimizer_args: What it is made with beside them.
+        steps: How many are compared, 1 to 4.
+        folder: Where recordings are kept; None keeps none.
+        timeout: Seconds for the layout's run.
+
+    Returns:
+        The report; `report.sound` if no result differs by more than rounding explains.
+
+    Raises:
+        RankFailedError: The layout does not run at all.
+        InvalidArgumentError: No such layout or option.
+
+    Example:
+        >>> bisect(layout="1x1x1x2").sound
+        True
+    """
+    grid = parse_layout(layout) if isinstance(layout, str) else layout
+    case = Case(grid, dtype=dtype, **{str(k): v for k, v in (options or {}).items()})  # type: ignore[arg-type]
+    phases: Sequence[Phase] = PHASES
+    if optimizer is not None:
+        phases = phases_of(Chosen(locator(optimizer), dict(optimizer_args or {})))
+    subject = Subject(locator(model_fn), plan, split, phases)
+    with tempfile.TemporaryDirectory(prefix="scaletorch-bisect-") as own:
+        place = Path(own if folder is None else folder)
+        prepared = prepare(place, model_fn, batch_fn, dtype, steps, phases)
+        with RankPool(grid.world_size, timeout=timeout, seed=0) as pool:
+            return locate(case, subject, prepared, pool, place / "layout")
+
+
+def prepare(
+    folder: Path,
+    model_fn: ModelFn,
+    batch_fn: BatchFn,
+    dtype: str,
+    steps: int = STEPS,
+    phases: Sequence[Phase] = PHASES,
+) -> Prepared:
+    """Run and record a model in one process, in float64 and in a lower dtype."""
+    torch.manual_seed(0)
+    model = model_fn().to(TORCH_DTYPES[dtype])
+    saved: dict[str, Any] = {
+        "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
+        "batches": [dict(batch_fn(step)) for step in range(steps)],
+        "dropout": bool(dropouts(model)),
+    }
+    low = LOW if dtype == EXACT else dtype
+    rounded = record_plain(folder / "noise", model_fn, low, saved, steps, phases)
+    made = [] if dtype == EXACT else [choice for step in rounded for choice in step.choices]
+    exact = record_plain(folder / "exact", model_fn, EXACT, saved, steps, phases, made)
+    saved["limits"] = [off(r.choices, e.choices) for r, e in zip(rounded, exact, strict=True)]
+    saved["doubtful"] = [  # in float64 no choice is taken for rounding; by_scores looks around
+        [tuple(c) for c in doubtful(step.choices, 4 * limit)] if made else []
+        for step, limit in zip(rounded, saved["limits"], strict=True)
+    ]
+    torch.save(saved, folder / "start.pt")
+    reference = load(folder / "exact")
+    lost = measure(load(folder / "noise"), reference)
+    return Prepared(str(folder / "start.pt"), reference, lost, steps)
+
+
+def locate(
+    case: Case,
+    subject: Subject,
+    prepared: Prepared,
+    pool: RankPool,
+    folder: Path,
+    run: Callable[..., Any] = record_case,
+    *arguments: Any,
+) -> Report:
+    """Run and record a case on the ranks of a pool, and compare it with one process.
+
+    Args:
+        case: What to run.
+        subject: What to run it with.
+        prepared: One process's run.
+        pool: The ranks.
+        folder: Where their recording goes.
+        run: `run(case, subject, file, folder, steps, *arguments)` records it.
+        arguments: Further ones of `run`.
+    """
+    given = prepared.path, str(folder), prepared.steps, *arguments
+    ran: list[Ran] = pool.run(run, case, subject, *given)
+    dropped = {name: why for each in ran for name, why in each.dropped}
+    report = compare_runs(prepared.reference, load(folder), prepared.lost)
+    if sent := [margin for each in ran for margin in each.sent]:
+        report.notes.append(
+            f"{len(sent)} choices of experts were made as in one process, where rounding chose "
+            f"others: scores that are up to {max(sent):.1e} of the largest apart"
+        )
+    if report.sound and dropped:
+        births = [_drawn(name, why, case, prepared.steps) for name, why in dropped.items()]
+        births[0].others += [each.judged for each in births[1:]]
+        return replace(report, found=[Found(births[0], [], [])])
+    return report
+
+
+def _drawn(name: str, why: str, case: Case, step: int) -> Birth:
+    """Return what is wrong with a dropout module, which one process cannot be asked about.
+
+    Where no other rank has its inputs, equal ones are those of a layer that was run again.
+    """
+    again = case.grid.tp == 1 and why.startswith("an equal input")
+    judged = Judged(Key(step, FORWARD, name, "out"), BAD, INFINITE, why=why)
+    return Birth(judged, BACKWARD if again else FORWARD, [name], [])

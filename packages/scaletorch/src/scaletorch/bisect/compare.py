@@ -1,0 +1,167 @@
+"""Two recorded runs compared."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from torch import Tensor
+
+from ..dist.errors import InvalidArgumentError
+from .comparing.births import Birth, find_births
+from .comparing.judge import ROOM, coarsest, judge_all, measure, meet
+from .comparing.places import ALIKE, GIVEN, WHOLE, Way
+from .comparing.runs import Run, load, require_comparable
+from .comparing.weight import settle_weight
+from .comparing.whole import assemble
+from .keys import BACKWARD, DATA, FORWARD, GRADIENT, Key
+from .patterns import explain
+from .report import Found, Report, modules_of
+
+LARGEST = 1e-3  # a larger bound would let a fault pass for rounding
+
+
+def compare(
+    reference: str | Path,
+    run: str | Path,
+    *,
+    noise: str | Path | None = None,
+) -> Report:
+    """Say where two recorded runs of the same model and batch part.
+
+    Args:
+        reference: The folder of what is right: one process in float64, or another layout, another
+            version of the code or of torch.
+        run: The folder of the run in question.
+        noise: The reference in the run's dtype, or another lower one than float64, which shows
+            what rounding does to each tensor; needed for bfloat16.
+
+    Returns:
+        The report; `report.sound` if no result differs by more than rounding explains.
+
+    Raises:
+        InvalidArgumentError: A folder has no recording, or a torn one, or not all ranks'; the
+            runs are of unlike models or batches; or rounding alone would hide faults.
+
+    Example:
+        >>> print(compare("one", "two"))
+    """
+    theirs, ours = load(reference), load(run)
+    lost = {} if noise is None else measure(load(noise), theirs)
+    require_comparable(theirs, ours)
+    command = f"again: python -m {__package__} compare {reference} {run}"
+    command += f" --noise {noise}" if noise is not None else ""
+    return replace(compare_runs(theirs, ours, lost), command=command)
+
+
+def compare_runs(reference: Run, run: Run, lost: Mapping[Key, float]) -> Report:
+    """Say where two loaded runs part, given what rounding does; see `judge_all`."""
+    chain = chain_of(reference)
+    eps = max(coarsest(run), coarsest(reference))
+    if not lost and eps * ROOM * math.sqrt(chain) > LARGEST:
+        raise InvalidArgumentError(
+            f"rounding of {chain} additions at an epsilon of {eps:.0e} could hide faults: record "
+            "one process in float64 as the reference, and one in this dtype as `noise`"
+        )
+    require_one_batch(reference, run)
+    settle_weight(run, reference)
+    judged = judge_all(run, reference, lost, chain)
+    births = find_births(judged, run, reference)
+    found = [Found(b, _how(b, run, reference), _calls(b, run)) for b in births]
+    return Report(found, judged, list(modules_of(reference.held)))
+
+
+def chain_of(run: Run) -> int:
+    """Return how many additions stand, at most, between the inputs and any number compared.
+
+    Each weight matrix adds its two sizes, attention and the loss the tokens of the batch.
+    """
+    sizes = tokens = 0
+    for key, held in run.held.items():
+        shape = held[0].line.shape
+        if key.kind == GRADIENT and len(shape) > 1:
+            sizes += sum(shape) * len({each.recording.rank for each in held})
+        elif not tokens and key.kind in (FORWARD, DATA):
+            parts = [math.prod(each.line.shape[:2]) for each in held]
+            tokens = sum(parts)
+    return sizes + 2 * tokens
+
+
+def _how(birth: Birth, run: Run, reference: Run) -> list[str]:
+    key = birth.judged.key
+    ours, theirs = run.held.get(key, []), reference.held[key]
+    met = meet(ours, theirs, weighed=key.kind == BACKWARD) if ours else None
+    if met is None:
+        return []
+    axes = [_word(way) for way in met.ways]
+    groups = {
+        name: [tuple(ranks) for ranks in found]
+        for name, found in ours[0].recording.header["groups"].items()
+    }
+    return explain(
+        met.pieces, met.whole, birth.judged.bound, axes=axes, groups=groups,
+        others=_others(key, reference, met.whole.shape),
+    )  # fmt: skip
+
+
+def _word(way: Way) -> str:
+    """Return what a reader calls the indices of a dim; '' if they have no name."""
+    if way.name in (ALIKE, GIVEN, WHOLE):
+        return ""
+    if " x " in way.name:
+        return "tokens"
+    return {"shares": "positions"}.get(way.name, way.name.partition(" ")[0])
+
+
+def _others(key: Key, reference: Run, shape: object) -> dict[str, Tensor]:
+    """Return whole tensors that one may be a stale copy of."""
+    before = reference.held.get(key._replace(step=key.step - 1))
+    if before is None or len(before) != 1 or before[0].tensor.shape != shape:
+        return {}
+    return {"the step before's": before[0].tensor}
+
+
+def _calls(birth: Birth, run: Run) -> list[str]:
+    """Return one rank's calls between what a tensor was computed from and it."""
+    held = run.held.get(birth.judged.key)
+    if not held:
+        return []
+    wrong = {rank for rank, _ in birth.judged.wrong}
+    own = next((each for each in held if each.recording.rank in wrong), held[0])
+    end = own.recording.lines[own.number].heard
+    before = [
+        each.recording.lines[each.number].heard
+        for source in birth.inputs
+        for each in run.held.get(source.key, ())
+        if each.recording is own.recording and each.micro_batch == own.micro_batch
+    ]
+    begin = max((b for b in before if b <= end), default=end)
+    return own.recording.heard[begin:end]
+
+
+def require_one_batch(reference: Run, run: Run) -> None:
+    """Refuse runs of other batches, whatever of these ranks have.
+
+    Raises:
+        InvalidArgumentError: Most sequences of one are not in the other.
+    """
+    for key, theirs in reference.held.items():
+        first = theirs[0].line
+        tokens = key.name == "input_ids" if key.kind == DATA else key[1:3] == (FORWARD, "")
+        if not tokens or first.dtype not in ("int64", "int32") or len(first.shape) != 2:
+            continue
+        ours = run.held.get(key)
+        met = meet(ours, theirs) if ours else None
+        if met is None:
+            continue
+        known = {tuple(row) for row in met.whole.sort().values.tolist()}
+        found = assemble(met.pieces, met.ways).sort().values.tolist()
+        alike = sum(tuple(row) in known for row in found)
+        if 2 * alike < len(found):
+            raise InvalidArgumentError(
+                f"these are runs of other batches: of the {len(found)} sequences of {key} in "
+                f"{run.folder} {alike} are in {reference.folder}"
+            )
+        return

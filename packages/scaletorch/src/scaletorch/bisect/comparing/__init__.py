@@ -1,0 +1,1 @@
+"""Two recordings beside one another: places, wholes, bounds, and where faults begin."""

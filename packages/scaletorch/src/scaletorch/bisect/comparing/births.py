@@ -1,0 +1,250 @@
+"""Where faults are born: tensors that are wrong while all that they were computed from is right."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..keys import (
+    BACKWARD,
+    DATA,
+    FINAL,
+    FORWARD,
+    GRADIENT,
+    LOSS,
+    MOMENT,
+    NORM,
+    SHARE,
+    TERM,
+    WEIGHT,
+    Key,
+)
+from .judge import BAD, NEAR, UNSEEN, Judged, adds_up
+from .runs import Run, ancestors
+
+JUMP = 8.0  # times what the inputs are off by: less is what a computation makes of them
+SYNCHRONISATION, UPDATE = "synchronisation", "update"
+MOST = 0.5  # if more of all gradients are born wrong, it is not the modules
+
+
+@dataclass(slots=True)
+class Birth:
+    """A tensor that is wrong, of which all that it was computed from is right.
+
+    Attributes:
+        judged: How it compares.
+        direction: FORWARD, BACKWARD, SYNCHRONISATION of gradients, UPDATE or DATA.
+        modules: Whose code lies between it and what it was computed from, innermost.
+        inputs: What it was computed from, as it compares.
+        others: Further tensors that were born wrong the same way.
+    """
+
+    judged: Judged
+    direction: str
+    modules: list[str]
+    inputs: list[Judged]
+    others: list[Judged] = field(default_factory=list)
+
+
+def find_births(judged: Mapping[Key, Judged], run: Run, reference: Run) -> list[Birth]:
+    """Return the tensors at which faults begin, of the first step that has any, in its order.
+
+    There are none if no result of the training is wrong: what differs then is meant to, such as
+    the terms of a sum that ranks have before they add them up.
+    """
+    sources = _seen_sources(ancestors(reference), judged)
+    mattering = _mattering(sources, judged)
+    born = [
+        key
+        for key in judged
+        if key in mattering and all(judged[source].state != BAD for source in sources[key])
+    ]
+    clear = [key for key in born if _jumps(judged[key], sources[key], judged)] or born
+    first = [key for key in clear if key.step == min(each.step for each in clear)]
+    return _gathered(
+        [
+            Birth(judged[key], *_blame(key, run, reference), [judged[s] for s in sources[key]])
+            for key in first
+        ],
+        judged,
+    )
+
+
+def _jumps(own: Judged, sources: Iterable[Key], judged: Mapping[Key, Judged]) -> bool:
+    return own.error > JUMP * max((judged[source].error for source in sources), default=0.0)
+
+
+def _seen_sources(
+    sources: Mapping[Key, list[Key]], judged: Mapping[Key, Judged]
+) -> dict[Key, list[Key]]:
+    """Return the nearest tensors that were compared, in place of those that were not."""
+    found: dict[Key, list[Key]] = {}
+
+    def seen(key: Key, visited: set[Key]) -> Iterator[Key]:
+        for source in sources.get(key, ()):
+            if source in visited:
+                continue
+            visited.add(source)
+            if source in judged and judged[source].state != UNSEEN:
+                yield source
+            else:
+                yield from seen(source, visited)
+
+    for key in judged:
+        found[key] = list(seen(key, {key}))
+    return found
+
+
+def _mattering(sources: Mapping[Key, list[Key]], judged: Mapping[Key, Judged]) -> set[Key]:
+    """Return what is wrong and makes a result of the training wrong."""
+    waiting = [key for key, each in judged.items() if each.state == BAD and key.kind in FINAL]
+    found = set(waiting)
+    while waiting:
+        for source in sources[waiting.pop()]:
+            if judged[source].state == BAD and source not in found:
+                found.add(source)
+                waiting.append(source)
+    return found
+
+
+def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
+    """Return the direction and the modules whose code computed a tensor."""
+    if key.kind in (NORM, MOMENT, WEIGHT):
+        if key.step < 0:
+            return FORWARD, [key.name.rpartition(".")[0]]
+        return UPDATE, [key.kind if key.kind == NORM else f"{key.kind}s"]
+    if key.kind == DATA:
+        return DATA, [key.name]
+    if key.kind == LOSS:
+        return FORWARD, [LOSS]
+    if key.kind == FORWARD:
+        if key.item.startswith("out"):
+            return FORWARD, [key.name]
+        inside = reference.inside.get(key)
+        return (DATA, [key.item]) if inside is None else (FORWARD, [inside])
+    if key.kind == GRADIENT:
+        return _blame_gradient(key, run, reference)
+    forward = key._replace(kind=FORWARD)
+    if wrong := _wrong_shares(reference.first.get(forward, forward), run, reference):
+        return BACKWARD, _innermost(wrong)
+    users = [
+        child.name
+        if child.item.startswith("out") or _travels(child, run, reference)
+        else reference.inside.get(child) or ""
+        for child in _users(reference.first.get(forward, forward), run, reference)
+        if child.kind == FORWARD
+    ]
+    return BACKWARD, _innermost(users) or [LOSS]
+
+
+def _blame_gradient(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
+    """Return whose use of a parameter adds what is wrong; if none does, they are summed wrongly."""
+    tied = reference.steps[key.step][0].header["tied"]
+    name = tied.get(key.name, key.name)
+    terms = [k for k in reference.held if k[:3] == (key.step, TERM, name)]
+    unknown = [term.item for term in terms if term not in run.held]
+    wrong = [
+        term.item
+        for term in terms
+        if term in run.held and not adds_up(run.held[term], reference.held[term], NEAR)
+    ]
+    if terms and not wrong and (not unknown or _of_stages(key, name, tied, run, reference)):
+        return SYNCHRONISATION, []
+    return BACKWARD, wrong or unknown or [name.rpartition(".")[0]]
+
+
+def _of_stages(key: Key, name: str, tied: Mapping[str, str], run: Run, reference: Run) -> bool:
+    """Return whether the gradients that ranks have under other names add up to a tied one."""
+    names = [name, *(other for other, first in tied.items() if first == name)]
+    held = [each for n in names for each in run.held.get(key._replace(name=n), ())]
+    return len(names) > 1 and adds_up(held, reference.held[key], NEAR)
+
+
+def _travels(key: Key, run: Run, reference: Run) -> bool:
+    """Return whether what is one tensor in the reference is handed over from rank to rank."""
+    return all(h.recording.lines[h.number].same >= 0 for h in reference.held[key]) and any(
+        held.recording.lines[held.number].same < 0 for held in run.held.get(key, ())
+    )
+
+
+def _wrong_shares(first: Key, run: Run, reference: Run) -> list[str]:
+    """Return the modules that add what is wrong to the gradient of a tensor of several users."""
+    names = {k[2:] for k in (first, *(k for k, f in reference.first.items() if f == first))}
+    shares = [
+        key
+        for key in reference.held
+        if key[:2] == (first.step, SHARE)
+        and (key.name, key.item.partition(" ")[0], key.call) in names
+    ]
+    if len(shares) < 2 or not all(key in run.held for key in shares):
+        return []
+    return [
+        key.item.partition(" ")[2]
+        for key in shares
+        if not adds_up(run.held[key], reference.held[key], NEAR)
+    ]
+
+
+def _users(key: Key, run: Run, reference: Run) -> Iterator[Key]:
+    """Yield what a tensor was used for under any of its names, and where else it arrives."""
+    first = reference.first.get(key, key)
+    for child, parents in reference.parents.items():
+        if key not in parents:
+            continue
+        if reference.first.get(child) != first or _travels(child, run, reference):
+            yield child
+        else:
+            yield from _users(child, run, reference)
+
+
+def _innermost(names: Sequence[str]) -> list[str]:
+    """Return names without those of modules that another one lies in."""
+    return [
+        name
+        for name in dict.fromkeys(names)
+        if not any(other != name and _lies_in(other, name) for other in names)
+    ]
+
+
+def _lies_in(inner: str, outer: str) -> bool:
+    return not outer or inner.startswith(f"{outer}.")
+
+
+def _gathered(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
+    """Return births, those of one cause together, those of several modules last.
+
+    Names of one tensor are one. Gradients of parameters that are wrong while those of activations
+    are right were summed wrongly, if they are more than modules would explain.
+    """
+    step = births[0].judged.key.step if births else 0
+    every = sum(key.kind == GRADIENT and key.step == step for key in judged)
+    if sum(b.judged.key.kind == GRADIENT for b in births) > max(1, MOST * every):
+        for birth in births:
+            if birth.judged.key.kind == GRADIENT:
+                birth.direction, birth.modules = SYNCHRONISATION, []
+    found: dict[tuple[str, str, float | None], Birth] = {}
+    for birth in sorted(births, key=lambda b: len(b.modules) if b.direction == BACKWARD else 0):
+        kind = birth.judged.key.kind
+        together = birth.direction in (SYNCHRONISATION, UPDATE)
+        known = found.setdefault(
+            (birth.direction, kind, None if together else birth.judged.error), birth
+        )
+        if known is not birth:
+            known.modules = list(dict.fromkeys(known.modules + birth.modules))
+            known.others.append(birth.judged)
+    return list(found.values())
+
+
+def downstream(births: Iterable[Birth], judged: Mapping[Key, Judged]) -> set[Key]:
+    """Return what is wrong because of them."""
+    born = {birth.judged.key for birth in births}
+    return {key for key, each in judged.items() if each.state == BAD and key not in born}
+
+
+def by_module(keys: Iterable[Key]) -> dict[str, list[Key]]:
+    """Return tensors by their module."""
+    found: dict[str, list[Key]] = defaultdict(list)
+    for key in keys:
+        found[key.name].append(key)
+    return found

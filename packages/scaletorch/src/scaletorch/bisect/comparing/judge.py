@@ -1,0 +1,288 @@
+"""Every tensor of a run beside the same one of a reference: how far off, and how far it may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, TERM, WEIGHT, Key
+from ..patterns import Piece
+from .places import Held, Way, in_terms, ways
+from .runs import Run
+from .whole import assemble, part_of, pieces_of
+
+GOOD, BAD, UNSEEN = "good", "bad", "unseen"
+ROOM = 4.0  # as in the proof: epsilon x root of additions that are allowed
+MEASURED = 4.0  # how much more than one process's rounding a layout's may come to
+NEAR = 1e-6  # parts so near to what they should be are in their places
+INFINITE = math.inf
+
+
+@dataclass(slots=True)
+class Judged:
+    """How a tensor compares.
+
+    Attributes:
+        key: Which.
+        state: GOOD, BAD or UNSEEN.
+        error: 2-norm of the largest difference of a rank's part, over the size of such a part.
+        bound: What rounding explains.
+        wrong: (rank, micro-batch) of the parts that are beyond it.
+        derived: Several places fitted the parts, and values decided.
+        why: Why it could not be compared.
+    """
+
+    key: Key
+    state: str
+    error: float = 0.0
+    bound: float = 0.0
+    wrong: list[tuple[int, int]] = field(default_factory=list)
+    derived: bool = False
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What rounding does.
+
+    Attributes:
+        lost: To each tensor of one process in a lower dtype, in epsilons of that, see `measure`.
+        eps: Of the dtype of the run in question.
+    """
+
+    lost: Mapping[Key, float]
+    eps: float
+
+    @property
+    def chooses(self) -> bool:
+        """Whether it changes whole numbers, as it does not in float64."""
+        return self.eps > torch.finfo(torch.float64).eps and INFINITE in self.lost.values()
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """A tensor of two runs put together.
+
+    Attributes:
+        pieces: What ranks of the run in question have.
+        whole: What it should be.
+        ways: How its dims are divided.
+        errors: Of each piece, see `Judged.error`.
+        derived: See there.
+    """
+
+    pieces: list[Piece]
+    whole: Tensor
+    ways: tuple[Way, ...]
+    errors: list[float]
+    derived: bool
+
+    @property
+    def error(self) -> float:
+        """The largest; a NaN is."""
+        return max((INFINITE if math.isnan(e) else e for e in self.errors), default=0.0)
+
+
+def measure(noise: Run, reference: Run) -> dict[Key, float]:
+    """Return what each tensor loses by rounding in a lower dtype, in epsilons of that.
+
+    Whole numbers that rounding decides, such as which expert is first, lose all.
+    """
+    found, eps = {}, coarsest(noise)
+    for key, theirs in reference.held.items():
+        ours = noise.held.get(key)
+        met = meet(ours, theirs, weighed=key.kind == BACKWARD) if ours else None
+        if ours and met is not None and eps and (met.error < INFINITE) == (eps_of(ours[0]) > 0):
+            found[key] = met.error / eps
+    return found
+
+
+def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -> dict[Key, Judged]:
+    """Compare all tensors that the reference has, up to the first step with a wrong result.
+
+    Args:
+        run: The one in question.
+        reference: What is right.
+        lost: What rounding does to each tensor, see `measure`; bounds of others go by the
+            number of additions alone.
+        chain: Additions between inputs and results.
+    """
+    found: dict[Key, Judged] = {}
+    measured = Measured(lost, coarsest(run))
+    for step in reference.steps:
+        typical = _typical(reference, step)
+        for key in reference.held:
+            may_lack = key.kind in (SHARE, TERM) or (key.kind == DATA and key not in run.held)
+            if key.step == step and not may_lack:
+                found[key] = _judge(key, run, reference, measured, chain, typical)
+        if any(each.state == BAD and key.kind in FINAL for key, each in found.items()):
+            break  # what follows from it tells nothing new
+    return found
+
+
+def meet(
+    ours: Sequence[Held], theirs: Sequence[Held], typical: float = 0.0, *, weighed: bool = False
+) -> Met | None:
+    """Put a tensor of two runs together; None if their parts fit no whole.
+
+    Args:
+        ours: The parts of the run in question.
+        theirs: Those of what is right.
+        typical: Size of an element that a difference is measured by at least.
+        weighed: They are gradients of what each rank's loss is, see `Description.weight`.
+    """
+    best: Met | None = None
+    tried = 0
+    for tried, way in enumerate(ways([*theirs, *ours])):
+        whole = assemble(
+            pieces_of(theirs, way, weighed=weighed), way, sums=any(h.line.sums for h in theirs)
+        )
+        pieces = pieces_of(ours, way, weighed=weighed)
+        if any(held.line.sums for held in ours) or (weighed and in_terms(ours, way)):
+            errors = [_error(assemble(pieces, way, sums=True), whole, whole, typical)]
+        else:
+            errors = [_error(p.tensor, part_of(whole, p), whole, typical) for p in pieces]
+        met = Met(pieces, whole, way, errors, tried > 0)
+        if best is None or met.error < best.error:
+            best = met
+        if met.error <= NEAR:
+            break
+    return best
+
+
+def _judge(
+    key: Key, run: Run, reference: Run, measured: Measured, chain: int, typical: float
+) -> Judged:
+    theirs, ours = reference.held[key], run.held.get(key, [])
+    if reason := run.uncounted.get(key.name) or reference.uncounted.get(key.name):
+        return Judged(key, UNSEEN, why=reason)
+    if not ours:
+        state = BAD if key.kind == GRADIENT else UNSEEN
+        return Judged(key, state, INFINITE if state == BAD else 0.0, why="no rank has it")
+    floor = typical if key.kind == GRADIENT else 0.0
+    met = meet(ours, theirs, floor, weighed=key.kind == BACKWARD)
+    if met is None:
+        parts, whole = ({tuple(h.line.shape) for h in each} for each in (ours, theirs))
+        return Judged(key, UNSEEN, why=f"parts of {sorted(parts)} fit no place in {sorted(whole)}")
+    limit = _bound(key, max(eps_of(held) for held in [*ours, *theirs]), measured, chain)
+    wrong = [
+        (piece.rank, piece.micro_batch)
+        for piece, error in zip(met.pieces, met.errors, strict=False)
+        if not error <= limit
+    ]
+    if key.kind == GRADIENT and (none := _without(key, run)):
+        wrong += [(rank, 0) for rank in none]
+        why = f"ranks {none} have the parameter and no gradient of it"
+        return Judged(key, BAD, INFINITE, limit, wrong, met.derived, why)
+    if (
+        wrong
+        and key.kind == BACKWARD
+        and _is_of_all_rows(met, ours)
+        and adds_up(ours, theirs, limit)
+    ):
+        return Judged(key, GOOD, 0.0, limit)  # one for all rows, of whose gradient ranks have terms
+    if wrong and not limit and key.kind == FORWARD and measured.chooses:
+        return Judged(key, UNSEEN, why="whole numbers, and rounding alone chose others")
+    state = GOOD if met.error <= limit else BAD
+    return Judged(key, state, met.error, limit, wrong, met.derived)
+
+
+def _without(key: Key, run: Run) -> list[int]:
+    """Return the ranks that have a parameter's weight behind the step, and no gradient of it."""
+    have, trained = (
+        {held.recording.rank for held in run.held.get(each, ())}
+        for each in (key, key._replace(kind=WEIGHT))
+    )
+    return sorted(trained - have)
+
+
+def _is_of_all_rows(met: Met, ours: Sequence[Held]) -> bool:
+    """Return whether a tensor has no rows, though ranks or micro-batches have different ones."""
+    axes = [held.recording.header["axes"].get("rows") for held in ours]
+    divided = all(axis is not None and sum(b - a for a, b in axis[1][0]) < axis[0] for axis in axes)
+    return divided and not any("rows" in way.name for way in met.ways)
+
+
+def _bound(key: Key, eps: float, measured: Measured, chain: int) -> float:
+    """Return the largest error that rounding explains; 0 for whole numbers."""
+    by_length, lost = eps * ROOM * math.sqrt(chain * (key.step + 1)), measured.lost.get(key)
+    if lost is None or not eps:
+        return by_length
+    # A tensor may be of a finer dtype than what it was computed from, as losses are.
+    floor = by_length if by_length < NEAR else measured.eps * ROOM
+    return max(MEASURED * lost * measured.eps, floor)
+
+
+def coarsest(run: Run) -> float:
+    """Return the largest epsilon of a run's dtypes, which is what its numbers lose by."""
+    return max((eps_of(held) for each in run.held.values() for held in each), default=0.0)
+
+
+def eps_of(held: Held) -> float:
+    """Return the epsilon of a tensor's dtype; 0 for whole numbers."""
+    dtype = getattr(torch, held.line.dtype)
+    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+
+
+def _error(ours: Tensor, theirs: Tensor, whole: Tensor, typical: float) -> float:
+    """Return the 2-norm of a difference, over that of as much of the whole or of the part."""
+    if ours.shape != theirs.shape:
+        return INFINITE
+    if not theirs.is_floating_point() and not ours.is_floating_point():
+        return 0.0 if torch.equal(ours, theirs) else INFINITE
+    ours, theirs = ours.to(torch.float64), theirs.to(torch.float64)
+    if torch.equal(ours, theirs):
+        return 0.0
+    share = math.sqrt(theirs.numel() / max(whole.numel(), 1))
+    own = float(torch.linalg.vector_norm(theirs))
+    size = max(own, share * float(torch.linalg.vector_norm(whole.to(torch.float64).nan_to_num())))
+    size = max(size, typical * math.sqrt(theirs.numel()))
+    gap = float(torch.linalg.vector_norm(ours - theirs))
+    if math.isnan(gap):
+        return INFINITE
+    return gap / size if size else INFINITE
+
+
+def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
+    """Return whether what a module's uses of a parameter added on all ranks is what it should be.
+
+    Ranks of tensor parallelism have other parts, or each the whole, which is not summed over them.
+    """
+    way = next(iter(ways([*theirs, *ours])), None)
+    if way is None:
+        return False
+    whole = assemble(pieces_of(theirs, way), way, sums=True)
+    apart: dict[int, list[Held]] = {}
+    for held in ours:
+        groups = held.recording.header["groups"].get("tp", [])
+        rank = held.recording.rank
+        apart.setdefault(next((g.index(rank) for g in groups if rank in g), 0), []).append(held)
+    if (
+        _error(assemble(pieces_of(ours, way, weighed=True), way, sums=True), whole, whole, 0.0)
+        <= limit
+    ):
+        return True
+    for own in apart.values():
+        pieces = pieces_of(own, way, weighed=True)
+        added = assemble(pieces, way, sums=True)
+        if any(
+            not _error(part_of(added, p), part_of(whole, p), whole, 0.0) <= limit for p in pieces
+        ):
+            return False
+    return True
+
+
+def _typical(run: Run, step: int) -> float:
+    """Return the size of a typical element of all gradients of a step."""
+    total, count = 0.0, 0
+    for key, held in run.held.items():
+        if key.step == step and key.kind == GRADIENT:
+            for each in held:
+                tensor = each.tensor
+                total += float(torch.linalg.vector_norm(tensor.double())) ** 2
+                count += tensor.numel()
+    return math.sqrt(total / count) if count else 0.0

@@ -1,0 +1,218 @@
+"""Where ranks' tensors lie in the whole.
+
+Ranks say it; where that leaves it open sizes are compared, and if several places fit, values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice, product
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..recording.folder import Line, Recording
+
+GIVEN, WHOLE, ALIKE = "given", "whole", "all alike"
+INNER, OUTER = "equal shards of near ranks", "equal shards of far ranks"  # if nobody says how
+_PAIRS = (("rows", "positions"), ("rows", "shares"))
+_TRIED = 16  # combinations of places that are tried by value
+_COLUMNS = "columns"
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A rank's tensor of a micro-batch."""
+
+    recording: Recording
+    number: int
+    micro_batch: int
+
+    @property
+    def line(self) -> Line:
+        """Its line, or that of which it is another name."""
+        line = self.recording.lines[self.number]
+        while line.same >= 0:
+            line = self.recording.lines[line.same]
+        return line
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """All that its place depends on."""
+        line = self.line
+        return self.recording.number, self.micro_batch, tuple(line.shape), repr(line.place)
+
+    @property
+    def tensor(self) -> Tensor:
+        """Its values."""
+        return self.recording.tensor(self.number)
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A dim of a tensor is divided so: the name of an axis, in units of `unit`, and the whole."""
+
+    name: str
+    total: int
+    unit: int = 1
+
+
+def ways(held: Sequence[Held]) -> list[tuple[Way, ...]]:
+    """Return what the dims of tensors may be in the whole, likeliest first.
+
+    Nothing if they are not parts of one whole.
+
+    Args:
+        held: Of both runs.
+    """
+    alike = ("ways", *(each.form for each in held))
+    known = held[0].recording.known
+    if alike not in known:
+        known[alike] = _ways(held)
+    found: list[tuple[Way, ...]] = known[alike]
+    return found
+
+
+def _ways(held: Sequence[Held]) -> list[tuple[Way, ...]]:
+    dims = {len(each.line.shape) for each in held}
+    if len(dims) != 1:
+        return []
+    choices = [_distinct(held, dim) for dim in range(dims.pop())]
+    return sorted(islice(product(*choices), _TRIED), key=_reused)
+
+
+def _reused(found: tuple[Way, ...]) -> int:
+    """Return how many dims go by the axis of another one, which few tensors have."""
+    named = [way.name for way in found if way.name not in (GIVEN, WHOLE, ALIKE)]
+    return len(named) - len(set(named))
+
+
+def index(held: Held, dim: int, way: Way) -> Tensor:
+    """Return which indices of the whole a rank has along a dim; from `way.total` on is padding."""
+    asked = "index", held.form, dim, way
+    known = held.recording.known
+    if asked not in known:
+        known[asked] = _index(held, dim, way)
+    found: Tensor = known[asked]
+    return found
+
+
+def _index(held: Held, dim: int, way: Way) -> Tensor:
+    if way.name == ALIKE:
+        return torch.zeros(held.line.shape[dim], dtype=torch.int64)
+    if way.name == GIVEN:
+        place = _given(held, dim)
+        return torch.arange(way.total) if place is None else _indices(place[1:])
+    if way.name in (INNER, OUTER):
+        return _shard(held, held.line.shape[dim], way)
+    parts = [_part(held, name) for name in way.name.split(" x ")]
+    if all(part is None for part in parts):
+        return torch.arange(way.total)
+    if len(parts) == 2 and parts[0] is not None and parts[1] is not None:
+        rows, inner = parts[0][1], parts[1][1]
+        length = parts[1][0]
+        whole = rows[:, None] * length + inner.where(inner < length, way.total)
+        return whole.flatten()
+    assert parts[0] is not None
+    indices = parts[0][1]
+    return indices if way.unit == 1 else indices[:: way.unit] // way.unit
+
+
+def _shard(held: Held, length: int, way: Way) -> Tensor:
+    """Return a rank's equal share of a dim, in the order of ranks; all of it if it has all."""
+    shares, ranks = way.total // length if length else 1, int(held.recording.header["world_size"])
+    if shares * length != way.total or ranks % shares:
+        return torch.empty(0, dtype=torch.int64)
+    rank = held.recording.rank
+    share = rank % shares if way.name == INNER else rank // (ranks // shares)
+    return torch.arange(share * length, (share + 1) * length)
+
+
+def in_terms(held: Sequence[Held], found: Sequence[Way]) -> bool:
+    """Return whether gradients that lie so are terms on several ranks, which add up to them."""
+    named = {way.name for way in found}
+    return any(named & set(each.recording.header["shared"]) for each in held)
+
+
+def _distinct(held: Sequence[Held], dim: int) -> list[Way]:
+    """Return the ways of a dim that differ in what they say."""
+    found: dict[tuple[Any, ...], Way] = {}
+    for way in _fitting(held, dim):
+        said = tuple(tuple(index(each, dim, way).tolist()) for each in held)
+        found.setdefault((way.total, said), way)
+    return list(found.values())
+
+
+def _fitting(held: Sequence[Held], dim: int) -> Iterator[Way]:
+    given = [place for each in held if (place := _given(each, dim)) is not None]
+    if given:
+        total = int(given[0][0])
+        if all(
+            each.line.shape[dim] == (total if place is None else len(_indices(place[1:])))
+            for each in held
+            for place in [_given(each, dim)]
+        ):
+            yield Way(GIVEN, total)
+        return
+    for way in _named(held, dim):
+        if all(len(index(each, dim, way)) == each.line.shape[dim] for each in held):
+            yield way
+
+
+def _named(held: Sequence[Held], dim: int) -> Iterator[Way]:
+    """Yield the ways of all axes that a rank speaks of, and the whole."""
+    axes: dict[str, int] = {}
+    for each in held:
+        axes |= {name: total for name, (total, _) in each.recording.header["axes"].items()}
+    for name, total in axes.items():
+        if not name.startswith(_COLUMNS):
+            yield Way(name, total)
+    for pair in _PAIRS:
+        if all(name in axes for name in pair):
+            yield Way(" x ".join(pair), axes[pair[0]] * axes[pair[1]])
+    largest = max(each.line.shape[dim] for each in held)
+    for name, total in axes.items():
+        if name.startswith(_COLUMNS):
+            for unit in _units(held, name, total, largest):
+                yield Way(name, total // unit, unit)
+    yield Way(WHOLE, largest)
+    if largest > 1 and any(each.line.shape[dim] == 1 for each in held):
+        yield Way(ALIKE, 1)
+    yield from (Way(name, largest) for name in (INNER, OUTER))
+
+
+def _units(held: Sequence[Held], name: str, total: int, largest: int) -> Iterator[int]:
+    """Yield in units of what a size may be divided, such as the heads of its columns."""
+    if largest and total % largest == 0:
+        unit = total // largest
+        parts = [part[1] for each in held if (part := _part(each, name)) is not None]
+        if all(len(part) % unit == 0 and _aligned(part, unit) for part in parts):
+            yield unit
+
+
+def _aligned(indices: Tensor, unit: int) -> bool:
+    blocks = indices.view(-1, unit)
+    return bool(
+        (blocks == blocks[:, :1] + torch.arange(unit)).all() and (blocks[:, 0] % unit == 0).all()
+    )
+
+
+def _given(held: Held, dim: int) -> list[Any] | None:
+    place = held.line.place
+    return None if place is None else place[dim]
+
+
+def _part(held: Held, name: str) -> tuple[int, Tensor] | None:
+    axis = held.recording.header["axes"].get(name)
+    if axis is None:
+        return None
+    total, parts = axis
+    part = parts[held.micro_batch if len(parts) > 1 else 0]
+    return int(total), _indices(part)
+
+
+def _indices(ranges: Sequence[Sequence[int]]) -> Tensor:
+    found = [torch.arange(start, stop) for start, stop in ranges]
+    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64)

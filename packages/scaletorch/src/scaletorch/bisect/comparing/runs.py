@@ -1,0 +1,239 @@
+"""A run as it was recorded: its tensors by name, and what each was computed from."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ...dist.errors import InvalidArgumentError
+from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, SHARE, TERM, WEIGHT, Key
+from ..recording.folder import Line, Recording, read
+from .places import Held
+
+
+@dataclass(slots=True)
+class Run:
+    """All ranks' recordings of all steps.
+
+    Attributes:
+        folder: Where they are.
+        held: What ranks have of each tensor, in the order in which tensors were met.
+        parents: What each was computed from, as far as autograd told.
+        uses: The parameters that it was computed with.
+        inside: The module whose code was running.
+        first: Of a tensor that goes by several names the first one, by the others.
+        uncounted: Modules whose calls are not as many in each micro-batch, by name.
+    """
+
+    folder: Path
+    steps: Mapping[int, Sequence[Recording]]
+    held: dict[Key, list[Held]] = field(default_factory=dict)
+    parents: dict[Key, dict[Key, None]] = field(default_factory=dict)
+    uses: dict[Key, set[str]] = field(default_factory=dict)
+    inside: dict[Key, str | None] = field(default_factory=dict)
+    first: dict[Key, Key] = field(default_factory=dict)
+    uncounted: dict[str, str] = field(default_factory=dict)
+
+
+def load(folder: str | Path) -> Run:
+    """Return a run that was recorded into a folder.
+
+    Raises:
+        InvalidArgumentError: See `folder.read`.
+    """
+    run = Run(Path(folder), read(Path(folder)))
+    for step, recordings in run.steps.items():
+        found = [each for recording in recordings for each in _keyed(run, step, recording)]
+        for key, held in sorted(found, key=lambda each: _turn(*each)):
+            run.held.setdefault(key, []).append(held)
+    return run
+
+
+def _turn(key: Key, held: Held) -> tuple[int, int, int]:
+    """Return when in a step a tensor has its turn; stages run from the last to the first back."""
+    turns = (DATA, FORWARD, LOSS, BACKWARD, SHARE, TERM, GRADIENT, NORM, MOMENT, WEIGHT)
+    rank = held.recording.rank
+    return turns.index(key.kind), -rank if key.kind == BACKWARD else rank, held.number
+
+
+def _keyed(run: Run, step: int, recording: Recording) -> Iterator[tuple[Key, Held]]:
+    """Yield a rank's tensors by name, those under other names too."""
+    keys = _keys(run, step, recording)
+    gradients: dict[int, int] = {}
+    for number, (line, key) in enumerate(zip(recording.lines, keys, strict=True)):
+        if line.kind == BACKWARD:
+            gradients[line.parents[0]] = number
+        elif key is not None:
+            yield key[0], Held(recording, number, key[1])
+            if line.kind in (FORWARD, LOSS):
+                known = (keys[parent] for parent in line.parents)
+                _note(run, key[0], [each[0] for each in known if each is not None], line)
+    for number, (line, key) in enumerate(zip(recording.lines, keys, strict=True)):
+        origin = number
+        while recording.lines[origin].same >= 0:
+            origin = recording.lines[origin].same
+        if line.kind != FORWARD or key is None:
+            continue
+        if origin != number and (first := keys[origin]) is not None:
+            run.first.setdefault(key[0], first[0])
+        if origin in gradients:
+            yield key[0]._replace(kind=BACKWARD), Held(recording, gradients[origin], key[1])
+
+
+def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | None]:
+    """Return of each line which tensor it is, and of which micro-batch; None if nobody knows."""
+    per = _calls(run, recording)
+    found: list[tuple[Key, int] | None] = []
+    for line in recording.lines:
+        if line.kind in (FORWARD, BACKWARD, SHARE):
+            if line.name in run.uncounted:
+                found.append(None)
+                continue
+            micro_batch, call = divmod(line.call, per[line.name])
+            found.append((Key(step, line.kind, line.name, line.item, call), micro_batch))
+            continue
+        first = recording.header["tied"].get(line.name, line.name)
+        name = first if line.kind == TERM else line.name
+        micro_batch = line.call if line.kind == DATA else 0
+        found.append((Key(step, line.kind, name, line.item), micro_batch))
+    return found
+
+
+def _calls(run: Run, recording: Recording) -> dict[str, int]:
+    """Return how often each module was called in a micro-batch; note those that differ in it."""
+    calls: Counter[str] = Counter()
+    for line in recording.lines:
+        if line.kind == FORWARD:
+            calls[line.name] = max(calls[line.name], line.call + 1)
+    several = int(recording.header["micro_batches"])
+    for name, made in calls.items():
+        if made % several:
+            reason = f"rank {recording.rank} called it {made} times in {several} micro-batches"
+            run.uncounted[name] = reason
+    return {name: made // several for name, made in calls.items()}
+
+
+def _note(run: Run, key: Key, parents: Sequence[Key], line: Line) -> None:
+    known = run.parents.setdefault(key, {})
+    known.update(dict.fromkeys(each for each in parents if each != key))
+    run.uses.setdefault(key, set()).update(line.uses)
+    run.inside.setdefault(key, line.inside)
+
+
+def ancestors(run: Run) -> dict[Key, list[Key]]:
+    """Return what each tensor of a run is computed from, forward, backward and in the update."""
+    children: dict[Key, list[Key]] = defaultdict(list)
+    users: dict[tuple[int, str], list[Key]] = defaultdict(list)
+    for key, parents in run.parents.items():
+        for parent in parents:
+            children[parent].append(key)
+        for name in run.uses.get(key, ()):
+            users[key.step, name].append(key)
+    for key in run.held:  # a parameter that its module alone knows, as where it is put together
+        if key.kind == FORWARD and key.item.startswith("out"):
+            users[key.step, key.name].append(key)
+    found = {key: list(dict.fromkeys(_sources(key, run, children, users))) for key in run.held}
+    for source, results in _beside(run):
+        for key in results:
+            found[key].append(source)
+    return found
+
+
+def _beside(run: Run) -> Iterator[tuple[Key, list[Key]]]:
+    """Yield tensors that have no gradient, so that autograd does not tell what is made of them."""
+    made: dict[tuple[int, str, int], list[Key]] = defaultdict(list)
+    for key in run.held:
+        if key.kind == FORWARD and key.item.startswith("out"):
+            made[key.step, key.name, key.call].append(key)
+    for key in run.held:
+        if key.kind == DATA:
+            yield key, [k for k in run.held if k.step == key.step and _sees(k.kind, key.name)]
+        elif key.kind == FORWARD and key.item.startswith("in"):
+            yield key, made[key.step, key.name, key.call]
+
+
+def _sees(kind: str, entry: str) -> bool:
+    """Return whether tensors of a kind may depend on an entry of the batch."""
+    of_loss = entry == "labels" or entry.startswith("loss_")
+    return kind == LOSS or (kind == FORWARD and not of_loss)
+
+
+def _sources(
+    key: Key,
+    run: Run,
+    children: Mapping[Key, list[Key]],
+    users: Mapping[tuple[int, str], list[Key]],
+) -> Iterator[Key]:
+    step = key.step
+    if key.kind in (FORWARD, LOSS):
+        yield from run.parents.get(key, ())
+        for name in run.uses.get(key, ()):
+            yield Key(step - 1, WEIGHT, name)
+    elif key.kind == BACKWARD:
+        yield from _passed_back(_used_by(key._replace(kind=FORWARD), run, children), run)
+    elif key.kind == GRADIENT:
+        name = run.steps[step][0].header["tied"].get(key.name, key.name)
+        own = users.get((step, name)) or users.get((step, name.rpartition(".")[0]), [])
+        yield from _passed_back(own, run)
+    elif key.kind == NORM:
+        yield from (k for k in run.held if k.step == step and k.kind == GRADIENT)
+    elif key.kind in (MOMENT, WEIGHT):
+        yield Key(step, GRADIENT, key.name)
+        yield Key(step, NORM, "")
+        if key.kind == WEIGHT:
+            yield from (k for k in run.held if k[:3] == (step, MOMENT, key.name))
+
+
+def _used_by(key: Key, run: Run, children: Mapping[Key, list[Key]]) -> Iterator[Key]:
+    """Yield what a tensor was used for under all of its names, which share one gradient."""
+    first = run.first.get(key, key)
+    names = [first]
+    for name in names:
+        for child in children.get(name, ()):
+            if run.first.get(child) == first:
+                names.append(child)
+            else:
+                yield child
+
+
+def _passed_back(results: Iterable[Key], run: Run) -> Iterator[Key]:
+    """Yield what a gradient is computed from, given what its tensor was used for."""
+    for result in results:
+        yield result
+        yield from run.parents.get(result, ())
+        if result.kind == FORWARD:
+            yield result._replace(kind=BACKWARD)
+
+
+def require_comparable(ours: Run, theirs: Run) -> None:
+    """Refuse two runs of unlike models, or of other batches.
+
+    Raises:
+        InvalidArgumentError: They have no step, or no parameter, in common.
+    """
+    if not set(ours.steps) & set(theirs.steps):
+        raise InvalidArgumentError(
+            f"{ours.folder} has steps {list(ours.steps)} and {theirs.folder} has "
+            f"{list(theirs.steps)}: record the same step of both"
+        )
+    for key in ours.held if _alone(ours) and _alone(theirs) else ():
+        shapes = [run.held[key][0].line.shape for run in (ours, theirs) if key in run.held]
+        if key.kind == GRADIENT and shapes[0] != shapes[-1]:
+            raise InvalidArgumentError(
+                f"these are runs of unlike models: {key.name} has shape {shapes[0]} in "
+                f"{ours.folder} and {shapes[-1]} in {theirs.folder}"
+            )
+    named = [{k.name for k in run.held if k.kind == GRADIENT} for run in (ours, theirs)]
+    if named[0] != named[1]:
+        only = [sorted(a - b)[:3] for a, b in (named, named[::-1])]
+        if not named[0] & named[1] or all(only):
+            raise InvalidArgumentError(
+                f"these are runs of unlike models: {ours.folder} alone has gradients of {only[0]}, "
+                f"{theirs.folder} alone of {only[1]}"
+            )
+
+
+def _alone(run: Run) -> bool:
+    return all(len(recordings) == 1 for recordings in run.steps.values())

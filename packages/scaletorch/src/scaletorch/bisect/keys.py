@@ -1,0 +1,44 @@
+"""What is compared: the name that a tensor has in every run, on every rank."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+FORWARD, BACKWARD = "forward", "backward"
+GRADIENT, NORM, MOMENT, WEIGHT, LOSS = "gradient", "norm", "moment", "weight", "loss"
+DATA, TERM, SHARE = "data", "term", "share"
+FINAL = (LOSS, GRADIENT, NORM, WEIGHT)  # what training comes to: faults without these are none
+
+
+class Key(NamedTuple):
+    """A tensor of a step, whichever ranks hold parts of it.
+
+    Attributes:
+        step: 0-based.
+        kind: FORWARD for what goes into a module or comes out of it, BACKWARD for the gradient of
+            that, GRADIENT, MOMENT and WEIGHT of a parameter, NORM and LOSS, DATA for an entry of
+            the batch, TERM for what a module adds to a rank's gradient of a parameter, SHARE for
+            what it adds to that of a tensor: the user is in `item`, behind a blank.
+        name: The module's or the parameter's; '' is the model.
+        item: Which of a module's tensors, 'in.0', 'in.mask', 'out'; which moment of a parameter.
+        call: Which call of the module in one forward.
+    """
+
+    step: int
+    kind: str
+    name: str
+    item: str = ""
+    call: int = 0
+
+    def __str__(self) -> str:
+        """Say it in words."""
+        if self.kind in (NORM, LOSS):
+            return f"the {self.kind}"
+        if self.kind == DATA:
+            return f"{self.name} of the batch"
+        if self.kind not in (FORWARD, BACKWARD):
+            return f"{self.kind} {self.item + ' of ' if self.item else ''}{self.name}"
+        side, _, which = self.item.partition(".")
+        what = ("input" if side == "in" else "output") + (f" {which}" if which else "")
+        of = f"{self.name or 'the model'}{f' (call {self.call})' if self.call else ''}"
+        return f"{'gradient of ' if self.kind == BACKWARD else ''}{what} of {of}"

@@ -1,0 +1,174 @@
+"""What a rank has of the whole batch and model, as data."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...dist.errors import InvalidArgumentError
+
+Ranges = list[tuple[int, int]]  # of indices, [start, stop), in the order of the tensor's own
+Place = list[Any]  # per dim None, or [whole size, *ranges]
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A length of which ranks have parts: rows of the batch, positions, columns of a layer.
+
+    Attributes:
+        total: The whole length.
+        parts: For each micro-batch which indices a rank has; one entry if they have the same.
+    """
+
+    total: int
+    parts: list[Ranges]
+
+
+@dataclass(slots=True)
+class Description:
+    """What a rank has.
+
+    Attributes:
+        axes: By name: 'rows', 'positions', and others.
+        groups: Ranks of each axis of the grid, for words: 'tp' -> [[0, 1], [2, 3]].
+        micro_batches: How many there are in a step.
+        weight: What this rank's loss counts in the whole one, by which its gradients of
+            activations are multiplied: 1/2 for the mean of two ranks' means. None if it is to
+            be found out.
+        places: Of parameters by name; others are whole.
+        shared: Axes of which several ranks have the same part, and each a term of its gradient.
+        unseen: (module, 'in' or 'out', chunk) whose tensors are no part of the whole's.
+        chunk: Says which of the rank's stages of a pipeline is running.
+        terms: Modules whose inputs' gradients here have to be added up over ranks.
+    """
+
+    axes: dict[str, Axis] = field(default_factory=dict)
+    groups: dict[str, list[list[int]]] = field(default_factory=dict)
+    micro_batches: int = 1
+    weight: float | None = 1.0
+    places: dict[str, Place] = field(default_factory=dict)
+    shared: list[str] = field(default_factory=list)
+    unseen: set[tuple[str, str, int]] = field(default_factory=set)
+    chunk: Callable[[], int] = int
+    terms: set[str] = field(default_factory=set)
+
+
+def as_ranges(indices: Iterable[int]) -> Ranges:
+    """Return indices as ranges, in their order."""
+    found: Ranges = []
+    for index in indices:
+        if found and found[-1][1] == index:
+            found[-1] = (found[-1][0], index + 1)
+        else:
+            found.append((index, index + 1))
+    return found
+
+
+def description_of(given: Mapping[str, Any] | Description | None) -> Description:
+    """Return what a program says of its rank.
+
+    Args:
+        given: Name of an axis -> (indices, total): `{"rows": (range(4, 8), 8)}` are the last four
+            of eight rows. A list of such indices says what each micro-batch has. `"weight"`
+            is a number, see `Description`.
+
+    Raises:
+        InvalidArgumentError: It is no such mapping, or numbers of micro-batches differ.
+    """
+    if isinstance(given, Description):
+        return given
+    found = Description(weight=None)
+    for name, said in (given or {}).items():
+        if name == "weight":
+            found.weight = float(said)
+            continue
+        try:
+            indices, total = said
+            several = isinstance(indices, list) and not isinstance(indices[0], int)
+            parts = [as_ranges(each) for each in (indices if several else [indices])]
+            found.axes[name] = Axis(int(total), parts)
+        except (TypeError, ValueError, IndexError):
+            raise InvalidArgumentError(
+                f'describe["{name}"] must be (indices, total), such as (range(0, 4), 8), or '
+                f"([range(0, 2), range(2, 4)], 8) for two micro-batches; it is {said!r}"
+            ) from None
+    counts = {len(axis.parts) for axis in found.axes.values()} - {1}
+    if len(counts) > 1:
+        raise InvalidArgumentError(
+            f"describe says {sorted(counts)} micro-batches: axes have one part or as many as others"
+        )
+    found.micro_batches = max(counts, default=1)
+    return found
+
+
+def local_part(tensor: Tensor) -> tuple[Tensor, Place | None, bool]:
+    """Return what a rank has of a tensor, and what a DTensor says of it.
+
+    That is its place, and whether it is one of several that have to be added up.
+    """
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is None or not isinstance(tensor, module.DTensor):
+        return _settled(tensor), None, False
+    local = _settled(tensor.to_local())
+    mesh, placements = tensor.device_mesh, tensor.placements
+    place: Place = []
+    for dim, length in enumerate(tensor.shape):
+        start, stop = 0, int(length)
+        for axis, placement in enumerate(placements):
+            if placement.is_shard(dim):
+                step = -(-(stop - start) // mesh.size(axis))
+                begin = min(start + step * mesh.get_local_rank(axis), stop)
+                start, stop = begin, min(begin + step, stop)
+        place.append([int(length), (start, stop)])
+    return local, place, any(placement.is_partial() for placement in placements)
+
+
+def _settled(tensor: Tensor) -> Tensor:
+    """Return a plain tensor in place of one that a collective may still be bringing."""
+    return tensor if type(tensor) in (Tensor, nn.Parameter) else tensor.clone()
+
+
+def is_seen(tensor: Tensor) -> bool:
+    """Return whether a tensor has values here: a plain one, a DTensor or a collective's result."""
+    plain = type(tensor) in (Tensor, nn.Parameter)
+    return plain or hasattr(tensor, "placements") or hasattr(tensor, "trigger_wait")
+
+
+def tensors_of(value: Any, label: str) -> Iterable[tuple[str, Tensor]]:
+    """Yield the tensors of a module's input or output, by names that every run gives them."""
+    if isinstance(value, Tensor):
+        yield label, value
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from tensors_of(each, f"{label}.{name}")
+    elif isinstance(value, (tuple, list)):
+        names: Sequence[Any] = getattr(value, "_fields", range(len(value)))
+        for name, each in zip(names, value, strict=False):
+            yield from tensors_of(each, f"{label}.{name}")
+
+
+def arguments_of(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors that a module is called with; by place, however they are passed."""
+    kind: Any = type(module)
+    places = _places(kind)
+    for place, value in enumerate(args):
+        yield from tensors_of(value, f"in.{place}")
+    for name, value in kwargs.items():
+        yield from tensors_of(value, f"in.{places.get(name, name)}")
+
+
+@lru_cache(maxsize=256)
+def _places(kind: Any) -> Mapping[str, int]:
+    positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    for own in kind.__mro__:  # one that surrounds another's forward takes what that takes
+        if "forward" in vars(own):
+            named = list(inspect.signature(own.forward).parameters.values())[1:]
+            if not named or named[0].kind == positional:
+                return {e.name: place for place, e in enumerate(named) if e.kind == positional}
+    return {}

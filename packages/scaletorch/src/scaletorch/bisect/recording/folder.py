@@ -1,0 +1,199 @@
+"""A recording on disk: a file of tensors and a file of lines for each rank and step.
+
+Tensors are appended as they are met, so that memory holds one of them at a time. The lines, of
+JSON, are written when the recording ends: one that was cut off has none, and is told.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...dist.errors import InvalidArgumentError
+
+VERSION = 1
+_ALIGNED = 64  # bytes, so that any dtype may be looked at where it lies
+
+
+@dataclass(slots=True)
+class Line:
+    """A tensor of a recording.
+
+    Attributes:
+        kind: See `keys.Key`; `name` and `item` too.
+        name: As there.
+        item: As there.
+        call: How often the module had been called in this step.
+        dtype: Without 'torch.'.
+        shape: Of this rank's tensor.
+        offset: Where its bytes begin; -1 if it is the tensor of line `same`.
+        same: A line of the same tensor, or -1.
+        parents: Lines of the tensors that it was computed from.
+        uses: Parameters that it was computed with.
+        inside: The module whose code was running.
+        place: Per dim, the indices of the whole as [whole size, [start, stop], ...], or None if
+            the description of the rank has to say it.
+        sums: Ranks' tensors have to be added up.
+        heard: How many calls of the ranks had been made.
+    """
+
+    kind: str
+    name: str
+    item: str
+    call: int
+    dtype: str
+    shape: list[int]
+    offset: int = -1
+    same: int = -1
+    parents: list[int] = field(default_factory=list)
+    uses: list[str] = field(default_factory=list)
+    inside: str | None = None
+    place: list[Any] | None = None
+    sums: bool = False
+    heard: int = 0
+
+
+class Writer:
+    """Writes a rank's recording of a step.
+
+    Args:
+        folder: Made if it is missing.
+        rank: The global rank.
+        header: What is the same for all tensors.
+    """
+
+    def __init__(self, folder: Path, rank: int, header: Mapping[str, Any]) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.header = {"version": VERSION, "rank": rank, **header}
+        self.lines: list[Line] = []
+        self.heard: list[str] = []
+        self._index = folder / f"step{header['step']}.rank{rank}.json"
+        self._index.unlink(missing_ok=True)
+        self._file = self._index.with_suffix(".bin").open("wb")
+        self._end = 0
+
+    def add(self, line: Line, tensor: Tensor | None) -> int:
+        """Append a line, and the tensor of it if there is one; return the line's number."""
+        line.heard = len(self.heard)
+        if tensor is not None:
+            line.offset = self._end
+            data = tensor.detach().to("cpu").contiguous()
+            size = data.numel() * data.element_size()
+            if size:
+                self._file.write((ctypes.c_char * size).from_address(data.data_ptr()))
+            padding = -size % _ALIGNED
+            self._file.write(bytes(padding))
+            self._end += size + padding
+        self.lines.append(line)
+        return len(self.lines) - 1
+
+    def close(self, failed: str = "") -> None:
+        """Write the lines; `failed` says why the recording ends early."""
+        self._file.close()
+        content = {
+            **self.header, "failed": failed, "bytes": self._end, "heard": self.heard,
+            "lines": [list(asdict(line).values()) for line in self.lines],
+        }  # fmt: skip
+        part = self._index.with_suffix(".part")
+        part.write_text(json.dumps(content))
+        part.replace(self._index)
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """What one rank recorded of one step.
+
+    Attributes:
+        header: What is the same for all tensors.
+        lines: A tensor each.
+        heard: The calls of the rank.
+        data: All tensors' bytes.
+        number: No other recording of this process has it.
+        known: What others have worked out of it.
+    """
+
+    header: dict[str, Any]
+    lines: list[Line]
+    heard: list[str]
+    data: Tensor
+    number: int = field(default_factory=itertools.count().__next__)
+    known: dict[Any, Any] = field(default_factory=dict)
+
+    @property
+    def rank(self) -> int:
+        """The global rank."""
+        return int(self.header["rank"])
+
+    def tensor(self, number: int) -> Tensor:
+        """Return the tensor of a line, as it lies in the file."""
+        line = self.lines[number]
+        while line.same >= 0:
+            line = self.lines[line.same]
+        dtype = getattr(torch, line.dtype)
+        size = dtype.itemsize
+        for length in line.shape:
+            size *= length
+        return self.data[line.offset : line.offset + size].view(dtype).view(line.shape)
+
+
+def read(folder: Path) -> dict[int, list[Recording]]:
+    """Return the recordings of a folder by step, each of all ranks in their order.
+
+    Raises:
+        InvalidArgumentError: There are none, or one is torn, of another version or failed, or a
+            rank's is missing.
+    """
+    steps: dict[int, list[Recording]] = {}
+    found = sorted(folder.glob("step*.rank*.bin")) if folder.is_dir() else []
+    if not found:
+        raise InvalidArgumentError(
+            f"{folder} has no recording: it is a folder that `scaletorch.bisect.record` wrote"
+        )
+    for path in found:
+        recording = _read_rank(path)
+        steps.setdefault(int(recording.header["step"]), []).append(recording)
+    for step, recordings in steps.items():
+        recordings.sort(key=lambda each: each.rank)
+        ranks, size = [each.rank for each in recordings], recordings[0].header["world_size"]
+        if missing := sorted(set(range(size)) - set(ranks)):
+            raise InvalidArgumentError(
+                f"{folder}: of step {step} the recordings of ranks {missing} are missing; it has "
+                f"those of {ranks}, and was made by {size} ranks"
+            )
+    return dict(sorted(steps.items()))
+
+
+def _read_rank(path: Path) -> Recording:
+    index = path.with_suffix(".json")
+    try:
+        content = json.loads(index.read_text())
+        lines = [Line(*values) for values in content.pop("lines")]
+        heard, size, version = content.pop("heard"), content["bytes"], content["version"]
+    except FileNotFoundError:
+        raise InvalidArgumentError(
+            f"{path} is torn: the program ended before its recording did"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise InvalidArgumentError(f"{index} is no index of a recording: {error}") from None
+    if version != VERSION:
+        raise InvalidArgumentError(f"{index} is of version {version}, and {VERSION} is read here")
+    if content["failed"]:
+        raise InvalidArgumentError(
+            f"{index}: the step that was recorded failed: {content['failed']}"
+        )
+    if path.stat().st_size != size:
+        raise InvalidArgumentError(
+            f"{path} is torn: it has {path.stat().st_size} bytes, and {size} were written"
+        )
+    data = torch.empty(0, dtype=torch.uint8)
+    if size:
+        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
+    return Recording(content, lines, heard, data)

@@ -1,0 +1,147 @@
+"""What a rank of a grid has of the whole, as this library has divided it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ...compose.batches import MicroBatch
+from ...compose.forward import pipeline_of, terms_of
+from ...parallel.data_parallel import DataParallelBucket, parameter_shards
+from ...parallel.expert_parallel.building import find_expert_cuts
+from ...parallel.pg_manager import ProcessGroupManager
+from ...parallel.pipeline_parallel import PipelineParallel
+from ...parallel.pipeline_parallel.building import PassThrough
+from ...parallel.tensor_parallel.building import ParameterCut, find_cuts, summed_outside
+from .described import Axis, Description, Place, as_ranges
+
+
+def describe_grid(
+    model: DataParallelBucket, micro_batches: Sequence[Any], manager: ProcessGroupManager
+) -> Description:
+    """Return what this rank has of a step.
+
+    Args:
+        model: What `parallelize` returned.
+        micro_batches: What `shard_global_batch` returned.
+        manager: The grid.
+    """
+    pipeline = pipeline_of(model)
+    stage, cut = pipeline.module, micro_batches[0].cut
+    if not isinstance(micro_batches[0], MicroBatch):
+        raise TypeError(type(micro_batches[0]).__name__)
+    found = Description(micro_batches=len(micro_batches))
+    each = len(micro_batches[0]["input_ids"])
+    total = len(cut.whole["input_ids"]) * (manager.dp_size if cut.own else 1)
+    first = manager.dp_rank * len(micro_batches) * each
+    starts = [first + number * each for number in range(len(micro_batches))]
+    found.axes["rows"] = Axis(total, [[(start, start + each)] for start in starts])
+    positions = cut.sequences.positions().tolist()
+    length = cut.whole["input_ids"].shape[1]
+    found.axes["positions"] = Axis(length, [as_ranges(positions)])
+    if terms_of(model).shares_sequences:
+        size, longer = divmod(len(positions), manager.tp_size)
+        sizes = [size + (rank < longer) for rank in range(manager.tp_size)]
+        begin = sum(sizes[: manager.tp_rank])
+        share = positions[begin : begin + sizes[manager.tp_rank]]
+        found.axes["shares"] = Axis(length, [as_ranges(share)])
+    for axis, _ in _divided(stage).values():
+        found.axes |= axis
+    found.places = places_of(stage)
+    cuts = find_cuts(stage).values()
+    found.shared = [_name(cut) for cut in cuts if any(c.replicated for c in cut.cut.packed)]
+    for name in ("tp", "cp", "pp", "dp"):
+        found.groups[name] = [list(ranks) for ranks in manager.grid.groups(name)]
+    found.unseen = set(_unseen(pipeline))
+    found.chunk = lambda: pipeline.runtime.chunks.selected
+    found.terms = set(summed_outside(stage))
+    return found
+
+
+def places_of(stage: nn.Module) -> dict[str, Place]:
+    """Return where in the whole the parameters lie of which this rank has a part."""
+    return {name: place for name, (_, place) in _divided(stage).items()}
+
+
+def _divided(stage: nn.Module) -> dict[str, tuple[Mapping[str, Axis], Place]]:
+    """Return of each divided parameter the axis of its divided size, and its place."""
+    found: dict[str, tuple[Mapping[str, Axis], Place]] = {}
+    shapes = {name: p.shape for name, p in stage.named_parameters(remove_duplicate=False)}
+    for name, cut in find_cuts(stage).items():
+        if name not in shapes:
+            continue
+        ranges = [(each.start, each.stop) for each in cut.cut.ranges(cut.layer.tp_rank)]
+        place: Place = [None] * len(shapes[name])
+        place[cut.dim] = [cut.cut.whole, *ranges]
+        found[name] = {_name(cut): Axis(cut.cut.whole, [ranges])}, place
+    for name, experts in find_expert_cuts(stage).items():
+        if experts.dim is None or name not in shapes:
+            continue
+        _, place = found.get(name, ({}, [None] * len(shapes[name])))
+        place[experts.dim] = [experts.whole, (experts.own.start, experts.own.stop)]
+        found[name] = found.get(name, ({}, place))[0], place
+    return found
+
+
+def _name(cut: ParameterCut) -> str:
+    """Return a name of how a size is cut, the same on every rank."""
+    return f"columns {[list(part.parts) for part in cut.cut.packed]}"
+
+
+def _unseen(pipeline: PipelineParallel) -> Iterator[tuple[str, str, int]]:
+    """Yield modules whose inputs or outputs are another stage's hidden states, by chunk."""
+    for chunk, stage in enumerate(pipeline.stages):
+        pipeline.select(chunk)
+        for name, module in pipeline.module.named_modules():
+            if isinstance(module, PassThrough):
+                yield from ((name, "in", chunk), (name, "out", chunk))
+            elif any(isinstance(each, PassThrough) for each in module.modules()):
+                if stage > 0:
+                    yield name, "in", chunk
+                if stage < pipeline.num_stages - 1:
+                    yield name, "out", chunk
+    pipeline.select_all()
+
+
+def moments_of(
+    optimizers: Iterable[Optimizer], model: nn.Module, places: Mapping[str, Place]
+) -> Iterator[tuple[str, str, Tensor, Place]]:
+    """Yield what optimizers keep of this rank's parameters: name, which, a part and its place.
+
+    Of a parameter that several ranks update these are the rectangles that this rank does.
+    """
+    # Imports torch's checkpoints, in more time than most programs record.
+    from ...checkpoint.state.rectangles import rectangles
+
+    shapes = {name: p.shape for name, p in model.named_parameters()}
+    for optimizer in optimizers:
+        for shard in parameter_shards(model):
+            for item, value in optimizer.state.get(shard.tensor, {}).items():
+                if not isinstance(value, Tensor) or value.numel() != shard.stop - shard.start:
+                    continue
+                done = 0
+                shape = shapes[shard.name]
+                for offsets, sizes in rectangles(shard.start, shard.stop, shape):
+                    part = value.flatten()[done : done + math.prod(sizes)].view(sizes)
+                    done += part.numel()
+                    yield shard.name, item, part, _within(places, shard.name, shape, offsets, sizes)
+
+
+def _within(
+    places: Mapping[str, Place],
+    name: str,
+    shape: Sequence[int],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+) -> Place:
+    """Return the place of a rectangle of a rank's part of a parameter."""
+    found: Place = []
+    for dim, (length, offset, size) in enumerate(zip(shape, offsets, sizes, strict=True)):
+        whole, *ranges = places.get(name, [None] * len(shape))[dim] or [length, (0, length)]
+        indices = [index for start, stop in ranges for index in range(start, stop)]
+        found.append([whole, *as_ranges(indices[offset : offset + size])])
+    return found

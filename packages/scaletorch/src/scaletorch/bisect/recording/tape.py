@@ -1,0 +1,299 @@
+"""Recording a step: what goes into modules and comes out of them, and the gradients of it.
+
+While it records, `nn.Module.__call__` is another function and tensors have hooks; otherwise
+nothing is different, and nothing costs.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ...dist import get_rank, get_world_size, guard
+from ...dist.errors import InvalidArgumentError
+from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, SHARE, TERM, WEIGHT
+from .described import (
+    Description,
+    Place,
+    arguments_of,
+    description_of,
+    is_seen,
+    local_part,
+    tensors_of,
+)
+from .folder import Line, Writer
+from .lineage import Lineage, Use
+from .updates import followed
+
+
+class Tape:
+    """Takes down what a rank has of a step; made by `record`."""
+
+    def __init__(self, writer: Writer, model: nn.Module | None, said: Description) -> None:
+        self._writer, self._said = writer, said
+        self._model: nn.Module | None = None
+        self._names: dict[nn.Module, str] = {}
+        self._parameters: dict[int, str] = {}
+        self._calls: Counter[tuple[str, int]] = Counter()
+        self._stack: list[str] = []
+        self._seen: set[int] = set()  # lines whose gradient came
+        self._lineage = Lineage()
+        self._done: set[str] = set()
+        self._followed: set[tuple[Any, int]] = set()  # uses of parameters
+        if model is not None:
+            self._know(model)
+
+    def _know(self, model: nn.Module) -> None:
+        while isinstance(model, DistributedDataParallel):  # which names nothing of its own
+            model = model.module
+        self._model, self._names = model, {m: name for name, m in model.named_modules()}
+        self._parameters = {id(p): name for name, p in model.named_parameters()}
+
+    def put(self, kind: str, tensor: Tensor, name: str = "", item: str = "") -> None:
+        """Take down the loss or the norm: `put("loss", loss)`; the same on every rank.
+
+        A loss that ranks have parts of is the global one here, however they add it up.
+        """
+        if not isinstance(tensor, Tensor):
+            came = type(tensor).__name__
+            raise InvalidArgumentError(f'put("{kind}", ...) takes a tensor, not a {came}')
+        if kind == NORM:
+            self.gradients()
+        self._done.add(kind)
+        self._add(Line(kind, name, item, 0, "", []), tensor)
+
+    def batch(self, entries: Mapping[str, Any], micro_batch: int = 0) -> None:
+        """Take down a micro-batch, as this rank has it, so that a fault of the data is told."""
+        for name, entry in entries.items():
+            if isinstance(entry, Tensor):
+                line = Line(DATA, name, "", micro_batch, "", [])
+                self._lineage.note(entry, self._add(line, entry))
+
+    def put_all(
+        self, kind: str, tensors: Mapping[str, Tensor], item: str = "", *, places: Any = None
+    ) -> None:
+        """Take down gradients, weights or moments of parameters, by plain names."""
+        places = self._said.places if places is None else places
+        self._done.add(kind)
+        for name, tensor in tensors.items():
+            self._add(Line(kind, name, item, 0, "", []), tensor, places.get(name))
+
+    def gradients(self) -> None:
+        """Take down all gradients as they are now; done by itself before an optimizer's step."""
+        if self._model is not None and GRADIENT not in self._done:
+            named = self._model.named_parameters(remove_duplicate=False)
+            self.put_all(GRADIENT, {n: p.grad for n, p in named if p.grad is not None})
+
+    def weights(self) -> None:
+        """Take down all weights as they are now; done by itself at the end, after a step."""
+        if self._model is not None and WEIGHT not in self._done:
+            self.put_all(WEIGHT, dict(self._model.named_parameters(remove_duplicate=False)))
+
+    def moments_at(self, found: Iterable[tuple[str, str, Tensor, Place]]) -> None:
+        """Take down parts of moments: a parameter, which moment, the part and its place."""
+        self._done.add(MOMENT)
+        for name, item, part, place in found:
+            self._add(Line(MOMENT, name, item, 0, "", []), part, place)
+
+    def moments(self, optimizers: Any) -> None:
+        """Take down what optimizers keep of each parameter in the parameter's own shape."""
+        found: list[tuple[str, str, Tensor]] = []
+        names = {} if self._model is None else {p: n for n, p in self._model.named_parameters()}
+        for optimizer in () if MOMENT in self._done else optimizers:
+            for parameter, state in optimizer.state.items():
+                for item, value in state.items() if parameter in names else ():
+                    if isinstance(value, Tensor) and value.shape == parameter.shape:
+                        found.append((names[parameter], item, value))
+        for name, item, value in found:
+            self._add(Line(MOMENT, name, item, 0, "", []), value, self._said.places.get(name))
+
+    def tied(self) -> dict[str, str]:
+        """Return name -> first name, for parameters that have several."""
+        model = self._model or nn.Module()
+        named = model.named_parameters(remove_duplicate=False)
+        return {n: first for n, p in named if (first := self._parameters.get(id(p), n)) != n}
+
+    def norm(self, total: Tensor) -> None:
+        """Take down the norm of all gradients, once."""
+        if NORM not in self._done:
+            self.put(NORM, total)
+
+    def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
+        """Make a call of a module, and take down what goes in and comes out."""
+        if not self._stack and self._model is None and module not in self._names:
+            self._know(module)
+        name = self._names.get(module)
+        if name is None or torch._C._current_graph_task_id() != -1:
+            return original(module, *args, **kw)  # of no name, or run again in backward
+        if not self._stack and not torch.is_grad_enabled():
+            return original(module, *args, **kw)
+        chunk = self._said.chunk()
+        call = self._calls[name, chunk]
+        self._calls[name, chunk] += 1
+        for own, parameter in module._parameters.items():  # FSDP2's are others during a call
+            self._parameters.setdefault(id(parameter), f"{name}.{own}".lstrip("."))
+        with self._lineage.call():
+            if (name, "in", chunk) not in self._said.unseen:
+                self._see(name, call, arguments_of(module, args, kw))
+            self._stack.append(name)
+            try:
+                output = original(module, *args, **kw)
+            finally:
+                self._stack.pop()
+            if (name, "out", chunk) in self._said.unseen:
+                return output
+            results = self._see(name, call, tensors_of(output, "out"))
+        for tensor, number in results:
+            self._lineage.note(tensor, number)  # it goes by this name behind the call
+        return output
+
+    def _see(self, name: str, call: int, tensors: Any) -> list[tuple[Tensor, int]]:
+        return [
+            (tensor, self._see_one(Line(FORWARD, name, item, call, "", []), tensor))
+            for item, tensor in tensors
+            if tensor.dtype != torch.bool and is_seen(tensor)
+        ]
+
+    def _see_one(self, line: Line, tensor: Tensor) -> int:
+        line.inside = self._stack[-1] if self._stack else None
+        line.same = self._lineage.line_of(tensor)
+        if line.same >= 0:
+            line.parents = [line.same]
+            number = self._add(line, None)
+        else:
+            self._follow_uses(line, tensor)
+            number = self._add(line, tensor)
+            if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
+                _follow_gradient(tensor, partial(self._came, number))
+        self._lineage.note(tensor, number)
+        return number
+
+    def _follow_uses(self, line: Line, tensor: Tensor) -> None:
+        """Note what a tensor was computed from, and take down what its use adds to gradients."""
+        user = line.name if line.item.startswith("out") else line.inside or ""
+        lines, parameters = self._lineage.parents(tensor)
+        line.parents = list(dict.fromkeys(use.of for use in lines))
+        for use in lines:
+            of = self._writer.lines[use.of]
+            self._follow(use, Line(SHARE, of.name, f"{of.item} {user}", of.call, "", []), None)
+        for use in parameters:
+            if name := self._parameters.get(id(use.of)):
+                line.uses.append(name)
+                self._follow(use, Line(TERM, name, user, 0, "", []), self._said.places.get(name))
+
+    def _follow(self, use: Use, line: Line, place: Place | None) -> None:
+        if (use.node, use.place) in self._followed:
+            return
+        self._followed.add((use.node, use.place))
+
+        def came(gradients: tuple[Tensor | None, ...], _: Any) -> None:
+            added = gradients[use.place]
+            if added is not None:
+                self._add(replace(line), added, place)
+
+        use.node.register_hook(came)
+
+    def _came(self, number: int, gradient: Tensor | None) -> None:
+        if number in self._seen or gradient is None:
+            return
+        self._seen.add(number)
+        of = self._writer.lines[number]
+        line = Line(BACKWARD, of.name, of.item, of.call, "", [], parents=[number])
+        line.sums = of.item.startswith("in") and of.name in self._said.terms
+        self._add(line, gradient)
+
+    def _add(self, line: Line, tensor: Tensor | None, place: Place | None = None) -> int:
+        if tensor is None:
+            return self._writer.add(line, None)
+        if line.kind == LOSS and tensor.requires_grad:
+            line.parents = [use.of for use in self._lineage.parents(tensor)[0]]
+        local, own_place, is_term = local_part(tensor.detach())
+        line.sums |= is_term
+        line.place = place if own_place is None else own_place
+        if local.is_complex():
+            local = torch.view_as_real(local.resolve_conj())
+            line.place = None
+        line.dtype, line.shape = str(local.dtype).removeprefix("torch."), list(local.shape)
+        return self._writer.add(line, local)
+
+
+def _follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> None:
+    """Hear of a tensor's gradient; a tensor of the graph gets no hook itself, but its node does."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    if node is None:
+        tensor.register_hook(came)
+    else:
+        node.register_prehook(lambda gradients: came(gradients[number]))
+
+
+@contextmanager
+def record(
+    folder: str | Path,
+    model: nn.Module | None = None,
+    *,
+    describe: Mapping[str, Any] | Description | None = None,
+    step: int = 0,
+) -> Iterator[Tape]:
+    """Write down a training step of this rank.
+
+    That is every tensor that enters or leaves a module, the gradients of these and of the
+    parameters, and what an optimizer makes of them.
+
+    Args:
+        folder: One for all ranks of a run; made if it is missing.
+        model: The module whose names count, wrapped or not; None is the first that is called.
+        describe: Which part of the whole batch this rank has, if it has not all: name of an axis
+            -> (indices, total), such as `{"rows": (range(4, 8), 8)}`; for several
+            micro-batches a list of such indices. DTensors say their places themselves.
+        step: Number of the step, if several are recorded.
+
+    Yields:
+        What takes down more: `tape.put("loss", loss)`.
+
+    Raises:
+        InvalidArgumentError: `describe` is no such mapping.
+    """
+    said = description_of(describe)
+    header = {
+        "step": step, "world_size": get_world_size(), "torch": torch.__version__,
+        "micro_batches": said.micro_batches, "groups": said.groups, "weight": said.weight,
+        "shared": said.shared,
+        "axes": {name: [axis.total, axis.parts] for name, axis in said.axes.items()},
+    }  # fmt: skip
+    writer = Writer(Path(folder), get_rank(), header)
+    tape = Tape(writer, model, said)
+    try:
+        with ExitStack() as stack:
+            stack.enter_context(_calls_to(tape.called))
+            stack.enter_context(guard.listening(writer.heard.append))
+            stack.enter_context(followed(tape))
+            yield tape
+        writer.header["tied"] = tape.tied()
+    except BaseException as error:
+        writer.close(f"{type(error).__name__}: {error}"[:500] or "stopped")
+        raise
+    writer.close()
+
+
+@contextmanager
+def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
+    kind: Any = nn.Module
+    original = kind.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return called(original, self, *args, **kwargs)
+
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        kind.__call__ = original

@@ -1,0 +1,195 @@
+"""What was found: as text, as JSON, as a picture of the model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .comparing.births import UPDATE, Birth
+from .comparing.judge import BAD, GOOD, UNSEEN, Judged
+from .keys import BACKWARD, FORWARD, GRADIENT, Key
+from .picture import Drawn, svg
+
+SHOWN = 3  # births, inputs and calls that the text names
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A birth in words.
+
+    Attributes:
+        birth: The tensor, and what it was computed from.
+        how: In which way it is wrong, surest first.
+        calls: Of one rank, those between the last right tensor and this one.
+    """
+
+    birth: Birth
+    how: list[str]
+    calls: list[str]
+
+    def __str__(self) -> str:
+        """Say it in a few lines."""
+        own, birth = self.birth.judged, self.birth
+        where = ", ".join(name or "the model itself" for name in birth.modules[:SHOWN])
+        more = f" and {len(birth.modules) - SHOWN} more" if len(birth.modules) > SHOWN else ""
+        lines = [
+            f"{own.key}, step {own.key.step}: off by {_figure(own.error)}, and rounding explains "
+            f"{_figure(own.bound)}",
+            f"  born in {birth.direction}" + (f": {where}{more}" if where else ""),
+        ]
+        if own.wrong:
+            ranks = sorted({rank for rank, _ in own.wrong})
+            micro_batches = sorted({number for _, number in own.wrong})
+            lines.append(f"  on ranks {ranks}, in micro-batches {micro_batches}")
+        elif own.why:
+            lines.append(f"  {own.why}")
+        lines += [f"  {sentence}" for sentence in self.how]
+        if birth.inputs:
+            worst = max(birth.inputs, key=lambda each: each.error)
+            lines.append(
+                f"  what it was computed from agrees, {len(birth.inputs)} in all, "
+                f"{worst.key} to {_figure(worst.error)}"
+            )
+        if birth.others:
+            named = ", ".join(str(each.key) for each in birth.others[:SHOWN])
+            lines.append(f"  so born too, {len(birth.others)}: {named}" + _dots(birth.others))
+        if own.derived:
+            lines.append("  several places fitted these parts; values decided which they have")
+        for call in self.calls[:SHOWN]:
+            lines.append(f"  call between: {call}")
+        if len(self.calls) > SHOWN:
+            lines.append(f"  and {len(self.calls) - SHOWN} more")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What comparing two runs found.
+
+    Attributes:
+        found: Where faults were born, in the order of the computation; none on a sound run.
+        judged: Every tensor.
+        modules: Names of the model's modules, in the order of their calls.
+        command: Repeats it.
+    """
+
+    found: list[Found]
+    judged: Mapping[Key, Judged]
+    modules: Sequence[str]
+    command: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def sound(self) -> bool:
+        """Whether no result of the training differs by more than rounding explains."""
+        return not self.found
+
+    def count(self, state: str) -> int:
+        """Return how many tensors are in a state."""
+        return sum(each.state == state for each in self.judged.values())
+
+    def __str__(self) -> str:
+        """Say where the fault was born."""
+        lines = [f"{number + 1}. {each}" for number, each in enumerate(self.found[:SHOWN])]
+        if len(self.found) > SHOWN:
+            lines.append(f"and {len(self.found) - SHOWN} more in the same step")
+        return "\n".join([*lines, self.summary(), *self.notes, self.command]).rstrip()
+
+    def summary(self) -> str:
+        """Return one line: what was compared."""
+        total, unseen = len(self.judged), self.count(UNSEEN)
+        text = f"{total - unseen} tensors compared"
+        if unseen:
+            reason = next(e for e in self.judged.values() if e.state == UNSEEN)
+            text += f", {unseen} not ({reason.key}: {reason.why}{', …' if unseen > 1 else ''})"
+        if self.sound:
+            return f"{text}: no result of the training differs by more than rounding explains"
+        return f"{text}; {self.count(BAD)} are wrong, born so or computed from what is"
+
+    def to_json(self) -> str:
+        """Return everything as JSON; not-a-number and infinity as strings."""
+        content = {
+            "sound": self.sound,
+            "compared": len(self.judged) - self.count(UNSEEN),
+            "wrong": self.count(BAD),
+            "found": [_plain(each) for each in self.found],
+            "unseen": {str(k): e.why for k, e in self.judged.items() if e.state == UNSEEN},
+            "notes": self.notes,
+            "command": self.command,
+        }
+        return json.dumps(content, indent=2, allow_nan=False) + "\n"
+
+    def to_svg(self) -> str:
+        """Return a picture of the model's modules: right, wrong, and which gave birth to it."""
+        states: dict[tuple[str, str], str] = {}
+        for key, each in self.judged.items():
+            side = _side(key)
+            if side is not None and each.state != UNSEEN:
+                name = key.name.rpartition(".")[0] if key.kind == GRADIENT else key.name
+                wrong = "downstream" if each.state == BAD else GOOD
+                if states.get((name, side)) != "downstream":
+                    states[name, side] = wrong
+        for found in self.found:
+            side = FORWARD if found.birth.direction == FORWARD else BACKWARD
+            if found.birth.direction != UPDATE:
+                states |= {(name, side): "born" for name in found.birth.modules}
+        drawn = [
+            Drawn(name, *(states.get((name, side), UNSEEN) for side in (FORWARD, BACKWARD)))
+            for name in self.modules
+        ]
+        return svg(drawn, self.summary())
+
+
+def _side(key: Key) -> str | None:
+    if key.kind == GRADIENT:
+        return BACKWARD
+    return key.kind if key.kind in (FORWARD, BACKWARD) else None
+
+
+def _plain(found: Found) -> dict[str, Any]:
+    own = found.birth.judged
+    return {
+        "tensor": str(own.key),
+        **own.key._asdict(),
+        "error": _number(own.error),
+        "bound": _number(own.bound),
+        "direction": found.birth.direction,
+        "modules": found.birth.modules,
+        "parts": [{"rank": rank, "micro_batch": number} for rank, number in own.wrong],
+        "how": found.how,
+        "inputs": [
+            {"tensor": str(each.key), "error": _number(each.error), "bound": _number(each.bound)}
+            for each in found.birth.inputs
+        ],
+        "others": [str(each.key) for each in found.birth.others],
+        "calls": found.calls,
+        "derived": own.derived,
+    }
+
+
+def _number(value: float) -> float | str:
+    return value if math.isfinite(value) else str(value)
+
+
+def _figure(value: float) -> str:
+    return f"{value:.1e}" if math.isfinite(value) else "all of it"
+
+
+def _dots(items: Sequence[Any]) -> str:
+    return ", …" if len(items) > SHOWN else ""
+
+
+def modules_of(keys: Mapping[Key, Any]) -> Iterator[str]:
+    """Yield the names of modules, each behind what it lies in."""
+    seen: set[str] = set()
+    for key in keys:
+        if key.kind == FORWARD:
+            parts = key.name.split(".") if key.name else []
+            for length in range(len(parts) + 1):
+                name = ".".join(parts[:length])
+                if name not in seen:
+                    seen.add(name)
+                    yield name

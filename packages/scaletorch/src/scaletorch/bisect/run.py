@@ -1,0 +1,143 @@
+"""A model in one process and on a layout, both recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ..compose import local_gradients, train_step
+from ..compose.batches import POSITIONS
+from ..compose.forward import pipeline_of
+from ..parallel.pg_manager import destroy_process_group_manager, setup_process_group_manager
+from ..parallel.tensor_parallel import load_full_state_dict
+from ..verify import dropout
+from ..verify.cases import Case
+from ..verify.phases import PHASES, Phase, phase_at
+from ..verify.precision import model_precision
+from ..verify.problem import TORCH_DTYPES, ModelFn, Put, Step, one_process
+from ..verify.replay import by_scores, decided, in_order
+from ..verify.routing import Choice
+from ..verify.runner import load_reference
+from ..verify.training import Subject, build, compare_dropout, divide, norm_of, optimizers_of
+from .recording.described import Description
+from .recording.ours import describe_grid, moments_of, places_of
+from .recording.tape import record
+
+
+def record_plain(
+    folder: Path,
+    model_fn: ModelFn,
+    dtype: str,
+    saved: Mapping[str, Any],
+    steps: int,
+    phases: Sequence[Phase] = PHASES,
+    choices: Sequence[Choice] = (),
+) -> list[Step]:
+    """Record steps of the plain model in one process, whole batches at once, and return them.
+
+    Args:
+        folder: Where to.
+        model_fn: Makes the model.
+        dtype: In which it computes.
+        saved: Its weights as `state` and `batches`.
+        steps: How many.
+        phases: The optimizers.
+        choices: Of experts, those of all calls; none lets the model choose.
+    """
+    model = model_fn().to(TORCH_DTYPES[dtype])
+    model.load_state_dict(saved["state"])
+
+    @contextmanager
+    def watch(step: int) -> Iterator[Put]:
+        batch = dict(saved["batches"][step])
+        with record(folder, model, step=step) as tape:
+            tape.batch(_with_positions(batch))
+            yield tape.put
+
+    with record(folder, model, step=-1) as tape:
+        tape.weights()
+
+    with decided(in_order(choices) if choices else None):
+        return one_process(model, saved["batches"][:steps], phases, watch)
+
+
+class Ran(NamedTuple):
+    """What a rank says beside its recording.
+
+    Attributes:
+        dropped: Names of dropout modules that drop what they must not, which no other run can
+            tell, each with the reason.
+        sent: Of each token that rounding would have sent to other experts than in one process, how
+            far its scores are apart.
+    """
+
+    dropped: list[tuple[str, str]]
+    sent: list[float]
+
+
+def record_case(case: Case, subject: Subject, reference: str, folder: str, steps: int) -> Ran:
+    """Record steps of a case as one of its ranks; see `record_plain`.
+
+    Tokens go to the experts that they went to in one process, where rounding would choose others.
+
+    Args:
+        case: What to run.
+        subject: What to run it with.
+        reference: A file with weights and batches.
+        folder: One for all ranks.
+        steps: How many.
+    """
+    grid, saved, ran = case.grid, load_reference(reference), Ran([], [])
+    manager = setup_process_group_manager(grid.tp, grid.cp, grid.pp, grid.dp, grid.ep, grid.etp)
+    try:
+        dtype = TORCH_DTYPES[case.dtype]
+        plain = subject.model_fn.find()().to(dtype)
+        with record(folder, plain, describe=Description(places=places_of(plain)), step=-1) as tape:
+            tape.weights()
+        load_full_state_dict(plain, saved["state"])
+        model = build(case, plain, subject, manager)
+        dropout.switch(model, on=False)
+        stage = pipeline_of(model).module
+        for step in range(steps):
+            phase, first = phase_at(step, subject.phases)
+            if first:
+                optimizers = optimizers_of(case, phase, model)
+            batches = divide(case, saved["batches"][step], model)
+            said = describe_grid(model, batches, manager)
+            with record(folder, stage, describe=said, step=step) as tape:
+                for number, batch in enumerate(batches):
+                    tape.batch(batch if grid.cp > 1 else _with_positions(batch), number)
+                near = [Choice(*each) for each in saved["doubtful"][step]]
+                replay = by_scores(near, saved["limits"][step], ran.sent) if near else None
+                with model_precision(dtype), decided(replay):
+                    tape.put("loss", train_step(model, batches, manager))
+                tape.put_all("gradient", local_gradients(model))
+                tape.norm(norm_of(model, manager, clips=phase.clips))
+                for optimizer in optimizers:
+                    optimizer.step()
+                tape.moments_at(moments_of(optimizers, model, said.places))
+                tape.put_all("weight", _parameters(model))
+                for optimizer in optimizers:
+                    optimizer.zero_grad()
+        if saved["dropout"]:
+            found = list(compare_dropout(case, model, manager, {**saved, "steps": range(steps)}))
+            ran.dropped.extend((e.what.partition(" ")[2], e.note) for e in found if e.failed)
+        return ran
+    finally:
+        destroy_process_group_manager()
+
+
+def _with_positions(batch: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    """Return a batch with the positions that a model takes where nobody says them."""
+    return {POSITIONS: torch.arange(batch["input_ids"].shape[1])[None], **batch}
+
+
+def _parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the weights as they are once all updates are here."""
+    named = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    return {name: value for name, value in model.state_dict().items() if name in named}

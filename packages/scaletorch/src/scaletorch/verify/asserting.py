@@ -1,0 +1,110 @@
+"""The proof as an assertion, for the tests of other projects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from ..dist.errors import InvalidArgumentError
+from ..parallel.pg_manager import Grid
+from ..parallel.pipeline_parallel import Split
+from .cases import parse_layout
+from .problem import Batch, BatchFn, ModelFn
+from .report import Report
+from .verify import verify
+
+Layout = str | Grid
+
+
+def assert_trains_alike(
+    model: ModelFn,
+    batch: Batch | BatchFn,
+    layouts: Layout | Iterable[Layout],
+    *,
+    dtype: str | Sequence[str] = "float64",
+    options: Mapping[str, Sequence[str | int]] | None = None,
+    plan: Mapping[str, Any] | None = None,
+    split: Split | None = None,
+    optimizer: Callable[..., Optimizer] | None = None,
+    optimizer_args: Mapping[str, Any] | None = None,
+    timeout: float = 120.0,
+) -> Report:
+    """Assert that a plain model trains on every one of these layouts as in one process.
+
+    Four steps are trained and compared on ranks of this machine's CPU; see `verify`.
+
+    Args:
+        model: Module-level function, or class without arguments, that makes the plain module.
+        batch: The global batch of every step, or a function of the step that returns it; see
+            `verify`. Each dp rank needs two rows or more, its micro-batches.
+        layouts: Such as "dp2", "dp2-tp2", "1x1x1x2" (DPxPPxCPxTP), a `Grid`, or several of them.
+        dtype: 'float64', 'float32', 'bfloat16', or several of them.
+        options: Values to try of `OPTIONS`, such as `{"schedule": ["1f1b", "zb_h1"]}`.
+        plan: As for `parallelize`; None recognises the model's family.
+        split: Pipeline split; None infers it from the module.
+        optimizer: Module-level class or function of parameters; None is SGD, then AdamW.
+        optimizer_args: What it is made with beside them.
+        timeout: Seconds for one layout.
+
+    Returns:
+        The report.
+
+    Raises:
+        AssertionError: A layout trains otherwise, fails or is refused, as the report says.
+        InvalidArgumentError: A wrong argument.
+
+    Example:
+        >>> def test_my_model():
+        ...     assert_trains_alike(MyModel, my_batch, ["dp2", "tp2", "dp2-tp2"])
+    """
+    __tracebackhide__ = True  # of pytest: the report tells
+    _require_maker(model)
+    report = verify(
+        model,
+        batch if callable(batch) else lambda step: batch,
+        layouts=_grids(layouts),
+        dtype=dtype,
+        options=options,
+        plan=plan,
+        split=split,
+        optimizer=optimizer,
+        optimizer_args=optimizer_args,
+        timeout=timeout,
+    )
+    if report.passed:
+        return report
+    named = {"model": model, "batch": batch, "plan": plan, "optimizer": optimizer}
+    command = _command(report.command, named, optimizer_args or {})
+    raise AssertionError(f"{_name(model)}\n{replace(report, command=command)}")
+
+
+def _command(begin: str, named: Mapping[str, Any], optimizer_args: Mapping[str, Any]) -> str:
+    """Return the command that does the same, but for the layout and its options."""
+    words = [f"--{option} {_name(thing)}" for option, thing in named.items() if thing is not None]
+    given = [f"{name}={value}" for name, value in optimizer_args.items()]
+    return " ".join([begin, *words, *(["--optimizer-args", *given] if given else [])])
+
+
+def _name(thing: Any) -> str:
+    """Return how the command names something, or where to put the name of what has none."""
+    name = getattr(thing, "__qualname__", "<")
+    return "MODULE:NAME" if "<" in name else f"{thing.__module__}:{name}"
+
+
+def _require_maker(model: ModelFn) -> None:
+    if isinstance(model, nn.Module):
+        raise InvalidArgumentError(
+            f"assert_trains_alike needs what makes the model, not a {type(model).__name__} that is "
+            "made: every rank makes its own, so give the class, or a function at module level"
+        )
+
+
+def _grids(layouts: Layout | Iterable[Layout]) -> list[Grid]:
+    named = [layouts] if isinstance(layouts, str | Grid) else list(layouts)
+    if not named:
+        raise InvalidArgumentError("assert_trains_alike needs a layout, such as 'dp2' or 'dp2-tp2'")
+    return [parse_layout(each) if isinstance(each, str) else each for each in named]

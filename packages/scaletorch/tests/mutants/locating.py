@@ -1,0 +1,123 @@
+"""Is every planted fault located: the module and the direction in which it was born?"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+from scaletorch.bisect import Report
+from scaletorch.bisect.between import Prepared, locate, prepare
+from scaletorch.bisect.run import Ran, record_case
+from scaletorch.dist import RankPool
+from scaletorch.dist.building import locate as locator
+from scaletorch.dist.testing import preload
+from scaletorch.verify.cases import Case
+from scaletorch.verify.phases import STEPS
+from scaletorch.verify.training import Subject
+
+from .catalogue import MUTANTS
+from .hunt import MODELS
+from .located import matches
+from .mutant import Mutant
+
+ELSEWHERE = " (wrong)"
+OF_PARAMETERS = ("gradient", "weight", "moment")
+
+
+def locate_all(
+    mutants: Iterable[Mutant] | None = None,
+    *,
+    steps: int = STEPS,
+    timeout: float = 60.0,
+    progress: Callable[[Mutant, Report], None] | None = None,
+) -> dict[str, Report]:
+    """Put every mutant's fault into the library, and say where it is born.
+
+    Args:
+        mutants: which; None for all.
+        steps: how many are compared.
+        timeout: seconds for one case.
+        progress: called with each report.
+
+    Returns:
+        A report for each mutant by its name, those of fewer ranks first.
+    """
+    chosen = sorted(mutants or MUTANTS.values(), key=lambda each: each.case.grid.world_size)
+    preload("torch._dynamo")
+    prepared: dict[tuple[str, str], Prepared] = {}
+    found: dict[str, Report] = {}
+    pool: RankPool | None = None
+    with tempfile.TemporaryDirectory(prefix="scaletorch-located-") as name:
+        folder = Path(name)
+        for mutant in chosen:
+            size = mutant.case.grid.world_size
+            if pool is None or not pool.reusable or pool.world_size != size:
+                if pool is not None:
+                    pool.close()
+                pool = RankPool(size, timeout=timeout, seed=0)
+            found[mutant.name] = _locate(mutant, prepared, pool, folder, steps)
+            if progress is not None:
+                progress(mutant, found[mutant.name])
+    if pool is not None:
+        pool.close()
+    return found
+
+
+def _locate(
+    mutant: Mutant,
+    prepared: dict[tuple[str, str], Prepared],
+    pool: RankPool,
+    folder: Path,
+    steps: int,
+) -> Report:
+    model_fn, plan, batch_fn = MODELS[mutant.model]
+    key = mutant.model, mutant.case.dtype
+    if key not in prepared:
+        place = folder / "-".join(key)
+        prepared[key] = prepare(place, model_fn, batch_fn, mutant.case.dtype, steps)
+    subject, own = Subject(locator(model_fn), plan, None), folder / mutant.name
+    report = locate(mutant.case, subject, prepared[key], pool, own, record_mutant, mutant.name)
+    shutil.rmtree(own)
+    return report
+
+
+def record_mutant(
+    case: Case, subject: Subject, reference: str, folder: str, steps: int, name: str
+) -> Ran:
+    """Record a case as one rank, with a mutant's fault in the library."""
+    with MUTANTS[name].apply():
+        return record_case(case, subject, reference, folder, steps)
+
+
+def is_located(mutant: Mutant, report: Report) -> bool:
+    """Return whether the first birth of a report is where the fault is."""
+    if not report.found:
+        return False
+    birth = report.found[0].birth
+    every = [each.key for each in (birth.judged, *birth.others)]
+    parameters = [key.name for key in every if key.kind in OF_PARAMETERS]
+    return matches(mutant.born, birth.direction, birth.modules, parameters)
+
+
+def place_of(report: Report) -> str:
+    """Return where a report says that a fault is born, for a table."""
+    if not report.found:
+        return "nowhere"
+    birth = report.found[0].birth
+    named = [name or "the model" for name in birth.modules[:2]]
+    named = named or ([] if birth.others else [birth.judged.key.name])
+    return f"{birth.direction}: {', '.join(named) or 'gradients'}"
+
+
+def with_places(table: str, reports: Mapping[str, Report]) -> str:
+    """Return a table of mutants with a column more: where each was located, right or wrong."""
+    lines = table.splitlines()
+    names = [line.split(" | ")[0][2:] for line in lines[2:]]
+    places = (
+        place_of(reports[name]) + ("" if is_located(MUTANTS[name], reports[name]) else ELSEWHERE)
+        for name in names
+    )
+    added = ["located", "---", *places]
+    return "\n".join(f"{line} {cell} |" for line, cell in zip(lines, added, strict=True)) + "\n"

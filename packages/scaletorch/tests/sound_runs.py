@@ -1,0 +1,254 @@
+"""``hatch run sound``: does bisect report nothing on runs that are right, and see nearly all?"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mutants.specimen import PLAN, Specimen, batch
+from torch import nn
+
+from scaletorch.bisect import Report
+from scaletorch.bisect.between import locate, prepare
+from scaletorch.bisect.comparing.judge import BAD, UNSEEN
+from scaletorch.dist import RankPool
+from scaletorch.dist.building import locate as locator
+from scaletorch.dist.errors import RankFailedError
+from scaletorch.dist.testing import preload
+from scaletorch.verify.cases import KNOWN_DTYPES, Case, parse_layout
+from scaletorch.verify.problem import (
+    TORCH_DTYPES,
+    BatchFn,
+    ModelFn,
+    default_batch,
+    default_mixture,
+    default_model,
+    sharpened,
+)
+from scaletorch.verify.training import Subject
+
+STEPS = 2
+ON: Mapping[str, Any] = {"sequence_parallel": "on"}
+# DPxPPxCPxTP and options, of each family without experts.
+LAYOUTS: Sequence[tuple[str, Mapping[str, Any]]] = [
+    ("2x1x1x1", {}),
+    ("2x1x1x1", {"data_parallel": "zero2", "micro_batches": 1}),
+    ("1x2x1x1", {}),
+    ("1x2x1x1", {"schedule": "zb_h1", "recompute": "layers"}),
+    ("1x2x1x1", {"schedule": "interleaved_1f1b"}),
+    ("1x2x1x1", {"schedule": "dualpipe_v", "micro_batches": 4}),
+    ("1x1x2x1", {}),
+    ("1x1x2x1", {"cp_layout": "contiguous", "micro_batches": 1}),
+    ("1x1x2x1", {"cp_method": "ulysses", "recompute": "offload"}),
+    ("1x1x1x2", {}),
+    ("1x1x1x2", ON),
+    ("1x1x1x2", {"loss_parallel": "on", "micro_batches": 1}),
+    ("1x1x2x2", ON),
+    ("1x1x2x2", {"cp_layout": "stripe", "cp_method": "all_gather"}),
+    ("1x2x1x2", {"loss_parallel": "on", "schedule": "zb_h1"}),
+    ("1x2x2x1", {"schedule": "interleaved_1f1b", "cp_layout": "contiguous"}),
+    ("2x1x1x2", {"data_parallel": "zero1", "loss_parallel": "on", **ON}),
+    ("2x1x2x1", {"data_parallel": "float64", "recompute": "layers"}),
+    ("2x2x1x1", {"data_parallel": "zero2"}),
+    ("1x4x1x1", {"micro_batches": 4}),
+]
+# Of those with experts.
+EXPERTS: Sequence[tuple[str, Mapping[str, Any]]] = [
+    ("2x1x1x1-ep2", {}),
+    ("2x1x1x1-ep2", {"data_parallel": "zero2", "micro_batches": 1}),
+    ("2x1x1x1", {}),
+    ("1x2x1x1", {"schedule": "zb_h1"}),
+    ("1x2x1x1", {"schedule": "dualpipe_v", "micro_batches": 4}),
+    ("1x1x2x1", {"cp_layout": "contiguous"}),
+    ("1x1x2x1-ep2", {}),
+    ("1x1x2x1-ep2", {"cp_method": "ulysses", "micro_batches": 1}),
+    ("1x1x1x2", {}),
+    ("1x1x1x2", ON),
+    ("1x1x1x2-ep2", {}),
+    ("1x1x1x2-ep2", {**ON, "recompute": "layers"}),
+    ("2x1x1x2-ep2-etp2", {}),
+    ("2x1x1x2-ep2", {**ON, "loss_parallel": "on"}),
+    ("2x1x1x2-ep4", {"data_parallel": "zero1"}),
+    ("2x1x2x1-ep4", {}),
+    ("2x1x2x1-ep2", {"recompute": "offload"}),
+    ("2x2x1x1-ep2", {"schedule": "interleaved_1f1b"}),
+    ("1x2x1x2-ep2", ON),
+    ("4x1x1x1-ep2", {"data_parallel": "float64"}),
+]
+# The specimen looks at ids where hidden states are shares of a sequence: other options instead.
+OFF: Mapping[str, Any] = {"sequence_parallel": "off", "recompute": "layers"}
+ALONE = [(grid, {**own, **OFF} if ON.items() <= own.items() else own) for grid, own in LAYOUTS]
+
+
+def gemma() -> nn.Module:
+    """Return a small Gemma-2: soft caps, a window in every other layer, four norms a layer."""
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    config = Gemma2Config(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=4,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=8, query_pre_attn_scalar=8,
+        sliding_window=9, max_position_embeddings=64, use_cache=False,
+    )  # fmt: skip
+    return sharpened(Gemma2ForCausalLM(config))
+
+
+def gpt2() -> nn.Module:
+    """Return a small GPT-2: queries, keys and values are one matrix, positions are learnt."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=64, n_embd=32, n_layer=4, n_head=4, n_positions=64, use_cache=False,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return sharpened(GPT2LMHeadModel(config))
+
+
+class Family(NamedTuple):
+    """What is trained, and on which layouts."""
+
+    model_fn: ModelFn
+    batch_fn: BatchFn = default_batch
+    plan: Mapping[str, Any] | None = None
+    layouts: Sequence[tuple[str, Mapping[str, Any]]] = LAYOUTS
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(default_model),
+    "mixture": Family(default_mixture, layouts=EXPERTS),
+    "specimen": Family(Specimen, batch, PLAN, ALONE),
+    "gemma2": Family(gemma),
+    "gpt2": Family(gpt2),
+}
+
+
+class Ran(NamedTuple):
+    """A case and what came of it."""
+
+    family: str
+    case: Case
+    report: Report | str
+    seconds: float
+
+    @property
+    def sound(self) -> bool:
+        """Whether it ran and nothing was reported."""
+        return not isinstance(self.report, str) and self.report.sound
+
+
+def campaign(
+    families: Sequence[str],
+    dtypes: Sequence[str],
+    only: Sequence[int] = (),
+    *,
+    steps: int = STEPS,
+    timeout: float = 120.0,
+) -> Iterator[Ran]:
+    """Run and compare cases, those of one family and number of ranks one after another.
+
+    Args:
+        families: Which.
+        dtypes: Which.
+        only: Numbers of layouts, of 20; all by default.
+        steps: How many are compared.
+        timeout: Seconds for one case.
+    """
+    preload("torch._dynamo")
+    with tempfile.TemporaryDirectory(prefix="scaletorch-sound-") as name:
+        for family, dtype in ((f, d) for f in families for d in dtypes):
+            model_fn, batch_fn, plan, layouts = FAMILIES[family]
+            folder = Path(name) / f"{family}-{dtype}"
+            prepared = prepare(folder, model_fn, batch_fn, dtype, steps)
+            subject = Subject(locator(model_fn), plan, None)
+            chosen = [layouts[number] for number in only or range(len(layouts))]
+            cases = [Case(parse_layout(grid), dtype, **options) for grid, options in chosen]
+            pool: RankPool | None = None
+            for case in sorted(cases, key=lambda each: each.grid.world_size):
+                size = case.grid.world_size
+                if pool is None or not pool.reusable or pool.world_size != size:
+                    if pool is not None:
+                        pool.close()
+                    pool = RankPool(size, timeout=timeout, seed=0)
+                began, own = time.monotonic(), folder / "layout"
+                report: Report | str
+                try:
+                    report = locate(case, subject, prepared, pool, own)
+                except RankFailedError as error:
+                    report = str(error)
+                yield Ran(family, case, report, time.monotonic() - began)
+                shutil.rmtree(own, ignore_errors=True)
+            if pool is not None:
+                pool.close()
+            shutil.rmtree(folder)
+
+
+def main() -> int:
+    """Run the command; 1 if a sound run is reported, or one fails."""
+    parser = argparse.ArgumentParser("hatch run sound", description=__doc__)
+    parser.add_argument("--family", nargs="+", choices=[*FAMILIES], default=[*FAMILIES])
+    parser.add_argument("--dtype", nargs="+", choices=KNOWN_DTYPES, default=[*TORCH_DTYPES])
+    parser.add_argument("--only", nargs="+", type=int, default=(), help="layouts, 0 to 19")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds for one case")
+    given = parser.parse_args()
+    every, reasons = [], Counter[str]()
+    for ran in campaign(given.family, given.dtype, given.only, timeout=given.timeout):
+        every.append(ran)
+        tell(ran, reasons)
+    wrong = sum(not ran.sound for ran in every)
+    print(f"\n{table(every)}\n{len(every)} sound runs, {wrong} reports")
+    for reason, count in reasons.most_common():
+        print(f"{count:6} {reason}")
+    return int(wrong > 0)
+
+
+def tell(ran: Ran, reasons: Counter[str]) -> None:
+    """Print what came of a case, and count why tensors were not compared or dismissed."""
+    verdict = "sound" if ran.sound else "REPORT"
+    counts = ""
+    if not isinstance(ran.report, str):
+        compared = len(ran.report.judged) - ran.report.count(UNSEEN)
+        counts = f"{compared} compared, {ran.report.count(UNSEEN)} not, "
+        counts += f"{ran.report.count(BAD)} differ"
+        for each in ran.report.judged.values():
+            if each.state != "good":
+                word = (
+                    each.why
+                    if each.state == UNSEEN
+                    else f"differs by {each.error:.0e}, and no result does"
+                )
+                reasons[
+                    f"{ran.family} {each.key.kind} {each.key.name} {each.key.item}: {word}"
+                ] += 1
+    print(f"{verdict:7}{ran.family:9} {ran.case!s:70}{counts} {ran.seconds:.1f} s", flush=True)
+    if not ran.sound:
+        print(ran.report, flush=True)
+
+
+def table(every: Sequence[Ran]) -> str:
+    """Return, by family and dtype, how many ran, were reported, and how much was compared."""
+    lines = [
+        "| family | dtype | runs | reports | tensors compared | not compared | s |",
+        "| --- " * 7 + "|",
+    ]
+    groups = dict.fromkeys((ran.family, ran.case.dtype) for ran in every)
+    for family, dtype in groups:
+        own = [ran for ran in every if (ran.family, ran.case.dtype) == (family, dtype)]
+        reports = [ran.report for ran in own if not isinstance(ran.report, str)]
+        unseen = sum(report.count(UNSEEN) for report in reports)
+        cells = [
+            family, dtype, len(own), sum(not ran.sound for ran in own),
+            sum(len(report.judged) for report in reports) - unseen, unseen,
+            round(sum(ran.seconds for ran in own)),
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
