@@ -23,6 +23,7 @@ from scaletorch.dist.ranks.process import get_server
 TIMEOUT = 100.0  # s
 PLUGIN = "scaletorch.pytest_ranks.plugin"  # which pytest finds by itself where wheels are installed
 PRELOAD = (
+    "scaletorch.bisect",
     "scaletorch.checkpoint",
     "scaletorch.compose",
     "scaletorch.dist.guard",

@@ -1,4 +1,7 @@
-"""Programs of other people's shape: each trains as one process, and the two bugs do not."""
+"""Programs of other people's shape: sound ones are reported sound, and where bugs are is named.
+
+The reports that docs/bisect.md shows are those of the same programs.
+"""
 
 import importlib
 import re
@@ -6,28 +9,48 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
 
+from scaletorch.bisect import compare, record
+from scaletorch.bisect.__main__ import main
+from scaletorch.dist.functional import gather
 from scaletorch.dist.testing import preload, run_ranks
 
 # Ranks have it from here.
-sys.path.extend(
-    {str(Path(__file__).resolve().parent.parent / "examples" / "bisect")}.difference(sys.path)
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.extend({str(ROOT / "examples" / "bisect")}.difference(sys.path))
+preload(
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch._dynamo",
+    "scaletorch.bisect",
 )
-preload("torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch._dynamo")
 
 SOUND = {  # name -> what it is compared with, the program, its options
     "ddp": ("one", "with_ddp", {}),
     "fsdp2": ("one", "with_fsdp2", {}),
     "tensor": ("one", "with_dtensor", {}),
     "sequence": ("one", "with_dtensor", {"sequence": True}),
-    "mixture": ("mixture", "mixture", {}),
+    "mixture": ("plain-mixture", "mixture", {}),
 }
 BUGS = {
+    "no-sync": ("one", "with_ddp", {"synchronised": False}),
     "local-mean": ("one", "with_fsdp2", {"local_mean": True}),
     "no-final-norm": ("one", "with_dtensor", {"sequence": True, "final_norm": False}),
-    "as-reported": ("mixture", "mixture", {"as_reported": True}),
+    "as-reported": ("plain-mixture", "mixture", {"as_reported": True}),
 }
+PLACES = {  # direction, modules, the tensor, and how it is wrong
+    "no-sync": ("synchronisation", [], "embed.weight", "a mean over all ranks is missing"),
+    "local-mean": ("forward", ["loss"], "", ""),
+    "no-final-norm": ("synchronisation", [], "norm.weight", "a sum over all ranks is missing"),
+    "as-reported": (
+        "backward", ["layers.1.mlp.experts"], "layers.1.mlp.experts",
+        "a sum over all ranks is missing",
+    ),
+}  # fmt: skip
 
 
 def train(folder, program, options):
@@ -37,7 +60,48 @@ def train(folder, program, options):
     return {n: g.full_tensor() if isinstance(g, DTensor) else g for n, g in grads.items()}
 
 
+class Cut(nn.Module):
+    """A layer of five columns, of which a rank has three or two, and nobody says so."""
+
+    def __init__(self):
+        super().__init__()
+        own = torch.arange(20.0, dtype=torch.float64).view(5, 4)
+        self.weight = nn.Parameter(own.split([3, 2])[dist.get_rank()] if several() else own)
+
+    def forward(self, x):
+        columns = x @ self.weight.T
+        return gather(columns, -1, None, sizes=(3, 2)) if several() else columns
+
+
+def several():
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
+def cut_unevenly(folder):
+    model = nn.Sequential(Cut())
+    with record(folder, model) as tape:
+        loss = model(torch.ones(2, 4, dtype=torch.float64)).square().sum()
+        loss.backward()
+        tape.put("loss", loss)
+
+
+def double(folder, **said):
+    """Gradients of all are twice what they should be, and the loss is right."""
+    rows = [dist.get_rank()] if several() else [0, 1]
+    torch.manual_seed(0)
+    model, data = nn.Sequential(nn.Linear(4, 4)).double(), torch.randn(2, 4).double()
+    with record(folder, model, describe={"rows": (rows, 2), **said}) as tape:
+        loss = model(data[rows]).square().sum()
+        loss.backward(torch.tensor(1.0 + several()).double())
+        for each in (loss.data, *(p.grad for p in model.parameters())) if several() else ():
+            dist.all_reduce(each)
+        tape.put("loss", loss)
+
+
 def train_all(folder):
+    double(Path(folder, "doubled"))
+    double(Path(folder, "doubled-and-said"), weight=1)
+    cut_unevenly(Path(folder, "uneven"))
     return {
         name: train(Path(folder, name), program, options)
         for name, (_, program, options) in (SOUND | BUGS).items()
@@ -54,7 +118,7 @@ def runs(tmp_path_factory):
     folder = tmp_path_factory.mktemp("runs")
     plain = {
         "one": train(folder / "one", "one_process", {}),
-        "mixture": train(folder / "one-mixture", "mixture", {}),
+        "plain-mixture": train(folder / "plain-mixture", "mixture", {}),
     }
     return folder, plain, run_ranks(train_all, 2, folder)
 
@@ -78,6 +142,66 @@ def test_they_train_as_one_process_and_the_bugs_do_not(runs):
             assert furthest(found[name], plain[other], rank) > 0.1, name
 
 
+def test_sound_programs_are_sound(runs):
+    folder, _, _ = runs
+    for name, (other, _, _) in SOUND.items():
+        report = compare(folder / other, folder / name)
+        assert report.sound, f"{name}: {report}"
+        assert not report.count("unseen"), f"{name}: {report}"
+
+
+def test_bugs_are_found_where_they_are(runs):
+    folder, _, _ = runs
+    for name, (other, _, _) in BUGS.items():
+        direction, modules, tensor, how = PLACES[name]
+        report = compare(folder / other, folder / name)
+        first, *more = report.found
+        assert not more, f"{name}: {report}"
+        assert (first.birth.direction, first.birth.modules) == (direction, modules), name
+        assert first.birth.judged.key.name == tensor, name
+        assert how in " ".join(first.how), name
+
+
+def test_parts_of_which_nobody_knows_the_place_are_told(runs):
+    folder, _, _ = runs
+    cut_unevenly(folder / "whole")
+    report = compare(folder / "whole", folder / "uneven")
+    assert report.sound
+    assert report.count("unseen") == 1
+    reason = "1 not (gradient 0.weight: parts of [(2, 4), (3, 4)] fit no place in [(5, 4)])"
+    assert reason in report.summary()
+
+
+def test_what_a_loss_counts_is_taken_from_the_gradients_if_nobody_says_it(runs):
+    folder, _, _ = runs
+    double(folder / "single")
+    found = [
+        compare(folder / "single", folder / name).found[0].birth
+        for name in ("doubled", "doubled-and-said")
+    ]
+    assert [birth.direction for birth in found] == ["synchronisation", "backward"]
+    assert found[1].modules == ["loss"]
+
+
+@pytest.mark.parametrize("page", ["docs/bisect.md", "docs/zh/bisect.md"])
+def test_the_guide_shows_these_reports(page, runs, monkeypatch, capsys):
+    monkeypatch.chdir(runs[0])
+    found = re.findall(
+        r"^```console\npython -m scaletorch.bisect (compare \S+ \S+)\n```\n+```text\n(.*?)^```",
+        (ROOT / page).read_text(encoding="utf-8"),
+        re.S | re.M,
+    )
+    assert len(found) == len(BUGS) + 1
+    for command, shown in found:
+        main(command.split())
+        assert rounded(capsys.readouterr().out) == rounded(shown), command
+
+
+def rounded(text):
+    """Leave out how far apart two right tensors are, which is another machine's rounding."""
+    return re.sub(r" to \d\S+", "", text)
+
+
 def test_transformers_by_its_own_tensor_parallelism(tmp_path):
     pytest.importorskip("transformers")
     preload("transformers.models.llama.modeling_llama")
@@ -85,3 +209,6 @@ def test_transformers_by_its_own_tensor_parallelism(tmp_path):
     plain = train_transformers(tmp_path, "one")
     for rank, found in enumerate(run_ranks(train_transformers, 2, tmp_path, "two")):
         assert furthest(found, plain, rank) < 1e-12
+    report = compare(tmp_path / "one", tmp_path / "two")
+    assert report.sound, report
+    assert not report.count("unseen"), report

@@ -25,6 +25,7 @@ MODULES = {
         "scaletorch.compose",
         "scaletorch.models",
         "scaletorch.pretrain",
+        "scaletorch.bisect",
         "scaletorch.verify",
     ],
     "scaletorch-cp": [

@@ -459,6 +459,19 @@ def check_double_wrap():
         wrap(nn.Sequential(net.first))
     del model
     wrap(net)
+    torch.manual_seed(7)
+    for kind in (DataParallelBucket, DataParallelNaive):
+        plain = Net().double()
+        first = wrap(copy.deepcopy(plain), kind)
+        first(inputs(c10d.get_rank())).sum().backward()
+        first.release()
+        assert all(each.grad is None for each in first.parameters())
+        second = wrap(first.module, kind)  # while the first is there
+        second(inputs(c10d.get_rank())).sum().backward()
+        for rank in range(2):
+            plain(inputs(rank)).sum().backward()
+        assert_same_gradients(second, plain)
+        first(inputs(c10d.get_rank()))  # and has nothing to do
 
 
 def test_a_parameter_has_one_wrapper():

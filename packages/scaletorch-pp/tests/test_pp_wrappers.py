@@ -166,6 +166,19 @@ def test_dropped_gradients_stay_dropped(set_to_none):
     check(wrapper, plain)
 
 
+@distributed_test(world_size=2)
+def test_a_step_whose_gradients_are_zeros_drops_no_earlier_ones():
+    plain, batches = make(), make_batches(4)
+    wrapper = Wrapper(PipelineParallel(make(), group=torch.distributed.group.WORLD))
+    for synced, own in ((True, batches[:2]), (False, batches), (True, batches[2:])):
+        wrapper.require_backward_grad_sync = synced
+        loss_fn = None if synced else lambda output, _: output.sum() * 0
+        train_step_pipeline_1f1b(wrapper, own, SHAPE, "cpu", torch.float64, loss_fn=loss_fn)
+        if synced:
+            serial_step(plain, own)
+    check(wrapper, plain)
+
+
 def test_a_failed_step_leaves_the_sync_as_it_was():
     wrapper = Wrapper(PipelineParallel(make()))
 

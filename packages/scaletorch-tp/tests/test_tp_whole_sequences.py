@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.errors import InvalidArgumentError, StateError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, gather_tensors
 
@@ -132,7 +132,13 @@ def left_whole():
     many.attention.register_forward_hook(lambda _m, _i, _o: seen.append(torch.rand(1).item()))
     torch.manual_seed(3)
     many(ids())
-    return dropped[0], seen[0], torch.rand(1).item()
+    after = torch.rand(1).item()
+    many.mixed = lambda x: checkpoint(Model.mixed, many, x, use_reentrant=False)
+    with pytest.raises(StateError, match=r"Attention sees whole sequences.*and draws.*to 0, or do"):
+        many(ids()).sum().backward()
+    many.attention.dropout.p = 0.0
+    many(ids()).sum().backward()
+    return dropped[0], seen[0], after
 
 
 def test_attention_that_the_plan_leaves_whole():

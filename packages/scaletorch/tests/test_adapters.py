@@ -57,11 +57,11 @@ def _imports():
     preload("torch._dynamo", "peft", "transformers.models.llama.modeling_llama")
 
 
-def base():
+def base(**options):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**SIZES))
+    model = LlamaForCausalLM(LlamaConfig(**SIZES, **options))
     for parameter in model.parameters():
         if parameter.ndim > 1:
             parameter.data.mul_(4.0)
@@ -160,27 +160,77 @@ def test_every_layout_trains_adapters_like_one_process(layout, expected, tmp_pat
 
 
 def dropped():
-    """Return what adapters drop in a step, on whole sequences and on shares of them."""
+    """Return what adapters drop in a step, in forward and again in backward, of which inputs."""
     manager, found = setup_process_group_manager(tp_size=2), {}
-    options = {"lora_dropout": 0.5, "target_modules": ["q_proj", "down_proj"]}
+    options = {"lora_dropout": 0.5, "target_modules": ["q_proj", "down_proj", "lm_head"]}
     for shares in (False, True):
-        model = parallelize(adapted(**options), manager, sequence_parallel=shares).train()
+        model = parallelize(adapted(**options), manager, sequence_parallel=shares, recompute=True)
 
         def note(name, output, shares=shares):
-            found[name, shares] = (output == 0).tolist()
+            found.setdefault((name, shares), []).append((tuple(output.shape), output == 0))
 
-        for name in ("self_attn.q_proj", "mlp.down_proj"):
-            part = next(m for n, m in model.named_modules() if n.endswith(f"0.{name}.lora_dropout"))
+        for name in ("layers.0.self_attn.q_proj", "layers.0.mlp.down_proj", "lm_head"):
+            part = next(m for n, m in model.named_modules() if n.endswith(f"{name}.lora_dropout"))
             part["default"].register_forward_hook(lambda _m, _i, y, name=name: note(name, y))
-        train_step(model, shard_global_batch(batch(0), 1, model=model))
+        train_step(model.train(), shard_global_batch(batch(0), 1, model=model))
     destroy_process_group_manager()
     return found
 
 
 def test_inputs_that_all_ranks_have_are_dropped_alike_and_no_others():
     one, other = run_ranks(dropped, 2)
-    assert len(one) == 4
-    assert {key for key in one if one[key] == other[key]} == {("self_attn.q_proj", False)}
+    query, down, head = "layers.0.self_attn.q_proj", "layers.0.mlp.down_proj", "lm_head"
+    for found in (one, other):
+        for (name, _), masks in found.items():
+            assert len(masks) == (1 if name == head else 2)  # a layer is computed again
+            assert all(torch.equal(mask, masks[0][1]) for _, mask in masks)
+            assert 0.3 < masks[0][1].double().mean() < 0.7
+    assert (
+        one.keys() == other.keys() == {(n, s) for n in (query, down, head) for s in (False, True)}
+    )
+    alike = {k for k in one if torch.equal(one[k][0][1], other[k][0][1])}
+    assert alike == {(query, False), (head, False)}
+    # With shares of sequences a block has gathered its input; the head's is a share yet.
+    assert [one[n, True][0][0] for n in (query, down, head)] == [
+        (8, 12, 24),
+        (8, 12, 12),
+        (8, 6, 24),
+    ]
+
+
+def nested():
+    """Return a model with adapters around adapters, of a linear layer of each kind."""
+    from peft.tuners.lora import Linear
+
+    model, config = base(), peft.LoraConfig(init_lora_weights=False)
+    torch.manual_seed(1)
+    for layer in model.model.layers:
+        for name in ("q_proj", "o_proj"):
+            inner = Linear(layer.self_attn.get_submodule(name), "a", config=config, r=2)
+            setattr(layer.self_attn, name, Linear(inner, "b", config=config, r=3))
+    return model.double()
+
+
+def step_of_nested(shares):
+    manager = setup_process_group_manager(tp_size=2)
+    model = parallelize(nested(), manager, sequence_parallel=shares)
+    loss = train_step(model, shard_global_batch(batch(0), 1, model=model)).item()
+    gradients = full_gradients(model)
+    destroy_process_group_manager()
+    return loss, gradients
+
+
+@pytest.mark.parametrize("shares", [False, True])
+def test_adapters_around_adapters_train_over_tp_like_one_process(shares):
+    plain, whole = nested(), batch(0)
+    logits = plain(input_ids=whole["input_ids"]).logits
+    known = F.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
+    known.backward()
+    theirs = {name: p.grad for name, p in plain.named_parameters()}
+    for loss, gradients in run_ranks(step_of_nested, 2, shares):
+        assert loss == pytest.approx(known.item(), rel=1e-12)
+        assert gradients.keys() == theirs.keys()
+        assert worst(relative_error(gradients[n], g) for n, g in theirs.items()) < 1e-10
 
 
 REFUSED = {

@@ -105,12 +105,23 @@ SENTENCES = {
         lambda r, x, i: 3 * x if r % 2 else x,
         "ranks 1 and 3 (tp1) have 3 times the right values",
     ),
+    "no place of an axis": (
+        None,
+        lambda r, x, i: 3 * x if r in (0, 3) else x,
+        "ranks 0 and 3 have 3 times the right values",
+    ),
     "sign": (
         1,
         of_rank(3, lambda x: -x),
         "rank 3 has the right values with the sign flipped at positions 12-15",
     ),
     "any factor": (1, lambda r, x, i: 1.37 * x, "every rank has 1.37 times the right values"),
+    "twice before a bias": (
+        None,
+        lambda r, x, i: 2 * x - BIAS,
+        "every rank has 2 times the right values, but for a vector that is the same everywhere "
+        "(a bias), and tp and dp have 2 ranks each: counted once each, or summed once too often?",
+    ),
     "no sum over one axis": (
         None,
         lambda r, x, i: SPLIT[0] if r % 2 else x - SPLIT[0],
@@ -128,6 +139,12 @@ SENTENCES = {
         lambda r, x, i: x * (torch.arange(16) % 2 == r % 2)[:, None],
         "each group of tp (ranks 0 and 1; ranks 2 and 3) has parts that add up to the right one: "
         "a sum over tp is missing",
+    ),
+    "no sum, but a bias on each rank": (
+        None,
+        lambda r, x, i: SPLIT[0] + BIAS if r % 2 else x - SPLIT[0],
+        "each group of tp (ranks 0 and 1; ranks 2 and 3) has parts that add up to the right one "
+        "and a bias counted each time: a sum over tp is missing",
     ),
     "no mean": (
         None,
@@ -288,6 +305,43 @@ def test_micro_batches_are_named():
     ]
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda x: x + 2e-3 * normal(*x.shape, seed=5),  # twice the bound below
+        lambda x: x * (1 + 2e-2 * normal(*x.shape, seed=5)),
+        lambda x: filled(x, 7.0, 1, 2, 3),
+    ],
+    ids=["little", "more", "one element"],
+)
+def test_what_nothing_explains_is_said_so(change):
+    said = explain(pieces(WHOLE, 1, 4, of_rank(1, change)), WHOLE, 1e-3, axes=AXES)
+    assert said[0].startswith("rank 1 has values that differ at ")
+
+
+def test_a_little_too_much_in_a_row_is_found():
+    def change(x):
+        return x * torch.tensor([1, 1.004, 1, 1])[:, None, None]
+
+    said = explain(pieces(WHOLE, None, 2, of_rank(1, change)), WHOLE, 1e-3, axes=AXES)
+    assert said == ["rank 1 has 1.004 times the right values at row 1"]
+
+
+def test_parts_within_the_bound_are_explained_if_no_other_is_beyond():
+    errors = normal(*WHOLE.shape, seed=5)
+    held = pieces(WHOLE, None, 1, lambda r, x, i: x + 0.8e-3 * errors * x.norm() / errors.norm())
+    assert explain(held, WHOLE, 1e-3)[0].startswith("rank 0 has values that differ, by 0.0008")
+
+
+def test_an_order_of_many_slices_is_found_to_the_last_digit():
+    whole = normal(2, 64, 6)
+    said = explain(pieces(whole, None, 1, lambda r, x, i: x.flip(1)), whole, 1e-12, axes=AXES)
+    assert said == [
+        "rank 0 has positions in another order: position 0 has what 63 should have, "
+        "1 what 62 should have, 2 what 61 should have ..."
+    ]
+
+
 def test_padding_is_ignored_and_replicas_are_compared_each():
     index = torch.tensor([0, 1, 2, 99]), torch.arange(12)
     held = torch.cat((WHOLE[0, :3], torch.full((1, 12), math.nan)))
@@ -325,6 +379,21 @@ def test_ranks_with_the_same_part_are_compared():
     assert ", and not the same on all ranks with that part; most at " in said(1)
 
 
+def test_zeros_that_are_right():
+    first, second = (normal(16, 12, seed=seed) > 0 for seed in (7, 8))
+    whole = WHOLE[0] * first
+
+    def said(tensor):
+        held = [Piece(0, 0, tensor, cut(whole, None, 1)[0])]
+        return explain(held, whole, 1e-9, axes=AXES[1:])[0]
+
+    assert said(WHOLE[0] * second).startswith(
+        "rank 0 has zeros in other places than the right ones (another mask?)"
+    )
+    assert said(WHOLE[0]).startswith("rank 0 has values other than the zeros that are right")
+    assert said(torch.where(first, math.inf, 0.0).double()).startswith("rank 0 has infinity in ")
+
+
 def test_what_no_rank_has():
     held = pieces(WHOLE, 1, 4)[:3]
     assert explain(held, WHOLE, 1e-9, axes=AXES) == ["no rank has positions 12-15"]
@@ -332,6 +401,13 @@ def test_what_no_rank_has():
 
 def swapped(rank, tensor, index, whole):
     return at(whole, cut(whole, 1, 2)[1 - rank])
+
+
+def rough(tensor, size, dtype, seed):
+    """Rounding errors of a size relative to the tensor's; bfloat16 itself adds some later."""
+    errors = normal(*tensor.shape, seed=seed)
+    share = 0.5 if dtype == torch.bfloat16 else 1.0
+    return errors * float(share * size * tensor.nan_to_num().norm() / errors.norm())
 
 
 # A plant: what a rank has, given what it should have, its index and the whole; and what is said.
@@ -372,10 +448,8 @@ def test_what_was_planted_is_said_first(words, dtype, shape, sharded, noise, see
 
     def change(rank, right, index):
         wrong = PLANTS[words](rank, right, index, whole)
-        rough = normal(*right.shape, seed=seed + rank + 1)
-        size = wrong.nan_to_num().norm() / rough.norm()
-        share = noise if dtype != torch.bfloat16 else noise / 2  # which rounds itself
-        return (wrong + share * bound * size * rough).to(dtype)
+        noisy = wrong + rough(wrong, noise * bound, dtype, seed + rank + 1)
+        return noisy.to(dtype)
 
     others = {"the step before's": normal(*shape, seed=-1)}
     said = explain(
@@ -401,7 +475,9 @@ def numbered(name, first, count, size):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(
     st.sampled_from([("all zeros", 0.0), ("NaN", math.nan), ("3 times the right values", 3.0)]),
-    st.sampled_from(sorted(BOUNDS, key=str)),
+    st.sampled_from(
+        [torch.float64, torch.float32]
+    ),  # a small corner passes for bfloat16's rounding
     st.tuples(*(st.tuples(st.integers(0, 3), st.integers(2, 4)) for _ in AXES)),
     st.floats(0, 0.9),
     st.integers(0, 1000),
@@ -413,14 +489,7 @@ def test_where_it_was_planted_is_said(kind, dtype, box, noise, seed):
     inside = tuple(slice(a, a + count) for a, (_, count) in zip(starts, box, strict=True))
 
     def change(rank, right, index):
-        share = (
-            noise
-            * bound
-            * right.norm()
-            / right.numel() ** 0.5
-            / (2 if dtype == torch.bfloat16 else 1)
-        )
-        wrong = right + share * normal(*right.shape, seed=seed + rank + 1)
+        wrong = right + rough(right, noise * bound, dtype, seed + rank + 1)
         if rank:
             wrong[inside] *= factor
         return wrong.to(dtype)

@@ -63,6 +63,13 @@ def test_two_layers_are_shown_each():
     assert lines[2:5] == ["layers.0 and 4 inside", "layers.1 and 4 inside", "layers.2"]
 
 
+def test_wrong_layers_are_never_folded():
+    drawn = [Drawn(f"layers.{i}", "bad", "born") for i in range(4)]
+    assert [line for line, *_ in read(svg(drawn, ""))] == [
+        f"layers.{i} ← born here, in backward" for i in range(4)
+    ]
+
+
 def test_two_hundred_modules_in_states_that_differ_have_a_line_each():
     drawn = [
         Drawn(f"layers.{i}.{name}", "born" if i % 2 else "bad", "downstream")

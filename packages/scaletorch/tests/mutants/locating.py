@@ -14,6 +14,7 @@ from scaletorch.dist import RankPool
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.testing import preload
 from scaletorch.verify.cases import Case
+from scaletorch.verify.phases import STEPS
 from scaletorch.verify.training import Subject
 
 from .catalogue import MUTANTS
@@ -21,12 +22,14 @@ from .hunt import MODELS
 from .located import matches
 from .mutant import Mutant
 
+ELSEWHERE = " (wrong)"
 OF_PARAMETERS = ("gradient", "weight", "moment")
 
 
 def locate_all(
     mutants: Iterable[Mutant] | None = None,
     *,
+    steps: int = STEPS,
     timeout: float = 60.0,
     progress: Callable[[Mutant, Report], None] | None = None,
 ) -> dict[str, Report]:
@@ -34,6 +37,7 @@ def locate_all(
 
     Args:
         mutants: which; None for all.
+        steps: how many are compared.
         timeout: seconds for one case.
         progress: called with each report.
 
@@ -53,7 +57,7 @@ def locate_all(
                 if pool is not None:
                     pool.close()
                 pool = RankPool(size, timeout=timeout, seed=0)
-            found[mutant.name] = _locate(mutant, prepared, pool, folder)
+            found[mutant.name] = _locate(mutant, prepared, pool, folder, steps)
             if progress is not None:
                 progress(mutant, found[mutant.name])
     if pool is not None:
@@ -62,12 +66,17 @@ def locate_all(
 
 
 def _locate(
-    mutant: Mutant, prepared: dict[tuple[str, str], Prepared], pool: RankPool, folder: Path
+    mutant: Mutant,
+    prepared: dict[tuple[str, str], Prepared],
+    pool: RankPool,
+    folder: Path,
+    steps: int,
 ) -> Report:
     model_fn, plan, batch_fn = MODELS[mutant.model]
     key = mutant.model, mutant.case.dtype
     if key not in prepared:
-        prepared[key] = prepare(folder / "-".join(key), model_fn, batch_fn, mutant.case.dtype)
+        place = folder / "-".join(key)
+        prepared[key] = prepare(place, model_fn, batch_fn, mutant.case.dtype, steps)
     subject, own = Subject(locator(model_fn), plan, None), folder / mutant.name
     report = locate(mutant.case, subject, prepared[key], pool, own, record_mutant, mutant.name)
     shutil.rmtree(own)
@@ -97,12 +106,18 @@ def place_of(report: Report) -> str:
     if not report.found:
         return "nowhere"
     birth = report.found[0].birth
-    named = birth.modules[:2] or ([] if birth.others else [birth.judged.key.name])
+    named = [name or "the model" for name in birth.modules[:2]]
+    named = named or ([] if birth.others else [birth.judged.key.name])
     return f"{birth.direction}: {', '.join(named) or 'gradients'}"
 
 
 def with_places(table: str, reports: Mapping[str, Report]) -> str:
-    """Return a table of mutants with a column more: where each was located."""
+    """Return a table of mutants with a column more: where each was located, right or wrong."""
     lines = table.splitlines()
-    added = ["located", "---", *(place_of(reports[line.split(" | ")[0][2:]]) for line in lines[2:])]
+    names = [line.split(" | ")[0][2:] for line in lines[2:]]
+    places = (
+        place_of(reports[name]) + ("" if is_located(MUTANTS[name], reports[name]) else ELSEWHERE)
+        for name in names
+    )
+    added = ["located", "---", *places]
     return "\n".join(f"{line} {cell} |" for line, cell in zip(lines, added, strict=True)) + "\n"

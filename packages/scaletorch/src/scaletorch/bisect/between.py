@@ -66,7 +66,7 @@ def bisect(
     folder: str | Path | None = None,
     timeout: float = 120.0,
 ) -> Report:
-    """Train a plain module in one process and on a layout, and say where they part.
+    """Train a plain module in one process and on a layout, and find the tensor at which they part.
 
     Args:
         model_fn: Module-level function that makes the plain module, on the CPU.
@@ -118,7 +118,7 @@ def prepare(
     """Run and record a model in one process, in float64 and in a lower dtype."""
     torch.manual_seed(0)
     model = model_fn().to(TORCH_DTYPES[dtype])
-    saved = {
+    saved: dict[str, Any] = {
         "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
         "batches": [dict(batch_fn(step)) for step in range(steps)],
         "dropout": bool(dropouts(model)),

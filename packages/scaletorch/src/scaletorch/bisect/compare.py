@@ -12,6 +12,7 @@ from torch import Tensor
 from ..dist.errors import InvalidArgumentError
 from .comparing.births import Birth, find_births
 from .comparing.judge import ROOM, coarsest, judge_all, measure, meet
+from .comparing.places import ALIKE, GIVEN, WHOLE, Way
 from .comparing.runs import Run, load, require_comparable
 from .comparing.weight import settle_weight
 from .comparing.whole import assemble
@@ -94,7 +95,7 @@ def _how(birth: Birth, run: Run, reference: Run) -> list[str]:
     met = meet(ours, theirs, weighed=key.kind == BACKWARD) if ours else None
     if met is None:
         return []
-    axes = ["columns" if w.name.startswith("columns") else w.name for w in met.ways]
+    axes = [_word(way) for way in met.ways]
     groups = {
         name: [tuple(ranks) for ranks in found]
         for name, found in ours[0].recording.header["groups"].items()
@@ -103,6 +104,15 @@ def _how(birth: Birth, run: Run, reference: Run) -> list[str]:
         met.pieces, met.whole, birth.judged.bound, axes=axes, groups=groups,
         others=_others(key, reference, met.whole.shape),
     )  # fmt: skip
+
+
+def _word(way: Way) -> str:
+    """Return what a reader calls the indices of a dim; '' if they have no name."""
+    if way.name in (ALIKE, GIVEN, WHOLE):
+        return ""
+    if " x " in way.name:
+        return "tokens"
+    return {"shares": "positions"}.get(way.name, way.name.partition(" ")[0])
 
 
 def _others(key: Key, reference: Run, shape: object) -> dict[str, Tensor]:

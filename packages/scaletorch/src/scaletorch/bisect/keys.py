@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 FORWARD, BACKWARD = "forward", "backward"
 GRADIENT, NORM, MOMENT, WEIGHT, LOSS = "gradient", "norm", "moment", "weight", "loss"
-DATA, TERM = "data", "term"
+DATA, TERM, SHARE = "data", "term", "share"
 FINAL = (LOSS, GRADIENT, NORM, WEIGHT)  # what training comes to: faults without these are none
 
 
@@ -17,7 +17,8 @@ class Key(NamedTuple):
         step: 0-based.
         kind: FORWARD for what goes into a module or comes out of it, BACKWARD for the gradient of
             that, GRADIENT, MOMENT and WEIGHT of a parameter, NORM and LOSS, DATA for an entry of
-            the batch, TERM for what a backward adds to a rank's gradient of a parameter.
+            the batch, TERM for what a module adds to a rank's gradient of a parameter, SHARE for
+            what it adds to that of a tensor: the user is in `item`, behind a blank.
         name: The module's or the parameter's; '' is the model.
         item: Which of a module's tensors, 'in.0', 'in.mask', 'out'; which moment of a parameter.
         call: Which call of the module in one forward.

@@ -50,12 +50,12 @@ class Found:
         if birth.inputs:
             worst = max(birth.inputs, key=lambda each: each.error)
             lines.append(
-                f"  the {len(birth.inputs)} tensors that it was computed from agree, "
-                f"{worst.key} with {_figure(worst.error)}"
+                f"  what it was computed from agrees, {len(birth.inputs)} in all, "
+                f"{worst.key} to {_figure(worst.error)}"
             )
         if birth.others:
             named = ", ".join(str(each.key) for each in birth.others[:SHOWN])
-            lines.append(f"  so are {len(birth.others)} others: {named}" + _dots(birth.others))
+            lines.append(f"  so born too, {len(birth.others)}: {named}" + _dots(birth.others))
         if own.derived:
             lines.append("  several places fitted these parts; values decided which they have")
         for call in self.calls[:SHOWN]:
@@ -123,7 +123,7 @@ class Report:
         return json.dumps(content, indent=2, allow_nan=False) + "\n"
 
     def to_svg(self) -> str:
-        """Return a picture of the model's modules: right, wrong, and where it was born."""
+        """Return a picture of the model's modules: right, wrong, and which gave birth to it."""
         states: dict[tuple[str, str], str] = {}
         for key, each in self.judged.items():
             side = _side(key)

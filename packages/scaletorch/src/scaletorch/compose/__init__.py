@@ -1,6 +1,7 @@
 """The four strategies together: one call that composes them, one training step, whole tensors."""
 
 from ._version import __version__
+from .adapters import add_adapters
 from .batches import shard_global_batch
 from .costs import active_costs
 from .evaluate import eval_step, forward_step
@@ -21,6 +22,7 @@ from .whole_matrices import whole_matrices
 __all__ = [
     "__version__",
     "active_costs",
+    "add_adapters",
     "check_replicas",
     "clip_grad_norm_",
     "count_routing",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -16,6 +16,7 @@ from ..dist.errors import InvalidArgumentError, StateError
 from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
 from ..parallel.pipeline_parallel import PipelineParallel
 from .balance import RouterLoss
+from .outline import base_of
 
 _PASSING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
@@ -40,6 +41,8 @@ class Terms:
         real_positions: Which positions of this rank are no padding in the step; None is all.
         apart: It was found to compute each position from that position alone, but for attention.
         seen: Its first step has been looked at.
+        outline: Of the plain model, for adapters that come later; None if put together by hand.
+        wrapping: How its stage is wrapped, beside the groups.
     """
 
     name: str
@@ -56,6 +59,8 @@ class Terms:
     real_positions: Tensor | None = None
     apart: bool = False
     seen: bool = False
+    outline: nn.Module | None = None
+    wrapping: Mapping[str, Any] = field(default_factory=dict)
 
     def takes(self, argument: str) -> bool:
         """Return whether the forward can be given this argument by keyword."""
@@ -71,8 +76,7 @@ _known: WeakKeyDictionary[nn.Module, Terms] = WeakKeyDictionary()
 
 def read_terms(model: nn.Module) -> Terms:
     """Read how a plain module wants to be called, and what it is made of."""
-    adapted = getattr(model, "get_base_model", None)  # of peft, whose own forward passes all on
-    model = adapted() if callable(adapted) else model
+    model = base_of(model)
     parameters = _signature(model)
     arguments = {
         name: parameter.default is parameter.empty

@@ -23,6 +23,7 @@ from .costs import agreed_split
 from .experts import divide_experts, expert_groups
 from .forward import Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
+from .outline import outline_of
 from .recompute import offload_layers, recompute_layers
 from .updates import watch
 
@@ -92,9 +93,14 @@ def parallelize(
         (offload_layers if recompute == "offload" else recompute_layers)(model, split)
     cut = agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
-    # Last, when only this rank's parameters remain.
-    sums: Any = {"bucket_size": bucket_size, "groups": expert_groups(stage, manager)}
-    parallel = DataParallelBucket(stage, group=manager.cp_dp_group, **sums, **data_parallel or {})
+    terms.wrapping = dict(bucket_size=bucket_size, **data_parallel or {})
+    return wrap(stage, terms, manager)
+
+
+def wrap(stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager) -> DataParallelBucket:
+    """Sum a stage's gradients, when only this rank's parameters remain, in buckets of their own."""
+    groups = expert_groups(stage, manager)
+    parallel = DataParallelBucket(stage, group=manager.cp_dp_group, groups=groups, **terms.wrapping)
     keep_terms(parallel, terms)
     watch(parallel, manager)
     return parallel
@@ -131,6 +137,7 @@ def _checked(
     except Exception as error:  # the other ranks are told
         failed = error
     require_one_model(model, asdict(settings), manager, init_sync=init_sync, error=failed)
+    terms.outline = outline_of(model)
     return terms
 
 

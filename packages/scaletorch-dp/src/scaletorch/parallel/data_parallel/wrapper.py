@@ -188,6 +188,16 @@ class _DataParallel(ModuleWrapper):
         for sync in self._syncs:
             sync.reset()
 
+    def release(self) -> None:
+        """Forget all gradients and let go of the parameters, which another wrapper may have then.
+
+        This one synchronises nothing any more.
+        """
+        self.reset()
+        managers = [BucketManager([], m.fill, m.reduction) for m in self.bucket_managers]
+        # Hooks go with those that had the parameters.
+        self._syncs = [GradientSync(each, overlap=False, family=WeakSet()) for each in managers]
+
     @contextmanager
     def nonfinite_held(self) -> Iterator[list[NonFiniteError]]:
         """Yield a list that has at the end what `check_finite` found; it is not raised meanwhile.

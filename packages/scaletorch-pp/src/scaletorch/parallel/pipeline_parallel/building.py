@@ -5,8 +5,9 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 
 from .splitting.balance import parameter_costs
 from .splitting.split import parts_of
+from .stages.adopting import adopt
 from .stages.cut import PassThrough
 from .stages.stand_ins import stands
 from .steps.batches import read
 
-__all__ = ["PassThrough", "parameter_costs", "parts_of", "read", "stands"]
+__all__ = ["PassThrough", "adopt", "parameter_costs", "parts_of", "read", "stands"]

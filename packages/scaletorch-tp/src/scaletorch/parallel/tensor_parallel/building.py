@@ -3,8 +3,19 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
-from .regions.region import summed_outside
+from .regions.region import ADAPTED, layer_of, summed_outside
+from .sharing.adapters import Adapter, check_adapters, shard_adapters
 from .sharing.sequence import counts_of_ids
 from .state.whole import ParameterCut, find_cuts
 
-__all__ = ["ParameterCut", "counts_of_ids", "find_cuts", "summed_outside"]
+__all__ = [
+    "ADAPTED",
+    "Adapter",
+    "ParameterCut",
+    "check_adapters",
+    "counts_of_ids",
+    "find_cuts",
+    "layer_of",
+    "shard_adapters",
+    "summed_outside",
+]

@@ -15,6 +15,7 @@ from ..keys import (
     LOSS,
     MOMENT,
     NORM,
+    SHARE,
     TERM,
     WEIGHT,
     Key,
@@ -125,6 +126,8 @@ def _blame(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]:
     if key.kind == GRADIENT:
         return _blame_gradient(key, run, reference)
     forward = key._replace(kind=FORWARD)
+    if wrong := _wrong_shares(reference.first.get(forward, forward), run, reference):
+        return BACKWARD, _innermost(wrong)
     users = [
         child.name
         if child.item.startswith("out") or _travels(child, run, reference)
@@ -140,15 +143,22 @@ def _blame_gradient(key: Key, run: Run, reference: Run) -> tuple[str, list[str]]
     tied = reference.steps[key.step][0].header["tied"]
     name = tied.get(key.name, key.name)
     terms = [k for k in reference.held if k[:3] == (key.step, TERM, name)]
-    wrong, unknown = [], []
-    for term in terms:
-        if term not in run.held:
-            unknown.append(term.item)
-        elif not adds_up(run.held[term], reference.held[term], NEAR):
-            wrong.append(term.item)
-    if terms and not wrong and not unknown:
+    unknown = [term.item for term in terms if term not in run.held]
+    wrong = [
+        term.item
+        for term in terms
+        if term in run.held and not adds_up(run.held[term], reference.held[term], NEAR)
+    ]
+    if terms and not wrong and (not unknown or _of_stages(key, name, tied, run, reference)):
         return SYNCHRONISATION, []
     return BACKWARD, wrong or unknown or [name.rpartition(".")[0]]
+
+
+def _of_stages(key: Key, name: str, tied: Mapping[str, str], run: Run, reference: Run) -> bool:
+    """Return whether the gradients that ranks have under other names add up to a tied one."""
+    names = [name, *(other for other, first in tied.items() if first == name)]
+    held = [each for n in names for each in run.held.get(key._replace(name=n), ())]
+    return len(names) > 1 and adds_up(held, reference.held[key], NEAR)
 
 
 def _travels(key: Key, run: Run, reference: Run) -> bool:
@@ -158,8 +168,26 @@ def _travels(key: Key, run: Run, reference: Run) -> bool:
     )
 
 
+def _wrong_shares(first: Key, run: Run, reference: Run) -> list[str]:
+    """Return the modules that add what is wrong to the gradient of a tensor of several users."""
+    names = {k[2:] for k in (first, *(k for k, f in reference.first.items() if f == first))}
+    shares = [
+        key
+        for key in reference.held
+        if key[:2] == (first.step, SHARE)
+        and (key.name, key.item.partition(" ")[0], key.call) in names
+    ]
+    if len(shares) < 2 or not all(key in run.held for key in shares):
+        return []
+    return [
+        key.item.partition(" ")[2]
+        for key in shares
+        if not adds_up(run.held[key], reference.held[key], NEAR)
+    ]
+
+
 def _users(key: Key, run: Run, reference: Run) -> Iterator[Key]:
-    """Yield what a tensor, under any of its names, was used for, or where it travels to."""
+    """Yield what a tensor was used for under any of its names, and where else it arrives."""
     first = reference.first.get(key, key)
     for child, parents in reference.parents.items():
         if key not in parents:

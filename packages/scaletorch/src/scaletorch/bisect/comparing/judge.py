@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..keys import BACKWARD, FINAL, FORWARD, GRADIENT, TERM, Key
+from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, TERM, WEIGHT, Key
 from ..patterns import Piece
-from .places import Held, Way, ways
+from .places import Held, Way, in_terms, ways
 from .runs import Run
 from .whole import assemble, part_of, pieces_of
 
@@ -108,8 +108,8 @@ def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -
     Args:
         run: The one in question.
         reference: What is right.
-        lost: What rounding does to each tensor, see `measure`; where it is not known, bounds go by
-            the number of additions alone.
+        lost: What rounding does to each tensor, see `measure`; bounds of others go by the
+            number of additions alone.
         chain: Additions between inputs and results.
     """
     found: dict[Key, Judged] = {}
@@ -117,7 +117,8 @@ def judge_all(run: Run, reference: Run, lost: Mapping[Key, float], chain: int) -
     for step in reference.steps:
         typical = _typical(reference, step)
         for key in reference.held:
-            if key.step == step and key.kind != TERM:
+            may_lack = key.kind in (SHARE, TERM) or (key.kind == DATA and key not in run.held)
+            if key.step == step and not may_lack:
                 found[key] = _judge(key, run, reference, measured, chain, typical)
         if any(each.state == BAD and key.kind in FINAL for key, each in found.items()):
             break  # what follows from it tells nothing new
@@ -142,7 +143,7 @@ def meet(
             pieces_of(theirs, way, weighed=weighed), way, sums=any(h.line.sums for h in theirs)
         )
         pieces = pieces_of(ours, way, weighed=weighed)
-        if any(held.line.sums for held in ours):
+        if any(held.line.sums for held in ours) or (weighed and in_terms(ours, way)):
             errors = [_error(assemble(pieces, way, sums=True), whole, whole, typical)]
         else:
             errors = [_error(p.tensor, part_of(whole, p), whole, typical) for p in pieces]
@@ -164,8 +165,7 @@ def _judge(
         state = BAD if key.kind == GRADIENT else UNSEEN
         return Judged(key, state, INFINITE if state == BAD else 0.0, why="no rank has it")
     floor = typical if key.kind == GRADIENT else 0.0
-    weighed = key.kind == BACKWARD
-    met = meet(ours, theirs, floor, weighed=weighed)
+    met = meet(ours, theirs, floor, weighed=key.kind == BACKWARD)
     if met is None:
         parts, whole = ({tuple(h.line.shape) for h in each} for each in (ours, theirs))
         return Judged(key, UNSEEN, why=f"parts of {sorted(parts)} fit no place in {sorted(whole)}")
@@ -175,7 +175,16 @@ def _judge(
         for piece, error in zip(met.pieces, met.errors, strict=False)
         if not error <= limit
     ]
-    if wrong and weighed and _lacks_rows(met) and adds_up(ours, theirs, limit):
+    if key.kind == GRADIENT and (none := _without(key, run)):
+        wrong += [(rank, 0) for rank in none]
+        why = f"ranks {none} have the parameter and no gradient of it"
+        return Judged(key, BAD, INFINITE, limit, wrong, met.derived, why)
+    if (
+        wrong
+        and key.kind == BACKWARD
+        and _is_of_all_rows(met, ours)
+        and adds_up(ours, theirs, limit)
+    ):
         return Judged(key, GOOD, 0.0, limit)  # one for all rows, of whose gradient ranks have terms
     if wrong and not limit and key.kind == FORWARD and measured.chooses:
         return Judged(key, UNSEEN, why="whole numbers, and rounding alone chose others")
@@ -183,8 +192,20 @@ def _judge(
     return Judged(key, state, met.error, limit, wrong, met.derived)
 
 
-def _lacks_rows(met: Met) -> bool:
-    return not any("rows" in way.name for way in met.ways)
+def _without(key: Key, run: Run) -> list[int]:
+    """Return the ranks that have a parameter's weight behind the step, and no gradient of it."""
+    have, trained = (
+        {held.recording.rank for held in run.held.get(each, ())}
+        for each in (key, key._replace(kind=WEIGHT))
+    )
+    return sorted(trained - have)
+
+
+def _is_of_all_rows(met: Met, ours: Sequence[Held]) -> bool:
+    """Return whether a tensor has no rows, though ranks or micro-batches have different ones."""
+    axes = [held.recording.header["axes"].get("rows") for held in ours]
+    divided = all(axis is not None and sum(b - a for a, b in axis[1][0]) < axis[0] for axis in axes)
+    return divided and not any("rows" in way.name for way in met.ways)
 
 
 def _bound(key: Key, eps: float, measured: Measured, chain: int) -> float:

@@ -130,6 +130,12 @@ def _shard(held: Held, length: int, way: Way) -> Tensor:
     return torch.arange(share * length, (share + 1) * length)
 
 
+def in_terms(held: Sequence[Held], found: Sequence[Way]) -> bool:
+    """Return whether gradients that lie so are terms on several ranks, which add up to them."""
+    named = {way.name for way in found}
+    return any(named & set(each.recording.header["shared"]) for each in held)
+
+
 def _distinct(held: Sequence[Held], dim: int) -> list[Way]:
     """Return the ways of a dim that differ in what they say."""
     found: dict[tuple[Any, ...], Way] = {}

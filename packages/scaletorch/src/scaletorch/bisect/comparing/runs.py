@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ...dist.errors import InvalidArgumentError
-from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT, Key
+from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, SHARE, TERM, WEIGHT, Key
 from ..recording.folder import Line, Recording, read
 from .places import Held
 
@@ -53,7 +53,7 @@ def load(folder: str | Path) -> Run:
 
 def _turn(key: Key, held: Held) -> tuple[int, int, int]:
     """Return when in a step a tensor has its turn; stages run from the last to the first back."""
-    turns = (DATA, FORWARD, LOSS, BACKWARD, TERM, GRADIENT, NORM, MOMENT, WEIGHT)
+    turns = (DATA, FORWARD, LOSS, BACKWARD, SHARE, TERM, GRADIENT, NORM, MOMENT, WEIGHT)
     rank = held.recording.rank
     return turns.index(key.kind), -rank if key.kind == BACKWARD else rank, held.number
 
@@ -87,7 +87,7 @@ def _keys(run: Run, step: int, recording: Recording) -> list[tuple[Key, int] | N
     per = _calls(run, recording)
     found: list[tuple[Key, int] | None] = []
     for line in recording.lines:
-        if line.kind in (FORWARD, BACKWARD):
+        if line.kind in (FORWARD, BACKWARD, SHARE):
             if line.name in run.uncounted:
                 found.append(None)
                 continue
@@ -135,12 +135,23 @@ def ancestors(run: Run) -> dict[Key, list[Key]]:
         if key.kind == FORWARD and key.item.startswith("out"):
             users[key.step, key.name].append(key)
     found = {key: list(dict.fromkeys(_sources(key, run, children, users))) for key in run.held}
+    for source, results in _beside(run):
+        for key in results:
+            found[key].append(source)
+    return found
+
+
+def _beside(run: Run) -> Iterator[tuple[Key, list[Key]]]:
+    """Yield tensors that have no gradient, so that autograd does not tell what is made of them."""
+    made: dict[tuple[int, str, int], list[Key]] = defaultdict(list)
+    for key in run.held:
+        if key.kind == FORWARD and key.item.startswith("out"):
+            made[key.step, key.name, key.call].append(key)
     for key in run.held:
         if key.kind == DATA:
-            for each in run.held:
-                if each.step == key.step and _sees(each.kind, key.name):
-                    found[each].append(key)
-    return found
+            yield key, [k for k in run.held if k.step == key.step and _sees(k.kind, key.name)]
+        elif key.kind == FORWARD and key.item.startswith("in"):
+            yield key, made[key.step, key.name, key.call]
 
 
 def _sees(kind: str, entry: str) -> bool:
@@ -207,6 +218,13 @@ def require_comparable(ours: Run, theirs: Run) -> None:
             f"{ours.folder} has steps {list(ours.steps)} and {theirs.folder} has "
             f"{list(theirs.steps)}: record the same step of both"
         )
+    for key in ours.held if _alone(ours) and _alone(theirs) else ():
+        shapes = [run.held[key][0].line.shape for run in (ours, theirs) if key in run.held]
+        if key.kind == GRADIENT and shapes[0] != shapes[-1]:
+            raise InvalidArgumentError(
+                f"these are runs of unlike models: {key.name} has shape {shapes[0]} in "
+                f"{ours.folder} and {shapes[-1]} in {theirs.folder}"
+            )
     named = [{k.name for k in run.held if k.kind == GRADIENT} for run in (ours, theirs)]
     if named[0] != named[1]:
         only = [sorted(a - b)[:3] for a, b in (named, named[::-1])]
@@ -215,3 +233,7 @@ def require_comparable(ours: Run, theirs: Run) -> None:
                 f"these are runs of unlike models: {ours.folder} alone has gradients of {only[0]}, "
                 f"{theirs.folder} alone of {only[1]}"
             )
+
+
+def _alone(run: Run) -> bool:
+    return all(len(recordings) == 1 for recordings in run.steps.values())

@@ -22,13 +22,15 @@ def settle_weight(run: Run, reference: Run) -> None:
     """Note, as `Description.weight`, by what number all gradients of activations differ.
 
     It is read off the gradient nearest to the loss: the same on all ranks, a whole number or one
-    over such. Where the loss itself is wrong, or the ranks say it, nothing is noted.
+    over such. Nothing is noted if the loss itself is wrong, if ranks say it, or if no rank says
+    that it has a part of the batch.
     """
     for step, recordings in run.steps.items():
         said = all(each.header["weight"] is not None for each in recordings)
+        alike = not any(each.header["axes"] for each in recordings)
         shared = (k for k in reference.held if k.step == step and k.kind == BACKWARD)
         first = next((key for key in shared if key in run.held), None)
-        if first is None or said or not _loss_is_right(run, reference, step):
+        if first is None or said or alike or not _loss_is_right(run, reference, step):
             continue
         for recording in recordings:
             recording.header["weight"] = 1 / _factor(first, run, reference)

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from .exchanged import exchanged
+from .factors import scaled
 from .fits import fitted
 from .moved import reordered, shifted, transposed
 from .parts import FINEST, HUGE, Case, Finding, Part, Piece, beside, misfit, norm, plain, same_index
 from .sums import sums
-from .values import copies, masks, rounded, rounded_inside, scaled, zeros
-from .words import has, number, one, some, where, who
+from .values import copies, masks, rounded, rounded_inside, zeros
+from .words import has, number, one, rank_list, some, where, who
 
 SENTENCES = 3
 UNRELATED = 64  # elements from which on a cosine near zero says something
@@ -65,9 +66,11 @@ def explain(
     """
     if whole.is_complex() or any(p.tensor.is_complex() for p in pieces):
         pieces, whole, others = _real(pieces, whole, others or {})
-    strangers = {why: p for p in pieces if (why := misfit(p, whole))}
-    said = [f"{has(f'rank {p.rank}')} {why}" for why, p in strangers.items()]
-    case = _case([p for p in pieces if not misfit(p, whole)], whole, bound, scale)
+    strangers: dict[str, list[Piece]] = {}
+    for piece in pieces:
+        strangers.setdefault(misfit(piece, whole), []).append(piece)
+    case = _case(strangers.pop("", []), whole, bound, scale)
+    said = [f"{has(rank_list(p.rank for p in ps))} {why}" for why, ps in strangers.items()]
     same = {name: t for name, t in (others or {}).items() if t.shape == case.whole.shape}
     finite = {name: plain(t).nan_to_num(0.0, 0.0, 0.0) for name, t in same.items()}
     case = replace(case, axes=axes, groups=groups or {}, others=finite)

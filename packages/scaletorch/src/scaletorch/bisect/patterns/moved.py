@@ -134,7 +134,7 @@ def _shifts(case: Case, i: int, dim: int) -> list[int]:
         source = slices.at - each
         inside = (source >= 0) & (source < size)
         have, want = slices.have[inside], slices.want[inside]
-        if len(have) < 2 or 2 * len(have) < len(inside):
+        if len(have) < 2 or 3 * len(have) < 2 * len(inside):
             continue
         if case.agrees(have, slices.pool[source[inside]], want, ways=math.log(size)):
             found.append(int(each))

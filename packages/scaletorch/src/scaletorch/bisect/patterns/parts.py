@@ -13,6 +13,7 @@ ROOM = 2.0  # times the bound that a guess may miss by: its own rounding, and th
 MOST = 0.3  # of the difference that a guess may leave unexplained
 FINEST = 1e-14  # bound below which float64 itself rounds
 HUGE = 1e140  # what is larger has no square, and counts as infinite
+CLEAR = 4.0  # times as large squares, where all but a few slices are wrong
 CHANCE = math.log(1e-4)  # that a guess fits by accident
 
 
@@ -108,7 +109,7 @@ class Case:
             fitted: How many numbers of the guess were fitted to what is there.
             ways: Logarithm of how many guesses of this kind were possible.
         """
-        each = math.log(min(max(4 * self.bound, 1e-8), 0.9))  # number to agree
+        each = math.log(min(max(4 * self.bound, 1e-8), 0.9))  # of one number
         if (have.numel() - fitted) * each + ways > CHANCE:
             return False
         room = ROOM * self.allowed(have.numel(), norm(want), norm(guess))
@@ -198,27 +199,58 @@ def _any(mask: Tensor, dim: int) -> Tensor:
 
 
 def _wrong(case: Case, have: Tensor, want: Tensor) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Return which elements are wrong, and the slices of each dim that hold them."""
+    """Return which elements are wrong, and the slices of each dim between which they lie."""
     gap, allowed = have - want, case.allowed(have.numel(), norm(want))
+    mask = torch.zeros_like(gap, dtype=torch.bool)
     if norm(gap) <= allowed:
-        return torch.zeros_like(gap, dtype=torch.bool), tuple(
-            gap.new_empty(0).long() for _ in gap.shape
-        )
-    inside = torch.ones_like(gap, dtype=torch.bool)
-    for dim, size in enumerate(gap.shape):
-        rest = [d for d in range(gap.ndim) if d != dim]
-        energy, right = (t.square().sum(rest) if rest else t.square() for t in (gap, want))
-        bad = _beyond(case, energy, right, gap.numel() // size)
-        if math.sqrt(float(energy[~bad].sum())) <= allowed:
-            inside &= bad.view([-1 if d == dim else 1 for d in range(gap.ndim)])
-    mask = _beyond(case, gap.square(), want.square(), 1) & inside
+        return mask, box_of(mask)
+    box = _box(case, gap, want, allowed)
+    inside = torch.ones_like(mask)
+    for dim, at in enumerate(box):
+        inside &= torch.zeros_like(mask).index_fill(dim, at, True)
+    mask = (_excess(case, gap.square(), want.square(), 1) > 1) & inside
     if norm(gap[~mask]) > allowed:  # much of it is a little everywhere
-        mask = (gap != 0) & inside if bool((gap[inside] != 0).any()) else gap != 0
-    return mask, box_of(mask)
+        mask = (gap != 0) & inside
+    return mask, box
 
 
-def _beyond(case: Case, energy: Tensor, want: Tensor, count: int) -> Tensor:
-    """Return which slices of `count` elements differ by more than their share of rounding."""
+def _box(case: Case, gap: Tensor, want: Tensor, allowed: float) -> tuple[Tensor, ...]:
+    """Return the slices of each dim that differ too much, if without them nothing does.
+
+    The dim that narrows it down most goes first: in the rest the others are seen more clearly.
+    """
+    box = [torch.arange(size) for size in gap.shape]
+    dims = set(range(gap.ndim))
+    while dims:
+        found = {}
+        inner, right = pick(gap, box).square(), pick(want, box).square()
+        for dim in dims:
+            rest = [d for d in range(gap.ndim) if d != dim]
+            energy = inner.sum(rest) if rest else inner
+            size = right.sum(rest) if rest else right
+            excess = _excess(case, energy, size, inner.numel() // len(energy))
+            bad = excess > 1
+            if bad.any() and math.sqrt(float(energy[~bad].sum())) <= allowed and _clear(excess):
+                found[dim] = bad
+        if not found:
+            break
+        best = min(found, key=lambda dim: float(found[dim].double().mean()))
+        box[best] = box[best][found[best]]
+        dims.remove(best)
+    return tuple(box)
+
+
+def _clear(excess: Tensor) -> bool:
+    """Return whether the few slices that are no worse than rounding do not just happen to be."""
+    bad = excess > 1
+    if bool(bad.all()) or 2 * int(bad.sum()) <= len(bad):
+        return True
+    return float(excess[bad].min()) >= CLEAR * float(excess[~bad].max())
+
+
+def _excess(case: Case, energy: Tensor, want: Tensor, count: int) -> Tensor:
+    """Return how many times slices of `count` elements exceed their share of rounding, squared."""
     room = case.bound * (1 + 5 / math.sqrt(count))
     share = case.scale**2 * count / max(case.whole.numel(), 1)
-    return energy > room**2 * want.clamp(min=share)
+    allowed = room**2 * want.clamp(min=share)
+    return torch.where(energy > 0, energy / allowed.clamp(min=1e-300), 0.0)

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
 
 import torch
+from torch import Tensor
 
 from .parts import Case, Finding, same_index
 from .words import RUNS, batches_of, listed, rank_list
@@ -16,22 +17,43 @@ Groups = Mapping[str, Sequence[tuple[int, ...]]]
 def sums(case: Case) -> Iterator[Finding]:
     """Find parts of ranks, or of micro-batches, that add up to the right one or have it as mean."""
     for over, clusters in _clusters(case):
-        for word, come in (
-            ("sum", "that add up to the right one"),
-            ("mean", "whose mean is the right one"),
+        for word, comes_to, test in (
+            ("sum", "that add up to the right one", _adds_up),
+            ("sum", "that add up to the right one and a bias counted each time", _adds_up_biased),
+            ("mean", "whose mean is the right one", _has_as_mean),
         ):
-            right = [c for c in clusters if _comes_to(case, c, 1 if word == "sum" else len(c))]
+            right = [cluster for cluster in clusters if test(case, cluster)]
             if right:
                 covers = frozenset(i for cluster in right for i in cluster)
-                text = f"{_whose(case, right, over)} parts {come}: a {word} over {over} is missing"
-                yield Finding(covers, text)
+                whose = _whose(case, right, over)
+                yield Finding(covers, f"{whose} parts {comes_to}: a {word} over {over} is missing")
+                break
 
 
-def _comes_to(case: Case, cluster: Sequence[int], divisor: int) -> bool:
+def _adds_up(case: Case, cluster: Sequence[int]) -> bool:
+    return _is_right(case, cluster, _total(case, cluster))
+
+
+def _has_as_mean(case: Case, cluster: Sequence[int]) -> bool:
+    return _is_right(case, cluster, _total(case, cluster) / len(cluster))
+
+
+def _adds_up_biased(case: Case, cluster: Sequence[int]) -> bool:
+    """Return whether the sum is off by a vector that is the same wherever it is added."""
+    total, want = _total(case, cluster), case.wrong[cluster[0]].want
+    if want.ndim < 2:
+        return False
+    bias = (total - want).mean(list(range(want.ndim - 1)), keepdim=True)
+    return _is_right(case, cluster, total - bias, bias.numel())
+
+
+def _total(case: Case, cluster: Sequence[int]) -> Tensor:
+    return torch.stack([case.wrong[i].have for i in cluster]).sum(0)
+
+
+def _is_right(case: Case, cluster: Sequence[int], total: Tensor, fitted: int = 0) -> bool:
     parts = [case.wrong[i] for i in cluster]
-    total = torch.stack([p.have for p in parts]).sum(0) / divisor
-    several = sum(bool(p.have.any()) for p in parts) > 1
-    return several and all(case.agrees(total, p.want, p.have) for p in parts)
+    return all(case.agrees(total, p.want, p.have, fitted) for p in parts)
 
 
 def _clusters(case: Case) -> Iterator[tuple[str, list[list[int]]]]:

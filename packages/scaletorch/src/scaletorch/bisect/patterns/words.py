@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from .parts import Case, Part, Piece, box_of
+from .parts import Case, Finding, Part, Piece, box_of
 
 RUNS = 4  # that a list of numbers shows
 DENSE = 0.3  # of the elements of a box wrong: then the whole box is said to be
@@ -49,6 +49,8 @@ def plural(case: Case, dim: int) -> str:
 def single(case: Case, dim: int) -> str:
     """Return what a slice of a dim is called: 'row'."""
     name = case.axes[dim] if dim < len(case.axes) else ""
+    if name.endswith("ies"):
+        return name.removesuffix("ies") + "y"
     return name.removesuffix("s") or f"slice of dim {dim}"
 
 
@@ -126,14 +128,15 @@ def where(case: Case, parts: Sequence[Part], masks: Sequence[Tensor] | None = No
         parts: Some of its parts.
         masks: The elements meant of each; None for those that are wrong.
     """
+    boxes = [p.box for p in parts] if masks is None else [box_of(mask) for mask in masks]
     masks = [p.mask for p in parts] if masks is None else masks
-    boxes = [box_of(mask) for mask in masks]
-    said = _box_in_words(case, parts, boxes)
-    count, room = sum(int(mask.sum()) for mask in masks), sum(map(_volume, boxes))
-    if count <= DENSE * room:
-        total = sum(p.have.numel() for p in parts)
-        return f" at {count} of {total} elements" + (f" ({said})" if said else "")
-    return f" at {said}" if said else ""
+    count = sum(int(mask.sum()) for mask in masks)
+    if count > DENSE * sum(map(_volume, boxes)):
+        said = _box_in_words(case, parts, boxes)
+        return f" at {said}" if said else ""
+    said = _box_in_words(case, parts, [box_of(mask) for mask in masks])
+    total = sum(p.have.numel() for p in parts)
+    return f" at {count} of {total} elements" + (f" ({said})" if said else "")
 
 
 def _box_in_words(case: Case, parts: Sequence[Part], boxes: Sequence[tuple[Tensor, ...]]) -> str:
@@ -146,6 +149,15 @@ def _box_in_words(case: Case, parts: Sequence[Part], boxes: Sequence[tuple[Tenso
         if len(at) < case.whole.shape[dim]:
             said.append(some(case, dim, at.tolist()))
     return " of ".join(said)
+
+
+def told(case: Case, what: str, test: Callable[[Part], bool], why: str = "") -> Iterator[Finding]:
+    """Yield what the wrong parts that pass a test have, if any does, and why that may be."""
+    covers = [i for i, part in enumerate(case.wrong) if test(part)]
+    if covers:
+        parts = [case.wrong[i] for i in covers]
+        text = f"{has(who(case, parts))} {what}{where(case, parts)}{why}"
+        yield Finding(frozenset(covers), text)
 
 
 def number(value: float) -> str:

@@ -42,6 +42,7 @@ class Description:
             activations are multiplied: 1/2 for the mean of two ranks' means. None if it is to
             be found out.
         places: Of parameters by name; others are whole.
+        shared: Axes of which several ranks have the same part, and each a term of its gradient.
         unseen: (module, 'in' or 'out', chunk) whose tensors are no part of the whole's.
         chunk: Says which of the rank's stages of a pipeline is running.
         terms: Modules whose inputs' gradients here have to be added up over ranks.
@@ -52,6 +53,7 @@ class Description:
     micro_batches: int = 1
     weight: float | None = 1.0
     places: dict[str, Place] = field(default_factory=dict)
+    shared: list[str] = field(default_factory=list)
     unseen: set[tuple[str, str, int]] = field(default_factory=set)
     chunk: Callable[[], int] = int
     terms: set[str] = field(default_factory=set)

@@ -39,9 +39,9 @@ class Line:
         parents: Lines of the tensors that it was computed from.
         uses: Parameters that it was computed with.
         inside: The module whose code was running.
-        place: Per dim, the indices of the whole as [whole size, [start, stop], ...] or None where
-            the description of the rank says it; 'partial' dims are in `sums`.
-        sums: Axes of the grid over which ranks' tensors have to be added up.
+        place: Per dim, the indices of the whole as [whole size, [start, stop], ...], or None if
+            the description of the rank has to say it.
+        sums: Ranks' tensors have to be added up.
         heard: How many calls of the ranks had been made.
     """
 

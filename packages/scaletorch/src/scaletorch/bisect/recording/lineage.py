@@ -12,15 +12,15 @@ _Source = tuple[Any, ...]
 
 
 class Use(NamedTuple):
-    """A parameter goes into a node of the graph, as one of its inputs."""
+    """A parameter, or a noted tensor, goes into a node of the graph as one of its inputs."""
 
-    parameter: Tensor
+    of: Any
     node: Any
     place: int
 
 
 class Lineage:
-    """Knows tensors by where they come from in autograd's graph, or by their memory.
+    """Knows tensors by their place in autograd's graph, or by their memory.
 
     A tensor that is passed on is the same one under another name: within the module that it went
     into it goes by that name, so that a graph of names follows the modules.
@@ -55,9 +55,9 @@ class Lineage:
             for source, line in reversed(self._hidden.pop()):
                 self._lines[source] = line
 
-    def parents(self, tensor: Tensor) -> tuple[list[int], list[Use]]:
+    def parents(self, tensor: Tensor) -> tuple[list[Use], list[Use]]:
         """Return the nearest noted tensors that one was computed from, and the leaves."""
-        lines: dict[int, None] = {}
+        lines: list[Use] = []
         used: list[Use] = []
         waiting: list[Any] = [tensor.grad_fn]
         visited: set[Any] = {tensor.grad_fn}
@@ -71,11 +71,11 @@ class Lineage:
                     if line is None:
                         used.append(Use(following.variable, node, place))
                 if line is not None:
-                    lines[line] = None
+                    lines.append(Use(line, node, place))
                 elif following is not None and following not in visited:
                     visited.add(following)
                     waiting.append(following)
-        return list(lines), used
+        return lines, used
 
 
 def _source(tensor: Tensor) -> _Source:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ...checkpoint.state.rectangles import rectangles
 from ...compose.batches import MicroBatch
 from ...compose.forward import pipeline_of, terms_of
 from ...parallel.data_parallel import DataParallelBucket, parameter_shards
@@ -53,6 +52,8 @@ def describe_grid(
     for axis, _ in _divided(stage).values():
         found.axes |= axis
     found.places = places_of(stage)
+    cuts = find_cuts(stage).values()
+    found.shared = [_name(cut) for cut in cuts if any(c.replicated for c in cut.cut.packed)]
     for name in ("tp", "cp", "pp", "dp"):
         found.groups[name] = [list(ranks) for ranks in manager.grid.groups(name)]
     found.unseen = set(_unseen(pipeline))
@@ -113,6 +114,9 @@ def moments_of(
 
     Of a parameter that several ranks update these are the rectangles that this rank does.
     """
+    # Imports torch's checkpoints, in more time than most programs record.
+    from ...checkpoint.state.rectangles import rectangles
+
     shapes = {name: p.shape for name, p in model.named_parameters()}
     for optimizer in optimizers:
         for shard in parameter_shards(model):

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ...dist import get_rank, get_world_size, guard
-from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, TERM, WEIGHT
+from ...dist.errors import InvalidArgumentError
+from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, SHARE, TERM, WEIGHT
 from .described import (
     Description,
     Place,
@@ -46,12 +48,11 @@ class Tape:
         self._seen: set[int] = set()  # lines whose gradient came
         self._lineage = Lineage()
         self._done: set[str] = set()
-        self._terms = 0
         self._followed: set[tuple[Any, int]] = set()  # uses of parameters
         if model is not None:
-            self._follow(model)
+            self._know(model)
 
-    def _follow(self, model: nn.Module) -> None:
+    def _know(self, model: nn.Module) -> None:
         while isinstance(model, DistributedDataParallel):  # which names nothing of its own
             model = model.module
         self._model, self._names = model, {m: name for name, m in model.named_modules()}
@@ -62,6 +63,9 @@ class Tape:
 
         A loss that ranks have parts of is the global one here, however they add it up.
         """
+        if not isinstance(tensor, Tensor):
+            came = type(tensor).__name__
+            raise InvalidArgumentError(f'put("{kind}", ...) takes a tensor, not a {came}')
         if kind == NORM:
             self.gradients()
         self._done.add(kind)
@@ -126,7 +130,7 @@ class Tape:
     def called(self, original: Callable[..., Any], module: nn.Module, *args: Any, **kw: Any) -> Any:
         """Make a call of a module, and take down what goes in and comes out."""
         if not self._stack and self._model is None and module not in self._names:
-            self._follow(module)
+            self._know(module)
         name = self._names.get(module)
         if name is None or torch._C._current_graph_task_id() != -1:
             return original(module, *args, **kw)  # of no name, or run again in backward
@@ -166,30 +170,35 @@ class Tape:
             line.parents = [line.same]
             number = self._add(line, None)
         else:
-            line.parents, used = self._lineage.parents(tensor)
-            for use in used:
-                if name := self._parameters.get(id(use.parameter)):
-                    line.uses.append(name)
-                    user = line.name if line.item.startswith("out") else line.inside or ""
-                    self._follow_term(name, user, use)
+            self._follow_uses(line, tensor)
             number = self._add(line, tensor)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
                 _follow_gradient(tensor, partial(self._came, number))
         self._lineage.note(tensor, number)
         return number
 
-    def _follow_term(self, name: str, user: str, use: Use) -> None:
-        """Take down what a module's use of a parameter adds to its gradient."""
+    def _follow_uses(self, line: Line, tensor: Tensor) -> None:
+        """Note what a tensor was computed from, and take down what its use adds to gradients."""
+        user = line.name if line.item.startswith("out") else line.inside or ""
+        lines, parameters = self._lineage.parents(tensor)
+        line.parents = list(dict.fromkeys(use.of for use in lines))
+        for use in lines:
+            of = self._writer.lines[use.of]
+            self._follow(use, Line(SHARE, of.name, f"{of.item} {user}", of.call, "", []), None)
+        for use in parameters:
+            if name := self._parameters.get(id(use.of)):
+                line.uses.append(name)
+                self._follow(use, Line(TERM, name, user, 0, "", []), self._said.places.get(name))
+
+    def _follow(self, use: Use, line: Line, place: Place | None) -> None:
         if (use.node, use.place) in self._followed:
             return
         self._followed.add((use.node, use.place))
 
         def came(gradients: tuple[Tensor | None, ...], _: Any) -> None:
-            term = gradients[use.place]
-            if term is not None:
-                line = Line(TERM, name, user, self._terms, "", [])
-                self._terms += 1
-                self._add(line, term, self._said.places.get(name))
+            added = gradients[use.place]
+            if added is not None:
+                self._add(replace(line), added, place)
 
         use.node.register_hook(came)
 
@@ -206,7 +215,7 @@ class Tape:
         if tensor is None:
             return self._writer.add(line, None)
         if line.kind == LOSS and tensor.requires_grad:
-            line.parents, _ = self._lineage.parents(tensor)
+            line.parents = [use.of for use in self._lineage.parents(tensor)[0]]
         local, own_place, is_term = local_part(tensor.detach())
         line.sums |= is_term
         line.place = place if own_place is None else own_place
@@ -218,7 +227,7 @@ class Tape:
 
 
 def _follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> None:
-    """Hear of a tensor's gradient; where it has a node in the graph the tensor gets no hook."""
+    """Hear of a tensor's gradient; a tensor of the graph gets no hook itself, but its node does."""
     node, number = tensor.grad_fn, tensor.output_nr
     if node is None:
         tensor.register_hook(came)
@@ -242,8 +251,8 @@ def record(
     Args:
         folder: One for all ranks of a run; made if it is missing.
         model: The module whose names count, wrapped or not; None is the first that is called.
-        describe: Which part of the whole batch this rank has, where it is not all of it: name of
-            an axis -> (indices, total), such as `{"rows": (range(4, 8), 8)}`; for several
+        describe: Which part of the whole batch this rank has, if it has not all: name of an axis
+            -> (indices, total), such as `{"rows": (range(4, 8), 8)}`; for several
             micro-batches a list of such indices. DTensors say their places themselves.
         step: Number of the step, if several are recorded.
 
@@ -257,6 +266,7 @@ def record(
     header = {
         "step": step, "world_size": get_world_size(), "torch": torch.__version__,
         "micro_batches": said.micro_batches, "groups": said.groups, "weight": said.weight,
+        "shared": said.shared,
         "axes": {name: [axis.total, axis.parts] for name, axis in said.axes.items()},
     }  # fmt: skip
     writer = Writer(Path(folder), get_rank(), header)

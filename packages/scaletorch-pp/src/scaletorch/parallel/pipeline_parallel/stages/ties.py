@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -82,8 +82,9 @@ class TiedGradients:
         # next `sync`, which adds it back: summed twice it would count once more for each owner.
         self._earlier: dict[nn.Parameter, Tensor] = {}
         self._pending = False  # a step was postponed: `.grad` holds gradients not summed yet
-        # Gradients as the last postponed step left them: any other has been dropped since.
-        self._left: dict[nn.Parameter, Tensor | None] = {}
+        # Gradients as the last postponed step left them, each with its version: any other, or one
+        # that has become zeros, has been dropped since.
+        self._left: dict[nn.Parameter, tuple[Tensor | None, int]] = {}
 
     def share_values(self) -> None:
         """Give every owner the first owner's values, as one process would have."""
@@ -131,6 +132,15 @@ class TiedGradients:
         for index, tie in enumerate(self.ties):
             _require_all_or_none([o for o in tie.owners if told[o][index]], tie)
 
+    def forget_frozen(self) -> None:
+        """Sum no more what has been frozen since, on all its owners."""
+        self.ties = tuple(
+            replace(
+                tie, trained=tie.trained and (tie.parameter is None or tie.parameter.requires_grad)
+            )
+            for tie in self.ties
+        )
+
     def begin(self) -> None:
         """Set gradients of earlier, already summed backwards aside, so that none is summed twice.
 
@@ -153,7 +163,8 @@ class TiedGradients:
             # is set aside too, and shows only on a `.grad` that is there.
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter, requires_grad=False)
-        self._left = {parameter: parameter.grad for parameter, _ in self._own()}
+        gradients = {parameter: parameter.grad for parameter, _ in self._own()}
+        self._left = {p: (g, -1 if g is None else g._version) for p, g in gradients.items()}
 
     def sync(self) -> None:
         """Sum gradients over the owners, in rank order: the same bits on each of them.
@@ -187,10 +198,11 @@ class TiedGradients:
     def _forget_dropped(self) -> None:
         """Forget earlier gradients of parameters whose gradient was set to None or zero since."""
         for parameter in list(self._earlier):
-            gradient = parameter.grad
-            same = gradient is not None and gradient is self._left.get(parameter)
-            if not same or not torch.as_tensor(gradient).count_nonzero():
+            gradient, (left, version) = parameter.grad, self._left.get(parameter, (None, -1))
+            if gradient is None or gradient is not left:
                 del self._earlier[parameter]
+            elif gradient._version != version and not torch.as_tensor(gradient).count_nonzero():
+                del self._earlier[parameter]  # a step may itself have left zeros
 
     def _own(self) -> list[tuple[nn.Parameter, tuple[int, ...]]]:
         return [(tie.parameter, tie.owners) for tie in self.ties if tie.parameter is not None]

@@ -16,11 +16,14 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, get_world_size
-from ...pg_manager import axis_group
+from ....dist.errors import StateError
+from ...pg_manager import axis_group, describe_rank
 from .surround import Surrounded
 from .uncompiled import around_compiled, uncompiled
 
 States = tuple[Tensor, Tensor | None]  # of the CPU's generator and of the accelerator's
+
+_NO_BACKWARD = -1  # torch's number for it
 
 # Where the common stream was left, while a rank's own is in use.
 _common: ContextVar[States | None] = ContextVar("_common", default=None)
@@ -78,6 +81,34 @@ def common_random() -> Iterator[None]:
         _set_states(own)
 
 
+@contextmanager
+@around_compiled
+def refused_again(name: str) -> Iterator[None]:
+    """Refuse a body that draws in common where a layer is computed again in backward.
+
+    The ranks' own streams, in which the model ran, were put back for that, and the common one has
+    gone on since: it would draw something else than in forward.
+
+    Args:
+        name: What the body computes.
+
+    Raises:
+        StateError: It has drawn.
+    """
+    again = torch._C._current_graph_task_id() != _NO_BACKWARD and _common.get() is None
+    before = _states() if again else None
+    try:
+        yield
+    finally:  # also if the checkpoint has all it wants, and ends the body by an error of its own
+        if before is not None and not all(map(_equal, before, _states())):
+            raise StateError(
+                f"{describe_rank()}: {name} sees whole sequences, which sequence parallelism "
+                "divides elsewhere, and draws at random (dropout); computed again in backward it "
+                "would draw something else: set its dropout to 0, or do without recomputation or "
+                "without sequence parallelism"
+            )
+
+
 @uncompiled
 def end_sharded_random() -> None:
     """Go on with the common stream from its last state; do nothing if it is in use."""
@@ -115,6 +146,12 @@ def _accelerator() -> Any:
     module = None if device is None else torch.get_device_module(device)
     # One that this process never used is left asleep: what runs here draws nothing on it.
     return module if getattr(module, "is_initialized", lambda: True)() else None
+
+
+def _equal(before: Tensor | None, after: Tensor | None) -> bool:
+    return before is after or (
+        before is not None and after is not None and torch.equal(before, after)
+    )
 
 
 @uncompiled

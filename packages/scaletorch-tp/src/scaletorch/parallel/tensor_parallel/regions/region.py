@@ -133,7 +133,7 @@ class Region(Surrounded):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
-        children = [_layer_of(each) for each in self._modules.values()]
+        children = [layer_of(each) for each in self._modules.values()]
         running = _Running([each for each in children if getattr(each, "async_all_reduce", False)])
         if self._sequence is not None:
             columns = [each for each in children if hasattr(each, "gather_output")]
@@ -163,13 +163,15 @@ def summed_outside(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, Region) and module._sequence is not None:
             for own, child in module.named_children():
-                if hasattr(_layer_of(child), "gather_output"):
+                if hasattr(layer_of(child), "gather_output"):
                     yield f"{name}.{own}".lstrip(".")
 
 
-def _layer_of(module: Any) -> Any:
-    """Return a child, or the layer within it if it is an adapter."""
-    return module if module is None else module._modules.get(ADAPTED, module)
+def layer_of(module: Any) -> Any:
+    """Return a child, or the layer within it if it is an adapter, also one around another."""
+    while module is not None and ADAPTED in module._modules:
+        module = module._modules[ADAPTED]
+    return module
 
 
 @uncompiled

@@ -19,7 +19,7 @@ from ....dist.errors import InvalidArgumentError
 from ..layers.base import Memo, TensorParallelLayer
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..regions.random import CommonRandom, ShardedRandom
-from ..regions.region import ADAPTED
+from ..regions.region import ADAPTED, layer_of
 from ..regions.surround import Surrounded, surround
 from .sum_grad import SumGradients
 
@@ -27,7 +27,7 @@ _A, _B, _DROPOUT = "lora_A", "lora_B", "lora_dropout"
 
 
 class Adapter(NamedTuple):
-    """A module that stands in a layer's place, and holds it as its `base_layer`."""
+    """A module that stands in a layer's place, and holds it as its `base_layer`, or within that."""
 
     name: str
     module: nn.Module
@@ -41,14 +41,15 @@ def without_adapters(model: nn.Module) -> Iterator[list[Adapter]]:
     places: list[tuple[nn.Module, str, nn.Module]] = []
     for name, owner in [*model.named_modules()]:
         for own, child in owner._modules.items():
-            layer = None if child is None else child._modules.get(ADAPTED)
-            if child is not None and layer is not None:
-                places.append((owner, own, child))
+            layer = layer_of(child)
+            if child is not None and layer is not child:
+                if own != ADAPTED:  # else it is within another one, which keeps it
+                    places.append((owner, own, child))
                 if all(each.module is not child for each in found):
                     found.append(Adapter(f"{name}.{own}".lstrip("."), child, layer))
     try:
         for owner, own, child in places:
-            owner._modules[own] = child._modules[ADAPTED]
+            owner._modules[own] = layer_of(child)
         yield found
     finally:
         for owner, own, child in places:

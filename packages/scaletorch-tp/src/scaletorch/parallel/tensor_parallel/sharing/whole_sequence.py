@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..regions.overlap import DIM
-from ..regions.random import common_random
+from ..regions.random import common_random, refused_again
 from ..regions.region_inputs import Inputs
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import Surrounded, own_class
@@ -47,7 +47,7 @@ class WholeSequence(Surrounded):
             return gather(x, DIM, shares.holder.group, sizes=sizes)
 
         args, kwargs = Inputs(name, (), shares).changed(whole, args, kwargs)
-        with common_random():  # every rank draws the same
+        with refused_again(name), common_random():  # every rank draws the same
             out = super().forward(*args, **kwargs)
         own, found = _shared(out, lengths[0], shares)
         if not found:
