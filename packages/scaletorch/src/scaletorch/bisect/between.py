@@ -127,11 +127,12 @@ def prepare(
     rounded = record_plain(folder / "noise", model_fn, low, saved, steps, phases)
     made = [] if dtype == EXACT else [choice for step in rounded for choice in step.choices]
     exact = record_plain(folder / "exact", model_fn, EXACT, saved, steps, phases, made)
-    saved["limits"] = [off(r.choices, e.choices) for r, e in zip(rounded, exact, strict=True)]
+    limits = [off(r.choices, e.choices) for r, e in zip(rounded, exact, strict=True)]
     saved["doubtful"] = [  # in float64 no choice is taken for rounding; by_scores looks around
         [tuple(c) for c in doubtful(step.choices, 4 * limit)] if made else []
-        for step, limit in zip(rounded, saved["limits"], strict=True)
+        for step, limit in zip(rounded, limits, strict=True)
     ]
+    saved["limits"] = limits
     torch.save(saved, folder / "start.pt")
     reference = load(folder / "exact")
     lost = measure(load(folder / "noise"), reference)

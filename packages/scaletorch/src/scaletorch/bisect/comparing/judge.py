@@ -20,6 +20,7 @@ ROOM = 4.0  # as in the proof: epsilon x root of additions that are allowed
 MEASURED = 4.0  # how much more than one process's rounding a layout's may come to
 NEAR = 1e-6  # parts so near to what they should be are in their places
 INFINITE = math.inf
+BEYOND = 1e30  # no results are so large
 
 
 @dataclass(slots=True)
@@ -234,17 +235,22 @@ def _error(ours: Tensor, theirs: Tensor, whole: Tensor, typical: float) -> float
         return INFINITE
     if not theirs.is_floating_point() and not ours.is_floating_point():
         return 0.0 if torch.equal(ours, theirs) else INFINITE
-    ours, theirs = ours.to(torch.float64), theirs.to(torch.float64)
+    ours, theirs, whole = (_finite(each) for each in (ours, theirs, whole))
     if torch.equal(ours, theirs):
         return 0.0
     share = math.sqrt(theirs.numel() / max(whole.numel(), 1))
     own = float(torch.linalg.vector_norm(theirs))
-    size = max(own, share * float(torch.linalg.vector_norm(whole.to(torch.float64).nan_to_num())))
+    size = max(own, share * float(torch.linalg.vector_norm(whole.nan_to_num())))
     size = max(size, typical * math.sqrt(theirs.numel()))
     gap = float(torch.linalg.vector_norm(ours - theirs))
     if math.isnan(gap):
         return INFINITE
     return gap / size if size else INFINITE
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """Return it in float64; masks have the least number of their dtype, which is all one."""
+    return tensor.to(torch.float64).clamp(-BEYOND, BEYOND)
 
 
 def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
