@@ -11,7 +11,7 @@ from mutants.locating import is_located, locate_all, place_of, with_places
 from torch import nn
 from torch.nn import functional as F
 
-from scaletorch.bisect import bisect, compare, record
+from scaletorch.bisect import Key, bisect, compare, record
 from scaletorch.bisect.__main__ import main
 from scaletorch.dist import all_reduce, get_rank, get_world_size
 from scaletorch.dist.errors import InvalidArgumentError
@@ -232,6 +232,26 @@ def test_what_cannot_be_compared_is_told(tmp_path):
     whole.write_text(whole.read_text().replace('"world_size": 1', '"world_size": 2'))
     with pytest.raises(InvalidArgumentError, match=r"ranks \[1\] are missing"):
         compare(tmp_path / "one", tmp_path / "whole")
+    data.write_bytes(bytes(json.loads(content)["bytes"]))
+    for before, after in (
+        ('"float64"', '"os"'),
+        ("[32, 8]", "[32, 80000]"),
+        (", -1, []", ", 99, []"),
+    ):
+        assert before in content
+        index.write_text(content.replace(before, after))
+        with pytest.raises(
+            InvalidArgumentError, match=r"no index of a recording: line \d+ fits no"
+        ):
+            compare(tmp_path / "one", tmp_path / "torn")
+    first = tmp_path / "one" / "step0.rank0.json"
+    other = tmp_path / "whole" / "step0.rank1.json"
+    other.with_suffix(".bin").write_bytes(first.with_suffix(".bin").read_bytes())
+    other.write_text(first.read_text().replace('"rank": 0', '"rank": 1'))
+    with pytest.raises(
+        InvalidArgumentError, match=r"two runs: those of ranks \[1\] are of another"
+    ):
+        compare(tmp_path / "one", tmp_path / "whole")
     index.write_text(content[: len(content) // 2])
     with pytest.raises(InvalidArgumentError, match="is no index of a recording"):
         compare(tmp_path / "one", tmp_path / "torn")
@@ -249,6 +269,23 @@ def test_what_cannot_be_compared_is_told(tmp_path):
             record(tmp_path / "no", describe=said),
         ):
             pass
+
+
+def test_compiled_modules_are_one_step(tmp_path):
+    for name in ("plain", "compiled"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU()))
+        if name == "compiled":
+            model[1].compile(backend="eager")
+        with record(tmp_path / name, model.double()) as tape:
+            loss = model(torch.ones(2, 4).double()).square().mean()
+            tape.put("loss", loss)
+            loss.backward()
+    report = compare(tmp_path / "plain", tmp_path / "compiled")
+    assert report.sound
+    unseen = {key.name for key, each in report.judged.items() if each.state == "unseen"}
+    assert unseen == {"1.0", "1.1"}
+    assert report.judged[Key(0, "backward", "1", "in.0")].state == "good"
 
 
 def test_a_command_says_where(tmp_path, capsys):

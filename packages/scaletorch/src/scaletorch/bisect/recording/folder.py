@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -138,9 +139,7 @@ class Recording:
         while line.same >= 0:
             line = self.lines[line.same]
         dtype = getattr(torch, line.dtype)
-        size = dtype.itemsize
-        for length in line.shape:
-            size *= length
+        size = math.prod(line.shape) * dtype.itemsize
         return self.data[line.offset : line.offset + size].view(dtype).view(line.shape)
 
 
@@ -163,6 +162,11 @@ def read(folder: Path) -> dict[int, list[Recording]]:
     for step, recordings in steps.items():
         recordings.sort(key=lambda each: each.rank)
         ranks, size = [each.rank for each in recordings], recordings[0].header["world_size"]
+        if others := [each.rank for each in recordings if each.header["world_size"] != size]:
+            raise InvalidArgumentError(
+                f"{folder} has recordings of two runs: those of ranks {others} are of another "
+                f"number of ranks than {size}; record into a new folder"
+            )
         if missing := sorted(set(range(size)) - set(ranks)):
             raise InvalidArgumentError(
                 f"{folder}: of step {step} the recordings of ranks {missing} are missing; it has "
@@ -193,7 +197,23 @@ def _read_rank(path: Path) -> Recording:
         raise InvalidArgumentError(
             f"{path} is torn: it has {path.stat().st_size} bytes, and {size} were written"
         )
+    for number, line in enumerate(lines):
+        if not _fits(line, number, size):
+            text = f"{index} is no index of a recording: line {number} fits no tensor"
+            raise InvalidArgumentError(text)
     data = torch.empty(0, dtype=torch.uint8)
     if size:
         data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
     return Recording(content, lines, heard, data)
+
+
+def _fits(line: Line, number: int, size: int) -> bool:
+    """Return whether a line is of a tensor in a file of so many bytes, or of an earlier line."""
+    if any(not 0 <= parent < number for parent in line.parents):
+        return False
+    if line.same >= 0:
+        return line.same < number
+    dtype = getattr(torch, line.dtype, None)
+    if not isinstance(dtype, torch.dtype) or min(line.shape, default=0) < 0:
+        return False
+    return 0 <= line.offset <= size - math.prod(line.shape) * dtype.itemsize

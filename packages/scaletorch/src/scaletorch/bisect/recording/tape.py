@@ -31,6 +31,7 @@ from .described import (
     tensors_of,
 )
 from .folder import Line, Writer
+from .hooks import calls_to, follow_gradient
 from .lineage import Lineage, Use
 from .updates import followed
 
@@ -173,7 +174,7 @@ class Tape:
             self._follow_uses(line, tensor)
             number = self._add(line, tensor)
             if tensor.requires_grad and not isinstance(tensor, nn.Parameter):
-                _follow_gradient(tensor, partial(self._came, number))
+                follow_gradient(tensor, partial(self._came, number))
         self._lineage.note(tensor, number)
         return number
 
@@ -226,15 +227,6 @@ class Tape:
         return self._writer.add(line, local)
 
 
-def _follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> None:
-    """Hear of a tensor's gradient; a tensor of the graph gets no hook itself, but its node does."""
-    node, number = tensor.grad_fn, tensor.output_nr
-    if node is None:
-        tensor.register_hook(came)
-    else:
-        node.register_prehook(lambda gradients: came(gradients[number]))
-
-
 @contextmanager
 def record(
     folder: str | Path,
@@ -273,7 +265,7 @@ def record(
     tape = Tape(writer, model, said)
     try:
         with ExitStack() as stack:
-            stack.enter_context(_calls_to(tape.called))
+            stack.enter_context(calls_to(tape.called))
             stack.enter_context(guard.listening(writer.heard.append))
             stack.enter_context(followed(tape))
             yield tape
@@ -282,18 +274,3 @@ def record(
         writer.close(f"{type(error).__name__}: {error}"[:500] or "stopped")
         raise
     writer.close()
-
-
-@contextmanager
-def _calls_to(called: Callable[..., Any]) -> Iterator[None]:
-    kind: Any = nn.Module
-    original = kind.__call__
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return called(original, self, *args, **kwargs)
-
-    kind.__call__ = call
-    try:
-        yield
-    finally:
-        kind.__call__ = original

@@ -1,0 +1,37 @@
+"""What is put in a program's way while it is recorded: at calls of modules, and at gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@contextmanager
+def calls_to(called: Callable[..., Any]) -> Iterator[None]:
+    """Let every call of a module go by `called(original, module, *args, **kwargs)`."""
+    kind: Any = nn.Module
+    original = kind.__call__
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # what is compiled is one step
+            return original(self, *args, **kwargs)
+        return called(original, self, *args, **kwargs)
+
+    kind.__call__ = call
+    try:
+        yield
+    finally:
+        kind.__call__ = original
+
+
+def follow_gradient(tensor: Tensor, came: Callable[[Tensor | None], None]) -> None:
+    """Hear of a tensor's gradient; a tensor of the graph gets no hook itself, but its node does."""
+    node, number = tensor.grad_fn, tensor.output_nr
+    if node is None:
+        tensor.register_hook(came)
+    else:
+        node.register_prehook(lambda gradients: came(gradients[number]))
