@@ -11,7 +11,7 @@ from mutants.locating import is_located, locate_all, place_of, with_places
 from torch import nn
 from torch.nn import functional as F
 
-from scaletorch.bisect import Key, bisect, compare, record
+from scaletorch.bisect import bisect, compare, record
 from scaletorch.bisect.__main__ import main
 from scaletorch.dist import all_reduce, get_rank, get_world_size
 from scaletorch.dist.errors import InvalidArgumentError
@@ -269,23 +269,6 @@ def test_what_cannot_be_compared_is_told(tmp_path):
             record(tmp_path / "no", describe=said),
         ):
             pass
-
-
-def test_compiled_modules_are_one_step(tmp_path):
-    for name in ("plain", "compiled"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU()))
-        if name == "compiled":
-            model[1].compile(backend="eager")
-        with record(tmp_path / name, model.double()) as tape:
-            loss = model(torch.ones(2, 4).double()).square().mean()
-            tape.put("loss", loss)
-            loss.backward()
-    report = compare(tmp_path / "plain", tmp_path / "compiled")
-    assert report.sound
-    unseen = {key.name for key, each in report.judged.items() if each.state == "unseen"}
-    assert unseen == {"1.0", "1.1"}
-    assert report.judged[Key(0, "backward", "1", "in.0")].state == "good"
 
 
 def test_a_command_says_where(tmp_path, capsys):

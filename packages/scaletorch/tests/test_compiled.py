@@ -2,7 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
 
+from scaletorch import bisect
 from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import relative_error, run_ranks, worst
@@ -131,3 +133,24 @@ def refused():
 
 def test_a_module_around_the_model_is_refused():
     run_ranks(refused, 2)
+
+
+def record_compiled(folder):
+    for name in ("plain", "compiled"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.GELU())).double()
+        if name == "compiled":
+            model[1].compile(backend="eager")
+        with bisect.record(f"{folder}/{name}", model) as tape:
+            loss = model(torch.ones(2, 4).double()).square().mean()
+            tape.put("loss", loss)
+            loss.backward()
+
+
+def test_a_recording_takes_what_is_compiled_for_one_step(tmp_path):
+    run_ranks(record_compiled, 1, str(tmp_path))
+    report = bisect.compare(tmp_path / "plain", tmp_path / "compiled")
+    assert report.sound
+    unseen = {key.name for key, each in report.judged.items() if each.state == "unseen"}
+    assert unseen == {"1.0", "1.1"}
+    assert report.judged[bisect.Key(0, "backward", "1", "in.0")].state == "good"
