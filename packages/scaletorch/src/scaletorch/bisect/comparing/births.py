@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -60,6 +59,7 @@ def find_births(judged: Mapping[Key, Judged], run: Run, reference: Run) -> list[
         for key in judged
         if key in mattering and all(judged[source].state != BAD for source in sources[key])
     ]
+    born = born or [key for key in judged if key in mattering][:1]  # each is a source of another
     clear = [key for key in born if _jumps(judged[key], sources[key], judged)] or born
     first = [key for key in clear if key.step == min(each.step for each in clear)]
     return _gathered(
@@ -80,19 +80,16 @@ def _seen_sources(
 ) -> dict[Key, list[Key]]:
     """Return the nearest tensors that were compared, in place of those that were not."""
     found: dict[Key, list[Key]] = {}
-
-    def seen(key: Key, visited: set[Key]) -> Iterator[Key]:
-        for source in sources.get(key, ()):
+    for key in judged:
+        waiting, visited, found[key] = list(sources.get(key, ())), {key}, []
+        for source in waiting:  # which grows meanwhile
             if source in visited:
                 continue
             visited.add(source)
             if source in judged and judged[source].state != UNSEEN:
-                yield source
+                found[key].append(source)
             else:
-                yield from seen(source, visited)
-
-    for key in judged:
-        found[key] = list(seen(key, {key}))
+                waiting += sources.get(source, ())
     return found
 
 
@@ -234,17 +231,3 @@ def _gathered(births: list[Birth], judged: Mapping[Key, Judged]) -> list[Birth]:
             known.modules = list(dict.fromkeys(known.modules + birth.modules))
             known.others.append(birth.judged)
     return list(found.values())
-
-
-def downstream(births: Iterable[Birth], judged: Mapping[Key, Judged]) -> set[Key]:
-    """Return what is wrong because of them."""
-    born = {birth.judged.key for birth in births}
-    return {key for key, each in judged.items() if each.state == BAD and key not in born}
-
-
-def by_module(keys: Iterable[Key]) -> dict[str, list[Key]]:
-    """Return tensors by their module."""
-    found: dict[str, list[Key]] = defaultdict(list)
-    for key in keys:
-        found[key.name].append(key)
-    return found
