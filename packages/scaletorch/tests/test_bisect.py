@@ -273,11 +273,20 @@ def test_what_cannot_be_compared_is_told(tmp_path):
 
 def test_a_command_says_where(tmp_path, capsys):
     options = ["--layout", "2x1x1x1", "--steps", "1", "--model", f"{__name__}:uneven_model"]
-    assert main(["run", *options, "--out", str(tmp_path)]) == 1
+    keep = ["--keep", str(tmp_path / "bad")]
+    assert main(["run", *options, *keep, "--out", str(tmp_path)]) == 1
     text = capsys.readouterr().out
     assert text.startswith("1. output of the model, step 0: off by ")
     assert "born in forward: the model itself" in text
+    assert "rank 1 has 1.000001 times the right values" in text
     assert f"again: python -m scaletorch.bisect run {' '.join(options)}" in text
+    stages = ["--layout", "1x2x1x1", "--steps", "1", "--model", f"{__name__}:small_model"]
+    assert main(["run", *stages, "--keep", str(tmp_path / "good")]) == 0
+    folders = [str(tmp_path / name / "layout") for name in ("good", "bad")]
+    capsys.readouterr()
+    assert main(["compare", *folders]) == 1  # two layouts, of which neither is one process
+    other = capsys.readouterr().out
+    assert other.splitlines()[1:4] == text.splitlines()[1:4]
     content = json.loads((tmp_path / "report.json").read_text())
     assert content["found"][0]["parts"] == [{"rank": 1, "micro_batch": n} for n in (0, 1)]
     ET.fromstring((tmp_path / "report.svg").read_text())

@@ -19,8 +19,9 @@ from ..keys import (
     WEIGHT,
     Key,
 )
+from .ancestors import ancestors
 from .judge import BAD, NEAR, UNSEEN, Judged, adds_up
-from .runs import Run, ancestors
+from .runs import Run
 
 JUMP = 8.0  # times what the inputs are off by: less is what a computation makes of them
 SYNCHRONISATION, UPDATE = "synchronisation", "update"

@@ -15,6 +15,7 @@ from .words import listed, told
 CANDIDATES = 8  # factors that are tried
 NEAR = 0.05  # relative: a factor that means something is tried if one as near fits best
 EXACT = 1e-6  # how near a factor is to 1/k if it is said to be that
+MOST_DIGITS = 12
 
 
 def scaled(case: Case) -> Iterator[Finding]:
@@ -89,6 +90,8 @@ def _times(factor: float, bound: float) -> str:
     if any(abs(size * k - 1) < EXACT for k in range(2, 65)):
         return f"{sign}1/{round(1 / size)} of the right values"
     digits = min(max(1 - math.ceil(math.log10(bound)), 2), 4)
+    while float(f"{size:.{digits}g}") == 1 and digits < MOST_DIGITS:
+        digits += 1  # 1.000001 is not 1
     return f"{factor:.{digits}g} times the right values"
 
 

@@ -1,0 +1,133 @@
+"""What each tensor of a run is computed from."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import torch
+
+from ..keys import BACKWARD, DATA, FORWARD, GRADIENT, LOSS, MOMENT, NORM, WEIGHT, Key
+from .places import Held
+from .runs import Run
+
+
+def ancestors(run: Run) -> dict[Key, list[Key]]:
+    """Return what each tensor of a run is computed from, forward, backward and in the update."""
+    children: dict[Key, list[Key]] = defaultdict(list)
+    users: dict[tuple[int, str], list[Key]] = defaultdict(list)
+    for key, parents in run.parents.items():
+        for parent in parents:
+            children[parent].append(key)
+        for name in run.uses.get(key, ()):
+            users[key.step, name].append(key)
+    _link(run, children)
+    for key in run.held:  # a parameter that its module alone knows, as where it is put together
+        if key.kind == FORWARD and key.item.startswith("out"):
+            users[key.step, key.name].append(key)
+    found = {key: list(dict.fromkeys(_sources(key, run, children, users))) for key in run.held}
+    for source, results in _beside(run):
+        for key in results:
+            found[key].append(source)
+    return found
+
+
+def _link(run: Run, children: dict[Key, list[Key]]) -> None:
+    """Note what is computed from tensors that leave a rank's graph: the next stage, the loss."""
+    for key, held in run.held.items():
+        if (
+            key.kind not in (FORWARD, LOSS)
+            or run.parents.get(key)
+            or not getattr(torch, held[0].line.dtype).is_floating_point
+        ):
+            continue
+        for last in _last(run, key, children):
+            if key.kind == LOSS or _arrives(run.held[last], held):
+                children[last].append(key)
+                run.parents.setdefault(key, {})[last] = None
+
+
+def _last(run: Run, key: Key, children: Mapping[Key, list[Key]]) -> list[Key]:
+    """Return the outputs of a step that nothing is known to be computed from."""
+    return [
+        each
+        for each in run.held
+        if each[:2] == (key.step, FORWARD)
+        and each.item.startswith("out")
+        and each != key
+        and not any(child.kind != LOSS for child in children.get(each, ()))
+    ]
+
+
+def _arrives(sent: Sequence[Held], come: Sequence[Held]) -> bool:
+    """Return whether tensors of some ranks are those that others had."""
+    apart = not {h.recording.rank for h in sent} & {h.recording.rank for h in come}
+    first = next((h for h in sent if h.micro_batch == come[0].micro_batch), None)
+    same = apart and first is not None and first.line.shape == come[0].line.shape
+    return same and first is not None and torch.equal(first.tensor, come[0].tensor)
+
+
+def _beside(run: Run) -> Iterator[tuple[Key, list[Key]]]:
+    """Yield tensors that have no gradient, so that autograd does not tell what is made of them."""
+    made: dict[tuple[int, str, int], list[Key]] = defaultdict(list)
+    for key in run.held:
+        if key.kind == FORWARD and key.item.startswith("out"):
+            made[key.step, key.name, key.call].append(key)
+    for key in run.held:
+        if key.kind == DATA:
+            yield key, [k for k in run.held if k.step == key.step and _sees(k.kind, key.name)]
+        elif key.kind == FORWARD and key.item.startswith("in"):
+            yield key, made[key.step, key.name, key.call]
+
+
+def _sees(kind: str, entry: str) -> bool:
+    """Return whether tensors of a kind may depend on an entry of the batch."""
+    of_loss = entry == "labels" or entry.startswith("loss_")
+    return kind == LOSS or (kind == FORWARD and not of_loss)
+
+
+def _sources(
+    key: Key,
+    run: Run,
+    children: Mapping[Key, list[Key]],
+    users: Mapping[tuple[int, str], list[Key]],
+) -> Iterator[Key]:
+    step = key.step
+    if key.kind in (FORWARD, LOSS):
+        yield from run.parents.get(key, ())
+        for name in run.uses.get(key, ()):
+            yield Key(step - 1, WEIGHT, name)
+    elif key.kind == BACKWARD:
+        yield from _passed_back(_used_by(key._replace(kind=FORWARD), run, children), run)
+    elif key.kind == GRADIENT:
+        name = run.steps[step][0].header["tied"].get(key.name, key.name)
+        own = users.get((step, name)) or users.get((step, name.rpartition(".")[0]), [])
+        yield from _passed_back(own, run)
+    elif key.kind == NORM:
+        yield from (k for k in run.held if k.step == step and k.kind == GRADIENT)
+    elif key.kind in (MOMENT, WEIGHT):
+        yield Key(step, GRADIENT, key.name)
+        yield Key(step, NORM, "")
+        if key.kind == WEIGHT:
+            yield from (k for k in run.held if k[:3] == (step, MOMENT, key.name))
+
+
+def _used_by(key: Key, run: Run, children: Mapping[Key, list[Key]]) -> Iterator[Key]:
+    """Yield what a tensor was used for under all of its names, which share one gradient."""
+    first = run.first.get(key, key)
+    names = [first]
+    for name in names:
+        for child in children.get(name, ()):
+            if run.first.get(child) == first:
+                names.append(child)
+            else:
+                yield child
+
+
+def _passed_back(results: Iterable[Key], run: Run) -> Iterator[Key]:
+    """Yield what a gradient is computed from, given what its tensor was used for."""
+    for result in results:
+        yield result
+        yield from run.parents.get(result, ())
+        if result.kind == FORWARD:
+            yield result._replace(kind=BACKWARD)
