@@ -31,9 +31,9 @@ from .harness.turns import in_turns
 
 GIB = 2**30
 SIZES = {
-    "2 M": (LlamaConfig(2048, 256, 704, 2, 4, 4), 4, 128),
-    "21 M": (LlamaConfig(8192, 512, 1408, 4, 8, 8), 2, 256),
-    "99 M": (LlamaConfig(32000, 768, 2048, 7, 12, 12), 1, 512),
+    "2 M": (LlamaConfig(2048, 256, 704, 2, 4, 4), 16, 128),
+    "21 M": (LlamaConfig(8192, 512, 1408, 4, 8, 8), 8, 256),
+    "99 M": (LlamaConfig(32000, 768, 2048, 7, 12, 12), 4, 512),
 }
 PLAIN, HOOKS, RECORDED = "plain", "hooks by hand", "recorded"
 

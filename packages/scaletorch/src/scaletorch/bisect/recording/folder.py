@@ -96,6 +96,12 @@ class Writer:
         self.lines.append(line)
         return len(self.lines) - 1
 
+    def first(self, number: int) -> int:
+        """Return the line that has the tensor of which this one is another name."""
+        while self.lines[number].same >= 0:
+            number = self.lines[number].same
+        return number
+
     def close(self, failed: str = "") -> None:
         """Write the lines; `failed` says why the recording ends early."""
         self._file.close()
@@ -116,7 +122,7 @@ class Recording:
         header: What is the same for all tensors.
         lines: A tensor each.
         heard: The calls of the rank.
-        data: All tensors' bytes.
+        path: The file of the tensors.
         number: No other recording of this process has it.
         known: What others have worked out of it.
     """
@@ -124,7 +130,7 @@ class Recording:
     header: dict[str, Any]
     lines: list[Line]
     heard: list[str]
-    data: Tensor
+    path: Path
     number: int = field(default_factory=itertools.count().__next__)
     known: dict[Any, Any] = field(default_factory=dict)
 
@@ -134,13 +140,16 @@ class Recording:
         return int(self.header["rank"])
 
     def tensor(self, number: int) -> Tensor:
-        """Return the tensor of a line, as it lies in the file."""
+        """Return the tensor of a line, read from the file."""
         line = self.lines[number]
         while line.same >= 0:
             line = self.lines[line.same]
-        dtype = getattr(torch, line.dtype)
-        size = math.prod(line.shape) * dtype.itemsize
-        return self.data[line.offset : line.offset + size].view(dtype).view(line.shape)
+        found = torch.empty(line.shape, dtype=getattr(torch, line.dtype))
+        if size := found.numel() * found.element_size():
+            with self.path.open("rb") as file:
+                file.seek(line.offset)
+                file.readinto((ctypes.c_char * size).from_address(found.data_ptr()))
+        return found
 
 
 def read(folder: Path) -> dict[int, list[Recording]]:
@@ -201,10 +210,7 @@ def _read_rank(path: Path) -> Recording:
         if not _fits(line, number, size):
             text = f"{index} is no index of a recording: line {number} fits no tensor"
             raise InvalidArgumentError(text)
-    data = torch.empty(0, dtype=torch.uint8)
-    if size:
-        data = torch.from_file(str(path), shared=False, size=size, dtype=torch.uint8)
-    return Recording(content, lines, heard, data)
+    return Recording(content, lines, heard, path)
 
 
 def _fits(line: Line, number: int, size: int) -> bool:

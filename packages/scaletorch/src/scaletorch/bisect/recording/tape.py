@@ -49,7 +49,8 @@ class Tape:
         self._seen: set[int] = set()  # lines whose gradient came
         self._lineage = Lineage()
         self._done: set[str] = set()
-        self._followed: set[tuple[Any, int]] = set()  # uses of parameters
+        self._followed: set[tuple[Any, int]] = set()
+        self._uses = Counter[int]({-1: 2})  # of each tensor; of parameters all count
         if model is not None:
             self._know(model)
 
@@ -185,7 +186,8 @@ class Tape:
         line.parents = list(dict.fromkeys(use.of for use in lines))
         for use in lines:
             of = self._writer.lines[use.of]
-            self._follow(use, Line(SHARE, of.name, f"{of.item} {user}", of.call, "", []), None)
+            share = Line(SHARE, of.name, f"{of.item} {user}", of.call, "", [])
+            self._follow(use, share, None)
         for use in parameters:
             if name := self._parameters.get(id(use.of)):
                 line.uses.append(name)
@@ -195,10 +197,12 @@ class Tape:
         if (use.node, use.place) in self._followed:
             return
         self._followed.add((use.node, use.place))
+        tensor = self._writer.first(use.of) if line.kind == SHARE else -1
+        self._uses[tensor] += 1
 
         def came(gradients: tuple[Tensor | None, ...], _: Any) -> None:
             added = gradients[use.place]
-            if added is not None:
+            if added is not None and self._uses[tensor] > 1:  # else it is the whole gradient
                 self._add(replace(line), added, place)
 
         use.node.register_hook(came)
