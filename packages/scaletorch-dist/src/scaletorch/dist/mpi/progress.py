@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.distributed import DistBackendError
 
 _NAP = 1e-4  # s between looks of the thread
+_LAST_WORDS = 1.0  # s before all ranks end: what mpirun has not read of them by then is lost
 _IDLE_LOOKS = 1000  # looks without work before the thread sleeps
 _SPINS = 100  # looks of a waiting call before it gives way: small messages are there by then
 _EAGER = 0.05  # s for which a waiting call looks again and again: large messages go in many pieces
@@ -186,4 +187,5 @@ class Engine:
         failed = self._late or getattr(sys, "last_value", None) is not None  # an uncaught exception
         if failed and self.mpi.COMM_WORLD.Get_size() > 1:
             sys.stderr.flush()
+            time.sleep(_LAST_WORDS)
             self.mpi.COMM_WORLD.Abort(1)
