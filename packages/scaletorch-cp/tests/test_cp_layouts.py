@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from scaletorch.dist.errors import InvalidArgumentError
@@ -41,6 +41,7 @@ def test_a_length_that_does_not_divide_is_padded_at_the_end(name, padded, paddin
     assert [layout.padding(rank) for rank in range(3)] == padding
 
 
+@settings(deadline=None)
 @given(layouts)
 def test_ranks_hold_every_position_once_in_equal_shares(layout):
     shares = [layout.positions(rank) for rank in range(layout.size)]
@@ -55,6 +56,7 @@ def test_ranks_hold_every_position_once_in_equal_shares(layout):
     assert len({run.step for share in layout.ranks for run in share}) == 1
 
 
+@settings(deadline=None)
 @given(layouts)
 def test_order_joins_shares_to_the_whole_without_padding(layout):
     whole = torch.randn(layout.length)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import ReduceOp
 
@@ -65,6 +65,7 @@ def reduced(op, *rows):
     return torch.empty_like(rows[0]).copy_(result)
 
 
+@settings(deadline=None)
 @given(
     dtype=st.sampled_from(INTEGER_DTYPES),
     size=st.integers(1, 9),
@@ -81,6 +82,7 @@ def test_the_mean_of_integers_is_exact_and_truncates_toward_zero(dtype, size, dr
     assert result.item() == (abs(total) // size) * (1 if total >= 0 else -1)
 
 
+@settings(deadline=None)
 @given(st.lists(st.booleans(), min_size=1, max_size=6))
 def test_bools_stay_bools(values):
     rows = [torch.tensor([value]) for value in values]
@@ -99,6 +101,7 @@ def test_bools_stay_bools(values):
         assert result.view(torch.uint8).item() == int(value), op
 
 
+@settings(deadline=None)
 @given(
     dtype=st.sampled_from((torch.float16, torch.bfloat16, torch.float32, torch.float64)),
     op=st.sampled_from(("min", "max")),

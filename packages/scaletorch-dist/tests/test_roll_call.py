@@ -147,6 +147,7 @@ def test_a_long_list_of_ranks_is_cut():
     assert name_ranks(list(range(0, 1000, 2))).endswith("36, 38, … (500 in all)")
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(1, 199)))
 def test_the_judge_knows_who_is_missing(present):
     callers = [caller(rank, 200) for rank in (0, *present)]

@@ -1,7 +1,7 @@
 """Wheels that do not fit together say so when they are imported."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.specifiers import SpecifierSet
 
@@ -12,6 +12,7 @@ from scaletorch.dist.siblings import compatible, require_siblings
 VERSIONS = st.tuples(*[st.integers(0, 3)] * 3).map(lambda numbers: ".".join(map(str, numbers)))
 
 
+@settings(deadline=None)
 @given(VERSIONS, VERSIONS)
 def test_compatible_is_what_pip_takes_it_for(version, wanted):
     assert compatible(version, wanted) == SpecifierSet(f"~={wanted}").contains(version)

@@ -21,6 +21,7 @@ def test_tasks_per_node_are_expanded(text, sizes):
     assert expand_tasks_per_node(text) == sizes
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(1, 64), st.integers(1, 9)), min_size=1))
 def test_tasks_per_node_survive_the_short_form(runs):
     text = ",".join(f"{size}(x{times})" if times > 1 else str(size) for size, times in runs)
@@ -57,6 +58,7 @@ def test_a_broken_host_list_is_shown(nodes):
         list(expand_hosts(nodes))
 
 
+@settings(deadline=None)
 @given(st.text("ab[]-,0129 x", max_size=20))
 def test_any_text_is_read_or_refused(text):
     try:
@@ -98,6 +100,7 @@ def host_lists(draw):
     return ",".join(items), hosts
 
 
+@settings(deadline=None)
 @given(host_lists())
 def test_hosts_survive_the_short_form(drawn):
     text, hosts = drawn

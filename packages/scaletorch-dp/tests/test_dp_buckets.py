@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as c10d
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -37,6 +37,7 @@ def make_slots(parts):
     ]
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(0, 9), st.sampled_from(DTYPES)), max_size=25),
     st.integers(1, 30),
@@ -56,6 +57,7 @@ def test_buckets_hold_every_slot_once(parts, bucket_size, grad_type):
             assert each.dtype == (grad_type if grad_type and real else slot.parameter.dtype)
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=25), st.integers(1, 30))
 def test_buckets_are_full(sizes, bucket_size):
     buckets = fill_buckets(

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed import group
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -133,6 +133,7 @@ def test_the_weight_gradient_is_computed_while_the_input_gradient_travels():
         assert calls == ["mm", "all_reduce", "mm", "wait"]
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=3), st.integers(1, 4), st.integers(1, 4))
 def test_split_is_the_inverse_of_cat(leading, parts, share):
     x = torch.randn(*leading, parts * share)

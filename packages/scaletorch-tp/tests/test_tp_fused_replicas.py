@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import all_reduce, checkpoint, get_rank, group
@@ -216,6 +216,7 @@ def test_what_ranks_hold_and_send_is_told():
         assert isinstance(placed["attention.qkv.bias"], Pieces)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 4), st.integers(1, 3), st.integers(1, 8), st.integers(0, 1))
 def test_shares_and_replicas_make_the_whole_again(kv_heads, groups, tp, dim):
     heads = kv_heads * groups

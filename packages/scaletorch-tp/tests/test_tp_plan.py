@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import group
@@ -52,6 +52,7 @@ def test_patterns_of_dotted_names(pattern, expected):
 PARTS = st.lists(st.text("ab.*?[(", min_size=1).filter(lambda s: "." not in s), max_size=4)
 
 
+@settings(deadline=None)
 @given(PARTS)
 def test_a_name_matches_itself_and_everything_matches_two_stars(parts):
     name = ".".join(p.replace("*", "s").replace("?", "q") for p in parts)
@@ -59,6 +60,7 @@ def test_a_name_matches_itself_and_everything_matches_two_stars(parts):
     assert matching("**", [name]) == [name]
 
 
+@settings(deadline=None)
 @given(st.integers(0, 200), st.integers(1, 20))
 def test_shards_cover_the_length_in_order(length, size):
     sizes = shard_sizes(length, size)
@@ -68,6 +70,7 @@ def test_shards_cover_the_length_in_order(length, size):
     assert max(sizes) - min(sizes) <= 1
 
 
+@settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 40))
 def test_the_sizes_an_error_names_are_legal_and_nearest(length, size):
     near = nearest_divisors(length, size)
@@ -78,6 +81,7 @@ def test_the_sizes_an_error_names_are_legal_and_nearest(length, size):
     assert nearest_divisors(length, size, size) == tuple(n for n in near if n <= size)
 
 
+@settings(deadline=None)
 @given(st.integers(1, 9), st.integers(1, 9), st.integers(1, 40))
 def test_every_rank_has_the_key_value_heads_that_its_queries_use(key_values, groups, tp):
     tp = min(tp, key_values * groups)
