@@ -25,6 +25,7 @@ SMALL = LlamaConfig(
 # A fault of each direction; `hatch run mutants --locate` tries all.
 CHOSEN = (
     "partial-sums-not-reduced",
+    "partial-sums-reduced-twice",
     "late-weight-gradient-incomplete",
     "positions-of-first-shard",
     "buckets-not-reduced",
@@ -57,6 +58,8 @@ def test_planted_faults_are_located():
     sums = found["partial-sums-not-reduced"]
     assert "a sum over tp is missing" in str(sums)
     assert re.search(r"call between: .*", str(sums)) is None  # the call that is missing
+    twice = str(found["partial-sums-reduced-twice"])
+    assert len(re.findall(r"call between: .* functional.all_reduce\(torch.float64", twice)) == 2
     assert sums.found[0].birth.modules == ["embed_tokens"]
     assert not is_located(MUTANTS["buckets-not-reduced"], sums)
     table = with_places("| mutant | a |\n| --- | --- |\n| partial-sums-not-reduced | b |\n", found)
@@ -299,3 +302,6 @@ def test_a_proof_that_fails_says_where(capsys):
     assert verify_main([*options, "--model", f"{__name__}:uneven_model"]) == 1
     text = capsys.readouterr().out
     assert "2x1x1x1 float64: where the fault is born\n1. output of the model, step 0" in text
+    command = next(line for line in text.splitlines() if line.startswith("again: "))
+    assert main(command.partition("scaletorch.bisect ")[2].split()) == 1  # it repeats it
+    assert "1. output of the model, step 0" in capsys.readouterr().out

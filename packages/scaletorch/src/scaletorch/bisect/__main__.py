@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..dist.errors import ScaletorchError
-from ..verify.__main__ import load, optimizer_of, problem_of, read_argument
+from ..verify.__main__ import problem_of, training_of
 from ..verify.cases import KNOWN_DTYPES, OPTIONS, parse_layout
 from ..verify.phases import STEPS
 from .between import bisect
@@ -65,12 +65,9 @@ def run(arguments: argparse.Namespace) -> Report:
         layout=grid,
         dtype=arguments.dtype,
         options={name: getattr(arguments, name) for name in OPTIONS},
-        plan=load(arguments.plan) if arguments.plan else None,
-        optimizer=optimizer_of(arguments),
-        optimizer_args=dict(map(read_argument, arguments.optimizer_args)),
         steps=arguments.steps,
         folder=arguments.keep,
-        timeout=arguments.timeout,
+        **training_of(arguments),
     )
 
 

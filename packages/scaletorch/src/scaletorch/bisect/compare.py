@@ -10,8 +10,9 @@ from pathlib import Path
 from torch import Tensor
 
 from ..dist.errors import InvalidArgumentError
+from ..verify.bounds import LARGEST, ROOM
 from .comparing.births import Birth, find_births
-from .comparing.judge import ROOM, coarsest, judge_all, measure, meet
+from .comparing.judge import coarsest, judge_all, measure, meet
 from .comparing.places import ALIKE, GIVEN, WHOLE, Way
 from .comparing.runs import Run, load, require_comparable
 from .comparing.weight import settle_weight
@@ -19,8 +20,6 @@ from .comparing.whole import assemble
 from .keys import BACKWARD, DATA, FORWARD, GRADIENT, Key
 from .patterns import explain
 from .report import Found, Report, modules_of
-
-LARGEST = 1e-3  # a larger bound would let a fault pass for rounding
 
 
 def compare(

@@ -133,13 +133,23 @@ def problem_of(arguments: argparse.Namespace, layouts: list[Grid]) -> tuple[Mode
     return model or built_in, batch or (wide_batch if wide else default_batch)
 
 
+def training_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return how a model is trained, as `verify` and `bisect` take it."""
+    return {
+        "plan": load(arguments.plan) if arguments.plan else None,
+        "optimizer": optimizer_of(arguments),
+        "optimizer_args": dict(map(read_argument, arguments.optimizer_args)),
+        "timeout": arguments.timeout,
+    }
+
+
 def run(arguments: argparse.Namespace) -> Report:
     """Verify what the command line asks for, with a progress line on a terminal."""
     layouts = [parse_layout(text) for text in arguments.layout]
     if not layouts and arguments.world_size is None:
         raise InvalidArgumentError("say --world-size N, or --layout DPxPPxCPxTP")
     options = options_of(arguments)
-    plan = load(arguments.plan) if arguments.plan else None
+    plan = training_of(arguments)["plan"]
     model, batch = problem_of(arguments, layouts or every_layout(arguments.world_size))
     grids = choose_layouts(
         layouts or None, arguments.world_size, arguments.ep or None, count_experts(model(), plan)
@@ -165,11 +175,8 @@ def run(arguments: argparse.Namespace) -> Report:
         ep=arguments.ep or None,
         dtype=arguments.dtype,
         options=options,
-        plan=plan,
-        optimizer=optimizer_of(arguments),
-        optimizer_args=dict(map(read_argument, arguments.optimizer_args)),
-        timeout=arguments.timeout,
         progress=progress,
+        **training_of(arguments),
     )
     if sys.stderr.isatty():
         print("\r\033[K", end="", file=sys.stderr)
@@ -181,20 +188,29 @@ def born(arguments: argparse.Namespace, report: Report) -> Iterator[str]:
     from ..bisect import bisect  # it stands upon this package, and this command hands over to it
 
     model, batch = problem_of(arguments, [result.case.grid for result in report.results])
+    named = [f"--model {name_of(model)}", f"--batch {name_of(batch)}", *again(arguments)]
     for result in [each for each in report.failures if each.ranks][:BISECTED]:
         case = result.case
+        options = {name: getattr(case, name) for name in OPTIONS}
         found = bisect(
-            model,
-            batch,
-            layout=case.grid,
-            dtype=case.dtype,
-            options={name: getattr(case, name) for name in OPTIONS},
-            plan=load(arguments.plan) if arguments.plan else None,
-            optimizer=optimizer_of(arguments),
-            optimizer_args=dict(map(read_argument, arguments.optimizer_args)),
-            timeout=arguments.timeout,
-        )
-        yield f"{case}: where the fault is born\n{found}"
+            model, batch, layout=case.grid, dtype=case.dtype, options=options,
+            **training_of(arguments),
+        )  # fmt: skip
+        command = " ".join(["again: python -m scaletorch.bisect run", case.arguments, *named])
+        yield f"{case}: where the fault is born\n{replace(found, command=command)}"
+
+
+def name_of(function: Any) -> str:
+    """Return a module-level function as the command line names it."""
+    return f"{function.__module__}:{function.__qualname__}"
+
+
+def again(arguments: argparse.Namespace) -> list[str]:
+    """Return what a command that repeats a case says of training, beside model and batch."""
+    found = [f"--plan {arguments.plan}"] * bool(arguments.plan)
+    found += [f"--optimizer {arguments.optimizer}"] * bool(arguments.optimizer)
+    given_args = shlex.join(arguments.optimizer_args)
+    return found + [f"--optimizer-args {given_args}"] * bool(given_args)
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -208,14 +224,11 @@ def main(given: Sequence[str] | None = None) -> int:
     except ScaletorchError as error:
         print(f"{type(error).__name__}: {error}", file=sys.stderr)
         return 2
-    again = [f"--model {arguments.model}"] * bool(arguments.model)
-    again += [f"--batch {arguments.batch}"] * bool(arguments.batch)
-    again += [f"--plan {arguments.plan}"] * bool(arguments.plan)
-    again += [f"--optimizer {arguments.optimizer}"] * bool(arguments.optimizer)
-    given_args = shlex.join(arguments.optimizer_args)
-    again += [f"--optimizer-args {given_args}"] * bool(given_args)
-    again += ["--ep"] * (arguments.ep is not None)  # the model with experts
-    report = replace(report, command=" ".join([report.command, *again]))
+    named = [f"--model {arguments.model}"] * bool(arguments.model)
+    named += [f"--batch {arguments.batch}"] * bool(arguments.batch)
+    named += again(arguments)
+    named += ["--ep"] * (arguments.ep is not None)  # the model with experts
+    report = replace(report, command=" ".join([report.command, *named]))
     print(report)
     for text in born(arguments, report) if arguments.bisect else ():
         print(f"\n{text}")

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from ...verify.bounds import ROOM
+from ...verify.compare import root_mean_square
 from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, TERM, WEIGHT, Key
 from ..patterns import Piece
 from .places import Held, Way, in_terms, ways
@@ -16,7 +18,6 @@ from .runs import Run
 from .whole import assemble, part_of, pieces_of
 
 GOOD, BAD, UNSEEN = "good", "bad", "unseen"
-ROOM = 4.0  # as in the proof: epsilon x root of additions that are allowed
 MEASURED = 4.0  # how much more than one process's rounding a layout's may come to
 NEAR = 1e-6  # parts so near to what they should be are in their places
 INFINITE = math.inf
@@ -284,11 +285,9 @@ def adds_up(ours: Sequence[Held], theirs: Sequence[Held], limit: float) -> bool:
 
 def _typical(run: Run, step: int) -> float:
     """Return the size of a typical element of all gradients of a step."""
-    total, count = 0.0, 0
-    for key, held in run.held.items():
-        if key.step == step and key.kind == GRADIENT:
-            for each in held:
-                tensor = each.tensor
-                total += float(torch.linalg.vector_norm(tensor.double())) ** 2
-                count += tensor.numel()
-    return math.sqrt(total / count) if count else 0.0
+    return root_mean_square(
+        each.tensor
+        for key, held in run.held.items()
+        for each in held
+        if key.step == step and key.kind == GRADIENT
+    )

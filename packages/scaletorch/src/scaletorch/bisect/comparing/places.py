@@ -108,16 +108,14 @@ def _index(held: Held, dim: int, way: Way) -> Tensor:
     if way.name in (INNER, OUTER):
         return _shard(held, held.line.shape[dim], way)
     parts = [_part(held, name) for name in way.name.split(" x ")]
-    if all(part is None for part in parts):
+    known = [part for part in parts if part is not None]
+    if not known:
         return torch.arange(way.total)
-    if len(parts) == 2 and parts[0] is not None and parts[1] is not None:
-        rows, inner = parts[0][1], parts[1][1]
-        length = parts[1][0]
-        whole = rows[:, None] * length + inner.where(inner < length, way.total)
-        return whole.flatten()
-    assert parts[0] is not None
-    indices = parts[0][1]
-    return indices if way.unit == 1 else indices[:: way.unit] // way.unit
+    if len(parts) == 1:
+        return known[0][1] if way.unit == 1 else known[0][1][:: way.unit] // way.unit
+    rest = way.total // known[0][0]  # the length of the other axis, if only one is spoken of
+    (_, rows), (length, inner) = (part or (rest, torch.arange(rest)) for part in parts)
+    return (rows[:, None] * length + inner.where(inner < length, way.total)).flatten()
 
 
 def _shard(held: Held, length: int, way: Way) -> Tensor:
