@@ -34,6 +34,7 @@ SIZES = {
     "2 M": (LlamaConfig(2048, 256, 704, 2, 4, 4), 16, 128),
     "21 M": (LlamaConfig(8192, 512, 1408, 4, 8, 8), 8, 256),
     "99 M": (LlamaConfig(32000, 768, 2048, 7, 12, 12), 4, 512),
+    "99 M, 512 tokens": (LlamaConfig(32000, 768, 2048, 7, 12, 12), 1, 512),
 }
 PLAIN, HOOKS, RECORDED = "plain", "hooks by hand", "recorded"
 

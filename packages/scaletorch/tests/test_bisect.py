@@ -1,5 +1,6 @@
 """Where faults are born: in the library, in users' modules, and nowhere on sound runs."""
 
+import errno
 import json
 import re
 import xml.etree.ElementTree as ET
@@ -13,6 +14,7 @@ from torch.nn import functional as F
 
 from scaletorch.bisect import bisect, compare, record
 from scaletorch.bisect.__main__ import main
+from scaletorch.bisect.recording.folder import Writer
 from scaletorch.dist import all_reduce, get_rank, get_world_size
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.dist.testing import run_ranks
@@ -206,6 +208,18 @@ def test_recording_leaves_nothing_behind(tmp_path):
     assert report.sound
     kinds = {key.kind for key in report.judged}
     assert kinds == {"forward", "backward", "loss", "gradient", "norm", "moment", "weight"}
+
+
+def test_a_disk_that_is_full_is_told(tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Writer, "_write", full)
+        with pytest.raises(OSError, match="No space left"):
+            step(tmp_path / "full")
+    with pytest.raises(InvalidArgumentError, match=r"the step that was recorded|is torn"):
+        compare(tmp_path / "full", tmp_path / "full")
 
 
 def test_what_cannot_be_compared_is_told(tmp_path):

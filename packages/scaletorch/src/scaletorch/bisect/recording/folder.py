@@ -1,7 +1,8 @@
 """A recording on disk: a file of tensors and a file of lines for each rank and step.
 
-Tensors are appended as they are met, so that memory holds one of them at a time. The lines, of
-JSON, are written when the recording ends: one that was cut off has none, and is told.
+Tensors are copied as they are met and appended by a thread, so that memory holds a few of them at
+a time. The lines, of JSON, are written when the recording ends: one that was cut off has none, and
+is told.
 """
 
 from __future__ import annotations
@@ -10,7 +11,9 @@ import ctypes
 import itertools
 import json
 import math
+from collections import deque
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,6 +25,7 @@ from ...dist.errors import InvalidArgumentError
 
 VERSION = 1
 _ALIGNED = 64  # bytes, so that any dtype may be looked at where it lies
+_WAITING = 2**28  # bytes of copies that may wait to be written
 
 
 @dataclass(slots=True)
@@ -80,21 +84,36 @@ class Writer:
         self._index.unlink(missing_ok=True)
         self._file = self._index.with_suffix(".bin").open("wb")
         self._end = 0
+        self._thread = ThreadPoolExecutor(1, "scaletorch-bisect")
+        self._written: deque[tuple[Future[None], int]] = deque()
+        self._waiting = 0
 
     def add(self, line: Line, tensor: Tensor | None) -> int:
         """Append a line, and the tensor of it if there is one; return the line's number."""
         line.heard = len(self.heard)
         if tensor is not None:
             line.offset = self._end
-            data = tensor.detach().to("cpu").contiguous()
+            data = tensor.detach().to("cpu", copy=True).contiguous()
             size = data.numel() * data.element_size()
-            if size:
-                self._file.write((ctypes.c_char * size).from_address(data.data_ptr()))
-            padding = -size % _ALIGNED
-            self._file.write(bytes(padding))
-            self._end += size + padding
+            self._end += size + -size % _ALIGNED
+            self._waiting += size
+            self._written.append((self._thread.submit(self._write, data, size), size))
+            del data  # so that the thread holds the last of it
+            self._wait(_WAITING)
         self.lines.append(line)
         return len(self.lines) - 1
+
+    def _write(self, data: Tensor, size: int) -> None:
+        if size:
+            self._file.write((ctypes.c_char * size).from_address(data.data_ptr()))
+        self._file.write(bytes(-size % _ALIGNED))
+
+    def _wait(self, most: int) -> None:
+        """Wait until no more bytes than these are unwritten; raise what writing raised."""
+        while self._written and (self._waiting > most or self._written[0][0].done()):
+            written, size = self._written.popleft()
+            written.result()
+            self._waiting -= size
 
     def first(self, number: int) -> int:
         """Return the line that has the tensor of which this one is another name."""
@@ -103,8 +122,15 @@ class Writer:
         return number
 
     def close(self, failed: str = "") -> None:
-        """Write the lines; `failed` says why the recording ends early."""
+        """Write the lines; `failed` says why the recording ends early.
+
+        Raises:
+            OSError: A tensor could not be written.
+        """
+        self._thread.shutdown()
         self._file.close()
+        if not failed:
+            self._wait(0)
         content = {
             **self.header, "failed": failed, "bytes": self._end, "heard": self.heard,
             "lines": [list(asdict(line).values()) for line in self.lines],
