@@ -1,0 +1,250 @@
+"""What a plan knows of a model: a small JSON, made once with torch and read without it.
+
+A model is a line of blocks, each of a kind: what stands before the layers, the layers, what stands
+behind them. How a kind behaves on a rank is measured for each way of cutting it (`Cut`), as numbers
+that are affine in the rows of a micro-batch.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ..dist.errors import InvalidArgumentError
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """A number that grows with the rows of a micro-batch: `fixed + per_row * rows`."""
+
+    fixed: float = 0
+    per_row: float = 0
+
+    def at(self, rows: int) -> float:
+        """Return the number for so many rows."""
+        return self.fixed + self.per_row * rows
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter of a kind.
+
+    Attributes:
+        name: Inside its block.
+        elements: Of the whole tensor.
+        item: Bytes of an element.
+        local: Elements on each tp rank.
+        expert: Whether it belongs to experts, which are shared out over ep (`local` is by ep then).
+    """
+
+    name: str
+    elements: int
+    item: int
+    local: tuple[int, ...]
+    expert: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """Collectives of one sort that a block makes for a micro-batch.
+
+    Attributes:
+        axis: "tp", "cp" or "ep".
+        operation: As `scaletorch.dist` calls it: "all_reduce", "all_gather", "reduce_scatter",
+            "all_to_all", "send" ...
+        phase: Whether forward or backward makes them.
+        count: How many.
+        bytes: What this rank sends over the wire in all of them, as rings send it.
+        awaited: Whether computation waits for them; False if they are asynchronous.
+    """
+
+    axis: str
+    operation: str
+    phase: Literal["forward", "backward"]
+    count: int
+    bytes: Affine
+    awaited: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Operations of one sort in the forward of a block for a micro-batch.
+
+    Attributes:
+        operation: "matmul", "attention", or "other", which only moves memory.
+        count: How many.
+        flops: Of all of them.
+        moved: Bytes that all of them read and write.
+        phase: Whether forward or backward runs them.
+    """
+
+    operation: str
+    count: int
+    flops: Affine
+    moved: Affine
+    phase: Literal["forward", "backward"] = "forward"
+
+
+@dataclass(frozen=True, slots=True)
+class Behaviour:
+    """What a block of a kind does on the fullest rank of a cut.
+
+    Attributes:
+        parameters: Its parameters and how they are cut.
+        kept: Bytes that autograd keeps between forward and backward, each memory once, without
+            parameters and without `entered`.
+        entered: Bytes of its inputs that are kept with `recompute`, and else by the block before.
+        forward_peak: Bytes above `kept` while forward runs.
+        backward_peak: Bytes above `kept` while backward runs, without gradients of parameters.
+        handed: Bytes of what it returns to the next block.
+        sent: Its collectives.
+        work: Its operations.
+    """
+
+    parameters: tuple[Parameter, ...]
+    kept: Affine = Affine()
+    entered: Affine = Affine()
+    forward_peak: Affine = Affine()
+    backward_peak: Affine = Affine()
+    handed: Affine = Affine()
+    sent: tuple[Sent, ...] = ()
+    work: tuple[Work, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a layer is divided.
+
+    Attributes:
+        tp: Tensor parallel size.
+        cp: Context parallel size.
+        ep: Expert parallel size.
+        sequence_parallel: Whether tp ranks hold shares of sequences between sharded layers.
+        cp_method: How cp ranks attend; "" if cp is 1.
+    """
+
+    tp: int = 1
+    cp: int = 1
+    ep: int = 1
+    sequence_parallel: bool = False
+    cp_method: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A part of the line.
+
+    Attributes:
+        name: Of its module, such as "model.layers.3"; several, before or behind the layers, with +.
+        kind: Index into `Behaviour`s.
+        place: "first", "layer" or "last".
+    """
+
+    name: str
+    kind: int
+    place: Literal["first", "layer", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """A model and a length of sequences.
+
+    Attributes:
+        name: Of the model.
+        length: Tokens of a sequence.
+        dtype: Of parameters, without "torch.".
+        blocks: In the order of the forward.
+        cuts: Behaviours of the kinds, by how they are cut.
+        refused: Cuts that the model cannot have, and why.
+        tied: Names of parameters, as "kind.parameter", that are one tensor.
+        source: What it was made with: versions, or a paper.
+    """
+
+    name: str
+    length: int
+    dtype: str
+    blocks: tuple[Block, ...]
+    cuts: dict[Cut, tuple[Behaviour, ...]]
+    refused: dict[Cut, str] = field(default_factory=dict)
+    tied: tuple[tuple[str, ...], ...] = ()
+    source: str = ""
+
+    def behaviours(self, cut: Cut) -> tuple[Behaviour, ...]:
+        """Return how the kinds behave in a cut.
+
+        Raises:
+            InvalidArgumentError: The model cannot be cut so, or it was not described.
+        """
+        if (found := self.cuts.get(cut)) is not None:
+            return found
+        raise InvalidArgumentError(self.refused.get(cut) or f"{self.name} is not described {cut}")
+
+    @property
+    def elements(self) -> int:
+        """Parameters of the whole model, what is tied once."""
+        whole = self.behaviours(Cut())
+        twice = {name for names in self.tied for name in names[1:]}
+        return sum(
+            p.elements
+            for block in self.blocks
+            for p in whole[block.kind].parameters
+            if f"{block.kind}.{p.name}" not in twice
+        )
+
+
+def write(description: Description, path: Path) -> None:
+    """Write a description, a line for each behaviour, so that two can be compared."""
+    content = {
+        "version": VERSION, "name": description.name, "length": description.length,
+        "dtype": description.dtype, "source": description.source, "tied": description.tied,
+        "blocks": [asdict(block) for block in description.blocks],
+        "cuts": [
+            {"cut": asdict(cut), "kinds": [asdict(kind) for kind in kinds]}
+            for cut, kinds in description.cuts.items()
+        ],
+        "refused": [[asdict(cut), why] for cut, why in description.refused.items()],
+    }  # fmt: skip
+    path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def read(path: Path) -> Description:
+    """Read what `write` wrote.
+
+    Raises:
+        InvalidArgumentError: It is no description, or one of another version.
+    """
+    try:
+        content = json.loads(path.read_text())
+        version = content.pop("version")
+        if version != VERSION:
+            raise InvalidArgumentError(
+                f"{path} is of version {version}, and {VERSION} is read here"
+            )
+        return Description(
+            content["name"], content["length"], content["dtype"],
+            tuple(Block(**each) for each in content["blocks"]),
+            {Cut(**each["cut"]): tuple(map(_behaviour, each["kinds"])) for each in content["cuts"]},
+            {Cut(**cut): why for cut, why in content["refused"]},
+            tuple(map(tuple, content["tied"])), content["source"],
+        )  # fmt: skip
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        if isinstance(error, InvalidArgumentError):
+            raise
+        raise InvalidArgumentError(f"{path} is no description of a model: {error}") from None
+
+
+def _behaviour(given: dict[str, Any]) -> Behaviour:
+    plain = {"kept", "entered", "forward_peak", "backward_peak", "handed"}
+    return Behaviour(
+        tuple(Parameter(**{**each, "local": tuple(each["local"])}) for each in given["parameters"]),
+        **{name: Affine(**given[name]) for name in plain},
+        sent=tuple(Sent(**{**each, "bytes": Affine(**each["bytes"])}) for each in given["sent"]),
+        work=tuple(
+            Work(**{**each, "flops": Affine(**each["flops"]), "moved": Affine(**each["moved"])})
+            for each in given["work"]
+        ),
+    )

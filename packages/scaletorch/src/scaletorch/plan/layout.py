@@ -1,0 +1,48 @@
+"""A layout: the grid and the options that decide what ranks hold, send and wait for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from ..parallel.pg_manager import Grid
+from .description import Cut
+
+Recompute = Literal["none", "selective", "full", "offload"]
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A way to train.
+
+    Attributes:
+        grid: Of the ranks.
+        sequence_parallel: As for `parallelize`.
+        recompute: "full" is `recompute=True`, "offload" `recompute="offload"`; "selective" runs
+            attention's core again, which only closed forms have.
+        zero: Stage of ZeRO, 0 to 3, over cp x dp.
+        schedule: Of the pipeline, a name of `SCHEDULES`.
+        chunks: Stages on a pipeline rank.
+        cp_method: How cp ranks attend.
+        micro_rows: Rows of a micro-batch.
+        micro_batches: Of a step on each data-parallel rank.
+    """
+
+    grid: Grid
+    sequence_parallel: bool = False
+    recompute: Recompute = "none"
+    zero: int = 0
+    schedule: str = "1f1b"
+    chunks: int = 1
+    cp_method: str = "ring"
+    micro_rows: int = 1
+    micro_batches: int = 1
+
+    @property
+    def cut(self) -> Cut:
+        """How its layers are divided."""
+        grid = self.grid
+        return Cut(
+            grid.tp, grid.cp, grid.ep, self.sequence_parallel and grid.tp > 1,
+            self.cp_method if grid.cp > 1 else "",
+        )  # fmt: skip
