@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+aten = torch.ops.aten
 # Of what it is called with, n being the group's size: what a rank sends as rings send it.
 _OPERATIONS = {
     "allreduce": "all_reduce", "allgather": "all_gather", "_allgather_base": "all_gather",
@@ -29,7 +30,8 @@ def sort_of(func: Any) -> str:
     name = func._schema.name
     if "attention" in name:
         return "attention"
-    return "matmul" if func._overloadpacket in flop_registry else "other"
+    known = func._overloadpacket in flop_registry or func is aten._grouped_mm.default
+    return "matmul" if known else "other"
 
 
 def flops_of(func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> float:
@@ -37,6 +39,9 @@ def flops_of(func: Any, args: Any, inputs: Sequence[Tensor], outputs: Sequence[T
     name = func._schema.name
     if "attention" in name:
         return _attention(name, inputs, args)
+    if func is aten._grouped_mm.default:  # of all tokens with the experts they go to
+        a, b = inputs[:2]
+        return 2.0 * a.numel() * b.shape[-1]
     formula = flop_registry.get(func._overloadpacket)
     if formula is None:
         return 0.0

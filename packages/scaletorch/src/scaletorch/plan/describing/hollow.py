@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -120,7 +120,8 @@ class Hollow(TorchDispatchMode):
         if returns and all(each.alias_info is not None for each in returns):
             return written[0] if len(returns) == 1 else tuple(written)
         with _disable_current_modes(), _all_chosen():
-            forms = func(*tree_map(_form, tuple(args)), **tree_map(_form, dict(kwargs)))
+            run = _grouped if func is aten._grouped_mm.default else func
+            forms = run(*tree_map(_form, tuple(args)), **tree_map(_form, dict(kwargs)))
         return tree_map(lambda form: self.make(form) if isinstance(form, Tensor) else form, forms)
 
     def _choose(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -202,6 +203,12 @@ def _dim_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
     given = dict(zip(names, args, strict=False)) | dict(kwargs)
     dim = given.get("dim", -1)
     return -1 if dim is None else int(dim)
+
+
+def _grouped(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """Return the form of products of groups, which torch's own formula has for bfloat16 alone."""
+    form = aten._grouped_mm.default(a.bfloat16(), b.bfloat16(), *rest, **options)
+    return cast(Tensor, form).to(a.dtype)
 
 
 def _number(_: Any, args: Sequence[Any], __: Any) -> Any:
