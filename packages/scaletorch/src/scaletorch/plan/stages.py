@@ -6,7 +6,7 @@ stage and what stands behind them on the last; the stages of a rank are those of
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import cache, partial
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel import (
@@ -39,7 +39,7 @@ def schedule_of(layout: Layout) -> Schedule:
     return build(layout.grid.pp, layout.micro_batches)
 
 
-@lru_cache(maxsize=None)
+@cache
 def stages_of(schedule: str, pp: int, chunks: int) -> tuple[tuple[int, ...], ...]:
     """Return the stages of each rank of the pipeline, chunk by chunk.
 
@@ -63,7 +63,7 @@ def places(description: Description, layout: Layout) -> Places:
     return _places(*sizes, layout.schedule, layout.grid.pp, layout.chunks)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _places(first: int, layers: int, last: int, schedule: str, pp: int, chunks: int) -> Places:
     stages = stages_of(schedule, pp, chunks)
     count = sum(map(len, stages))
