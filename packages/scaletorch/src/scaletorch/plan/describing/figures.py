@@ -54,7 +54,7 @@ def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Ite
 
 
 def _all_work(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Work]:
-    """Yield products of one size together, and all that only moves memory."""
+    """Yield products of one size together, and what only moves memory if it moves about as much."""
     for phase in PHASES:
         sides = [each.seen[kind, phase].work for each in pair]
         for sort in sorted({operation[0] for side in sides for operation in side}):
@@ -75,6 +75,10 @@ def _alike(low: list[Operation], high: list[Operation]) -> Iterator[list[list[Op
     if len(low) != len(high):
         yield [low, high]
         return
-    both = sorted(zip(low, high, strict=True), key=lambda each: each[0][1])
-    for _, group in groupby(both, key=lambda each: each[0][1]):
+
+    def size(both: tuple[Operation, Operation]) -> tuple[float, int]:
+        _, flops, moved = both[0]
+        return flops, 0 if flops else int(moved).bit_length() // 3  # within a factor of 8
+
+    for _, group in groupby(sorted(zip(low, high, strict=True), key=size), key=size):
         yield [[*side] for side in zip(*group, strict=True)]
