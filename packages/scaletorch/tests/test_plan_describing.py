@@ -59,7 +59,8 @@ def build(family):
 def measured(family, sizes, options, length=LENGTH):
     """Return the bytes that a rank keeps in its second step, of one micro-batch of `ROWS` rows.
 
-    And the most that the allocator gave in it, beside what was there before.
+    Also the most that the allocator gave in it, beside what was there before, and what it did not
+    get back: gloo's threads hold the tensors of their last calls until the next ones.
     """
     manager = setup_process_group_manager(**{f"{axis}_size": n for axis, n in sizes.items()})
     torch.manual_seed(0)
@@ -74,8 +75,7 @@ def measured(family, sizes, options, length=LENGTH):
     destroy_process_group_manager()
     events = profiled.profiler.kineto_results.events()
     taken = [*accumulate(event.nbytes() for event in events if event.name() == "[memory]")]
-    # Gloo's threads hold the tensors of their last calls until the next ones.
-    return kept.most, max(taken) - max(taken[-1], 0)
+    return kept.most, max(taken), max(taken[-1], 0)
 
 
 def described(family, cut, length=LENGTH):
@@ -124,7 +124,7 @@ def _imported():
 def test_a_rank_keeps_what_is_described(ranks):
     found = run_ranks(measured_all, ranks, CASES[ranks], timeout=100)
     for (family, _, _, cut), *each in zip(CASES[ranks], *found, strict=True):
-        assert [kept for kept, _ in each] == [described(family, cut)[0]] * ranks, (family, cut)
+        assert [rank[0] for rank in each] == [described(family, cut)[0]] * ranks, (family, cut)
 
 
 WIDE = [
@@ -136,13 +136,15 @@ WIDE = [
 
 def measured_wide():
     """Return what the allocator gives this rank in each case."""
-    return [measured("wider", sizes, options, 128)[1] for sizes, options, _ in WIDE]
+    return [measured("wider", sizes, options, 128)[1:] for sizes, options, _ in WIDE]
 
 
 @pytest.mark.filterwarnings("ignore:Memory block of unknown size")
 def test_the_allocators_peak_is_the_one_described():
     for (_, _, cut), *peaks in zip(WIDE, *run_ranks(measured_wide, 2, timeout=100), strict=True):
-        assert peaks == pytest.approx([described("wider", cut, 128)[1]] * 2, rel=0.02), cut
+        most = described("wider", cut, 128)[1]
+        for peak, rest in peaks:
+            assert 0.98 * (peak - rest) <= most <= 1.02 * peak, (cut, peak, rest)
 
 
 def test_nothing_of_a_models_size_is_taken():
