@@ -116,7 +116,7 @@ def _of_bucket(bucket: Bucket, zero: int, ranks: int, replica: int, optimizer: O
         length = bucket.padded(ranks)
         share = length // ranks
         parameters = (share if zero == 3 else length) * bucket.item
-        whole = length * sums if zero == 1 and ranks > 1 else 0
+        whole = length * sums if zero == 1 else 0
         gradients = whole + (share if ranks > 1 else bucket.elements) * masters
         updated = sum(own) * masters if masters != bucket.item else 0
     moments = sum(own) * optimizer.moments * (optimizer.item or masters)
