@@ -22,7 +22,7 @@ def expected(case: Case, holdings: Holdings, rank: int) -> Found:
     grid, layout = case.layout.grid, case.layout
     place = grid.coordinates(rank)
     number = holdings.numbers(layout)[place.pp]
-    replica = place.dp * grid.cp + place.cp
+    replica = place.dp * grid.cp + place.cp, grid.expert_coordinates(rank).edp
     held = state(holdings, layout, number, place.tp, replica)
     counts, sizes = Counter(), Counter()
     for each in calls(holdings, layout, number, place.tp):
