@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from ..description import Affine, Behaviour, Parameter, Sent, Work
-from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation
+from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation, Seen
 
 
 def behaviour(
@@ -46,11 +46,18 @@ def _backward_peak(seen: Observed, kind: int) -> int:
 
 def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Sent]:
     for phase in PHASES:
-        both = zip(*(sorted(each.seen[kind, phase].sent) for each in pair), strict=False)
-        for (axis, operation), group in groupby(both, key=lambda each: each[0][:2]):
+        sides = [sorted(_with_wanted(each.seen[kind, phase])) for each in pair]
+        for (axis, operation, again), group in groupby(
+            zip(*sides, strict=False), key=lambda each: each[0][:3]
+        ):
             found = [*group]
-            sizes = [sum(each[side][2] for each in found) for side in (0, 1)]
-            yield Sent(axis, operation, phase, len(found), _affine(rows, *sizes))
+            sizes = _affine(rows, *(sum(each[side][3] for each in found) for side in (0, 1)))
+            yield Sent(axis, operation, phase, len(found), sizes, again=again)
+
+
+def _with_wanted(seen: Seen) -> Iterator[tuple[str, str, bool, float]]:
+    for number, (axis, operation, size) in enumerate(seen.sent):
+        yield axis, operation, number < seen.wanted, size
 
 
 def _all_work(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Work]:
