@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from ..description import Affine, Behaviour, Parameter, Sent, Work
 from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation, Seen
@@ -46,7 +47,7 @@ def _backward_peak(seen: Observed, kind: int) -> int:
 
 def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Sent]:
     for phase in PHASES:
-        sides = [sorted(_with_wanted(each.seen[kind, phase])) for each in pair]
+        sides: list[list[Any]] = [sorted(_with_wanted(each.seen[kind, phase])) for each in pair]
         for (axis, operation, again), group in groupby(
             zip(*sides, strict=False), key=lambda each: each[0][:3]
         ):
@@ -67,10 +68,8 @@ def _all_work(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Ite
         for sort in sorted({operation[0] for side in sides for operation in side}):
             found = [[each for each in side if each[0] == sort] for side in sides]
             for both in _alike(*found):
-                flops, moved = (
-                    _affine(rows, *(sum(each[figure] for each in side) for side in both))
-                    for figure in (1, 2)
-                )
+                flops = _affine(rows, *(sum(each[1] for each in side) for side in both))
+                moved = _affine(rows, *(sum(each[2] for each in side) for side in both))
                 yield Work(sort, max(map(len, both)), flops, moved, phase)
 
 
