@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 
 from ..description import Affine, Behaviour, Parameter, Sent, Work
-from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation
+from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation, Phase
 
 
 def behaviour(
@@ -46,11 +46,18 @@ def _backward_peak(seen: Observed, kind: int) -> int:
 
 def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Sent]:
     for phase in PHASES:
-        both = zip(*(sorted(each.seen[kind, phase].sent) for each in pair), strict=False)
-        for (axis, operation), group in groupby(both, key=lambda each: each[0][:2]):
+        both = zip(*(sorted(_sent(each, kind, phase)) for each in pair), strict=False)
+        for (axis, operation, again), group in groupby(both, key=lambda each: each[0][:3]):
             found = [*group]
-            sizes = [sum(each[side][2] for each in found) for side in (0, 1)]
-            yield Sent(axis, operation, phase, len(found), _affine(rows, *sizes))
+            sizes = [sum(each[side][3] for each in found) for side in (0, 1)]
+            size = _affine(rows, *sizes)
+            yield Sent(axis, operation, phase, len(found), size, again=again)
+
+
+def _sent(seen: Observed, kind: int, phase: Phase) -> Iterator[tuple[str, str, bool, float]]:
+    own = seen.seen[kind, phase]
+    for index, (axis, operation, size) in enumerate(own.sent):
+        yield axis, operation, phase == BACKWARD or index < own.again, size
 
 
 def _all_work(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Work]:
