@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import Any
 
 from ..description import Affine, Behaviour, Parameter, Sent, Work
-from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation, Seen
+from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation, Phase, Seen
 
 
 def behaviour(
@@ -47,7 +47,9 @@ def _backward_peak(seen: Observed, kind: int) -> int:
 
 def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Sent]:
     for phase in PHASES:
-        sides: list[list[Any]] = [sorted(_with_wanted(each.seen[kind, phase])) for each in pair]
+        sides: list[list[Any]] = [
+            sorted(_with_again(each.seen[kind, phase], phase)) for each in pair
+        ]
         for (axis, operation, again), group in groupby(
             zip(*sides, strict=False), key=lambda each: each[0][:3]
         ):
@@ -56,9 +58,9 @@ def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Ite
             yield Sent(axis, operation, phase, len(found), sizes, again=again)
 
 
-def _with_wanted(seen: Seen) -> Iterator[tuple[str, str, bool, float]]:
+def _with_again(seen: Seen, phase: Phase) -> Iterator[tuple[str, str, bool, float]]:
     for number, (axis, operation, size) in enumerate(seen.sent):
-        yield axis, operation, number < seen.wanted, size
+        yield axis, operation, phase == BACKWARD or number < seen.again, size
 
 
 def _all_work(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Work]:
