@@ -112,13 +112,9 @@ def _of_group(
     return total
 
 
-<<<<<<< HEAD
-def _of_bucket(bucket: Bucket, zero: int, ranks: int, replica: int, optimizer: Optimizer) -> State:
-=======
 def _of_bucket(
     bucket: Bucket, layout: Layout, ranks: int, replica: int, optimizer: Optimizer
 ) -> State:
->>>>>>> w-arith
     shards = bucket.shards(ranks, replica)
     own, sums = sum(size for size, _ in shards), _sum_item(bucket, optimizer)
     if not bucket.sharded:
