@@ -62,6 +62,7 @@ class Program:
         summing: Bytes moved for each parameter to add a micro-batch's gradient to the sum.
         scattered: Whether tp ranks hand their shares to the next stage, which gathers them
             (Narayanan et al. 2021, section 4.1), or each the whole.
+        placed: Whether the embedding takes the place of a layer where these are distributed.
     """
 
     attention: Literal["core", "selective", "fused"] = "core"
@@ -70,3 +71,4 @@ class Program:
     small: bool = True
     summing: int = 2 * SINGLE
     scattered: bool = False
+    placed: bool = False
