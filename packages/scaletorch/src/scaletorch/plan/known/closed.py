@@ -75,14 +75,13 @@ def _layer(terms: Terms) -> Behaviour:
         2 * HALF * terms.scores if program.attention != "fused" else 0,
         HALF * of.inner * 2 * shared,
     )
-    passed = HALF * of.hidden * (terms.shared if program.scattered else whole)
     return Behaviour(
         _layer_parameters(terms),
         kept=Affine(0, kept + (core if program.attention == "core" else 0)),
         entered=Affine(0, HALF * of.hidden * whole),
         forward_peak=Affine(0, again),
         backward_peak=Affine(0, again + gradients),
-        handed=Affine(0, passed),
+        handed=_handed(terms),
         sent=sent_by_layer(terms),
         work=work_of_layer(terms),
     )
@@ -110,9 +109,8 @@ def _layer_parameters(terms: Terms) -> tuple[Parameter, ...]:
 
 def _first(terms: Terms) -> Behaviour:
     of, program = terms.sizes, terms.program
-    passed = HALF * of.hidden * (terms.shared if program.scattered else terms.whole)
     if not program.ends:
-        return Behaviour((), handed=Affine(0, passed))
+        return Behaviour((), handed=_handed(terms))
     parameters = [_divided("words", of.vocab * of.hidden, terms)]
     if program.small and not of.plain:
         parameters.append(_repeated("positions", of.length * of.hidden, terms))
@@ -121,7 +119,7 @@ def _first(terms: Terms) -> Behaviour:
     return Behaviour(
         tuple(parameters),
         kept=Affine(0, of.hidden * terms.whole if program.dropout else 0),
-        handed=Affine(0, passed), sent=sent, work=work,
+        handed=_handed(terms), sent=sent, work=work,
     )  # fmt: skip
 
 
@@ -142,6 +140,11 @@ def _last(terms: Terms) -> Behaviour:
         backward_peak=Affine(0, (SINGLE + HALF) * logits),
         sent=sent, work=work,
     )  # fmt: skip
+
+
+def _handed(terms: Terms) -> Affine:
+    tokens = terms.shared if terms.program.scattered else terms.whole
+    return Affine(0, HALF * terms.sizes.hidden * tokens if terms.program.messages else 0)
 
 
 def _divided(name: str, elements: int, terms: Terms) -> Parameter:

@@ -72,7 +72,7 @@ def _layout(
 ) -> Layout:  # fmt: skip
     return Layout(
         Grid(tp=tp, cp=cp, pp=pp, dp=dp), sequence, "full" if recompute else "none", zero,
-        "interleaved_1f1b" if chunks > 1 else "1f1b", chunks, "allgather", micro,
+        "interleaved_1f1b" if chunks > 1 else "1f1b", chunks, "all_gather", micro,
         batch // dp // micro,
     )  # fmt: skip
 

@@ -63,6 +63,7 @@ class Program:
         scattered: Whether tp ranks hand their shares to the next stage, which gathers them
             (Narayanan et al. 2021, section 4.1), or each the whole.
         placed: Whether the embedding takes the place of a layer where these are distributed.
+        messages: Whether what stages hand one another is counted.
     """
 
     attention: Literal["core", "selective", "fused"] = "core"
@@ -72,3 +73,4 @@ class Program:
     summing: int = 2 * SINGLE
     scattered: bool = False
     placed: bool = False
+    messages: bool = True
