@@ -38,10 +38,11 @@ def transformer(sizes: Sizes, cuts: Iterable[Cut], program: Program = GPT) -> De
         else:
             terms = Terms(sizes, program, cut)
             described[cut] = (_first(terms), _layer(terms), _last(terms))
+    first = Block("embedding", 0, "layer" if program.placed else "first")
     layers = (Block(f"layers.{index}", 1, "layer") for index in range(sizes.layers))
     return Description(
         sizes.name, sizes.length, "bfloat16",
-        (Block("embedding", 0, "layer" if program.placed else "first"), *layers, Block("norm+head+loss", 2, "last")),
+        (first, *layers, Block("norm+head+loss", 2, "last")),
         described, refused, (("0.words", "2.words"),) if sizes.tied and program.ends else (),
         SOURCE,
     )  # fmt: skip

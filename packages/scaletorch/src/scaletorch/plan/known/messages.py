@@ -69,7 +69,5 @@ def _ring(terms: Terms, token: float) -> float:
     return (terms.cut.tp - 1) * token * terms.shared
 
 
-def _sent(
-    operation: str, phase: Phase, count: int, each: float, *, awaited: bool = True
-) -> Sent:
+def _sent(operation: str, phase: Phase, count: int, each: float, *, awaited: bool = True) -> Sent:
     return Sent("tp", operation, phase, count, Affine(0, count * each), awaited)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import product
 
@@ -33,37 +33,27 @@ def predicted_gib(row: Row) -> float:
     return (held + MACHINES[row.machine].constants.reserved) / GIB
 
 
-def fitted(machine: str, given: Iterable[Row], *, step: float = 0.01) -> Constants:
+def fitted(machine: str, given: Iterable[Row]) -> Constants:
     """Return a machine's constants of its rows that are marked so.
 
-    The shares are those of a grid from 0.3 to 1 that leave the least mean square of the logarithm
-    of predicted to measured seconds; what is reserved is the mean of what measured memory has
-    more. A machine with fewer than three rows has `products` fitted alone.
+    `products` and `overhead` leave the least mean square of the logarithm of predicted to measured
+    seconds, on a grid of hundredths and microseconds; what is reserved is the mean of what measured
+    memory has more, in tenths of a GiB. A machine with fewer than three rows keeps its `overhead`.
     """
     rows = [row for row in given if row.machine == machine and row.fit]
-    own = MACHINES[machine].constants
     timed, weighed = [r for r in rows if r.seconds], [r for r in rows if r.gib]
-    grid = [round(0.3 + step * at, 4) for at in range(round(0.7 / step) + 1)]
-    movings = grid if len(timed) > 2 else [own.moving]
 
-    def off(pair: tuple[float, float]) -> float:
-        constants = Constants(*pair)
+    def off(pair: tuple[int, int]) -> float:
+        constants = Constants(pair[0] / 100, pair[1] * 1e-6)
         return sum(math.log(predicted_seconds(r, constants) / r.seconds) ** 2 for r in timed)
 
-    products, moving = _least(off, grid, movings)
+    own = round(MACHINES[machine].constants.overhead * 1e6)
+    many = len(timed) > 2
+    coarse = product(range(30, 101, 5), range(0, 401, 20) if many else [own])
+    at, since = min(coarse, key=off)
+    around = range(max(0, since - 19), since + 20) if many else [own]
+    products, overhead = min(product(range(at - 4, min(at + 5, 101)), around), key=off)
     less = MACHINES[machine].constants.reserved / GIB
     missing = [row.gib - predicted_gib(row) + less for row in weighed]
     reserved = sum(missing) / len(missing) if missing else 0.0
-    return Constants(products, moving, round(reserved * 10) * GIB // 10)
-
-
-def _least(
-    off: Callable[[tuple[float, float]], float], first: Sequence[float], second: Sequence[float]
-) -> tuple[float, float]:
-    """Return the pair of the grid with the least error: coarse, then what is around it."""
-    coarse = min(product(first[::5], second[::5]), key=off)
-    around = [
-        [each for each in line if abs(each - at) < (first[1] - first[0]) * 5]
-        for line, at in zip((first, second), coarse, strict=True)
-    ]
-    return min(product(*around), key=off)
+    return Constants(products / 100, overhead * 1e-6, round(reserved * 10) * GIB // 10)

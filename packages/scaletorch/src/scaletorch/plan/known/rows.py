@@ -46,10 +46,11 @@ class Row:
 
 
 SOURCES = {
-    "A": "Korthikanti et al. 2022, arXiv 2205.05198, table 5",
+    "A": "Korthikanti et al. 2022, arXiv 2205.05198, table 5; those fitted on are in its abstract",
     "B1": "Narayanan et al. 2021, arXiv 2104.04473, table 1",
     "B2": "Narayanan et al. 2021, arXiv 2104.04473, table 2, PTD-P",
     "B3": "Narayanan et al. 2021, arXiv 2104.04473, table 2, ZeRO-3",
+    "B3b": "the same rows, if no communication hides behind computation",
     "D": "Llama 3, arXiv 2407.21783, table 4",
     "G": "BigScience, chronicles-prequel of tr11-176B-ml, February 2022",
     "ramp": "BigScience, the same, batch size warmup",
@@ -77,21 +78,34 @@ def _layout(
     )  # fmt: skip
 
 
+def _a_seconds(sizes: Sizes, batch: int, ranks: int, share: float) -> float:
+    """Return the step of which a share of the peak was printed, of the model's operations alone."""
+    h, more = sizes.hidden, sizes.length / (6 * sizes.hidden)
+    head = sizes.vocab / (12 * sizes.layers * h)
+    flops = 72 * batch * sizes.length * sizes.layers * h * h * (1 + more + head)
+    return flops / (ranks * share * 312e12)
+
+
 def _a() -> list[Row]:
+    large = _gpt("530B", 20480, 105, 128)
     given = (  # model, pp, chunks, batch, micro, seconds of full and of selective
         (_gpt("22B", 6144, 48, 64), 1, 1, 4, 4, 1.42, 1.10),
         (_gpt("175B", 12288, 96, 96), 8, 3, 64, 1, 18.13, 13.75),
-        (_gpt("530B", 20480, 105, 128), 35, 3, 280, 1, 49.05, 37.83),
+        (large, 35, 3, 280, 1, 49.05, 37.83),
         (_gpt("1T", 25600, 128, 160), 64, 1, 512, 1, 94.42, 71.49),
     )
+    shares = (_a_seconds(large, 2240, 2240, share) for share in (0.421, 0.542))
     found = []
-    for sizes, pp, chunks, batch, micro, full, selective in given:
-        for program, seconds in ((CORE, full), (SELECTIVE, selective)):
+    for sizes, pp, chunks, batch, micro, *both in (*given, (large, 35, 3, 2240, 1, *shares)):
+        dp = 8 if batch == 2240 else 1
+        for program, seconds in zip((CORE, SELECTIVE), both, strict=True):
             less = program is SELECTIVE
             layout = _layout(
-                8, pp, 1, batch, micro, chunks=chunks, recompute=not less, sequence=less
+                8, pp, dp, batch, micro, chunks=chunks, recompute=not less, sequence=less
             )
-            found.append(Row("A", sizes, layout, program, "selene", "megatron", seconds))
+            found.append(
+                Row("A", sizes, layout, program, "selene 2022", "megatron", seconds, fit=dp > 1)
+            )
     return found
 
 
@@ -126,8 +140,9 @@ def _b() -> list[Row]:
         )
     small, large = _gpt("174.6B", 12288, 96, 96), _gpt("529.6B", 20480, 105, 128)
     second = (  # model, ranks, tp, pp, batch, micro, zero, TFLOP/s
-        *((small, n, 8, 12, 1536, 1, 0, rate) for n, rate in ((384, 153), (768, 149), (1536, 141))),
-        *((large, n, 8, 35, 2240, 1, 0, rate) for n, rate in ((560, 171), (1120, 167), (2240, 159))),
+        (small, 384, 8, 12, 1536, 1, 0, 153), (small, 768, 8, 12, 1536, 1, 0, 149),
+        (small, 1536, 8, 12, 1536, 1, 0, 141), (large, 560, 8, 35, 2240, 1, 0, 171),
+        (large, 1120, 8, 35, 2240, 1, 0, 167), (large, 2240, 8, 35, 2240, 1, 0, 159),
         (small, 384, 1, 1, 1536, 4, 3, 144), (small, 768, 1, 1, 1536, 2, 3, 88),
         (small, 1536, 1, 1, 1536, 1, 3, 44), (large, 640, 1, 1, 2560, 4, 3, 138),
         (large, 1120, 1, 1, 2240, 2, 3, 98), (large, 2240, 1, 1, 2240, 1, 3, 48),
@@ -135,8 +150,10 @@ def _b() -> list[Row]:
     for sizes, ranks, tp, pp, batch, micro, zero, rate in second:
         layout = _layout(tp, pp, ranks // tp // pp, batch, micro, zero=zero)
         seconds = _b_seconds(sizes, batch, ranks, rate)
-        table = "B3" if zero else "B2"
-        found.append(Row(table, sizes, layout, CORE, "selene", "megatron", seconds))
+        ways = ["B2 selene"] if not zero else ["B3 selene", "B3b selene, nothing hides"]
+        for way in ways:
+            table, _, machine = way.partition(" ")
+            found.append(Row(table, sizes, layout, CORE, machine, "megatron", seconds))
     return found
 
 
@@ -155,9 +172,9 @@ def _d() -> list[Row]:
             "405B", 16384, 126, 128, 128256, length, kv_heads=8, ffn=53248, gated=True,
             plain=True, tied=False,
         )  # fmt: skip
-        # Chunks are not printed: 4 of one or two layers each.
+        # Chunks are not printed: 4 of one or two layers each. Gradients are scattered once a step.
         layout = _layout(
-            8, 16, dp, rows * dp, 1, chunks=4, cp=cp, recompute=False, sequence=True, zero=2
+            8, 16, dp, rows * dp, 1, chunks=4, cp=cp, recompute=False, sequence=True, zero=1
         )
         flops = llama_flops(sizes, rows * dp * length)
         seconds = flops / (layout.grid.world_size * rate * 1e12)
@@ -228,7 +245,8 @@ def _g(trials: Sequence[Trial], table: str, *, fit: bool = False) -> list[Row]:
         late = date == "02-28"
         sizes = _gpt(f"{layers} x {hidden}", hidden, layers, heads, vocab=250880)
         layout = _layout(tp, pp, dp, batch, micro, zero=1)
-        states = "deepspeed bf16" if late or "bf16" in date else "deepspeed fp16"
+        states = "deepspeed bf16" if late else "deepspeed fp16"
+        states += " alone" if dp == 1 else ""
         found.append(
             Row(
                 table, sizes, layout, PLACED if late else CORE, "jean zay", states, seconds, gib,
