@@ -29,10 +29,13 @@ class Seen:
     Attributes:
         work: (sort, flops, bytes moved) of each operation.
         sent: (axis, operation, bytes) of each collective.
+        wanted: How many of them came before the last tensor that autograd keeps: if the block runs
+            again, those are made again, since that run ends with that tensor.
     """
 
     work: list[Operation] = field(default_factory=list)
     sent: list[tuple[str, str, float]] = field(default_factory=list)
+    wanted: int = 0
 
 
 class Observed:
@@ -132,6 +135,7 @@ class Observed:
     def _pack(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         key = storage._cdata
+        self._now.wanted = len(self._now.sent)
         if self._on and key not in self._parameters and key not in self._held:
             self._held.add(key)
             to = self.shared if self._is_shared(key) else self.kept
