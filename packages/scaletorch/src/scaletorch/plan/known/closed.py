@@ -51,7 +51,11 @@ def transformer(sizes: Sizes, cuts: Iterable[Cut], program: Program = GPT) -> De
 def _refusal(sizes: Sizes, cut: Cut) -> str:
     if cut.ep > 1:
         return f"{sizes.name} has no experts to share out over ep {cut.ep}"
-    for what, size in (("heads", sizes.heads), ("vocabulary", sizes.vocab)):
+    for what, size in (
+        ("heads", sizes.heads),
+        ("heads of keys", sizes.kv_heads or sizes.heads),
+        ("vocabulary", sizes.vocab),
+    ):
         if size % cut.tp:
             return f"{what} of {sizes.name}, {size}, cannot be shared out over tp {cut.tp}"
     if sizes.length % (2 * cut.cp if cut.cp > 1 else 1):

@@ -53,6 +53,7 @@ SOURCES = {
     "B3b": "the same rows, if no communication hides behind computation",
     "D": "Llama 3, arXiv 2407.21783, table 4",
     "G": "BigScience, chronicles-prequel of tr11-176B-ml, February 2022",
+    "heads": "BigScience, the same, numbers of heads",
     "ramp": "BigScience, the same, batch size warmup",
 }
 
@@ -233,6 +234,16 @@ FITTED: Sequence[Trial] = (
     (106, 12288, 96, 8, 4, 12, 4, 2048, 79, 120.34, "02-28"),
     (94, 13312, 128, 8, 4, 12, 2, 2048, 67, 124.10, "02-28"),
 )
+HEADS: Sequence[Trial] = (
+    (72, 14336, 16, 8, 8, 6, 4, 2048, 54, 121.03, "02-24"),
+    (72, 14336, 32, 8, 8, 6, 4, 2048, 55, 124.01, "02-23"),
+    (72, 14336, 112, 8, 8, 6, 4, 2048, 53, 138.72, "02-23"),
+    (72, 14336, 128, 8, 8, 6, 4, 2048, 55, 124.89, "02-23"),
+    (72, 14336, 256, 8, 8, 6, 4, 2048, 54, 132.85, "02-24"),
+    (78, 13824, 128, 8, 8, 6, 4, 2048, 54, 162.72, "02-23"),
+    (96, 12288, 96, 8, 8, 6, 4, 2048, 0, 145.40, "02-24"),
+    (82, 13312, 104, 8, 4, 12, 2, 2048, 62, 123.71, "02-28"),
+)
 RAMP: Sequence[Trial] = tuple(
     (78, 13824, 96, 8, 4, 12, 2, batch, 0, seconds, "02-26")
     for batch, seconds in ((512, 35.77), (1024, 59.65), (1536, 83.11), (2048, 107.12))
@@ -259,5 +270,6 @@ def _g(trials: Sequence[Trial], table: str, *, fit: bool = False) -> list[Row]:
 def rows() -> list[Row]:
     """Return all runs, those fitted on too."""
     return [
-        *_a(), *_b(), *_d(), *_g(SHOWN, "G"), *_g(FITTED, "G", fit=True), *_g(RAMP, "ramp"),
+        *_a(), *_b(), *_d(), *_g(SHOWN, "G"), *_g(FITTED, "G", fit=True),
+        *_g(HEADS, "heads"), *_g(RAMP, "ramp"),
     ]  # fmt: skip

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from ...dist.errors import InvalidArgumentError
+
 HALF, SINGLE = 2, 4  # bytes of what is computed with, and of sums
 
 
@@ -24,6 +26,9 @@ class Sizes:
         gated: Whether the MLP has a gate, as Llama's, or GELU alone, as GPT's.
         plain: Whether biases, learned positions and layer norms are left out, as in Llama.
         tied: Whether the head is the embedding.
+
+    Raises:
+        InvalidArgumentError: A size below 1, or heads that do not divide what they share out.
     """
 
     name: str
@@ -37,6 +42,19 @@ class Sizes:
     gated: bool = False
     plain: bool = False
     tied: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "layers", "heads", "vocab", "length"):
+            if getattr(self, name) < 1:
+                raise InvalidArgumentError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.hidden % self.heads:
+            raise InvalidArgumentError(
+                f"hidden {self.hidden} is not a multiple of {self.heads} heads"
+            )
+        if self.kv_heads and self.heads % self.kv_heads:
+            raise InvalidArgumentError(
+                f"{self.heads} heads cannot share {self.kv_heads} of keys and values"
+            )
 
     @property
     def keys(self) -> int:
