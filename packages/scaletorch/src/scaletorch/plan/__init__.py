@@ -1,9 +1,13 @@
 """Which layout to train with: how much memory, how long, from the object that will run."""
 
+from .buckets import Optimizer
 from .cluster import Cluster, Device, Link
 from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
 from .estimate import Estimate, Memory, Time, Traffic
+from .explaining import Line, lines
 from .layout import Layout
+from .options import Options, Refused, legal
+from .search import Plan, plan
 
 __all__ = [
     "Affine",
@@ -15,11 +19,19 @@ __all__ = [
     "Device",
     "Estimate",
     "Layout",
+    "Line",
     "Link",
     "Memory",
+    "Optimizer",
+    "Options",
     "Parameter",
+    "Plan",
+    "Refused",
     "Sent",
     "Time",
     "Traffic",
     "Work",
+    "legal",
+    "lines",
+    "plan",
 ]
