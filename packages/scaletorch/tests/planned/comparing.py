@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan.holdings import Holdings
-from scaletorch.plan.memory import state
+from scaletorch.plan.memory import SPLIT, state
 from scaletorch.plan.traffic import calls
 
 from .drawing import Case
 from .ranks import AXES, Sends
-from .sketch import described
+from .models import described
 
 Found = tuple[list[int], Sends, Sends]
 
@@ -38,7 +38,8 @@ def differences(case: Case, ranks: list[Found]) -> Iterator[str]:
     for rank, (held, counts, sizes) in enumerate(ranks):
         planned = expected(case, holdings, rank)
         for what, own, found in zip(("parameters", "gradients", "state"), planned[0], held, strict=True):
-            if own != found:
+            at_most = what == "gradients" and case.layout.zero == 2 and case.layout.schedule in SPLIT
+            if own < found if at_most else own != found:
                 yield f"{case}: rank {rank} has {found} bytes of {what}, planned {own}"
         for what, own, found in (("calls", planned[1], counts), ("bytes", planned[2], sizes)):
             for key in sorted({*own, *found}):

@@ -22,7 +22,7 @@ from scaletorch.parallel.pg_manager import (
 from scaletorch.plan.stages import schedule_of
 
 from .drawing import Case
-from .sketch import model_of
+from .models import model_of
 
 AXES = ("tp", "cp", "ep", "pp", "cp_dp", "edp", "world")
 NAMES = {"allreduce": "all_reduce", "_allgather_base": "all_gather", "allgather": "all_gather",
@@ -94,7 +94,7 @@ def _trained(case: Case, manager: ProcessGroupManager) -> tuple[list[int], Sends
     layout = case.layout
     torch.manual_seed(0)
     model = parallelize(
-        model_of(case).to(getattr(torch, case.dtype)),
+        model_of(case),
         manager,
         schedule=schedule_of(layout) if layout.chunks > 1 else layout.schedule,
         recompute=layout.recompute == "full",
@@ -135,8 +135,10 @@ def _held(model, optimizer) -> list[int]:
 
 def _axes(manager: ProcessGroupManager) -> dict[str, str]:
     found: dict[str, str] = {}
+    first: dict[tuple[int, ...], str] = {}
     for axis in AXES:
         group = manager.world_group if axis == "world" else manager.group(axis)
         if group is not None:
-            found.setdefault(group.group_name, axis)
+            members = tuple(dist.get_process_group_ranks(group))
+            found[group.group_name] = first.setdefault(members, axis)
     return found
