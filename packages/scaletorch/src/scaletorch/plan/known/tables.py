@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from .machines import GIB, MACHINES
@@ -100,7 +100,7 @@ def _pair(measured: float, planned: float, digits: int, *, full: bool = False) -
     return [whole, f"{planned:.{digits}f}", f"{planned / measured - 1:+.1%}"]
 
 
-def summary(tables: dict[str, Sequence[Compared]]) -> Iterator[str]:
+def summary(tables: Mapping[str, Sequence[Compared]]) -> Iterator[str]:
     """Yield a table of mean and largest errors, a line for each table of runs."""
     yield "| table | rows | time, mean | largest | rows | memory, mean | largest |"
     yield "| --- |" + " ---: |" * 6
