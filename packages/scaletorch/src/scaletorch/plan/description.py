@@ -60,6 +60,8 @@ class Sent:
         count: How many.
         bytes: What this rank sends over the wire in all of them, as rings send it.
         awaited: Whether computation waits for them; False if they are asynchronous.
+        again: Of a forward, whether a layer that runs again makes them again: autograd ends that
+            run with the last tensor that it wants, so what a layer sends at its end is sent once.
     """
 
     axis: str
@@ -68,6 +70,7 @@ class Sent:
     count: int
     bytes: Affine
     awaited: bool = True
+    again: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +99,9 @@ class Behaviour:
     Attributes:
         parameters: Its parameters and how they are cut.
         kept: Bytes that autograd keeps between forward and backward, each memory once, without
-            parameters and without `entered`.
-        entered: Bytes of its inputs that are kept with `recompute`, and else by the block before.
+            parameters and without `shared`.
+        shared: Bytes that all layers of a stage keep together, once: angles of positions, a mask.
+        entered: Bytes of its input, which is all that is kept with `recompute`.
         forward_peak: Bytes above `kept` while forward runs.
         backward_peak: Bytes above `kept` while backward runs, without gradients of parameters.
         handed: Bytes of what it returns to the next block.
@@ -107,6 +111,7 @@ class Behaviour:
 
     parameters: tuple[Parameter, ...]
     kept: Affine = Affine()
+    shared: Affine = Affine()
     entered: Affine = Affine()
     forward_peak: Affine = Affine()
     backward_peak: Affine = Affine()
@@ -238,7 +243,7 @@ def read(path: Path) -> Description:
 
 
 def _behaviour(given: dict[str, Any]) -> Behaviour:
-    plain = {"kept", "entered", "forward_peak", "backward_peak", "handed"}
+    plain = {"kept", "shared", "entered", "forward_peak", "backward_peak", "handed"}
     return Behaviour(
         tuple(Parameter(**{**each, "local": tuple(each["local"])}) for each in given["parameters"]),
         **{name: Affine(**given[name]) for name in plain},

@@ -1,0 +1,108 @@
+"""What an optimizer keeps, and in which buckets gradients travel, as data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+BUCKET_SIZE = 2**24  # elements, the default of `parallelize`
+SMALL = 2**18  # elements of a bucket that costs little more to start than to send
+LEAST_BUCKETS = 8  # of a model, where gradients travel in messages
+
+
+@dataclass(frozen=True, slots=True)
+class Optimizer:
+    """What an optimizer keeps, and in what gradients are summed.
+
+    Attributes:
+        name: For people.
+        moments: Tensors that it keeps of the form of each that it updates.
+        item: Bytes of their elements; None is as those of what it updates.
+        per_tensor: Bytes besides for each tensor, such as a step.
+        sum_item: Bytes of the elements of summed gradients; None is as those of parameters. 4 is
+            `grad_type=torch.float32`.
+        bucket_size: As for `parallelize`.
+    """
+
+    name: str = "AdamW"
+    moments: int = 2
+    item: int | None = None
+    per_tensor: int = 4
+    sum_item: int | None = None
+    bucket_size: int = BUCKET_SIZE
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A parameter on a rank.
+
+    Attributes:
+        elements: Of its shard on this tp or ep rank.
+        item: Bytes of an element.
+        others: How many other ranks of the pipeline hold it too.
+        expert: Whether its gradient is summed over edp, and not over cp x dp.
+    """
+
+    elements: int
+    item: int
+    others: int = 0
+    expert: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Bucket:
+    """Gradients that travel together.
+
+    Attributes:
+        sizes: Elements of its parameters, in order.
+        item: Bytes of an element of a parameter.
+        sharded: Whether each rank has its shard of them (ZeRO).
+    """
+
+    sizes: tuple[int, ...]
+    item: int
+    sharded: bool
+
+    @property
+    def elements(self) -> int:
+        """Of all of them."""
+        return sum(self.sizes)
+
+    def padded(self, ranks: int) -> int:
+        """Return the elements of its memory: shards have equal lengths."""
+        return -(-self.elements // ranks) * ranks if self.sharded else self.elements
+
+    def shards(self, ranks: int, rank: int) -> tuple[int, ...]:
+        """Return the elements of each tensor that a rank's optimizer has of it."""
+        if not self.sharded:
+            return self.sizes
+        share = self.padded(ranks) // ranks
+        start, stop, at, found = share * rank, share * (rank + 1), 0, []
+        for size in self.sizes:
+            found.append(min(stop, at + size) - max(start, at))
+            at += size
+        return tuple(each for each in found if each > 0)
+
+
+def fill(sizes: Sequence[tuple[int, int]], bucket_size: int, *, sharded: bool) -> list[Bucket]:
+    """Part gradients into buckets as `DataParallelBucket` does where they travel in messages.
+
+    Args:
+        sizes: Elements, and bytes of an element, in the order in which backward makes them.
+        bucket_size: The most elements of a bucket of several.
+        sharded: As in `Bucket`.
+    """
+    usual = min(bucket_size, max(sum(n for n, _ in sizes) // LEAST_BUCKETS, SMALL))
+    members: list[tuple[int, list[int]]] = []
+    current: dict[int, list[int]] = {}
+    room: dict[int, int] = {}
+    ends: dict[int, int] = {}
+    for place, (elements, item) in enumerate(sizes):
+        if elements > room.get(item, -1):
+            current[item], room[item] = [], usual if members else min(usual, SMALL)
+            members.append((item, current[item]))
+        current[item].append(elements)
+        room[item] -= elements
+        ends[id(current[item])] = place
+    members.sort(key=lambda each: ends[id(each[1])])
+    return [Bucket(tuple(each), item, sharded) for item, each in members]

@@ -1,0 +1,111 @@
+"""A description of any model: each kind of its layers runs once, hollow, in each cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...dist.errors import InvalidArgumentError, ScaletorchError
+from ...parallel.pipeline_parallel import Split, meta_parameters
+from ..description import Behaviour, Block, Cut, Description
+from .blocks import block_of, blocks_of, inner
+from .job import Job
+
+Batch = Mapping[str, Tensor]
+
+
+def describe(
+    build: Callable[[], nn.Module],
+    length: int,
+    *,
+    cuts: Iterable[Cut] | None = None,
+    batch: Callable[[int], Batch] | None = None,
+    plan: Mapping[str, Any] | None = None,
+    split: Split | None = None,
+    name: str = "",
+) -> Description:
+    """Describe a model for planning; nothing is computed, and no memory of its size is taken.
+
+    Each kind of layer is put on each cut by `parallelize` and runs in `train_step`, on tensors that
+    nobody fills, as rank 0 of ranks that do not exist. Tokens are taken to be shared out evenly
+    over experts. This process has no process group meanwhile.
+
+    Args:
+        build: Makes the plain module; its parameters are put on the meta device as they are made.
+        length: Tokens of a sequence.
+        cuts: Ways to cut it; None is `usual_cuts(8)`.
+        batch: `batch(rows)`, the batch as `train_step` wants it; None is ids and labels.
+        plan: As for `parallelize`.
+        split: As for `parallelize`.
+        name: Of the model; by default that of its class.
+
+    Raises:
+        InvalidArgumentError: The model needs data to be built, has no list of layers, or cannot run
+            in one process; what cuts it cannot have is `Description.refused`.
+    """
+    model = _built(build)
+    blocks, chosen = blocks_of(model, split)
+    known: dict[Cut, tuple[Behaviour, ...]] = {}
+    refused: dict[Cut, str] = {}
+    job = Job(model, blocks, chosen, batch or _tokens(length), plan, split)
+    for cut in dict.fromkeys((Cut(), *(usual_cuts(8) if cuts is None else cuts))):
+        try:
+            known[cut] = job.measure(cut)
+        except ScaletorchError as error:
+            if cut == Cut():
+                raise
+            refused[cut] = str(error).partition("\n")[0]
+    first = next(p for p in model.parameters())
+    return Description(
+        name or type(model).__name__, length, str(first.dtype).removeprefix("torch."), blocks,
+        known, refused, _tied(model, blocks), f"torch {torch.__version__}",
+    )  # fmt: skip
+
+
+def usual_cuts(ranks: int, methods: Sequence[str] = ("ring",)) -> list[Cut]:
+    """Return the cuts over powers of two of up to so many ranks on tp and on cp."""
+    sizes = [2**power for power in range(int(math.log2(max(ranks, 1))) + 1)]
+    return [
+        Cut(tp, cp, 1, shares, method if cp > 1 else "")
+        for tp, cp, shares, method in product(sizes, sizes, (False, True), methods)
+        if tp * cp <= ranks and (tp > 1 or not shares) and (cp > 1 or method == methods[0])
+    ]
+
+
+def _built(build: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        with meta_parameters():
+            model = build()
+    except (RuntimeError, NotImplementedError, OSError) as error:
+        raise InvalidArgumentError(
+            "the model cannot be built without data: its parameters are on the meta device while "
+            f"it is described ({type(error).__name__}: {str(error).partition(chr(10))[0]}); give a "
+            "function that makes the module and loads nothing"
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise InvalidArgumentError(
+            f"the function has to return a plain nn.Module, and returned {type(model).__name__}"
+        )
+    return model
+
+
+def _tokens(length: int) -> Callable[[int], Batch]:
+    def batch(rows: int) -> Batch:
+        ids = torch.zeros(rows, length, dtype=torch.long)
+        return {"input_ids": ids, "labels": ids}
+
+    return batch
+
+
+def _tied(model: nn.Module, blocks: Sequence[Block]) -> tuple[tuple[str, ...], ...]:
+    """Return names of parameters that are one, by the kinds of their blocks."""
+    users: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if (block := block_of(name, blocks)) is not None:
+            users.setdefault(id(parameter), []).append(f"{block.kind}.{inner(name, block)}")
+    return tuple(tuple(names) for names in users.values() if len(names) > 1)

@@ -1,0 +1,70 @@
+"""From what was seen of two steps to numbers that are affine in rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+from ..description import Affine, Behaviour, Parameter, Sent, Work
+from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation
+
+
+def behaviour(
+    kind: int, rows: tuple[int, int], pair: Sequence[Observed], parameters: Sequence[Parameter]
+) -> Behaviour:
+    """Return how a kind of block behaves, from steps of two numbers of rows."""
+
+    def line(figure: Callable[[Observed], float]) -> Affine:
+        return _affine(rows, figure(pair[0]), figure(pair[1]))
+
+    return Behaviour(
+        tuple(parameters),
+        kept=line(lambda seen: seen.kept[kind]),
+        shared=line(lambda seen: seen.shared[kind]),
+        entered=line(lambda seen: seen.entered.get(kind, 0)),
+        forward_peak=line(lambda seen: _forward_peak(seen, kind)),
+        backward_peak=line(lambda seen: _backward_peak(seen, kind)),
+        handed=line(lambda seen: seen.handed.get(kind, 0)),
+        sent=tuple(_all_sent(kind, rows, pair)),
+        work=tuple(_all_work(kind, rows, pair)),
+    )
+
+
+def _affine(rows: tuple[int, int], low: float, high: float) -> Affine:
+    slope = (high - low) / (rows[1] - rows[0])
+    return Affine(low - slope * rows[0], slope)
+
+
+def _forward_peak(seen: Observed, kind: int) -> int:
+    above = seen.peaks.get((kind, FORWARD), 0) - seen.bases.get((kind, FORWARD), 0)
+    return max(above - seen.kept[kind] - seen.shared[kind], 0)
+
+
+def _backward_peak(seen: Observed, kind: int) -> int:
+    return max(seen.peaks.get((kind, BACKWARD), 0) - seen.bases.get((kind, BACKWARD), 0), 0)
+
+
+def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Sent]:
+    for phase in PHASES:
+        both = zip(*(sorted(each.seen[kind, phase].sent) for each in pair), strict=False)
+        for (axis, operation), group in groupby(both, key=lambda each: each[0][:2]):
+            found = [*group]
+            sizes = [sum(each[side][2] for each in found) for side in (0, 1)]
+            yield Sent(axis, operation, phase, len(found), _affine(rows, *sizes))
+
+
+def _all_work(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Work]:
+    """Yield products of one size together, and all that only moves memory."""
+
+    def alike(each: tuple[Operation, Operation]) -> tuple[str, float]:
+        return each[0][0], each[0][1]
+
+    for phase in PHASES:
+        both = zip(*(each.seen[kind, phase].work for each in pair), strict=False)
+        for (sort, _), group in groupby(sorted(both, key=alike), key=alike):
+            found = [*group]
+            flops, moved = (
+                _affine(rows, *(sum(each[side][figure] for each in found) for side in (0, 1)))
+                for figure in (1, 2)
+            )
+            yield Work(sort, len(found), flops, moved, phase)

@@ -1,0 +1,231 @@
+"""Tensors of any size that nobody fills: the library's own code runs on them and computes nothing.
+
+A hollow tensor is a plain CPU tensor whose memory was never touched, so that the system has only
+promised it: kernels are chosen, storages shared and messages sent as with any other, and a model
+of a trillion parameters needs none of a laptop's memory. What indexes are computed from (ids,
+positions, counts of tokens) is small and stays real.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+from torch.fx.experimental import _config
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+aten = torch.ops.aten
+_SMALL = 2**20  # bytes that are made for real where nothing hollow goes in
+_FACTORIES = frozenset(
+    getattr(aten, name).default
+    for name in ("new_empty", "new_zeros", "new_ones", "new_full", "empty_like", "zeros_like",
+                 "ones_like", "full_like")
+)  # fmt: skip
+
+
+class Watcher(Protocol):
+    """Hears of everything that hollow code does."""
+
+    def operation(
+        self, func: Any, args: Any, ins: Sequence[Tensor], outs: Sequence[Tensor]
+    ) -> None:
+        """Hear of an operation that computes or moves memory."""
+
+    def collective(self, func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
+        """Hear of a call of torch.distributed."""
+
+    def memory(self, key: int, change: int) -> None:
+        """Hear of memory that is taken, or given back if the change is negative."""
+
+
+class Hollow(TorchDispatchMode):
+    """Runs code on hollow tensors.
+
+    Tokens are shared out evenly over experts: a choice of the best scores takes all in turn.
+    """
+
+    def __init__(self, watcher: Watcher) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._watcher = watcher
+        self._sizes: dict[int, int] = {}
+        self._hollow: set[int] = set()
+
+    def make(self, like: Tensor) -> Tensor:
+        """Return a hollow tensor of the same form."""
+        with _disable_current_modes():
+            made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device="cpu")
+        self._note(made, hollow=True)
+        return made
+
+    def is_hollow(self, tensor: Tensor) -> bool:
+        """Return whether nothing was ever written into a tensor's memory."""
+        return tensor.untyped_storage()._cdata in self._hollow
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run an operation for real if nothing hollow goes in, and else only its shapes."""
+        kwargs = kwargs or {}
+        inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        hollow = [tensor for tensor in inputs if self.is_hollow(tensor)]
+        if func.namespace == "c10d":
+            return self._send(func, args, kwargs, inputs, sends=not hollow)
+        if func in _TOLD:
+            return _TOLD[func](func, args, kwargs) if hollow else func(*args, **kwargs)
+        if func in _CHOICES and hollow:
+            result = self._choose(func, args, kwargs)
+        elif not hollow or (func in _FACTORIES and _bytes_of(args[0]) <= _SMALL):
+            result = self._really(func, args, kwargs, inputs)
+        elif _is_view(func):
+            return func(*args, **kwargs)
+        else:
+            result = self._shapes(func, args, kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        if not _is_view(func):
+            for output in outputs:
+                self._note(output, hollow=False)
+            self._watcher.operation(func, args, inputs, outputs)
+        return result
+
+    def _really(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], inputs: Sequence[Tensor]
+    ) -> Any:
+        device = kwargs.get("device")
+        if inputs or (device is not None and torch.device(device).type != "cpu"):
+            return func(*args, **kwargs)
+        with _disable_current_modes():
+            form = func(*args, **{**kwargs, "device": "meta"}) if "device" in kwargs else None
+        if not isinstance(form, Tensor) or form.nbytes <= _SMALL:
+            return func(*args, **kwargs)
+        return self.make(form)
+
+    def _shapes(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        written = [
+            value for value, known in zip(args, func._schema.arguments, strict=False)
+            if known.alias_info is not None and known.alias_info.is_write
+        ]  # fmt: skip
+        written += [kwargs[name] for name in ("out", "grad_input") if name in kwargs]
+        for tensor in tree_leaves(written):
+            if isinstance(tensor, Tensor):
+                self._note(tensor, hollow=True)
+        returns = func._schema.returns
+        if returns and all(each.alias_info is not None for each in returns):
+            return written[0] if len(returns) == 1 else tuple(written)
+        with _disable_current_modes(), _all_chosen():
+            run = _grouped if func is aten._grouped_mm.default else func
+            forms = run(*tree_map(_form, tuple(args)), **tree_map(_form, dict(kwargs)))
+        return tree_map(lambda form: self.make(form) if isinstance(form, Tensor) else form, forms)
+
+    def _choose(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Return what a choice of the best returns, each position in turn the best."""
+        result = self._shapes(func, args, kwargs)
+        scores, index = args[0], result[1] if isinstance(result, tuple) else result
+        dim = _dim_of(func, args, kwargs)
+        size = max(scores.shape[dim], 1) if scores.ndim else 1
+        with _disable_current_modes():
+            turn = torch.arange(index.numel()) % size
+            last = index.movedim(dim, -1) if index.ndim else index
+            chosen = turn.view(last.shape)
+            chosen = (chosen.movedim(-1, dim) if index.ndim else chosen).contiguous()
+        return (result[0], chosen) if isinstance(result, tuple) else chosen
+
+    def _send(
+        self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any],
+        tensors: Sequence[Tensor], *, sends: bool,
+    ) -> Any:  # fmt: skip
+        self._watcher.collective(func, (*args, *kwargs.values()), tensors)
+        if sends:
+            return func(*args, **kwargs)
+        group = next(leaf for leaf in tree_leaves((args, kwargs)) if _is_group(leaf))
+        with _disable_current_modes():
+            work = torch.ops.c10d.barrier(torch.zeros(1), group, [], False, -1)
+        for tensor in tensors:  # what comes of hollow tensors is hollow
+            self._note(tensor, hollow=True)
+        given = [arg for arg in args if isinstance(arg, Tensor | list)]
+        made = [
+            work if "Work" in str(each.type) else given[place]
+            for place, each in enumerate(func._schema.returns)
+        ]
+        return made[0] if len(made) == 1 else tuple(made)
+
+    def _note(self, tensor: Tensor, *, hollow: bool) -> None:
+        storage = tensor.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if hollow:
+            self._hollow.add(key)
+        if key not in self._sizes:
+            self._sizes[key] = size
+            self._watcher.memory(key, size)
+            weakref.finalize(storage, self._gone, key).atexit = False
+
+    def _gone(self, key: int) -> None:
+        self._hollow.discard(key)
+        if size := self._sizes.pop(key, 0):
+            self._watcher.memory(key, -size)
+
+
+def _all_chosen() -> Any:
+    """Let a choice by a hollow mask take everything."""
+    return _config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and all(
+        each.alias_info is not None and not each.alias_info.is_write for each in returns
+    )
+
+
+def _form(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.to("meta")
+    return torch.device("meta") if isinstance(value, torch.device) else value
+
+
+def _bytes_of(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _is_group(value: Any) -> bool:
+    return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
+
+
+def _dim_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | dict(kwargs)
+    dim = given.get("dim", -1)
+    return -1 if dim is None else int(dim)
+
+
+def _grouped(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
+    """Return the form of products of groups, which torch's own formula has for bfloat16 alone."""
+    form = aten._grouped_mm.default(a.bfloat16(), b.bfloat16(), *rest, **options)
+    return cast(Tensor, form).to(a.dtype)
+
+
+def _number(_: Any, args: Sequence[Any], __: Any) -> Any:
+    """Return what is read from a hollow tensor: that all is well, and one of everything."""
+    return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 0
+
+
+_TOLD: dict[Any, Callable[..., Any]] = {
+    aten._local_scalar_dense.default: _number,
+    aten.equal.default: lambda *_: True,
+}
+_CHOICES = frozenset(
+    {
+        aten.topk.default,
+        aten.sort.default,
+        aten.sort.stable,
+        aten.argsort.default,
+        aten.argmax.default,
+    }
+)

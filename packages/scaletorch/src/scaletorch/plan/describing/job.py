@@ -1,0 +1,116 @@
+"""One cut of a model, run for two numbers of rows."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...compose import parallelize, shard_global_batch, train_step
+from ...compose.experts import expert_names
+from ...compose.forward import terms_of
+from ...parallel.context_parallel.building import asked
+from ...parallel.pg_manager import Grid, ProcessGroupManager
+from ...parallel.pipeline_parallel import Split
+from ...parallel.tensor_parallel import explain
+from ..description import Behaviour, Block, Cut, Parameter
+from .blocks import block_of, fill, inner, thin_out
+from .figures import behaviour
+from .hollow import Hollow
+from .observed import Observed
+from .watching import watch
+from .world import pretended
+
+ROWS = (2, 3)  # what is affine in rows is known from two
+REPLICAS = 2  # of what is divided: the groups of an axis are those of no other then
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A model to be described.
+
+    Attributes:
+        model: On the meta device, whole.
+        blocks: Its line.
+        chosen: By kind, which layer is run.
+        batch: Makes what `train_step` takes, of so many rows.
+        plan: As for `parallelize`.
+        split: As for `parallelize`.
+    """
+
+    model: nn.Module
+    blocks: Sequence[Block]
+    chosen: Mapping[int, str]
+    batch: Callable[[int], Mapping[str, Tensor]]
+    plan: Mapping[str, Any] | None
+    split: Split | None
+
+    def measure(self, cut: Cut) -> tuple[Behaviour, ...]:
+        """Return how each kind behaves in a cut.
+
+        Raises:
+            ScaletorchError: The model cannot be cut so.
+        """
+        pair = []
+        with pretended(_grid(cut)) as manager:
+            for rows in ROWS:
+                seen, model = self._run(cut, manager, rows)
+                pair.append(seen)
+            parameters = self._parameters(model, cut)
+        kinds = range(self.blocks[-1].kind + 1)
+        return tuple(behaviour(kind, ROWS, pair, parameters[kind]) for kind in kinds)
+
+    def _run(self, cut: Cut, manager: ProcessGroupManager, rows: int) -> tuple[Observed, nn.Module]:
+        model = copy.deepcopy(self.model)
+        like = thin_out(model, self.blocks, self.chosen)
+        axes = {"tp": manager.tp_group, "cp": manager.cp_group, "ep": manager.ep_group}
+        seen = Observed(axes, self.blocks[-1].kind)
+        hollow = Hollow(seen)
+        fill(model, hollow.make)
+        with hollow:
+            parallel = parallelize(
+                model, manager, plan=self.plan, split=self.split,
+                sequence_parallel=cut.sequence_parallel, cp_method=cut.cp_method or "ring",
+                data_parallel={"init_sync": "none"},
+            )  # fmt: skip
+            asked(model)
+            terms_of(parallel).seen = True
+            batch = self.batch(rows * manager.dp_size)
+            with parallel.no_sync(), watch(model, seen, self.chosen, like):
+                train_step(parallel, shard_global_batch(batch, 1, manager), manager)
+        return seen, model
+
+    def _parameters(self, model: nn.Module, cut: Cut) -> dict[int, list[Parameter]]:
+        """Return by kind what this rank holds, and what the other tp ranks do."""
+        others = {}
+        if cut.tp > 1:
+            known = explain(self.model, cut.tp, self.plan, sequence_parallel=cut.sequence_parallel)
+            others = {each.name: each.local_shapes for each in known.parameters}
+        whole = dict(self.model.named_parameters(remove_duplicate=False))
+        experts = expert_names(model)
+        found: dict[int, list[Parameter]] = {block.kind: [] for block in self.blocks}
+        for name, tensor in model.named_parameters(remove_duplicate=False):
+            block = block_of(name, self.blocks)
+            if block is None or name not in whole:
+                continue
+            local: tuple[int, ...] = (tensor.numel(),) * cut.tp
+            if name in others and name not in experts:
+                local = tuple(map(math.prod, others[name]))
+            found[block.kind].append(
+                Parameter(
+                    inner(name, block), whole[name].numel(), tensor.element_size(), local,
+                    name in experts,
+                )
+            )  # fmt: skip
+        return found
+
+
+def _grid(cut: Cut) -> Grid:
+    """Return the smallest grid with the cut's groups, each divided thing there twice."""
+    held = cut.tp * cut.cp
+    dp = REPLICAS * cut.ep // math.gcd(cut.ep, held)
+    return Grid(tp=cut.tp, cp=cut.cp, dp=dp, ep=cut.ep)

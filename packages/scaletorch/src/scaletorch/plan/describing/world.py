@@ -1,0 +1,60 @@
+"""A world of ranks that only this process believes in, for as long as a block lasts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch.distributed as c10d
+from torch import Tensor
+
+from ...dist.errors import InvalidArgumentError
+from ...parallel.pg_manager import (
+    Grid,
+    ProcessGroupManager,
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+_COUNTED = 64  # numbers; what is larger is hollow
+
+
+@contextmanager
+def pretended(grid: Grid) -> Iterator[ProcessGroupManager]:
+    """Be rank 0 of a grid whose other ranks do not exist: calls return at once.
+
+    Raises:
+        InvalidArgumentError: This process has a process group.
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if c10d.is_initialized():
+        raise InvalidArgumentError(
+            "a model is described before init_dist, in a process without a process group: "
+            "describe it first, or in a process of its own"
+        )
+    c10d.init_process_group("fake", rank=0, world_size=grid.world_size, store=FakeStore())
+    try:
+        sizes = {f"{axis}_size": getattr(grid, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
+        with mock.patch.object(c10d, "all_reduce", _all_alike(c10d.all_reduce)):
+            yield setup_process_group_manager(**sizes)
+    finally:
+        destroy_process_group_manager()
+        if c10d.is_initialized():
+            c10d.destroy_process_group()
+
+
+def _all_alike(all_reduce: Any) -> Any:
+    """Return a call whose sums are those of ranks that are all as this one: of what is counted."""
+
+    def run(
+        tensor: Tensor, op: Any = c10d.ReduceOp.SUM, group: Any = None, *rest: Any, **options: Any
+    ) -> Any:
+        work = all_reduce(tensor, op, group, *rest, **options)
+        if op == c10d.ReduceOp.SUM and tensor.numel() <= _COUNTED:
+            tensor.mul_(c10d.get_world_size(group))
+        return work
+
+    return run

@@ -1,0 +1,178 @@
+"""Which blocks and parameters the ranks of a pipeline have, worked out once for those alike."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from .buckets import Bucket, Held, Optimizer, fill
+from .description import Behaviour, Description, Parameter
+from .layout import Layout
+from .stages import Places, places, stages_of
+
+
+@dataclass(frozen=True, slots=True)
+class Content:
+    """What a rank of the pipeline has.
+
+    Attributes:
+        chunks: Kinds of the blocks of each chunk.
+        entered: For each chunk the kind of the block whose output it receives; -1 is none.
+        left: For each chunk the kind of the block whose output it sends on; -1 is none.
+        ties: Names of tied parameters, and how many other ranks have them.
+    """
+
+    chunks: tuple[tuple[int, ...], ...]
+    entered: tuple[int, ...]
+    left: tuple[int, ...]
+    ties: tuple[tuple[str, int], ...]
+
+    @property
+    def sent(self) -> list[int]:
+        """Kinds of the blocks whose outputs it sends, once for each chunk that does."""
+        return [kind for kind in self.left if kind >= 0]
+
+    @property
+    def returned(self) -> list[int]:
+        """Kinds of the blocks whose outputs' gradients it sends back."""
+        return [kind for kind in self.entered if kind >= 0]
+
+    @property
+    def kinds(self) -> Iterator[int]:
+        """Kinds of all its blocks."""
+        return (kind for chunk in self.chunks for kind in chunk)
+
+
+class Holdings:
+    """What the ranks of a description hold.
+
+    Args:
+        description: The model.
+        optimizer: What it keeps; by default AdamW.
+    """
+
+    def __init__(self, description: Description, optimizer: Optimizer | None = None) -> None:
+        self.description = description
+        self.optimizer = optimizer or Optimizer()
+        self.layers = {b.kind for b in description.blocks if b.place == "layer"}
+        self.states: dict[Any, Any] = {}  # of memory.py
+        self.activations: dict[Any, int] = {}
+        self.workings: dict[Any, int] = {}
+        self.sends: dict[Any, Any] = {}  # of traffic.py
+        self._contents: dict[tuple[str, int, int], tuple[int, ...]] = {}
+        self._numbers: dict[Content, int] = {}
+        self._all: list[Content] = []
+        self._held: dict[object, tuple[Held, ...]] = {}
+        self._buckets: dict[object, dict[str, tuple[Bucket, ...]]] = {}
+
+    def numbers(self, layout: Layout) -> tuple[int, ...]:
+        """Return for each rank of the pipeline a number, the same for ranks with the same content.
+
+        Raises:
+            InvalidArgumentError: Fewer layers than stages, or a schedule that is not to be had.
+        """
+        key = layout.schedule, layout.grid.pp, layout.chunks
+        if key not in self._contents:
+            found = []
+            for each in self._read(places(self.description, layout), stages_of(*key)):
+                if each not in self._numbers:
+                    self._numbers[each] = len(self._all)
+                    self._all.append(each)
+                found.append(self._numbers[each])
+            self._contents[key] = tuple(found)
+        return self._contents[key]
+
+    def content(self, number: int) -> Content:
+        """Return what ranks of this number have."""
+        return self._all[number]
+
+    def parameters(self, layout: Layout, number: int, tp: int | None = None) -> tuple[Held, ...]:
+        """Return the parameters of a rank of this number in the order of the model, tied ones once.
+
+        Args:
+            layout: The layout.
+            number: Of `numbers`.
+            tp: The tp rank, and the ep rank of experts; None is the one that has the most.
+        """
+        key = layout.cut, layout.grid.is_plain, number, tp
+        if key not in self._held:
+            listed = list(self._listed(layout, number))
+            ranks = range(max((len(p.local) for p, _ in listed), default=1)) if tp is None else [tp]
+            apart = not layout.grid.is_plain
+            sides = (tuple(_of(p, at, others, apart) for p, others in listed) for at in ranks)
+            self._held[key] = max(sides, key=lambda held: sum(p.elements * p.item for p in held))
+        return self._held[key]
+
+    def buckets(
+        self, layout: Layout, number: int, tp: int | None = None
+    ) -> dict[str, tuple[Bucket, ...]]:
+        """Return the gradients of a rank of this number as they travel, by axis."""
+        key = layout.cut, layout.grid.is_plain, number, tp, layout.zero > 0
+        if key not in self._buckets:
+            held = self.parameters(layout, number, tp)
+            plain = [p for p in held if not p.expert]
+            experts = [p for p in held if p.expert]
+            found = {"cp_dp": self._filled(plain, layout.zero > 0)}
+            if experts:
+                found["edp"] = self._filled(experts, layout.zero > 0)
+            self._buckets[key] = found
+        return self._buckets[key]
+
+    def _filled(self, held: list[Held], zero: bool) -> tuple[Bucket, ...]:
+        size = self.optimizer.bucket_size
+        shared = [(p.elements, p.item) for p in held[::-1] if zero and not p.others]
+        rest = [(p.elements, p.item) for p in held[::-1] if not zero or p.others]
+        return (*fill(shared, size, sharded=True), *fill(rest, size, sharded=False))
+
+    def _listed(self, layout: Layout, number: int) -> Iterator[tuple[Parameter, int]]:
+        """Yield a rank's parameters, and how many other ranks of the pipeline have each."""
+        behaviours: tuple[Behaviour, ...] = self.description.behaviours(layout.cut)
+        content = self._all[number]
+        others = dict(content.ties)
+        seen: set[str] = set()
+        for kind in content.kinds:
+            for each in behaviours[kind].parameters:
+                name = f"{kind}.{each.name}"
+                if name not in seen:
+                    yield each, others.get(name, 0)
+                seen.update(next((names for names in self.description.tied if name in names), ()))
+
+    def _read(self, where: Places, stages: tuple[tuple[int, ...], ...]) -> Iterator[Content]:
+        kinds = [block.kind for block in self.description.blocks]
+        owner = {stage: rank for rank, own in enumerate(stages) for stage in own}
+        blocks = {
+            stage: chunk
+            for own, chunks in zip(stages, where, strict=True)
+            for stage, chunk in zip(own, chunks, strict=True)
+        }
+        holders = _holders(self.description, where)
+        for rank, (own, chunks) in enumerate(zip(stages, where, strict=True)):
+            yield Content(
+                chunks=tuple(tuple(kinds[at] for at in chunks[chunk]) for chunk in range(len(own))),
+                entered=tuple(
+                    kinds[blocks[s - 1][-1]] if owner.get(s - 1, rank) != rank else -1 for s in own
+                ),
+                left=tuple(
+                    kinds[blocks[s][-1]] if owner.get(s + 1, rank) != rank else -1 for s in own
+                ),
+                ties=tuple((name, len(ranks - {rank})) for name, ranks in holders.items()),
+            )
+
+
+def _holders(description: Description, where: Places) -> dict[str, set[int]]:
+    """Return the ranks of the pipeline that have a tied parameter, by each of its names."""
+    on: dict[int, set[int]] = {}
+    for rank, chunks in enumerate(where):
+        for at in (at for chunk in chunks for at in chunk):
+            on.setdefault(description.blocks[at].kind, set()).add(rank)
+    return {
+        name: {r for each in names for r in on.get(int(each.partition(".")[0]), ())}
+        for names in description.tied
+        for name in names
+    }
+
+
+def _of(parameter: Parameter, at: int, others: int, apart: bool) -> Held:
+    local = parameter.local[min(at, len(parameter.local) - 1)]
+    return Held(local, parameter.item, others, parameter.expert and apart)

@@ -1,0 +1,205 @@
+"""Bytes on the ranks of a layout: what `parallelize` and `shard_optimizer` keep, and autograd."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from .buckets import Bucket, Optimizer
+from .description import Behaviour, Description
+from .estimate import Memory
+from .holdings import Holdings
+from .layout import Layout
+from .live import fullest, most_live
+
+
+class State(NamedTuple):
+    """Bytes of parameters and of what goes with them."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+
+    def plus(self, other: State) -> State:
+        """Return the sum."""
+        return State(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+def memory(
+    description: Description,
+    layout: Layout,
+    optimizer: Optimizer | None = None,
+    *,
+    holdings: Holdings | None = None,
+) -> tuple[Memory, ...]:
+    """Return the bytes of the fullest rank at each place of the pipeline.
+
+    Of ranks that differ in tp or ep alone it is the one with the most parameters; of those that
+    share an optimizer's state the first, whose shards are never the smaller ones.
+
+    Args:
+        description: The model.
+        layout: The layout; with `zero` 3 as `fully_shard` of torch has it, a block at a time.
+        optimizer: What is kept for each parameter.
+        holdings: Of the same description and optimizer, to work out nothing twice.
+
+    Raises:
+        InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
+    """
+    known = holdings or Holdings(description, optimizer)
+    grid = layout.grid
+    live = most_live(layout.schedule, grid.pp, layout.micro_batches, layout.chunks)
+    found: dict[object, Memory] = {}
+    result = []
+    for number, own in zip(known.numbers(layout), live, strict=True):
+        key = number, own
+        if key not in found:
+            held = state(known, layout, number)
+            kept = [activations(known, layout, number, at) for at in range(layout.chunks)]
+            found[key] = Memory(
+                held.parameters, held.gradients, held.optimizer, fullest(own, kept),
+                working(known, layout, number), held.buffers + messages(known, layout, number),
+            )  # fmt: skip
+        result.append(found[key])
+    return tuple(result)
+
+
+def state(
+    known: Holdings, layout: Layout, number: int, tp: int | None = None, replica: int = 0
+) -> State:
+    """Return what a rank keeps of parameters, gradients and the optimizer's state.
+
+    Args:
+        known: Of the description.
+        layout: The layout.
+        number: Of `known.numbers(layout)`.
+        tp: The tp rank, and the ep rank of experts; None is the one that has the most.
+        replica: Its place among the ranks that sum its gradients.
+    """
+    grid = layout.grid
+    key = (layout.cut, grid.is_plain, number, tp, replica, layout.zero, grid.cp * grid.dp)
+    found: State | None = known.states.get(key)
+    if found is None:
+        found = _of_ties(known, layout, number, tp)
+        for axis, buckets in known.buckets(layout, number, tp).items():
+            ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
+            own = _of_group(buckets, layout.zero, ranks, replica, known.optimizer)
+            found = found.plus(own)
+        known.states[key] = found
+    return found
+
+
+def _of_group(
+    buckets: Sequence[Bucket], zero: int, ranks: int, replica: int, optimizer: Optimizer
+) -> State:
+    total = State()
+    for bucket in buckets:
+        total = total.plus(_of_bucket(bucket, zero, ranks, replica % ranks, optimizer))
+    moving = sorted(b.elements * _sum_item(b, optimizer) for b in buckets if b.sharded)
+    if zero >= 2 and ranks > 1:  # one is filled while the one before it travels
+        total = total.plus(State(buffers=sum(moving[-2:])))
+    return total
+
+
+def _of_bucket(bucket: Bucket, zero: int, ranks: int, replica: int, optimizer: Optimizer) -> State:
+    own = bucket.shards(ranks, replica)
+    sums = _sum_item(bucket, optimizer)
+    if not bucket.sharded:
+        # Sums of another dtype are kept beside the gradients that the optimizer takes.
+        item = bucket.item if sums == bucket.item else bucket.item + sums
+        parameters, gradients, updated = bucket.elements * bucket.item, bucket.elements * item, 0
+        masters = bucket.item
+    else:
+        masters = max(bucket.item, 4)  # float32 at least
+        length = bucket.padded(ranks)
+        share = length // ranks
+        parameters = (share if zero == 3 else length) * bucket.item
+        whole = length * sums if zero == 1 and ranks > 1 else 0
+        gradients = whole + (share if ranks > 1 else bucket.elements) * masters
+        updated = sum(own) * masters if masters != bucket.item else 0
+    moments = sum(own) * optimizer.moments * (optimizer.item or masters)
+    kept = moments + updated + optimizer.per_tensor * len(own)
+    return State(parameters, gradients, kept)
+
+
+def _sum_item(bucket: Bucket, optimizer: Optimizer) -> int:
+    return optimizer.sum_item or bucket.item
+
+
+def _of_ties(known: Holdings, layout: Layout, number: int, tp: int | None) -> State:
+    """Return what stages with a tied weight need besides: its total, and the others' gradients."""
+    grid, buffers, totals = layout.grid, 0, 0
+    for each in known.parameters(layout, number, tp):
+        size = each.elements * each.item
+        if each.others:
+            buffers += size * each.others
+            totals += size if grid.cp * grid.dp > 1 else 0  # beside its bucket
+    return State(gradients=totals, buffers=buffers)
+
+
+def activations(known: Holdings, layout: Layout, number: int, chunk: int) -> int:
+    """Return the bytes that are kept of a micro-batch in a chunk until its backward."""
+    key = (layout.cut, number, chunk, layout.recompute, layout.micro_rows)
+    found: int | None = known.activations.get(key)
+    if found is None:
+        found = sum(size for _, size in kept_of(known, layout, number, chunk))
+        known.activations[key] = found
+    return found
+
+
+def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterator[tuple[str, int]]:
+    """Yield what is kept of a micro-batch in a chunk: messages, and what its blocks keep, by kind.
+
+    A layer that runs again keeps what it was given, and one whose activations the host keeps
+    nothing. The pipeline itself keeps what a chunk has received and what it has sent.
+    """
+    rows, behaviours = layout.micro_rows, known.description.behaviours(layout.cut)
+    content = known.content(number)
+    kinds = content.chunks[chunk]
+    again = [layout.recompute != "none" and kind in known.layers for kind in kinds]
+    received, sent = content.entered[chunk], content.left[chunk]
+    if received >= 0 and not (again[0] and layout.recompute == "full"):
+        yield "received", round(behaviours[received].handed.at(rows))
+    for kind, number_of in Counter(zip(kinds, again, strict=True)).items():
+        own = behaviours[kind[0]]
+        if not kind[1]:
+            yield f"kind {kind[0]} x {number_of}", round(own.kept.at(rows)) * number_of
+        elif layout.recompute == "full":
+            yield f"entered {kind[0]} x {number_of}", round(own.entered.at(rows)) * number_of
+    if sent >= 0 and again[-1]:
+        yield "sent", round(behaviours[sent].handed.at(rows))
+
+
+def working(known: Holdings, layout: Layout, number: int) -> int:
+    """Return the most that a block needs while it runs above what it keeps."""
+    key = (layout.cut, number, layout.recompute, layout.micro_rows)
+    found: int | None = known.workings.get(key)
+    if found is None:
+        behaviours = known.description.behaviours(layout.cut)
+        found = max(
+            (_working(behaviours[kind], kind in known.layers, layout)
+             for kind in {*known.content(number).kinds}), default=0
+        )  # fmt: skip
+        known.workings[key] = found
+    return found
+
+
+def _working(block: Behaviour, is_layer: bool, layout: Layout) -> int:
+    rows = layout.micro_rows
+    forward, backward = block.forward_peak.at(rows), block.backward_peak.at(rows)
+    if is_layer and layout.recompute == "full":  # all of it is there while it runs again
+        backward += block.kept.at(rows)
+    return round(max(forward, backward))
+
+
+def messages(known: Holdings, layout: Layout, number: int) -> int:
+    """Return the bytes of gradients between stages: one that has come, and one on its way."""
+    behaviours = known.description.behaviours(layout.cut)
+    content = known.content(number)
+    sizes = [
+        max((round(behaviours[kind].handed.at(layout.micro_rows)) for kind in kinds), default=0)
+        for kinds in (content.sent, content.returned)
+    ]
+    return sum(sizes)

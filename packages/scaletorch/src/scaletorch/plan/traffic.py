@@ -1,0 +1,153 @@
+"""Collectives of a step on the ranks of a layout: how many, and the bytes that a rank sends.
+
+Bytes are those of rings, whatever a backend does: an all-reduce of n ranks sends 2 (n - 1) / n of
+its tensor, a reduce-scatter and an all-gather (n - 1) / n of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from .buckets import Bucket, Optimizer
+from .description import Description
+from .estimate import Traffic
+from .holdings import Holdings
+from .layout import Layout
+
+WORD = 4  # bytes of a flag
+FLAGS = 4  # words besides those of parameters: whether ranks are at the same place of the step
+COUNTS = 32  # bytes: tokens of the step, and whether a rank has to refuse something
+AGREED = 24  # bytes of a rank: a digest of the step's schedule and shapes
+ENDED = 1  # byte of a rank: whether the step has failed there
+
+
+def traffic(
+    description: Description,
+    layout: Layout,
+    optimizer: Optimizer | None = None,
+    *,
+    holdings: Holdings | None = None,
+) -> tuple[tuple[Traffic, ...], ...]:
+    """Return what a rank at each place of the pipeline sends in a step, and its update.
+
+    A step is `train_step` after the first one, and `optimizer.step()`. Not in it: clipping by the
+    norm, which is an all-reduce of 8 bytes over each axis. On one host ranks may read each other's
+    memory in place of the messages for gradients.
+
+    Args:
+        description: The model.
+        layout: The layout.
+        optimizer: In what gradients are summed.
+        holdings: Of the same description and optimizer, to work out nothing twice.
+
+    Raises:
+        InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
+    """
+    known = holdings or Holdings(description, optimizer)
+    found: dict[int, tuple[Traffic, ...]] = {}
+    for number in known.numbers(layout):
+        if number not in found:
+            found[number] = tuple(joined(calls(known, layout, number)))
+    return tuple(found[number] for number in known.numbers(layout))
+
+
+def joined(sent: Iterator[Traffic]) -> Iterator[Traffic]:
+    """Add up what goes over the same axis by the same operation."""
+    total: dict[tuple[str, str], tuple[int, int]] = {}
+    for each in sent:
+        count, size = total.get((each.axis, each.operation), (0, 0))
+        total[each.axis, each.operation] = count + each.count, size + each.bytes
+    for (axis, operation), (count, size) in total.items():
+        yield Traffic(axis, operation, count, size)
+
+
+def calls(known: Holdings, layout: Layout, number: int, tp: int | None = None) -> Iterator[Traffic]:
+    """Yield the collectives of a step, those of one sort and purpose together.
+
+    Args:
+        known: Of the description.
+        layout: The layout.
+        number: Of `known.numbers(layout)`.
+        tp: The tp rank, and the ep rank of experts; None is the one that has the most parameters.
+    """
+    grid = layout.grid
+    yield from _blocks(known, layout, number)
+    yield from _pipeline(known, layout, number, tp)
+    for axis, buckets in known.buckets(layout, number, tp).items():
+        ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
+        if ranks > 1:
+            yield from _gradients(axis, buckets, layout, ranks, known.optimizer)
+    item = max(_item(known, layout), WORD)
+    yield from _reduced("cp_dp", grid.cp * grid.dp, item)  # the loss
+    yield from _reduced("pp", grid.pp, item)
+    yield from _reduced("world", grid.world_size, COUNTS)
+
+
+def _blocks(known: Holdings, layout: Layout, number: int) -> Iterator[Traffic]:
+    """Yield what the blocks send themselves."""
+    key = layout.cut, number, layout.recompute == "full", layout.micro_rows, layout.micro_batches
+    found: list[Traffic] | None = known.sends.get(key)
+    if found is None:
+        found = known.sends[key] = list(_of_blocks(known, layout, number))
+    yield from found
+
+
+def _of_blocks(known: Holdings, layout: Layout, number: int) -> Iterator[Traffic]:
+    behaviours = known.description.behaviours(layout.cut)
+    kinds = list(known.content(number).kinds)
+    for kind in dict.fromkeys(kinds):
+        again = layout.recompute == "full" and kind in known.layers
+        for each in behaviours[kind].sent:
+            twice = again and each.again and each.phase == "forward"
+            times = kinds.count(kind) * layout.micro_batches * (2 if twice else 1)
+            size = round(each.bytes.at(layout.micro_rows)) * times
+            yield Traffic(each.axis, each.operation, each.count * times, size)
+
+
+def _pipeline(known: Holdings, layout: Layout, number: int, tp: int | None) -> Iterator[Traffic]:
+    """Yield messages between stages, as `derive_messages` has them, and tied gradients."""
+    if layout.grid.pp == 1:
+        return
+    behaviours = known.description.behaviours(layout.cut)
+    content = known.content(number)
+    for kind in (*content.sent, *content.returned):
+        size = round(behaviours[kind].handed.at(layout.micro_rows))
+        yield Traffic("pp", "send", layout.micro_batches, size * layout.micro_batches)
+    for each in known.parameters(layout, number, tp):
+        if each.others:  # and a byte: whether there is a gradient
+            yield Traffic(
+                "pp", "send", 2 * each.others, (each.elements * each.item + 1) * each.others
+            )
+    for own in (AGREED, ENDED):
+        yield Traffic("pp", "all_gather", 1, own * (layout.grid.pp - 1))
+
+
+def _gradients(
+    axis: str, buckets: Sequence[Bucket], layout: Layout, ranks: int, optimizer: Optimizer
+) -> Iterator[Traffic]:
+    """Yield the sums of gradients, and with ZeRO the fetching of updated parameters."""
+    # From stage 2 on every backward sums gradients into shards, and else the last one alone.
+    sums = layout.micro_batches * layout.chunks if layout.zero >= 2 else 1
+    for bucket in buckets:
+        item = optimizer.sum_item or bucket.item
+        whole = bucket.padded(ranks) * item
+        if bucket.sharded:
+            yield Traffic(axis, "reduce_scatter", sums, whole * (ranks - 1) // ranks * sums)
+            fetched = bucket.padded(ranks) * bucket.item * (ranks - 1) // ranks
+            times = 2 * layout.micro_batches if layout.zero == 3 else 1
+            yield Traffic(axis, "all_gather", times, fetched * times)
+        else:
+            yield from _reduced(axis, ranks, whole, sums)
+    if layout.zero < 3:
+        flags = sum(len(bucket.sizes) for bucket in buckets) + FLAGS
+        yield from _reduced(axis, ranks, flags * WORD, sums)
+
+
+def _reduced(axis: str, ranks: int, size: int, times: int = 1) -> Iterator[Traffic]:
+    if ranks > 1:
+        yield Traffic(axis, "all_reduce", times, 2 * size * (ranks - 1) // ranks * times)
+
+
+def _item(known: Holdings, layout: Layout) -> int:
+    first = next(iter(known.parameters(layout, 0)), None)
+    return WORD if first is None else first.item
