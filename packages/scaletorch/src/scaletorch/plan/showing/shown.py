@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ...compose.naming import layout_name
 from ..cluster import Cluster
 from ..estimate import Estimate
 from ..layout import Layout
@@ -56,12 +57,7 @@ class Shown:
 
 def sizes_of(layout: Layout) -> str:
     """Return the sizes of a layout, `DPxPPxCPxTP` and what experts have of their own."""
-    grid = layout.grid
-    text = f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}"
-    if not grid.is_plain:
-        text += f"-ep{grid.ep}" * (grid.ep > 1)
-        text += f"-etp{grid.etp}" * (grid.etp not in (1, grid.tp) or grid.ep == 1)
-    return text
+    return layout_name(layout.grid)
 
 
 def options_of(layout: Layout) -> list[str]:
