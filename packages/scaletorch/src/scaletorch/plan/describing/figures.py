@@ -55,16 +55,26 @@ def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Ite
 
 def _all_work(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Work]:
     """Yield products of one size together, and all that only moves memory."""
-
-    def alike(each: tuple[Operation, Operation]) -> tuple[str, float]:
-        return each[0][0], each[0][1]
-
     for phase in PHASES:
-        both = zip(*(each.seen[kind, phase].work for each in pair), strict=False)
-        for (sort, _), group in groupby(sorted(both, key=alike), key=alike):
-            found = [*group]
-            flops, moved = (
-                _affine(rows, *(sum(each[side][figure] for each in found) for side in (0, 1)))
-                for figure in (1, 2)
-            )
-            yield Work(sort, len(found), flops, moved, phase)
+        sides = [each.seen[kind, phase].work for each in pair]
+        for sort in sorted({operation[0] for side in sides for operation in side}):
+            found = [[each for each in side if each[0] == sort] for side in sides]
+            for both in _alike(*found):
+                flops, moved = (
+                    _affine(rows, *(sum(each[figure] for each in side) for side in both))
+                    for figure in (1, 2)
+                )
+                yield Work(sort, max(map(len, both)), flops, moved, phase)
+
+
+def _alike(low: list[Operation], high: list[Operation]) -> Iterator[list[list[Operation]]]:
+    """Yield operations of one size, of both steps; all together if one step has more of them.
+
+    What rows decide, such as which experts have tokens, may leave some out.
+    """
+    if len(low) != len(high):
+        yield [low, high]
+        return
+    both = sorted(zip(low, high, strict=True), key=lambda each: each[0][1])
+    for _, group in groupby(both, key=lambda each: each[0][1]):
+        yield [[*side] for side in zip(*group, strict=True)]

@@ -1,0 +1,189 @@
+"""What a device reaches, measured while all ranks compute: products, attention, memory, updates."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..dist import barrier
+from ..models import Llama, LlamaConfig
+
+ROUNDS = 5
+TOKENS, HEADS, WIDTH = 256, 4, 64
+LENGTHS = (32, 128, 512, 1024)  # of attention
+SIZES = (64, 128, 256, 512, 1024)  # of square weights
+ELEMENTS = (2**10, 2**14, 2**17, 2**20, 2**22)  # of tensors that are only moved
+_PARAMETERS = 2**21
+
+Figures = dict[str, Any]
+
+
+def measure(seconds: float, dtype: torch.dtype) -> Figures:
+    """Measure this rank, all ranks at once.
+
+    Args:
+        seconds: For each figure, about.
+        dtype: Of parameters and activations.
+
+    Returns:
+        Pairs (size of an operation, its amount a second) for "matmul", "matmul backward",
+        "attention", "attention backward" and "other"; seconds "overhead"; bytes a second
+        "updating"; and "spread", by how much rounds differ.
+    """
+    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    gauge = _Gauge(seconds, device)
+    options: Any = {"dtype": dtype, "device": device}
+    found: Figures = {"overhead": _overhead(gauge, options)}
+    for name, pairs in (
+        ("matmul", _products(gauge, options)), ("attention", _attention(gauge, options)),
+    ):  # fmt: skip
+        forward, backward = zip(*pairs, strict=True)
+        found[name], found[f"{name} backward"] = [*forward], [*backward]
+    found["other"] = [*_moving(gauge, options, found["overhead"])]
+    found["updating"] = _updating(gauge, options)
+    return {**found, "spread": gauge.spread(), "device": str(device), "memory": _memory(device)}
+
+
+class _Gauge:
+    """Times calls in rounds that all ranks begin together."""
+
+    def __init__(self, seconds: float, device: torch.device) -> None:
+        self._seconds, self._device = seconds, device
+        self._spreads: list[float] = []
+
+    def __call__(self, run: Callable[[], Any]) -> float:
+        """Return the median seconds of a call."""
+        once = min(self._time(run, 1) for _ in range(3))
+        calls = max(1, int(self._seconds / ROUNDS / max(once, 1e-7)))
+        barrier()
+        rounds = sorted(self._time(run, calls) for _ in range(ROUNDS))
+        middle = statistics.median(rounds)
+        self._spreads.append((rounds[-2] - rounds[1]) / 2 / middle)
+        return middle
+
+    def spread(self) -> float:
+        """Return the median of half the distance between quartiles, as a share."""
+        return statistics.median(self._spreads)
+
+    def _time(self, run: Callable[[], Any], calls: int) -> float:
+        self._wait()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            run()
+        self._wait()
+        return (time.perf_counter() - begin) / calls
+
+    def _wait(self) -> None:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+
+
+class _Count(TorchDispatchMode):
+    """Counts operations that are no views, as descriptions do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returns = func._schema.returns
+        views = returns and all(r.alias_info and not r.alias_info.is_write for r in returns)
+        self.number += not views
+        return func(*args, **(kwargs or {}))
+
+
+def _overhead(gauge: _Gauge, options: Any) -> float:
+    """Return seconds of an operation of a layer so small that nothing else takes any.
+
+    What Python and autograd do around operations is in it.
+    """
+    model = Llama(LlamaConfig(16, 16, 16, 4, 2, 2)).to(**options)
+    ids = torch.zeros(1, 4, dtype=torch.long, device=options["device"])
+
+    def step() -> None:
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()  # type: ignore[no-untyped-call]
+
+    step()
+    with _Count() as count:
+        step()
+    return gauge(step) / count.number
+
+
+def _products(gauge: _Gauge, options: Any) -> Iterator[tuple[tuple[float, float], ...]]:
+    """Yield forward and backward of linear layers: flops of a product, flops a second."""
+    for size in SIZES:
+        weight = nn.Parameter(torch.randn(size, size, **options))
+        entered = torch.randn(TOKENS, size, requires_grad=True, **options)
+        flops = 2.0 * TOKENS * size * size
+        forward, backward = _both(gauge, lambda e=entered, w=weight: F.linear(e, w), entered)
+        yield (flops, flops / forward), (flops, 2 * flops / backward)
+
+
+def _attention(gauge: _Gauge, options: Any) -> Iterator[tuple[tuple[float, float], ...]]:
+    """Yield forward and backward of causal attention."""
+    for length in LENGTHS:
+        shape = (max(1, LENGTHS[-1] // length), HEADS, length, WIDTH)
+        query, key, value = (torch.randn(shape, requires_grad=True, **options) for _ in range(3))
+        flops = 2.0 * shape[0] * HEADS * length * length * WIDTH  # half of the scores are seen
+
+        def run(q: Tensor = query, k: Tensor = key, v: Tensor = value) -> Tensor:
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        forward, backward = _both(gauge, run, query)
+        yield (flops, flops / forward), (2.5 * flops, 2.5 * flops / backward)
+
+
+def _both(gauge: _Gauge, run: Callable[[], Tensor], entered: Tensor) -> tuple[float, float]:
+    """Return the seconds of a forward, and of its backward."""
+    with torch.no_grad():
+        forward = gauge(run)
+    output = run()
+    gradient = torch.randn_like(output)
+    leaves = [entered]
+
+    def back() -> None:
+        output.backward(gradient, retain_graph=True)  # type: ignore[no-untyped-call]
+        for leaf in leaves:
+            leaf.grad = None
+
+    return forward, gauge(back)
+
+
+def _moving(gauge: _Gauge, options: Any, overhead: float) -> Iterator[tuple[float, float]]:
+    """Yield bytes that an operation of a mix moves, and bytes a second beside its overhead."""
+    for elements in ELEMENTS:
+        one, two = (torch.randn(elements // 64, 64, **options) for _ in range(2))
+        size = one.nbytes
+        mix: list[tuple[Callable[[], Tensor], int]] = [
+            (lambda a=one, b=two: a + b, 3), (lambda a=one, b=two: a * b, 3),
+            (lambda a=one: F.silu(a), 2), (lambda a=one: a.pow(2), 2),
+            (lambda a=one: torch.cat((-a[:, 32:], a[:, :32]), -1), 3),
+            (lambda a=one: a.clone(), 2),
+        ]  # fmt: skip
+        took = gauge(lambda m=mix: [run() for run, _ in m])
+        moved = sum(times for _, times in mix) * size
+        least = 0.2 * took  # small ones are overhead and nothing else
+        yield moved / len(mix), moved / max(took - overhead / 3 * len(mix), least)
+
+
+def _updating(gauge: _Gauge, options: Any) -> float:
+    parameters = [nn.Parameter(torch.randn(_PARAMETERS // 8, **options)) for _ in range(8)]
+    for each in parameters:
+        each.grad = torch.randn_like(each)
+    optimizer = torch.optim.AdamW(parameters, lr=1e-4)
+    optimizer.step()
+    return 7 * sum(each.nbytes for each in parameters) / gauge(optimizer.step)
+
+
+def _memory(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[1]
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,0 +1,186 @@
+"""What a description says of a model is what its real ranks keep for backward, and send."""
+
+import resource
+from collections import Counter
+
+import pytest
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from scaletorch.compose import parallelize, shard_global_batch, train_step
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+from scaletorch.plan import Cut
+from scaletorch.plan.describing import describe
+from scaletorch.plan.description import read, write
+
+LENGTH, ROWS = 16, 4
+SIZES = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+}  # fmt: skip
+OURS = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 3, "num_heads": 4,
+    "num_kv_heads": 2,
+}  # fmt: skip
+
+
+def build(family):
+    """Return a tiny model; transformers is imported by those that need it alone."""
+    if family == "Llama":
+        return Llama(LlamaConfig(**OURS))
+    if family == "Mixture":
+        return Mixture(MixtureConfig(**OURS, num_experts=4))
+    import transformers
+
+    made = {
+        "gemma2": lambda: transformers.Gemma2Config(**SIZES, head_dim=8, sliding_window=8),
+        "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=8),
+        "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
+            **SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16
+        ),
+        "gpt2": lambda: transformers.GPT2Config(
+            vocab_size=96, n_embd=32, n_layer=3, n_head=4, n_positions=64, attn_pdrop=0.0,
+            bos_token_id=0, eos_token_id=0,
+        ),
+    }  # fmt: skip
+    return transformers.AutoModelForCausalLM.from_config(made[family]())
+
+
+class Kept(saved_tensors_hooks):
+    """The most bytes that autograd kept at a time, beside parameters; each memory counts once."""
+
+    def __init__(self, model):
+        super().__init__(self.pack, lambda held: held.tensor)
+        self.parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+        self.users, self.now, self.most = Counter(), 0, 0
+
+    def pack(self, tensor):
+        return Held(tensor, self)
+
+    def change(self, tensor, users):
+        storage = tensor.untyped_storage()
+        at = storage.data_ptr()
+        if at not in self.parameters:
+            before, self.users[at] = self.users[at], self.users[at] + users
+            self.now += storage.nbytes() * ((self.users[at] > 0) - (before > 0))
+            self.most = max(self.most, self.now)
+
+
+class Held:
+    def __init__(self, tensor, kept):
+        self.tensor, self.kept = tensor, kept
+        kept.change(tensor, 1)
+
+    def __del__(self):
+        self.kept.change(self.tensor, -1)
+
+
+def measured(family, sizes, options):
+    """Return the bytes that a rank keeps in its second step, of one micro-batch of `ROWS` rows."""
+    manager = setup_process_group_manager(**{f"{axis}_size": n for axis, n in sizes.items()})
+    torch.manual_seed(0)
+    model = parallelize(build(family), manager, **options)
+    generator = torch.Generator().manual_seed(manager.dp_rank)
+    ids = torch.randint(64, (ROWS * manager.dp_size, LENGTH), generator=generator)
+    batch = shard_global_batch({"input_ids": ids, "labels": ids}, 1, manager)
+    train_step(model, batch, manager)
+    kept = Kept(model)
+    with kept:
+        train_step(model, batch, manager)
+    destroy_process_group_manager()
+    return kept.most
+
+
+def described(family, cut):
+    """Return the bytes that the description says a rank of one stage keeps."""
+    known = describe(lambda: build(family), LENGTH, cuts=[cut])
+    kinds = known.behaviours(cut)
+    blocks = [kinds[block.kind] for block in known.blocks]
+    return sum(each.kept.at(ROWS) for each in blocks) + max(each.shared.at(ROWS) for each in blocks)
+
+
+CASES = {
+    1: [("gemma2", {}, {}, Cut()), ("Mixture", {}, {}, Cut())],
+    2: [
+        ("Llama", {"tp": 2}, {}, Cut(tp=2)),
+        ("Llama", {"cp": 2}, {"cp_method": "all_gather"}, Cut(cp=2, cp_method="all_gather")),
+        ("Llama", {"cp": 2}, {"cp_method": "ulysses"}, Cut(cp=2, cp_method="ulysses")),
+        ("qwen3", {"tp": 2}, {"sequence_parallel": True}, Cut(tp=2, sequence_parallel=True)),
+        ("gpt2", {"tp": 2}, {}, Cut(tp=2)),
+        ("Mixture", {"tp": 2}, {}, Cut(tp=2)),
+        ("qwen3_moe", {"cp": 2}, {}, Cut(cp=2, cp_method="ring")),
+    ],
+    4: [
+        (
+            "Llama", {"tp": 2, "cp": 2}, {"sequence_parallel": True},
+            Cut(tp=2, cp=2, sequence_parallel=True, cp_method="ring"),
+        ),
+    ],
+}  # fmt: skip
+
+
+def measured_all(cases):
+    """Return what this rank keeps in each case."""
+    return [measured(family, sizes, options) for family, sizes, options, _ in cases]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported():
+    preload("scaletorch.compose", "scaletorch.models")  # by all ranks at once
+
+
+@pytest.mark.parametrize("ranks", CASES)
+def test_a_rank_keeps_what_is_described(ranks):
+    found = run_ranks(measured_all, ranks, CASES[ranks], timeout=100)
+    for (family, _, _, cut), *kept in zip(CASES[ranks], *found, strict=True):
+        assert kept == [described(family, cut)] * ranks, (family, cut)
+
+
+def test_nothing_of_a_models_size_is_taken():
+    config = LlamaConfig(128256, 16384, 53248, 126, 128, 8)
+    cut = Cut(tp=8, cp=16, sequence_parallel=True, cp_method="ring")
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    known = describe(lambda: Llama(config).bfloat16(), 8192, cuts=[cut], name="405B")
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20  # KiB
+    assert round(known.elements / 1e9) == 406
+    assert [block.kind for block in known.blocks] == [0, *[1] * 126, 2]
+    layer = known.behaviours(cut)[1]
+    matmuls = sum(
+        w.flops.at(1) for w in layer.work if w.operation == "matmul" and w.phase == "forward"
+    )
+    weights = sum(p.local[0] for p in layer.parameters if p.elements > 2**20)
+    assert matmuls == 2 * weights * 8192 / 16
+    sent = {(s.axis, s.operation): s.count for s in layer.sent if s.phase == "forward"}
+    assert sent["tp", "all_gather"] == sent["tp", "reduce_scatter"] == 2
+    assert sent["cp", "send"] == 2 * 15
+
+
+def test_a_description_is_a_file(tmp_path):
+    known = describe(lambda: build("Llama"), LENGTH, cuts=[Cut(tp=2), Cut(tp=8)])
+    assert known.refused.keys() == {Cut(tp=8)}, known.refused
+    write(known, tmp_path / "one.json")
+    assert read(tmp_path / "one.json") == known
+    (tmp_path / "two.json").write_text("{}")
+    with pytest.raises(InvalidArgumentError, match="is no description of a model"):
+        read(tmp_path / "two.json")
+
+
+def needs_data():
+    model = torch.nn.Linear(2, 2)
+    model.weight.data.fill_(float(model.weight.sum()))
+    return model
+
+
+def test_a_model_that_needs_data_is_refused():
+    with pytest.raises(InvalidArgumentError, match="cannot be built without data"):
+        describe(needs_data, LENGTH)
+    with pytest.raises(InvalidArgumentError, match="returned list"):
+        describe(list, LENGTH)
+    with pytest.raises(InvalidArgumentError, match=r"expected one nn\.ModuleList"):
+        describe(lambda: torch.nn.Linear(2, 2), LENGTH)
