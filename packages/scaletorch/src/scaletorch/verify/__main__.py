@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..compose.experts import count_experts
 from ..compose.naming import load, parse_layout
 from ..dist.errors import InvalidArgumentError, ScaletorchError
 from ..parallel.pg_manager import Grid
@@ -23,7 +24,6 @@ from .cases import (
     enumerate_cases,
     every_layout,
 )
-from .experts import count_experts
 from .problem import (
     BatchFn,
     ModelFn,

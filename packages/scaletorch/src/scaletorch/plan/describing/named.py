@@ -11,8 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...compose.experts import count_experts
 from ...compose.naming import load
 from ...dist.errors import InvalidArgumentError
+from ...parallel.pipeline_parallel import meta_parameters
 
 
 def named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Module]]:
@@ -46,6 +48,16 @@ def named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Mo
         return _of_config(found, dtype) if _is_config(found) else _cast(found, dtype)
 
     return name, build
+
+
+def experts_of(build: Callable[[], nn.Module]) -> int:
+    """Return how many experts a layer of the model has; 1 for none."""
+    try:
+        with meta_parameters():
+            model = build()
+    except (RuntimeError, NotImplementedError, OSError):  # which `describe` tells more of
+        return 1
+    return count_experts(model) if isinstance(model, nn.Module) else 1
 
 
 def _of_file(path: Path, dtype: str | None) -> tuple[str, Callable[[], nn.Module]]:

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-from inspect import signature
+from dataclasses import replace
 from xml.etree import ElementTree as Xml
 
-from ...parallel.pipeline_parallel import SCHEDULES, Costs, Timeline, simulate
+from ...parallel.pipeline_parallel import Timeline, simulate
 from ...parallel.pipeline_parallel.building import drawn
-from ..estimate import Estimate
+from ..layout import Layout
+from ..stages import schedule_of
+from .shown import Shown
 
-BOXES = 1500  # in a picture
+BOXES = 1500  # in a picture, about
 
 
-def lanes(estimate: Estimate, timeline: Timeline | None = None) -> Xml.Element:
-    """Draw what each rank of the pipeline computes when.
+def lanes(shown: Shown, layout: Layout) -> Xml.Element:
+    """Draw what each rank of the pipeline computes when, of as many micro-batches as have room.
 
-    Args:
-        estimate: A layout's.
-        timeline: As it is timed; None draws stages that are equal, with backwards twice as long.
+    If times are not known, stages are drawn as equal, and backward twice as long as forward.
     """
-    timeline = timeline or plain(estimate)
-    layout, schedule = estimate.layout, timeline.schedule
-    title = f"{layout.schedule}, {layout.grid.pp} ranks, "
-    if schedule.num_micro_batches < layout.micro_batches:
-        title += f"the first {schedule.num_micro_batches} of "
-    return drawn([timeline], [f"{title}{layout.micro_batches} micro-batches"])
+    ranks = layout.grid.pp
+    room = max(BOXES // (6 * ranks * layout.chunks), 1) * 2 * ranks
+    short = replace(layout, micro_batches=min(layout.micro_batches, room))
+    first = "" if short == layout else f"the first {room} of "
+    title = f"{layout.schedule}, {ranks} ranks, {first}{layout.micro_batches} micro-batches"
+    return drawn([(shown.timeline or plain)(short)], [title])
 
 
-def plain(estimate: Estimate) -> Timeline:
-    """Return the schedule's time line of as many micro-batches as a picture has room for."""
-    layout = estimate.layout
-    ranks, chunks = layout.grid.pp, layout.chunks
-    room = max(BOXES // (6 * ranks * chunks), 1) * 2 * ranks
-    build = SCHEDULES[layout.schedule]
-    more = {"num_chunks": chunks} if "num_chunks" in signature(build).parameters else {}
-    return simulate(build(ranks, min(layout.micro_batches, room), **more), Costs())
+def plain(layout: Layout) -> Timeline:
+    """Return the time line of equal stages."""
+    return simulate(schedule_of(layout))

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from xml.etree import ElementTree as Xml
 
-from ...parallel.pipeline_parallel import Timeline
 from ..estimate import Estimate
 from .bars import bars
 from .columns import LEFT, Column, common, held, ranked
@@ -28,23 +27,19 @@ DRAWN = 3  # layouts with pictures
 Cells = Iterable[tuple[str, str]]  # a class and what stands there
 
 
-def page(
-    shown: Shown, top: int = 10, timeline: Callable[[Estimate], Timeline] | None = None
-) -> str:
+def page(shown: Shown, top: int = 10) -> str:
     """Return a plan as an HTML page.
 
     Args:
         shown: The plan.
         top: Layouts in the table; the first three have pictures.
-        timeline: Returns when the ranks of a layout's pipeline compute; None draws equal stages.
     """
     title = f"Plan for {shown.name} on {shown.cluster.ranks} x {shown.cluster.device.name}"
     listed = shown.estimates[:top]
     body = [f"<h1>{escape(title)}</h1>", *_opening(shown), *_best(shown)]
     body += [*_ranking(shown, listed)] if listed else []
     for place, estimate in enumerate(listed[:DRAWN]):
-        drawn = timeline(estimate) if timeline and estimate.layout.grid.pp > 1 else None
-        body += _layout(shown, estimate, place, drawn)
+        body += _layout(shown, estimate, place)
     body += [*_refused(shown), *_notes(shown)]
     return "\n".join([
         "<!doctype html>", '<html lang="en">', '<meta charset="utf-8">',
@@ -112,9 +107,7 @@ def _columns(columns: Sequence[Column]) -> Iterator[str]:
     yield "</tbody></table></div>"
 
 
-def _layout(
-    shown: Shown, estimate: Estimate, place: int, timeline: Timeline | None
-) -> Iterator[str]:
+def _layout(shown: Shown, estimate: Estimate, place: int) -> Iterator[str]:
     """Yield the pictures of a layout and what its fullest rank holds, line by line."""
     layout = estimate.layout
     said = f"{sizes_of(layout)}: {', '.join(options_of(layout))}"
@@ -123,8 +116,12 @@ def _layout(
     memory = bars(estimate, shown.cluster.device.memory)
     yield _figure("Memory of each rank of the pipeline", memory)
     if layout.grid.pp > 1:
-        words = "" if timeline else "Stages are drawn as equal, backward twice as long as forward."
-        yield _figure("What the pipeline computes when", lanes(estimate, timeline), words)
+        words = (
+            ""
+            if shown.timeline
+            else "Stages are drawn as equal, backward twice as long as forward."
+        )
+        yield _figure("What the pipeline computes when", lanes(shown, layout), words)
     yield _figure("The ranks over the nodes", nodes(layout.grid, shown.cluster))
     yield from _sent(estimate)
     if shown.lines is not None:

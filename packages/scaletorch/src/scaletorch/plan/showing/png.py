@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from xml.etree import ElementTree as Xml
 
-from ...parallel.pipeline_parallel import Timeline
 from ...parallel.pipeline_parallel.building import paint
 from .bars import bars
 from .lanes import lanes
@@ -18,14 +17,13 @@ LINE, MARGIN = 15, 20
 _DOWN = ("y", "y1", "y2")
 
 
-def png(path: Path, shown: Shown, top: int = 10, timeline: Timeline | None = None) -> None:
+def png(path: Path, shown: Shown, top: int = 10) -> None:
     """Write the table and the pictures of the first layout.
 
     Args:
         path: Of the file.
         shown: The plan.
         top: Layouts in the table.
-        timeline: Of the first layout; None draws equal stages.
 
     Raises:
         InvalidArgumentError: Matplotlib is missing.
@@ -39,7 +37,7 @@ def png(path: Path, shown: Shown, top: int = 10, timeline: Timeline | None = Non
         said = f"{sizes_of(best.layout)}, {', '.join(options_of(best.layout))}"
         figures = [(f"{said}: {in_bytes(best.peak)}", bars(best, shown.cluster.device.memory))]
         if best.layout.grid.pp > 1:
-            figures.append(("what the pipeline computes when", lanes(best, timeline)))
+            figures.append(("what the pipeline computes when", lanes(shown, best.layout)))
         figures.append(("the ranks over the nodes", nodes(best.layout.grid, shown.cluster)))
         for title, figure in figures:
             height += 2 * LINE

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ...compose.naming import layout_name
+from ...parallel.pipeline_parallel import Timeline
 from ..cluster import Cluster
 from ..estimate import Estimate
 from ..layout import Layout
@@ -29,6 +30,7 @@ class Shown:
         estimates: The best first.
         refused: Layouts that cannot be, as text, and why.
         lines: Returns what the fullest rank of a layout holds, line by line: a name and bytes.
+        timeline: Returns when the ranks of a layout's pipeline compute; None if that is not known.
         notes: What is assumed, a sentence each.
     """
 
@@ -39,6 +41,7 @@ class Shown:
     estimates: Sequence[Estimate]
     refused: Mapping[str, str] = field(default_factory=dict)
     lines: Callable[[Layout], Sequence[tuple[str, int]]] | None = None
+    timeline: Callable[[Layout], Timeline] | None = None
     notes: Sequence[str] = ()
 
     def fits(self, estimate: Estimate) -> bool:
