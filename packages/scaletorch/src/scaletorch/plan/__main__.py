@@ -19,7 +19,7 @@ from .cluster_files import write_cluster
 from .description import Description, read, write
 from .estimate import Estimate
 from .search import Plan, plan
-from .showing import Shown, explained, page, png, table
+from .showing import Shown, explained, grouped, page, png, table
 from .timing import timeline
 
 
@@ -39,7 +39,7 @@ def _plan(arguments: Any) -> int:
     found = plan(description, arguments.rows, cluster, **restrictions(arguments))
     shown = shown_of(found, arguments)
     if not found.estimates:
-        raise InvalidArgumentError(f"no layout is legal\n{table(shown)}")
+        raise InvalidArgumentError(_none(shown, restrictions(arguments)))
     if arguments.explain:
         print(explained(shown, _chosen(found, arguments.explain)))
     else:
@@ -124,6 +124,18 @@ def _chosen(found: Plan, text: str) -> Estimate:
     ranks = found.cluster.ranks
     why = why or f"it has {grid.world_size} ranks, and {ranks} are planned for"
     raise InvalidArgumentError(f"{text} is not legal: {why}")
+
+
+def _none(shown: Shown, asked: dict[str, Any]) -> str:
+    """Return why no layout is legal: the reason of most of them."""
+    named = ", ".join(f"{name} {' or '.join(map(str, own))}" for name, own in asked.items())
+    start = f"no layout of {shown.cluster.ranks} ranks with {shown.rows} rows"
+    start += f" and {named}" if named else ""
+    reasons = list(grouped(shown.refused))
+    if not reasons:
+        return f"{start} is there: sizes have to multiply to the ranks"
+    count, example, why = reasons[0]
+    return f"{start} is legal; of {len(shown.refused)} for {count} such as {example}: {why}"
 
 
 def _write(shown: Shown, arguments: Any) -> None:

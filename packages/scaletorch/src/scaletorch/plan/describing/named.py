@@ -18,7 +18,7 @@ from ...parallel.pipeline_parallel import meta_parameters
 
 
 def named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Module]]:
-    """Return the name of a model and what builds it.
+    """Return the name of a model, "" for that of its class, and what builds it.
 
     Args:
         given: A folder with a `config.json` of transformers, such a file, or `package.module:name`
@@ -41,13 +41,12 @@ def named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Mo
     made = load(given)
     if not callable(made) and not _is_config(made):
         raise InvalidArgumentError(f"{given!r} makes nothing: it is a {type(made).__name__}")
-    name = given.partition(":")[2]
 
     def build() -> nn.Module:
         found = made() if callable(made) else made
         return _of_config(found, dtype) if _is_config(found) else _cast(found, dtype)
 
-    return name, build
+    return "", build
 
 
 def experts_of(build: Callable[[], nn.Module]) -> int:

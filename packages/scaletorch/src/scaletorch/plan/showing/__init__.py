@@ -2,7 +2,7 @@
 
 from .page import page
 from .png import png
-from .shown import Shown
+from .shown import Shown, grouped
 from .table import explained, table
 
-__all__ = ["Shown", "explained", "page", "png", "table"]
+__all__ = ["Shown", "explained", "grouped", "page", "png", "table"]

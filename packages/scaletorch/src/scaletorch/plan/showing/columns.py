@@ -55,7 +55,7 @@ def ranked(shown: Shown, listed: Sequence[Estimate], shared: list[str]) -> list[
     if any(each.time for each in listed):
         times = [each.time for each in listed]
         columns += [
-            Column("bubble", [f"{time.bubble:.1%}" if time else "" for time in times]),
+            Column("bubble", [f"{time.bubble:.1%}" if time else "" for time in times], 1),
             Column("step", [in_seconds(time.step) if time else "" for time in times]),
             Column("tokens/s", [in_short(shown.tokens_per_second(each)) for each in listed]),
         ]

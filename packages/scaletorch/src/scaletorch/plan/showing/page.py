@@ -112,7 +112,8 @@ def _layout(shown: Shown, estimate: Estimate, place: int) -> Iterator[str]:
     layout = estimate.layout
     said = f"{sizes_of(layout)}: {', '.join(options_of(layout))}"
     yield f"<h2>{'The first in full' if place == 0 else 'The next'}</h2>" if place < 2 else ""
-    yield f"<details{' open' if place == 0 else ''}><summary>{escape(said)}</summary>"
+    opened = ' open=""' if place == 0 else ""
+    yield f"<details{opened}><summary>{escape(said)}</summary>"
     memory = bars(estimate, shown.cluster.device.memory)
     yield _figure("Memory of each rank of the pipeline", memory)
     if layout.grid.pp > 1:

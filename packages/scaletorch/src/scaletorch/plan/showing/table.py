@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 
 from ..estimate import Estimate
 from .columns import LEFT, Column, common, gib, held, ranked
@@ -29,16 +30,22 @@ def table(shown: Shown, top: int = 10, width: int = WIDTH) -> str:
         top: Layouts in the table.
         width: Columns of the terminal; less than 120 leaves columns out.
     """
-    lines = [*_heading(shown), ""]
+    width = max(width, LEAST)
+    lines = [*wrapped(_heading(shown), width), ""]
     if listed := shown.estimates[:top]:
         shared = common(listed)
         lines += [f"all of these: {', '.join(shared)}"] * bool(shared)
-        lines += _rows(ranked(shown, listed, shared), max(width, LEAST))
-        lines += ["", *_below(shown, listed), ""]
-        lines += [*_rows(held(listed), max(width, LEAST)), ""]
-    return "\n".join(
-        [*lines, *_refused(shown), *(f"note: {note}" for note in shown.notes)]
-    ).rstrip()
+        lines += _rows(ranked(shown, listed, shared), width)
+        lines += ["", *wrapped(_below(shown, listed), width), ""]
+        lines += [*_rows(held(listed), width), ""]
+    lines += wrapped([*_refused(shown), *(f"note: {note}" for note in shown.notes)], width)
+    return "\n".join(lines).rstrip()
+
+
+def wrapped(lines: Iterable[str], width: int) -> Iterator[str]:
+    """Yield sentences in lines that are no longer than the terminal."""
+    for each in lines:
+        yield from textwrap.wrap(each, width, subsequent_indent="  ", break_on_hyphens=False)
 
 
 def explained(shown: Shown, estimate: Estimate) -> str:
@@ -100,7 +107,7 @@ def _below(shown: Shown, listed: Sequence[Estimate]) -> list[str]:
         time = best.time
         said.append(
             f"steps are estimates: the first takes {in_seconds(time.low)} to "
-            f"{in_seconds(time.high)}; bytes are exact, for what is described"
+            f"{in_seconds(time.high)}"
         )
     return said
 
