@@ -1,6 +1,7 @@
 """Which layout to train with: how much memory, how long, from the object that will run."""
 
 from .cluster import Cluster, Device, Link
+from .describing import describe, usual_cuts
 from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
 from .estimate import Estimate, Memory, Time, Traffic
 from .layout import Layout
@@ -22,4 +23,6 @@ __all__ = [
     "Time",
     "Traffic",
     "Work",
+    "describe",
+    "usual_cuts",
 ]

@@ -41,12 +41,14 @@ class Held:
         item: Bytes of an element.
         others: How many other ranks of the pipeline hold it too.
         expert: Whether its gradient is summed over edp, and not over cp x dp.
+        chunk: Of the rank, the first that has it.
     """
 
     elements: int
     item: int
     others: int = 0
     expert: bool = False
+    chunk: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +59,13 @@ class Bucket:
         sizes: Elements of its parameters, in order.
         item: Bytes of an element of a parameter.
         sharded: Whether each rank has its shard of them (ZeRO).
+        chunks: Of the rank that its parameters are of, in order.
     """
 
     sizes: tuple[int, ...]
     item: int
     sharded: bool
+    chunks: tuple[int, ...]
 
     @property
     def elements(self) -> int:
@@ -72,37 +76,41 @@ class Bucket:
         """Return the elements of its memory: shards have equal lengths."""
         return -(-self.elements // ranks) * ranks if self.sharded else self.elements
 
-    def shards(self, ranks: int, rank: int) -> tuple[int, ...]:
-        """Return the elements of each tensor that a rank's optimizer has of it."""
+    def shards(self, ranks: int, rank: int) -> list[tuple[int, int]]:
+        """Return elements and chunk of each tensor that a rank's optimizer has of it."""
         if not self.sharded:
-            return self.sizes
+            return list(zip(self.sizes, self.chunks, strict=True))
         share = self.padded(ranks) // ranks
         start, stop, at, found = share * rank, share * (rank + 1), 0, []
-        for size in self.sizes:
-            found.append(min(stop, at + size) - max(start, at))
+        for size, chunk in zip(self.sizes, self.chunks, strict=True):
+            found.append((min(stop, at + size) - max(start, at), chunk))
             at += size
-        return tuple(each for each in found if each > 0)
+        return [(size, chunk) for size, chunk in found if size > 0]
 
 
-def fill(sizes: Sequence[tuple[int, int]], bucket_size: int, *, sharded: bool) -> list[Bucket]:
+def fill(held: Sequence[Held], bucket_size: int, *, sharded: bool) -> list[Bucket]:
     """Part gradients into buckets as `DataParallelBucket` does where they travel in messages.
 
     Args:
-        sizes: Elements, and bytes of an element, in the order in which backward makes them.
+        held: Parameters in the order in which backward makes their gradients.
         bucket_size: The most elements of a bucket of several.
         sharded: As in `Bucket`.
     """
-    usual = min(bucket_size, max(sum(n for n, _ in sizes) // LEAST_BUCKETS, SMALL))
-    members: list[tuple[int, list[int]]] = []
-    current: dict[int, list[int]] = {}
+    usual = min(bucket_size, max(sum(p.elements for p in held) // LEAST_BUCKETS, SMALL))
+    members: list[list[Held]] = []
+    current: dict[int, list[Held]] = {}
     room: dict[int, int] = {}
     ends: dict[int, int] = {}
-    for place, (elements, item) in enumerate(sizes):
-        if elements > room.get(item, -1):
-            current[item], room[item] = [], usual if members else min(usual, SMALL)
-            members.append((item, current[item]))
-        current[item].append(elements)
-        room[item] -= elements
-        ends[id(current[item])] = place
-    members.sort(key=lambda each: ends[id(each[1])])
-    return [Bucket(tuple(each), item, sharded) for item, each in members]
+    for place, each in enumerate(held):
+        if each.elements > room.get(each.item, -1):
+            current[each.item] = []
+            room[each.item] = usual if members else min(usual, SMALL)
+            members.append(current[each.item])
+        current[each.item].append(each)
+        room[each.item] -= each.elements
+        ends[id(current[each.item])] = place
+    members.sort(key=lambda own: ends[id(own)])
+    return [
+        Bucket(tuple(p.elements for p in own), own[0].item, sharded, tuple(p.chunk for p in own))
+        for own in members
+    ]

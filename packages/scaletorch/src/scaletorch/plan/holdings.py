@@ -98,9 +98,12 @@ class Holdings:
         key = layout.cut, layout.grid.is_plain, number, tp
         if key not in self._held:
             listed = list(self._listed(layout, number))
-            ranks = range(max((len(p.local) for p, _ in listed), default=1)) if tp is None else [tp]
+            most = max((len(p.local) for p, _, _ in listed), default=1)
             apart = not layout.grid.is_plain
-            sides = (tuple(_of(p, at, others, apart) for p, others in listed) for at in ranks)
+            sides = (
+                tuple(_of(p, at, others, apart, chunk) for p, others, chunk in listed)
+                for at in (range(most) if tp is None else [tp])
+            )
             self._held[key] = max(sides, key=lambda held: sum(p.elements * p.item for p in held))
         return self._held[key]
 
@@ -121,21 +124,21 @@ class Holdings:
 
     def _filled(self, held: list[Held], zero: bool) -> tuple[Bucket, ...]:
         size = self.optimizer.bucket_size
-        shared = [(p.elements, p.item) for p in held[::-1] if zero and not p.others]
-        rest = [(p.elements, p.item) for p in held[::-1] if not zero or p.others]
+        shared = [p for p in held[::-1] if zero and not p.others]
+        rest = [p for p in held[::-1] if not zero or p.others]
         return (*fill(shared, size, sharded=True), *fill(rest, size, sharded=False))
 
-    def _listed(self, layout: Layout, number: int) -> Iterator[tuple[Parameter, int]]:
-        """Yield a rank's parameters, and how many other ranks of the pipeline have each."""
+    def _listed(self, layout: Layout, number: int) -> Iterator[tuple[Parameter, int, int]]:
+        """Yield a rank's parameters, how many other ranks of the pipeline have each, its chunk."""
         behaviours: tuple[Behaviour, ...] = self.description.behaviours(layout.cut)
         content = self._all[number]
         others = dict(content.ties)
         seen: set[str] = set()
-        for kind in content.kinds:
+        for chunk, kind in ((at, kind) for at, own in enumerate(content.chunks) for kind in own):
             for each in behaviours[kind].parameters:
                 name = f"{kind}.{each.name}"
                 if name not in seen:
-                    yield each, others.get(name, 0)
+                    yield each, others.get(name, 0), chunk
                 seen.update(next((names for names in self.description.tied if name in names), ()))
 
     def _read(self, where: Places, stages: tuple[tuple[int, ...], ...]) -> Iterator[Content]:
@@ -173,6 +176,6 @@ def _holders(description: Description, where: Places) -> dict[str, set[int]]:
     }
 
 
-def _of(parameter: Parameter, at: int, others: int, apart: bool) -> Held:
+def _of(parameter: Parameter, at: int, others: int, apart: bool, chunk: int) -> Held:
     local = parameter.local[min(at, len(parameter.local) - 1)]
-    return Held(local, parameter.item, others, parameter.expert and apart)
+    return Held(local, parameter.item, others, parameter.expert and apart, chunk)

@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import cycle
 from typing import Any
 
 import torch
@@ -21,7 +24,8 @@ TOKENS, HEADS, WIDTH = 256, 4, 64
 LENGTHS = (32, 128, 512, 1024)  # of attention
 SIZES = (64, 128, 256, 512, 1024)  # of square weights
 ELEMENTS = (2**10, 2**14, 2**17, 2**20, 2**22)  # of tensors that are only moved
-_PARAMETERS = 2**21
+_PARAMETERS, _TENSORS = 2**23, 16
+_BEYOND_CACHES = 2**25  # bytes that take turns, so that none is in a cache still
 
 Figures = dict[str, Any]
 
@@ -120,10 +124,17 @@ def _overhead(gauge: _Gauge, options: Any) -> float:
 def _products(gauge: _Gauge, options: Any) -> Iterator[tuple[tuple[float, float], ...]]:
     """Yield forward and backward of linear layers: flops of a product, flops a second."""
     for size in SIZES:
-        weight = nn.Parameter(torch.randn(size, size, **options))
-        entered = torch.randn(TOKENS, size, requires_grad=True, **options)
+        item = options["dtype"].itemsize
+        copies = min(256, max(2, _BEYOND_CACHES // (item * size * (size + 3 * TOKENS))))
+        turns = [
+            (
+                torch.randn(TOKENS, size, requires_grad=True, **options),
+                nn.Parameter(torch.randn(size, size, **options)),
+            )
+            for _ in range(copies)
+        ]
         flops = 2.0 * TOKENS * size * size
-        forward, backward = _both(gauge, lambda e=entered, w=weight: F.linear(e, w), entered)
+        forward, backward = _both(gauge, F.linear, turns)
         yield (flops, flops / forward), (flops, 2 * flops / backward)
 
 
@@ -134,48 +145,68 @@ def _attention(gauge: _Gauge, options: Any) -> Iterator[tuple[tuple[float, float
         query, key, value = (torch.randn(shape, requires_grad=True, **options) for _ in range(3))
         flops = 2.0 * shape[0] * HEADS * length * length * WIDTH  # half of the scores are seen
 
-        def run(q: Tensor = query, k: Tensor = key, v: Tensor = value) -> Tensor:
-            return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-
-        forward, backward = _both(gauge, run, query)
+        forward, backward = _both(
+            gauge,
+            partial(F.scaled_dot_product_attention, is_causal=True),
+            [(query, key, value)],
+        )
         yield (flops, flops / forward), (2.5 * flops, 2.5 * flops / backward)
 
 
-def _both(gauge: _Gauge, run: Callable[[], Tensor], entered: Tensor) -> tuple[float, float]:
-    """Return the seconds of a forward, and of its backward."""
-    with torch.no_grad():
-        forward = gauge(run)
-    output = run()
-    gradient = torch.randn_like(output)
-    leaves = [entered]
+def _both(
+    gauge: _Gauge, run: Callable[..., Tensor], turns: Sequence[tuple[Tensor, ...]]
+) -> tuple[float, float]:
+    """Return the seconds of a forward and of its backward, of inputs that take turns."""
+    one, other = cycle(turns), cycle([(run(*each), each) for each in turns])
+    gradient = torch.randn_like(run(*turns[0]))
 
     def back() -> None:
+        output, leaves = next(other)
         output.backward(gradient, retain_graph=True)  # type: ignore[no-untyped-call]
         for leaf in leaves:
             leaf.grad = None
 
-    return forward, gauge(back)
+    forward = _keeping(lambda: run(*next(one)), gradient.nbytes)
+    return gauge(forward), gauge(back)
 
 
 def _moving(gauge: _Gauge, options: Any, overhead: float) -> Iterator[tuple[float, float]]:
     """Yield bytes that an operation of a mix moves, and bytes a second beside its overhead."""
     for elements in ELEMENTS:
-        one, two = (torch.randn(elements // 64, 64, **options) for _ in range(2))
-        size = one.nbytes
-        mix: list[tuple[Callable[[], Tensor], int]] = [
-            (lambda a=one, b=two: a + b, 3), (lambda a=one, b=two: a * b, 3),
-            (lambda a=one: F.silu(a), 2), (lambda a=one: a.pow(2), 2),
-            (lambda a=one: torch.cat((-a[:, 32:], a[:, :32]), -1), 3),
-            (lambda a=one: a.clone(), 2),
-        ]  # fmt: skip
-        took = gauge(lambda m=mix: [run() for run, _ in m])
-        moved = sum(times for _, times in mix) * size
+        shape = (elements // 1024, 16, 64)
+        one, two = (torch.randn(shape, **options) for _ in range(2))
+        turned = torch.randn(16, elements // 1024, 64, **options).transpose(0, 1)
+        mix: tuple[tuple[Callable[[], Tensor], int], ...] = (
+            (partial(torch.add, one, two), 3),
+            (partial(torch.mul, one, two), 3),
+            (partial(torch.mul, turned, two), 3),
+            (partial(torch.cat, (one[..., 32:], one[..., :32]), -1), 2),
+            (partial(F.silu, one), 2),
+            (partial(torch.pow, one, 2), 2),
+            (partial(torch.log_softmax, one, -1), 2),
+        )
+        runs = [_keeping(run, one.nbytes * len(mix)) for run, _ in mix]
+        took = gauge(partial(_all, runs))
+        moved = sum(times for _, times in mix) * one.nbytes
         least = 0.2 * took  # small ones are overhead and nothing else
         yield moved / len(mix), moved / max(took - overhead / 3 * len(mix), least)
 
 
+def _all(runs: Sequence[Callable[[], None]]) -> None:
+    for run in runs:
+        run()
+
+
+def _keeping(run: Callable[[], Tensor], size: int) -> Callable[[], None]:
+    """Return a call whose results live on for a while, as they do until backward."""
+    kept: deque[Tensor] = deque(maxlen=max(1, _BEYOND_CACHES // size))
+    return lambda: kept.append(run())
+
+
 def _updating(gauge: _Gauge, options: Any) -> float:
-    parameters = [nn.Parameter(torch.randn(_PARAMETERS // 8, **options)) for _ in range(8)]
+    parameters = [
+        nn.Parameter(torch.randn(_PARAMETERS // _TENSORS, **options)) for _ in range(_TENSORS)
+    ]
     for each in parameters:
         each.grad = torch.randn_like(each)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4)

@@ -14,6 +14,9 @@ from .layout import Layout
 from .live import fullest, most_live
 
 
+SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # schedules whose backwards may come in two halves
+
+
 class State(NamedTuple):
     """Bytes of parameters and of what goes with them."""
 
@@ -67,7 +70,11 @@ def memory(
 
 
 def state(
-    known: Holdings, layout: Layout, number: int, tp: int | None = None, replica: int = 0
+    known: Holdings,
+    layout: Layout,
+    number: int,
+    tp: int | None = None,
+    replica: tuple[int, int] = (0, 0),
 ) -> State:
     """Return what a rank keeps of parameters, gradients and the optimizer's state.
 
@@ -76,52 +83,57 @@ def state(
         layout: The layout.
         number: Of `known.numbers(layout)`.
         tp: The tp rank, and the ep rank of experts; None is the one that has the most.
-        replica: Its place among the ranks that sum its gradients.
+        replica: Its place among the ranks that sum its gradients, and those of its experts.
     """
     grid = layout.grid
-    key = (layout.cut, grid.is_plain, number, tp, replica, layout.zero, grid.cp * grid.dp)
+    split = layout.zero == 2 and layout.schedule in SPLIT
+    key = (layout.cut, number, tp, replica, layout.zero, grid.cp * grid.dp, split)
     found: State | None = known.states.get(key)
     if found is None:
         found = _of_ties(known, layout, number, tp)
         for axis, buckets in known.buckets(layout, number, tp).items():
             ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
-            own = _of_group(buckets, layout.zero, ranks, replica, known.optimizer)
+            place = replica[axis == "edp"]
+            own = _of_group(buckets, layout, ranks, place, known.optimizer)
             found = found.plus(own)
         known.states[key] = found
     return found
 
 
 def _of_group(
-    buckets: Sequence[Bucket], zero: int, ranks: int, replica: int, optimizer: Optimizer
+    buckets: Sequence[Bucket], layout: Layout, ranks: int, replica: int, optimizer: Optimizer
 ) -> State:
     total = State()
     for bucket in buckets:
-        total = total.plus(_of_bucket(bucket, zero, ranks, replica % ranks, optimizer))
+        total = total.plus(_of_bucket(bucket, layout, ranks, replica, optimizer))
     moving = sorted(b.elements * _sum_item(b, optimizer) for b in buckets if b.sharded)
-    if zero >= 2 and ranks > 1:  # one is filled while the one before it travels
+    if layout.zero >= 2 and ranks > 1:  # one is filled while the one before it travels
         total = total.plus(State(buffers=sum(moving[-2:])))
     return total
 
 
-def _of_bucket(bucket: Bucket, zero: int, ranks: int, replica: int, optimizer: Optimizer) -> State:
-    own = bucket.shards(ranks, replica)
-    sums = _sum_item(bucket, optimizer)
+def _of_bucket(
+    bucket: Bucket, layout: Layout, ranks: int, replica: int, optimizer: Optimizer
+) -> State:
+    shards = bucket.shards(ranks, replica)
+    own, sums = sum(size for size, _ in shards), _sum_item(bucket, optimizer)
     if not bucket.sharded:
         # Sums of another dtype are kept beside the gradients that the optimizer takes.
         item = bucket.item if sums == bucket.item else bucket.item + sums
-        parameters, gradients, updated = bucket.elements * bucket.item, bucket.elements * item, 0
-        masters = bucket.item
-    else:
-        masters = max(bucket.item, 4)  # float32 at least
-        length = bucket.padded(ranks)
-        share = length // ranks
-        parameters = (share if zero == 3 else length) * bucket.item
-        whole = length * sums if zero == 1 and ranks > 1 else 0
-        gradients = whole + (share if ranks > 1 else bucket.elements) * masters
-        updated = sum(own) * masters if masters != bucket.item else 0
-    moments = sum(own) * optimizer.moments * (optimizer.item or masters)
-    kept = moments + updated + optimizer.per_tensor * len(own)
-    return State(parameters, gradients, kept)
+        state = own * optimizer.moments * (optimizer.item or bucket.item)
+        state += optimizer.per_tensor * len(shards)
+        return State(own * bucket.item, own * item, state)
+    master = max(bucket.item, 4)  # float32 at least
+    length = bucket.padded(ranks)
+    share = length // ranks
+    # Each backward's sum is memory of its own. With ZeRO 2 the first one's of each chunk stays, and
+    # of both halves of a backward, if these have parameters of their own in the shard.
+    zero, split = layout.zero, layout.schedule in SPLIT
+    passes = max(len({chunk for _, chunk in shards}), 1) * (2 if split else 1) if zero == 2 else 1
+    gradients = share * passes * master + (length * sums if zero == 1 else 0)
+    state = own * optimizer.moments * (optimizer.item or master)
+    state += own * master * (master != bucket.item) + optimizer.per_tensor * len(shards)
+    return State((share if zero == 3 else length) * bucket.item, gradients, state)
 
 
 def _sum_item(bucket: Bucket, optimizer: Optimizer) -> int:
@@ -168,6 +180,8 @@ def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterato
             yield f"kind {kind[0]} x {number_of}", round(own.kept.at(rows)) * number_of
         elif layout.recompute == "full":
             yield f"entered {kind[0]} x {number_of}", round(own.entered.at(rows)) * number_of
+    if layout.recompute != "offload":
+        yield "shared", max((round(behaviours[kind].shared.at(rows)) for kind in kinds), default=0)
     if sent >= 0 and again[-1]:
         yield "sent", round(behaviours[sent].handed.at(rows))
 

@@ -18,6 +18,7 @@ WORD = 4  # bytes of a flag
 FLAGS = 4  # words besides those of parameters: whether ranks are at the same place of the step
 COUNTS = 32  # bytes: tokens of the step, and whether a rank has to refuse something
 AGREED = 24  # bytes of a rank: a digest of the step's schedule and shapes
+SILENT = ("receive", "barrier")  # send nothing
 ENDED = 1  # byte of a rank: whether the step has failed there
 
 
@@ -98,6 +99,8 @@ def _of_blocks(known: Holdings, layout: Layout, number: int) -> Iterator[Traffic
     for kind in dict.fromkeys(kinds):
         again = layout.recompute == "full" and kind in known.layers
         for each in behaviours[kind].sent:
+            if each.operation in SILENT:
+                continue
             twice = again and each.again and each.phase == "forward"
             times = kinds.count(kind) * layout.micro_batches * (2 if twice else 1)
             size = round(each.bytes.at(layout.micro_rows)) * times

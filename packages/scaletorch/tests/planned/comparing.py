@@ -1,0 +1,59 @@
+"""What a plan says of each rank of a case, and where the ranks differ."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from scaletorch.parallel.pg_manager import Grid
+from scaletorch.plan.holdings import Holdings
+from scaletorch.plan.memory import SPLIT, state
+from scaletorch.plan.traffic import calls
+
+from .drawing import Case
+from .ranks import AXES, Sends
+from .models import described
+
+Found = tuple[list[int], Sends, Sends]
+
+
+def expected(case: Case, holdings: Holdings, rank: int) -> Found:
+    """Return what a rank of a case holds, its counts and its bytes, by the plan."""
+    grid, layout = case.layout.grid, case.layout
+    place = grid.coordinates(rank)
+    number = holdings.numbers(layout)[place.pp]
+    replica = place.dp * grid.cp + place.cp, grid.expert_coordinates(rank).edp
+    held = state(holdings, layout, number, place.tp, replica)
+    counts, sizes = Counter(), Counter()
+    for each in calls(holdings, layout, number, place.tp):
+        own = _first(grid, each.axis, rank), each.operation
+        counts[own] += each.count
+        sizes[own] += each.bytes
+    return [held.parameters, held.gradients, held.optimizer], counts, sizes
+
+
+def differences(case: Case, ranks: list[Found]) -> Iterator[str]:
+    """Yield what ranks have found otherwise than planned; what experts send goes by routes."""
+    holdings = Holdings(described(case))
+    for rank, (held, counts, sizes) in enumerate(ranks):
+        planned = expected(case, holdings, rank)
+        for what, own, found in zip(("parameters", "gradients", "state"), planned[0], held, strict=True):
+            at_most = what == "gradients" and case.layout.zero == 2 and case.layout.schedule in SPLIT
+            if own < found if at_most else own != found:
+                yield f"{case}: rank {rank} has {found} bytes of {what}, planned {own}"
+        for what, own, found in (("calls", planned[1], counts), ("bytes", planned[2], sizes)):
+            for key in sorted({*own, *found}):
+                if own[key] != found[key] and not _by_routes(case, key[0], rank):
+                    yield f"{case}: rank {rank} {found[key]} {what} of {key}, planned {own[key]}"
+
+
+def _by_routes(case: Case, axis: str, rank: int) -> bool:
+    grid = case.layout.grid
+    same = axis in {_first(grid, each, rank) for each in ("ep", "tp")}
+    return case.family == "mixture" and same
+
+
+def _first(grid: Grid, axis: str, rank: int) -> str:
+    """Return the first axis with the same ranks."""
+    members = [next(g for g in grid.groups(each) if rank in g) for each in (axis, *AXES)]
+    return next(a for a, own in zip(AXES, members[1:], strict=True) if own == members[0])

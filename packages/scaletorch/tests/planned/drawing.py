@@ -1,0 +1,67 @@
+"""Layouts and options, drawn with a seed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.parallel.pg_manager import Grid, legal_layouts
+from scaletorch.plan import Layout
+
+SCHEDULES = (("1f1b", 1), ("afab", 1), ("zb_h1", 1), ("interleaved_1f1b", 2), ("looped_bfs", 2),
+             ("zb_v", 2), ("dualpipe_v", 2))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of a size and a way to train it."""
+
+    family: str
+    layers: int
+    tied: bool
+    dtype: str
+    length: int
+    layout: Layout
+
+    def __str__(self) -> str:
+        at = self.layout
+        return (
+            f"{self.family} {self.layers} layers{' tied' * self.tied} {self.dtype} {at.grid} "
+            f"{at.schedule}x{at.chunks} zero {at.zero} recompute {at.recompute} "
+            f"sp {at.sequence_parallel} {at.micro_batches} x {at.micro_rows}"
+        )
+
+
+def drawn(seed: int, ranks: int) -> Iterator[Case]:
+    """Yield cases of so many ranks, without an end; every one can be trained."""
+    random_ = random.Random(seed)
+    grids = list(legal_layouts(ranks))
+    while True:
+        family = random_.choice(("llama", "llama", "mixture"))
+        plain = random_.choice(grids)
+        schedule, chunks = random_.choice(SCHEDULES) if plain.pp > 1 else ("1f1b", 1)
+        layers = random_.choice((4, 5))
+        if plain.tp > 4 or plain.pp * chunks > layers:
+            continue
+        grid = _with_experts(random_, plain) if family == "mixture" else plain
+        layout = Layout(
+            grid,
+            sequence_parallel=grid.tp > 1 and random_.random() < 0.5,
+            recompute=random_.choice(("none", "none", "full")),
+            zero=random_.choice((0, 1, 2)) if grid.cp * grid.dp > 1 else 0,
+            schedule=schedule,
+            chunks=chunks,
+            micro_rows=random_.choice((1, 2)),
+            micro_batches=random_.choice((1, 2, 3)),
+        )
+        tied = family == "llama" and random_.random() < 0.4
+        yield Case(family, layers, tied, random_.choice(("float32", "float64")), 16, layout)
+
+
+def _with_experts(random_: random.Random, grid: Grid) -> Grid:
+    try:
+        return Grid(grid.tp, grid.cp, grid.pp, grid.dp, ep=random_.choice((1, 2, 4)))
+    except InvalidArgumentError:
+        return grid

@@ -1,0 +1,27 @@
+"""The tiny models that are planned and trained."""
+
+from __future__ import annotations
+
+import torch
+
+from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
+from scaletorch.plan import Description
+from scaletorch.plan.describing import describe
+
+from .drawing import Case
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+
+
+def model_of(case: Case) -> Llama:
+    """Return the plain model."""
+    if case.family == "mixture":
+        model: Llama = Mixture(MixtureConfig(**SIZES, num_layers=case.layers))
+    else:
+        model = Llama(LlamaConfig(**SIZES, num_layers=case.layers, tie_embeddings=case.tied))
+    return model.to(getattr(torch, case.dtype))
+
+
+def described(case: Case) -> Description:
+    """Describe what a case trains, in its cut."""
+    return describe(lambda: model_of(case), case.length, cuts=[case.layout.cut])
