@@ -12,15 +12,19 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..compose.naming import load, parse_layout
+from ..compose.naming import layout_name, load, parse_layout
 from ..dist.errors import InvalidArgumentError, ScaletorchError
-from .arguments import ASSUMED, cluster_of, cuts_of, restrictions, subcommand
+from ..parallel.pg_manager import Grid
+from .arguments import ASSUMED, cluster_of, cuts_of, options_of, sizes_of, subcommand
 from .cluster_files import write_cluster
 from .description import Description, read, write
 from .estimate import Estimate
-from .search import Plan, plan
+from .memory import memory
+from .options import Refused
+from .search import plan
 from .showing import Shown, explained, grouped, page, png, table
-from .timing import timeline
+from .timing import timeline, timer
+from .traffic import traffic
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -34,18 +38,53 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _plan(arguments: Any) -> int:
-    description = description_of(arguments)
-    cluster = cluster_of(arguments)
-    found = plan(description, arguments.rows, cluster, **restrictions(arguments))
-    shown = shown_of(found, arguments)
-    if not found.estimates:
-        raise InvalidArgumentError(_none(shown, restrictions(arguments)))
+    shown, legal = planned(arguments)
+    if not legal:
+        raise InvalidArgumentError(_none(shown, sizes_of(arguments)))
     if arguments.explain:
-        print(explained(shown, _chosen(found, arguments.explain)))
+        print(explained(shown, _chosen(shown, legal, arguments.explain)))
     else:
         print(table(shown, arguments.top))
     _write(shown, arguments)
     return 0 if shown.fitting else 1
+
+
+def planned(arguments: Any) -> tuple[Shown, list[Estimate]]:
+    """Return the plan as it is shown, and all legal layouts; the nearest if none fits."""
+    description, cluster = description_of(arguments), cluster_of(arguments)
+    run, sizes = timer(description, cluster), sizes_of(arguments)
+
+    def meant(grid: Grid) -> bool:
+        return all(getattr(grid, axis) in allowed for axis, allowed in sizes.items())
+
+    found = plan(
+        description, arguments.rows, cluster, options=options_of(arguments),
+        time=lambda _, layout, __: run(layout),
+    )  # fmt: skip
+    fitting = [each for each in found.estimates if meant(each.layout.grid)]
+    refused = [each for each in found.refused if meant(each.grid)]
+    over = [
+        Estimate(own, memory(description, own), traffic(description, own), run(own))
+        for own in (each.layout for each in refused) if own is not None
+    ] if arguments.explain or not fitting else []  # fmt: skip
+    over.sort(key=lambda each: each.peak)
+    shown = Shown(
+        description.name, description.length, arguments.rows, cluster, fitting or over,
+        [(_named(each), each.why) for each in refused],
+        lambda layout: [(f"{part}: {what}", size) for part, what, size in found.explain(layout)],
+        lambda layout: timeline(description, layout, cluster),
+        [] if arguments.device or arguments.cluster else [ASSUMED],
+    )  # fmt: skip
+    return shown, fitting + over
+
+
+def _named(refused: Refused) -> str:
+    name = layout_name(refused.grid)
+    if refused.layout is None:
+        return name
+    wide = refused.layout.micro_rows
+    pipeline = f", {refused.layout.schedule}" * (refused.grid.pp > 1)
+    return f"{name}{pipeline}, micro-rows {wide}"
 
 
 def _describe(arguments: Any) -> int:
@@ -100,35 +139,25 @@ def description_of(arguments: Any) -> Description:
     )  # fmt: skip
 
 
-def shown_of(found: Plan, arguments: Any) -> Shown:
-    """Return a plan as it is shown."""
-    notes = [ASSUMED] if not (arguments.device or arguments.cluster) else []
-    description, cluster = found.description, found.cluster
-    return Shown(
-        description.name, description.length, found.rows, cluster, found.estimates, found.refused,
-        found.explain, lambda layout: timeline(description, layout, cluster), notes,
-    )  # fmt: skip
-
-
-def _chosen(found: Plan, text: str) -> Estimate:
+def _chosen(shown: Shown, legal: Sequence[Estimate], text: str) -> Estimate:
     """Return the best estimate of a layout.
 
     Raises:
         InvalidArgumentError: There is none, and why.
     """
     grid = parse_layout(text)
-    for each in found.estimates:
+    for each in legal:
         if each.layout.grid == grid:
             return each
-    why = next((why for name, why in found.refused.items() if name.startswith(text)), "")
-    ranks = found.cluster.ranks
+    why = next((why for name, why in shown.refused if name == layout_name(grid)), "")
+    ranks = shown.cluster.ranks
     why = why or f"it has {grid.world_size} ranks, and {ranks} are planned for"
     raise InvalidArgumentError(f"{text} is not legal: {why}")
 
 
-def _none(shown: Shown, asked: dict[str, Any]) -> str:
+def _none(shown: Shown, sizes: dict[str, list[int]]) -> str:
     """Return why no layout is legal: the reason of most of them."""
-    named = ", ".join(f"{name} {' or '.join(map(str, own))}" for name, own in asked.items())
+    named = ", ".join(f"{name} {' or '.join(map(str, own))}" for name, own in sizes.items())
     start = f"no layout of {shown.cluster.ranks} ranks with {shown.rows} rows"
     start += f" and {named}" if named else ""
     reasons = list(grouped(shown.refused))
@@ -155,7 +184,7 @@ def _content(shown: Shown) -> dict[str, Any]:
             {**each.as_json(), "peak": each.peak, "fits": shown.fits(each)}
             for each in shown.estimates
         ],
-        "refused": dict(shown.refused), "notes": list(shown.notes),
+        "refused": list(shown.refused), "notes": list(shown.notes),
     }  # fmt: skip
 
 

@@ -14,12 +14,17 @@ from .cluster import Cluster, Link
 from .cluster_files import read_cluster
 from .description import Cut
 from .devices import CLUSTERS, cluster_named, device_named
+from .options import Options
 from .units import BYTES, BYTES_A_SECOND, SECONDS, quantity
 
 DEFAULT = "dgx-a100"
 ASSUMED = f"No --device and no --cluster: figures are those of {DEFAULT} nodes."
 MOST = 8  # ranks of tp, and of cp, that are tried if none is named
 AXES = ("dp", "pp", "cp", "tp", "ep")
+OPTIONS = {
+    "micro_rows": "micro_rows", "zero": "zero", "recompute": "recompute", "cp_method": "cp_methods",
+}  # fmt: skip
+CHUNKS = {"interleaved_1f1b": 2, "looped_bfs": 2, "zb_v": 2, "dualpipe_v": 2}
 EPILOG = """\
 Options that restrict layouts take one or more values: --tp 4 8 --recompute none full.
 Exit status: 0 a layout fits, 1 none does, 2 what is asked for cannot be planned."""
@@ -161,13 +166,22 @@ def _link(text: str) -> Link:
     return Link(int(words[0]), latency, bandwidth)
 
 
-def restrictions(arguments: Any) -> dict[str, Any]:
-    """Return the values of options that layouts are restricted to, by name."""
-    names = (*AXES, "micro_rows", "zero", "recompute", "schedule", "cp_method")
-    found = {name: values for name in names if (values := getattr(arguments, name)) is not None}
+def options_of(arguments: Any) -> Options:
+    """Return what is tried beside the sizes of the grid."""
+    found: dict[str, Any] = {}
+    for name, field in OPTIONS.items():
+        if values := getattr(arguments, name):
+            found[field] = tuple(values)
+    if arguments.schedule:
+        found["schedules"] = tuple((name, CHUNKS.get(name, 1)) for name in arguments.schedule)
     if arguments.sequence_parallel:
-        found["sequence_parallel"] = [each == "on" for each in arguments.sequence_parallel]
-    return found
+        found["sequence_parallel"] = tuple(each == "on" for each in arguments.sequence_parallel)
+    return Options(**found)
+
+
+def sizes_of(arguments: Any) -> dict[str, list[int]]:
+    """Return the sizes of axes that layouts are restricted to."""
+    return {axis: sizes for axis in AXES if (sizes := getattr(arguments, axis))}
 
 
 def cuts_of(arguments: Any, experts: int) -> list[Cut]:

@@ -10,7 +10,7 @@ from .shown import SORTS, in_bytes
 
 ROW, GAP = 24, 4
 MOST = 32  # bars in a picture
-TOTAL = 70  # width of what stands behind a bar
+TOTAL = 70  # width of what stands behind the bars
 # Paul Tol's bright scheme, and grey.
 COLOURS = dict(
     zip(SORTS, ("#4477aa", "#66ccee", "#228833", "#ccbb44", "#ee6677", "#aa3377"), strict=True)
@@ -41,7 +41,8 @@ def bars(estimate: Estimate, memory: int) -> Xml.Element:
             _segment(root, left, top, size * scale, sort, size)
             left += size * scale
         heavy = "bold" if rank == estimate.fullest else "normal"
-        text(root, left + 6, top + 14, in_bytes(own.total), font_weight=heavy)
+        at_end = {"text_anchor": "end", "font_weight": heavy}
+        text(root, WIDTH - RIGHT, top + 14, in_bytes(own.total), **at_end)
         top += ROW
     if len(estimate.memory) > MOST:
         text(root, LEFT, top + 12, f"the {MOST} fullest of {len(estimate.memory)}")

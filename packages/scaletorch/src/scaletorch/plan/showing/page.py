@@ -53,8 +53,8 @@ def _opening(shown: Shown) -> Iterator[str]:
     memory = in_bytes(shown.cluster.device.memory)
     yield (
         f'<p class="pale">{shown.rows} sequences of {shown.length} tokens a step. '
-        f"{len(shown.estimates)} legal layouts, of which {shown.fitting} fit in {memory} a device; "
-        f"{len(shown.refused)} others are refused.</p>"
+        f"{shown.fitting} layouts fit in {memory} a device; {len(shown.refused)} do not, or cannot "
+        "be.</p>"
     )
 
 
@@ -65,7 +65,7 @@ def _best(shown: Shown) -> Iterator[str]:
         return
     best = shown.estimates[0]
     if not shown.fits(best):
-        yield '<p class="bad">None fits: the first needs the least memory beyond it.</p>'
+        yield '<p class="bad">None fits: the first needs the least memory.</p>'
     figures = {
         "DP x PP x CP x TP": sizes_of(best.layout),
         "on the fullest rank": in_bytes(best.peak),

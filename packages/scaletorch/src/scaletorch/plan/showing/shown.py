@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from ...compose.naming import layout_name
 from ...parallel.pipeline_parallel import Timeline
@@ -39,7 +40,7 @@ class Shown:
     rows: int
     cluster: Cluster
     estimates: Sequence[Estimate]
-    refused: Mapping[str, str] = field(default_factory=dict)
+    refused: Sequence[tuple[str, str]] = ()
     lines: Callable[[Layout], Sequence[tuple[str, int]]] | None = None
     timeline: Callable[[Layout], Timeline] | None = None
     notes: Sequence[str] = ()
@@ -89,19 +90,16 @@ def sent_by_axis(estimate: Estimate) -> dict[str, int]:
     return most
 
 
-def grouped(refused: Mapping[str, str]) -> Iterator[tuple[int, str, str]]:
+def grouped(refused: Sequence[tuple[str, str]]) -> Iterator[tuple[int, str, str]]:
     """Yield reasons, the most frequent first: how many layouts, an example, and why not that one.
 
     Reasons are the same if they differ in numbers alone.
     """
-    found: dict[str, list[str]] = {}
-    for layout, why in refused.items():
-        shape = "".join("0" if letter.isdigit() else letter for letter in why)
-        while "00" in shape:
-            shape = shape.replace("00", "0")
-        found.setdefault(shape, []).append(layout)
-    for layouts in sorted(found.values(), key=len, reverse=True):
-        yield len(layouts), layouts[0], refused[layouts[0]]
+    found: dict[str, list[tuple[str, str]]] = {}
+    for layout, why in refused:
+        found.setdefault(re.sub(r"\d+(\.\d+)?", "0", why), []).append((layout, why))
+    for each in sorted(found.values(), key=len, reverse=True):
+        yield len(each), *each[0]
 
 
 def in_bytes(size: float) -> str:

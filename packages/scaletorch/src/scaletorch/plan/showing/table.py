@@ -72,8 +72,7 @@ def _heading(shown: Shown) -> Iterator[str]:
         f"{shown.name}: {shown.rows} rows of {shown.length} tokens a step on {ranks} x "
         f"{device.name}, {in_bytes(device.memory)} each"
     )
-    found, refused = len(shown.estimates), len(shown.refused)
-    yield f"{found} legal layouts, of which {shown.fitting} fit; {refused} others are refused"
+    yield f"{shown.fitting} layouts fit; {len(shown.refused)} do not, or cannot be"
 
 
 def _rows(columns: Sequence[Column], width: int) -> Iterator[str]:
