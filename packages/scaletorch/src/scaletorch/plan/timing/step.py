@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
+from ...parallel.pipeline_parallel import Timeline
 from ..cluster import Cluster
 from ..description import Behaviour, Description
 from ..estimate import Time
@@ -15,7 +17,7 @@ from ..stages import places, stages_of
 from .blocks import Spent, spent
 from .gradients import Ended, ended, held
 from .messages import Route, route, seconds
-from .pipelines import Stage, ends
+from .pipelines import Stage, built, ends, simulated
 
 AXES = ("tp", "cp", "ep", "pp", "cp_dp", "edp")
 WORLD = "tp_cp_pp_dp"
@@ -88,6 +90,29 @@ def timer(description: Description, cluster: Cluster) -> Callable[[Layout], Time
         return _time(description, layout, cluster, known[key], ways)
 
     return run
+
+
+def timeline(description: Description, layout: Layout, cluster: Cluster) -> Timeline:
+    """Return when each rank of the pipeline computes what in a step, in seconds.
+
+    Without gradients' sums and the update, which come after it, and as if each rank had a device.
+
+    Args:
+        description: Of the model.
+        layout: Of `layout.grid.world_size` ranks.
+        cluster: With so many at least.
+
+    Raises:
+        InvalidArgumentError: As `time`.
+    """
+    ways = {axis: route(layout.grid, axis, cluster) for axis in (*AXES, WORLD)}
+    kinds = _kinds(description, layout, cluster, ways)
+    ranks = [
+        _rank(description, layout, cluster, kinds, own, ways) for own in places(description, layout)
+    ]
+    message = _message(description, layout, cluster, ways["pp"])
+    schedule = built(layout.schedule, layout.grid.pp, layout.micro_batches, len(ranks[0].stages))
+    return replace(simulated(schedule, _in_order(layout, ranks), message), unit="s")
 
 
 def _kinds(
