@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,7 @@ from scaletorch.plan import (
     Parameter,
     Sent,
     Work,
+    calibrate,
 )
 from scaletorch.plan.cluster_files import read_bench, read_cluster, write_cluster
 from scaletorch.plan.devices import CLUSTERS, DEVICES, cluster_named, device_named
@@ -438,3 +440,22 @@ def test_the_table_names_its_sources() -> None:
         cluster_named("dgx-h10", 8)
     with pytest.raises(InvalidArgumentError, match="has no flops of float64: known are float16"):
         time(replace(ALONE, dtype="float64"), Layout(Grid()), cluster_named("dgx-h100", 8))
+
+
+@pytest.mark.timeout(100)
+def test_this_machine_is_measured(tmp_path: Path) -> None:
+    """What two ranks reach is no matter here: that all of it is measured, and a step planned."""
+    found = calibrate(2, seconds=1e-4)
+    write_cluster(found, tmp_path / "here.json")
+    assert read_cluster(tmp_path / "here.json") == found
+    device = found.device
+    assert device.flops.keys() == {"float32"}
+    assert min(device.peak("float32"), device.moving, device.overhead, device.updating) > 0
+    sorts = {"matmul", "matmul backward", "attention", "attention backward", "other"}
+    assert device.efficiency.keys() == sorts
+    assert max(share for pairs in device.efficiency.values() for _, share in pairs) == 1
+    assert found.cores == os.cpu_count()
+    assert found.links[0].ranks == 2
+    assert time(ALONE, Layout(Grid(pp=2)), found).step > 0
+    with pytest.raises(InvalidArgumentError, match="at least 1 rank is to be measured, got 0"):
+        calibrate(0)
