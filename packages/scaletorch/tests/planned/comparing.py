@@ -25,7 +25,7 @@ def expected(case: Case, holdings: Holdings, rank: int) -> Found:
     replica = place.dp * grid.cp + place.cp, grid.expert_coordinates(rank).edp
     held = state(holdings, layout, number, place.tp, replica)
     counts, sizes = Counter(), Counter()
-    for each in calls(holdings, layout, number, place.tp):
+    for each in calls(holdings, layout, place.pp, place.tp):
         own = _first(grid, each.axis, rank), each.operation
         counts[own] += each.count
         sizes[own] += each.bytes
