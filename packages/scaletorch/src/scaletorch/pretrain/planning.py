@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import astuple, replace
 from statistics import median
 from types import MethodType
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -56,12 +57,13 @@ def chosen(config: PretrainConfig) -> tuple[PretrainConfig, Estimate | None]:
     description = describe(lambda: computing(config, plain_model(sizes)), config.seq_len, cuts=cuts)
     options = Options(
         sequence_parallel=(False,), recompute=("none",), zero=(0, 1, 2),
-        schedules=((config.schedule, _CHUNKS.get(config.schedule, 2)),), micro_rows=(1, 2, 4, 8, 16),
+        schedules=((config.schedule, _CHUNKS.get(config.schedule, 2)),),
+        micro_rows=(1, 2, 4, 8, 16),
     )  # fmt: skip
     best = plan(description, config.batch_size, cluster, options=options, time=time_of).best()
     layout, grid = best.layout, best.layout.grid
     return replace(
-        config, tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=grid.ep, zero=layout.zero,
+        config, tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=grid.ep, zero=cast(Any, layout.zero),
         micro_batches=layout.micro_batches,
     ), best  # fmt: skip
 
