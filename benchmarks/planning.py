@@ -75,7 +75,7 @@ JOBS = {
 
 def built(config: LlamaConfig) -> nn.Module:
     """Return the model."""
-    return (Mixture if isinstance(config, MixtureConfig) else Llama)(config)
+    return Mixture(config) if isinstance(config, MixtureConfig) else Llama(config)
 
 
 def train(job: Job, layout: Layout, steps: int) -> list[float]:

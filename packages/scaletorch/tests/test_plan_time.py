@@ -223,6 +223,20 @@ def test_gradients_are_summed_behind_the_backward_and_updated() -> None:
     assert gathers.hidden["cp_dp"] == pytest.approx(whole / 2 * 2 * (7 / 8 + 2))
 
 
+def test_what_is_tied_on_one_rank_is_updated_once() -> None:
+    cluster = Cluster(2, DEVICE, (Link(2, 0.0, 1e9),))
+    outer = Behaviour((Parameter("w", 2**20, 4, (2**20,)),))
+    description = replace(
+        described(2, {}), cuts={Cut(): (outer, products(1e7), outer)}, tied=(("0.w", "2.w"),)
+    )
+    once = 7 * 4 * 2**20 / 1e9
+    assert time(description, Layout(Grid()), cluster).update == pytest.approx(once)
+    apart = time(description, Layout(Grid(pp=2)), cluster)
+    assert apart.update == pytest.approx(once)  # on each of the two ranks
+    twice = time(replace(description, tied=()), Layout(Grid()), cluster)
+    assert twice.update == pytest.approx(2 * once)
+
+
 def test_experts_gradients_go_over_their_own_groups() -> None:
     shared = Parameter("w", 2**20, 4, (2**20,))
     expert = Parameter("e", 2**20, 4, (2**19,), expert=True)
@@ -291,7 +305,7 @@ def test_cores_that_are_shared_slow_ranks_only_while_others_compute() -> None:
     assert 0.5 < quicker / slower < 0.95
     # Of two copies one stage or the other always keeps both cores busy.
     layout = Layout(Grid(pp=2, dp=2), micro_batches=4)
-    assert time(ALONE, layout, shared).step == pytest.approx(2 * 4 * 0.03)
+    assert time(ALONE, layout, shared).step == pytest.approx(2 * 4 * 0.03, rel=1e-3)
 
 
 def test_many_layouts_take_little_time_each() -> None:
@@ -388,7 +402,7 @@ def test_files_that_are_no_clusters_are_refused(tmp_path: Path) -> None:
         read_cluster(_file(tmp_path), 64)
     with pytest.raises(InvalidArgumentError, match="has no conditions and constants"):
         read_bench(_file(tmp_path))
-    with pytest.raises(InvalidArgumentError, match="ascending|innermost level outwards"):
+    with pytest.raises(InvalidArgumentError, match="from the innermost level outwards"):
         Cluster(8, DEVICE, (Link(8, 0, 1), Link(4, 0, 1)))
 
 

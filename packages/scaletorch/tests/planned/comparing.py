@@ -11,8 +11,8 @@ from scaletorch.plan.memory import SPLIT, state
 from scaletorch.plan.traffic import calls
 
 from .drawing import Case
-from .ranks import AXES, Sends
 from .models import described
+from .ranks import AXES, Sends
 
 Found = tuple[list[int], Sends, Sends]
 
@@ -25,7 +25,7 @@ def expected(case: Case, holdings: Holdings, rank: int) -> Found:
     replica = place.dp * grid.cp + place.cp, grid.expert_coordinates(rank).edp
     held = state(holdings, layout, number, place.tp, replica)
     counts, sizes = Counter(), Counter()
-    for each in calls(holdings, layout, number, place.tp):
+    for each in calls(holdings, layout, place.pp, place.tp):
         own = _first(grid, each.axis, rank), each.operation
         counts[own] += each.count
         sizes[own] += each.bytes
@@ -37,8 +37,12 @@ def differences(case: Case, ranks: list[Found]) -> Iterator[str]:
     holdings = Holdings(described(case))
     for rank, (held, counts, sizes) in enumerate(ranks):
         planned = expected(case, holdings, rank)
-        for what, own, found in zip(("parameters", "gradients", "state"), planned[0], held, strict=True):
-            at_most = what == "gradients" and case.layout.zero == 2 and case.layout.schedule in SPLIT
+        for what, own, found in zip(
+            ("parameters", "gradients", "state"), planned[0], held, strict=True
+        ):
+            at_most = (
+                what == "gradients" and case.layout.zero == 2 and case.layout.schedule in SPLIT
+            )
             if own < found if at_most else own != found:
                 yield f"{case}: rank {rank} has {found} bytes of {what}, planned {own}"
         for what, own, found in (("calls", planned[1], counts), ("bytes", planned[2], sizes)):

@@ -74,7 +74,7 @@ def _device(found: Sequence[Figures], dtype: torch.dtype, ranks: int) -> Device:
 
 
 def _median(found: Sequence[Figures], name: str) -> float:
-    return statistics.median(each[name] for each in found)
+    return float(statistics.median(each[name] for each in found))
 
 
 def _medians(ranks: Sequence[Sequence[tuple[float, float]]]) -> Shares:

@@ -127,7 +127,7 @@ def _link(given: Any, where: str, folder: Path) -> Link:
     return Link(
         _whole(given["ranks"], f"{where}: ranks"),
         *_pair(given["latency"], given["bandwidth"], where),
-        {name: _pair(*each, f"{where}: {name}") for name, each in calls.items()},
+        {name: _pair(each[0], each[1], f"{where}: {name}") for name, each in calls.items()},
     )
 
 

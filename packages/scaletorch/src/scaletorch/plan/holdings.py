@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -39,6 +40,11 @@ class Content:
         return [kind for kind in self.entered if kind >= 0]
 
     @property
+    def blocks(self) -> int:
+        """How many blocks."""
+        return sum(map(len, self.chunks))
+
+    @property
     def kinds(self) -> Iterator[int]:
         """Kinds of all its blocks."""
         return (kind for chunk in self.chunks for kind in chunk)
@@ -64,7 +70,9 @@ class Holdings:
         self._numbers: dict[Content, int] = {}
         self._all: list[Content] = []
         self._held: dict[object, tuple[Held, ...]] = {}
-        self._buckets: dict[object, dict[str, tuple[Bucket, ...]]] = {}
+        self._buckets: dict[object, dict[str, tuple[tuple[Bucket, int], ...]]] = {}
+        self._places: dict[object, int] = {}
+        self._sums: dict[tuple[int, int, int], list[int]] = {}
 
     def numbers(self, layout: Layout) -> tuple[int, ...]:
         """Return for each rank of the pipeline a number, the same for ranks with the same content.
@@ -95,23 +103,21 @@ class Holdings:
             number: Of `numbers`.
             tp: The tp rank, and the ep rank of experts; None is the one that has the most.
         """
-        key = layout.cut, layout.grid.is_plain, number, tp
+        at = self._fullest(layout, number) if tp is None else tp
+        key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, at
         if key not in self._held:
-            listed = list(self._listed(layout, number))
-            most = max((len(p.local) for p, _, _ in listed), default=1)
-            apart = not layout.grid.is_plain
-            sides = (
-                tuple(_of(p, at, others, apart, chunk) for p, others, chunk in listed)
-                for at in (range(most) if tp is None else [tp])
+            apart = layout.grid.ep * layout.grid.etp != layout.grid.tp  # else edp is cp x dp
+            self._held[key] = tuple(
+                _of(p, at, others, apart, chunk)
+                for p, others, chunk in self._listed(layout, number)
             )
-            self._held[key] = max(sides, key=lambda held: sum(p.elements * p.item for p in held))
         return self._held[key]
 
     def buckets(
         self, layout: Layout, number: int, tp: int | None = None
-    ) -> dict[str, tuple[Bucket, ...]]:
-        """Return the gradients of a rank of this number as they travel, by axis."""
-        key = layout.cut, layout.grid.is_plain, number, tp, layout.zero > 0
+    ) -> dict[str, tuple[tuple[Bucket, int], ...]]:
+        """Return a rank's gradients as they travel, by axis: buckets, and how many are alike."""
+        key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, tp, layout.zero > 0
         if key not in self._buckets:
             held = self.parameters(layout, number, tp)
             plain = [p for p in held if not p.expert]
@@ -122,11 +128,34 @@ class Holdings:
             self._buckets[key] = found
         return self._buckets[key]
 
-    def _filled(self, held: list[Held], zero: bool) -> tuple[Bucket, ...]:
+    def _filled(self, held: list[Held], zero: bool) -> tuple[tuple[Bucket, int], ...]:
         size = self.optimizer.bucket_size
         shared = [p for p in held[::-1] if zero and not p.others]
         rest = [p for p in held[::-1] if not zero or p.others]
-        return (*fill(shared, size, sharded=True), *fill(rest, size, sharded=False))
+        found = [*fill(shared, size, sharded=True), *fill(rest, size, sharded=False)]
+        return tuple(Counter(found).items())
+
+    def _fullest(self, layout: Layout, number: int) -> int:
+        """Return the tp rank, and ep rank, that has the most bytes of parameters."""
+        grid = layout.grid
+        key = grid.tp, grid.ep, grid.etp, number
+        if key not in self._places:
+            behaviours = self.description.behaviours(layout.cut)
+            ranks = max(grid.tp, grid.ep)
+            total = [0] * ranks
+            for kind, times in Counter(self._all[number].kinds).items():
+                sums = self._sums_of((grid.tp, grid.ep, kind), behaviours[kind], ranks)
+                total = [a + b * times for a, b in zip(total, sums, strict=True)]
+            self._places[key] = total.index(max(total))
+        return self._places[key]
+
+    def _sums_of(self, key: tuple[int, int, int], block: Behaviour, ranks: int) -> list[int]:
+        if key not in self._sums:
+            self._sums[key] = [
+                sum(p.local[min(at, len(p.local) - 1)] * p.item for p in block.parameters)
+                for at in range(ranks)
+            ]
+        return self._sums[key]
 
     def _listed(self, layout: Layout, number: int) -> Iterator[tuple[Parameter, int, int]]:
         """Yield a rank's parameters, how many other ranks of the pipeline have each, its chunk."""

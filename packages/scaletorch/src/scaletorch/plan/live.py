@@ -28,6 +28,22 @@ def most_live(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[
     return _most_live(schedule, pp, micro_batches, chunks)
 
 
+def backwards(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
+    """Return how many actions of backward each rank has, halves of one as two."""
+    whole = micro_batches * chunks
+    if schedule in ("zb_h1", "zb_v"):
+        return (2 * whole,) * pp
+    if schedule == "dualpipe_v":  # its halves come while the pipeline fills and drains
+        return tuple(whole + halves for halves in _halves(pp, min(micro_batches, 2 * pp)))
+    return (whole,) * pp
+
+
+@lru_cache(maxsize=4096)
+def _halves(pp: int, m: int) -> tuple[int, ...]:
+    built = SCHEDULES["dualpipe_v"](pp, m)
+    return tuple(sum(action.kind == "W" for action in rank) for rank in built.ranks)
+
+
 def fullest(live: Live, kept: Sequence[int]) -> int:
     """Return the most bytes that are kept at a time, of so many for a micro-batch of each chunk."""
     return max(sum(n * each for n, each in zip(now, kept, strict=True)) for now in live)

@@ -94,7 +94,7 @@ class _Count(TorchDispatchMode):
     """Counts operations that are no views, as descriptions do."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.number = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -113,12 +113,12 @@ def _overhead(gauge: _Gauge, options: Any) -> float:
     ids = torch.zeros(1, 4, dtype=torch.long, device=options["device"])
 
     def step() -> None:
-        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()  # type: ignore[no-untyped-call]
+        F.cross_entropy(model(ids).flatten(0, 1), ids.flatten()).backward()
 
     step()
     with _Count() as count:
         step()
-    return gauge(step) / count.number
+    return gauge(step) / float(count.number)
 
 
 def _products(gauge: _Gauge, options: Any) -> Iterator[tuple[tuple[float, float], ...]]:
@@ -162,7 +162,7 @@ def _both(
 
     def back() -> None:
         output, leaves = next(other)
-        output.backward(gradient, retain_graph=True)  # type: ignore[no-untyped-call]
+        output.backward(gradient, retain_graph=True)
         for leaf in leaves:
             leaf.grad = None
 

@@ -13,7 +13,6 @@ from .holdings import Holdings
 from .layout import Layout
 from .live import fullest, most_live
 
-
 SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # schedules whose backwards may come in two halves
 
 
@@ -28,6 +27,10 @@ class State(NamedTuple):
     def plus(self, other: State) -> State:
         """Return the sum."""
         return State(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, number: int) -> State:
+        """Return so many of it."""
+        return State(*(each * number for each in self))
 
 
 def memory(
@@ -87,7 +90,7 @@ def state(
     """
     grid = layout.grid
     split = layout.zero == 2 and layout.schedule in SPLIT
-    key = (layout.cut, number, tp, replica, layout.zero, grid.cp * grid.dp, split)
+    key = (grid.tp, grid.ep, grid.etp, number, tp, replica, layout.zero, grid.cp * grid.dp, split)
     found: State | None = known.states.get(key)
     if found is None:
         found = _of_ties(known, layout, number, tp)
@@ -101,12 +104,21 @@ def state(
 
 
 def _of_group(
-    buckets: Sequence[Bucket], layout: Layout, ranks: int, replica: int, optimizer: Optimizer
+    buckets: Sequence[tuple[Bucket, int]],
+    layout: Layout,
+    ranks: int,
+    replica: int,
+    optimizer: Optimizer,
 ) -> State:
     total = State()
-    for bucket in buckets:
-        total = total.plus(_of_bucket(bucket, layout, ranks, replica, optimizer))
-    moving = sorted(b.elements * _sum_item(b, optimizer) for b in buckets if b.sharded)
+    for bucket, times in buckets:
+        total = total.plus(_of_bucket(bucket, layout, ranks, replica, optimizer).times(times))
+    moving = sorted(
+        b.elements * _sum_item(b, optimizer)
+        for b, times in buckets
+        for _ in range(min(times, 2))
+        if b.sharded
+    )
     if layout.zero >= 2 and ranks > 1:  # one is filled while the one before it travels
         total = total.plus(State(buffers=sum(moving[-2:])))
     return total
@@ -129,7 +141,9 @@ def _of_bucket(
     # Each backward's sum is memory of its own. With ZeRO 2 the first one's of each chunk stays, and
     # of both halves of a backward, if these have parameters of their own in the shard.
     zero, split = layout.zero, layout.schedule in SPLIT
-    passes = max(len({chunk for _, chunk in shards}), 1) * (2 if split else 1) if zero == 2 else 1
+    passes = 1
+    if zero == 2:
+        passes = 2 * layout.chunks if split else max(len({chunk for _, chunk in shards}), 1)
     gradients = share * passes * master + (length * sums if zero == 1 else 0)
     state = own * optimizer.moments * (optimizer.item or master)
     state += own * master * (master != bucket.item) + optimizer.per_tensor * len(shards)
@@ -170,7 +184,8 @@ def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterato
     rows, behaviours = layout.micro_rows, known.description.behaviours(layout.cut)
     content = known.content(number)
     kinds = content.chunks[chunk]
-    again = [layout.recompute != "none" and kind in known.layers for kind in kinds]
+    runs = layout.recompute in ("full", "offload")
+    again = [runs and kind in known.layers for kind in kinds]
     received, sent = content.entered[chunk], content.left[chunk]
     if received >= 0 and not (again[0] and layout.recompute == "full"):
         yield "received", round(behaviours[received].handed.at(rows))

@@ -13,6 +13,7 @@ from .description import Description
 from .estimate import Traffic
 from .holdings import Holdings
 from .layout import Layout
+from .live import backwards
 
 WORD = 4  # bytes of a flag
 FLAGS = 4  # words besides those of parameters: whether ranks are at the same place of the step
@@ -45,11 +46,23 @@ def traffic(
         InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
     """
     known = holdings or Holdings(description, optimizer)
-    found: dict[int, tuple[Traffic, ...]] = {}
-    for number in known.numbers(layout):
-        if number not in found:
-            found[number] = tuple(joined(calls(known, layout, number)))
-    return tuple(found[number] for number in known.numbers(layout))
+    sums = synchronised(layout)
+    found: dict[tuple[int, int], tuple[Traffic, ...]] = {}
+    each = list(zip(known.numbers(layout), sums, strict=True))
+    for rank, key in enumerate(each):
+        if key not in found:
+            found[key] = tuple(joined(calls(known, layout, rank)))
+    return tuple(found[key] for key in each)
+
+
+def synchronised(layout: Layout) -> tuple[int, ...]:
+    """Return for each rank of the pipeline how many of its backwards sum gradients over ranks.
+
+    From ZeRO 2 on each does, into shards; else the last one alone.
+    """
+    if layout.zero < 2:
+        return (1,) * layout.grid.pp
+    return backwards(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
 
 
 def joined(sent: Iterator[Traffic]) -> Iterator[Traffic]:
@@ -62,22 +75,23 @@ def joined(sent: Iterator[Traffic]) -> Iterator[Traffic]:
         yield Traffic(axis, operation, count, size)
 
 
-def calls(known: Holdings, layout: Layout, number: int, tp: int | None = None) -> Iterator[Traffic]:
+def calls(known: Holdings, layout: Layout, rank: int, tp: int | None = None) -> Iterator[Traffic]:
     """Yield the collectives of a step, those of one sort and purpose together.
 
     Args:
         known: Of the description.
         layout: The layout.
-        number: Of `known.numbers(layout)`.
+        rank: Of the pipeline.
         tp: The tp rank, and the ep rank of experts; None is the one that has the most parameters.
     """
-    grid = layout.grid
+    grid, number = layout.grid, known.numbers(layout)[rank]
+    sums = synchronised(layout)[rank]
     yield from _blocks(known, layout, number)
     yield from _pipeline(known, layout, number, tp)
     for axis, buckets in known.buckets(layout, number, tp).items():
         ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
         if ranks > 1:
-            yield from _gradients(axis, buckets, layout, ranks, known.optimizer)
+            yield from _gradients(axis, buckets, layout, ranks, sums, known.optimizer)
     item = max(_item(known, layout), WORD)
     yield from _reduced("cp_dp", grid.cp * grid.dp, item)  # the loss
     yield from _reduced("pp", grid.pp, item)
@@ -126,23 +140,27 @@ def _pipeline(known: Holdings, layout: Layout, number: int, tp: int | None) -> I
 
 
 def _gradients(
-    axis: str, buckets: Sequence[Bucket], layout: Layout, ranks: int, optimizer: Optimizer
+    axis: str,
+    buckets: Sequence[tuple[Bucket, int]],
+    layout: Layout,
+    ranks: int,
+    sums: int,
+    optimizer: Optimizer,
 ) -> Iterator[Traffic]:
     """Yield the sums of gradients, and with ZeRO the fetching of updated parameters."""
-    # From stage 2 on every backward sums gradients into shards, and else the last one alone.
-    sums = layout.micro_batches * layout.chunks if layout.zero >= 2 else 1
-    for bucket in buckets:
+    for bucket, alike in buckets:
         item = optimizer.sum_item or bucket.item
         whole = bucket.padded(ranks) * item
         if bucket.sharded:
-            yield Traffic(axis, "reduce_scatter", sums, whole * (ranks - 1) // ranks * sums)
+            own, calls = whole * (ranks - 1) // ranks, sums * alike
+            yield Traffic(axis, "reduce_scatter", calls, own * calls)
             fetched = bucket.padded(ranks) * bucket.item * (ranks - 1) // ranks
-            times = 2 * layout.micro_batches if layout.zero == 3 else 1
+            times = alike * (2 * layout.micro_batches if layout.zero == 3 else 1)
             yield Traffic(axis, "all_gather", times, fetched * times)
         else:
-            yield from _reduced(axis, ranks, whole, sums)
+            yield from _reduced(axis, ranks, whole, sums * alike)
     if layout.zero < 3:
-        flags = sum(len(bucket.sizes) for bucket in buckets) + FLAGS
+        flags = sum(len(bucket.sizes) * alike for bucket, alike in buckets) + FLAGS
         yield from _reduced(axis, ranks, flags * WORD, sums)
 
 

@@ -1,5 +1,5 @@
 """How long a step takes: computing, messages, the pipeline, gradients and update."""
 
-from .step import time, timer
+from .step import time, timeline, timer
 
-__all__ = ["time", "timer"]
+__all__ = ["time", "timeline", "timer"]

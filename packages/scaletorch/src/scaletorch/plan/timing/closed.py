@@ -99,10 +99,9 @@ def _by_bubble(
     else:
         busy = max(sum(whole[rank::ranks]) for rank in range(ranks))
     busy *= micro_batches
-    forward, backward, weights = (
-        sum(value) / len(stages)
-        for value in zip(*((s.forward, s.backward, s.weights) for s in stages), strict=True)
-    )
+    forward = sum(stage.forward for stage in stages) / len(stages)
+    backward = sum(stage.backward for stage in stages) / len(stages)
+    weights = sum(stage.weights for stage in stages) / len(stages)
     waits = ranks - 1
     if name == "zb_h1":
         bubble = waits * max(0.0, forward + backward - 2 * weights)

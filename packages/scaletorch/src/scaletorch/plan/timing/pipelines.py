@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
-from ...parallel.pipeline_parallel import Costs, Schedule, simulate
+from ...parallel.pipeline_parallel import Costs, Schedule, Timeline, simulate
 from ..layout import Layout
 from ..stages import schedule_of
 from .closed import LONG, makespan
@@ -62,7 +62,14 @@ def built(name: str, ranks: int, micro_batches: int, chunks: int) -> Schedule:
 
 
 def _simulated(schedule: Schedule, stages: Sequence[Stage], message: float) -> list[float]:
-    """Return each rank's end, by a factor for each stage on the mean of forward and backward."""
+    found = [0.0] * schedule.num_ranks
+    for span in simulated(schedule, stages, message).spans:
+        found[span.rank] = max(found[span.rank], span.end)
+    return found
+
+
+def simulated(schedule: Schedule, stages: Sequence[Stage], message: float) -> Timeline:
+    """Return when actions run, by a factor for each stage on the mean of forward and backward."""
     forward, backward, weights = (sum(each) for each in zip(*stages, strict=True))
     whole, tiny = forward + backward, 1e-12 * (1 + forward + backward)
     factors = [max(tiny, (each.forward + each.backward) / whole) for each in stages]
@@ -70,7 +77,4 @@ def _simulated(schedule: Schedule, stages: Sequence[Stage], message: float) -> l
         max(forward, tiny), max(backward, tiny), max(backward - weights, tiny),
         max(weights, tiny), message, factors,
     )  # fmt: skip
-    found = [0.0] * schedule.num_ranks
-    for span in simulate(schedule, costs).spans:
-        found[span.rank] = max(found[span.rank], span.end)
-    return found
+    return simulate(schedule, costs)

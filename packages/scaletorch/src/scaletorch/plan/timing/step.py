@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
+from ...parallel.pipeline_parallel import Timeline
 from ..cluster import Cluster
 from ..description import Behaviour, Description
 from ..estimate import Time
@@ -15,7 +17,7 @@ from ..stages import places, stages_of
 from .blocks import Spent, spent
 from .gradients import Ended, ended, held
 from .messages import Route, route, seconds
-from .pipelines import Stage, ends
+from .pipelines import Stage, built, ends, simulated
 
 AXES = ("tp", "cp", "ep", "pp", "cp_dp", "edp")
 WORLD = "tp_cp_pp_dp"
@@ -90,20 +92,43 @@ def timer(description: Description, cluster: Cluster) -> Callable[[Layout], Time
     return run
 
 
+def timeline(description: Description, layout: Layout, cluster: Cluster) -> Timeline:
+    """Return when each rank of the pipeline computes what in a step, in seconds.
+
+    Without gradients' sums and the update, which come after it, and as if each rank had a device.
+
+    Args:
+        description: Of the model.
+        layout: Of `layout.grid.world_size` ranks.
+        cluster: With so many at least.
+
+    Raises:
+        InvalidArgumentError: As `time`.
+    """
+    ways = {axis: route(layout.grid, axis, cluster) for axis in (*AXES, WORLD)}
+    kinds = _kinds(description, layout, cluster, ways)
+    ranks = [
+        _rank(description, layout, cluster, kinds, own, ways) for own in places(description, layout)
+    ]
+    message = _message(description, layout, cluster, ways["pp"])
+    schedule = built(layout.schedule, layout.grid.pp, layout.micro_batches, len(ranks[0].stages))
+    return replace(simulated(schedule, _in_order(layout, ranks), message), unit="s")
+
+
 def _kinds(
     description: Description, layout: Layout, cluster: Cluster, ways: dict[str, Route]
 ) -> list[_Kind]:
     layers = {block.kind for block in description.blocks if block.place == "layer"}
 
     def one(kind: int, behaviour: Behaviour) -> _Kind:
-        both = [
+        forward, backward = (
             spent(behaviour, phase, layout.micro_rows, description.dtype, cluster, ways)
             for phase in ("forward", "backward")
-        ]
-        weights = both[1].matmul / 2  # of the two products, that for the weights
+        )
+        weights = backward.matmul / 2  # of the two products, that for the weights
         if kind in layers:
-            both[1] = _again(both[1], both[0], layout.recompute)
-        return _Kind(*both, weights)
+            backward = _again(backward, forward, layout.recompute)
+        return _Kind(forward, backward, weights)
 
     return [one(*each) for each in enumerate(description.behaviours(layout.cut))]
 
@@ -127,9 +152,13 @@ def _time(
     description: Description, layout: Layout, cluster: Cluster, kinds: list[_Kind],
     ways: dict[str, Route],
 ) -> Time:  # fmt: skip
-    ranks = [
-        _rank(description, layout, cluster, kinds, own, ways) for own in places(description, layout)
-    ]
+    alike: dict[tuple[tuple[int, ...], ...], _Rank] = {}
+    ranks = []
+    for own in places(description, layout):
+        content = tuple(tuple(description.blocks[at].kind for at in chunk) for chunk in own)
+        if content not in alike:
+            alike[content] = _rank(description, layout, cluster, kinds, content, ways)
+        ranks.append(alike[content])
     order = _in_order(layout, ranks)
     message = _message(description, layout, cluster, ways["pp"])
     speeds = _speeds(layout, cluster)
@@ -185,9 +214,9 @@ def _summed(
 
 def _rank(
     description: Description, layout: Layout, cluster: Cluster, kinds: list[_Kind],
-    own: Iterable[Iterable[int]], ways: Mapping[str, Route],
+    content: Iterable[Iterable[int]], ways: Mapping[str, Route],
 ) -> _Rank:  # fmt: skip
-    chunks = [Counter(description.blocks[index].kind for index in chunk) for chunk in own]
+    chunks = [Counter(chunk) for chunk in content]
     stages = [
         Stage(
             sum(n * kinds[kind].forward.total for kind, n in chunk.items()),
@@ -198,13 +227,25 @@ def _rank(
     ]
     number = sum(chunks, Counter[int]())
     behaviours = description.behaviours(layout.cut)
-    computing = [
-        sum(n * getattr(kinds[kind], phase).computing for kind, n in number.items())
-        for phase in ("forward", "backward")
-    ]
-    parameters = ((p, n) for kind, n in number.items() for p in behaviours[kind].parameters)
-    last = ended(held(parameters), layout, *computing, cluster, ways)
+    forward = sum(n * kinds[kind].forward.computing for kind, n in number.items())
+    backward = sum(n * kinds[kind].backward.computing for kind, n in number.items())
+    tied = _tied(description, number)
+    parameters = (
+        (p, n)
+        for kind, n in number.items()
+        for p in behaviours[kind].parameters
+        if f"{kind}.{p.name}" not in tied
+    )
+    last = ended(held(parameters), layout, forward, backward, cluster, ways)
     return _Rank(stages, [(kinds[kind], n) for kind, n in number.items()], last)
+
+
+def _tied(description: Description, here: Mapping[int, int]) -> set[str]:
+    """Return names of parameters that another name of them stands for on the same rank."""
+    found: set[str] = set()
+    for names in description.tied:
+        found.update([name for name in names if int(name.partition(".")[0]) in here][1:])
+    return found
 
 
 def _in_order(layout: Layout, ranks: list[_Rank]) -> list[Stage]:

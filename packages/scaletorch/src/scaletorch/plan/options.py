@@ -1,0 +1,155 @@
+"""Which layouts are tried, and which cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+
+from ..dist.errors import InvalidArgumentError
+from ..parallel.pg_manager import Grid, legal_layouts
+from .description import Cut, Description
+from .layout import Layout, Recompute
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What may be chosen beside the sizes of the grid; the first of each is preferred.
+
+    Attributes:
+        sequence_parallel: The first that the model can have is taken, where tp is above 1: shares
+            send as many bytes and keep less.
+        recompute: More than the first only where memory asks for it.
+        zero: Of these, too, more than the first only where memory asks for it; none of them where a
+            rank has its parameters alone. 3 is `fully_shard` of torch.
+        schedules: Names and chunks; all are tried. Those with one chunk and whole backwards that
+            `1f1b` outdoes in memory at no loss of time (`afab`, `looped_bfs`) are left out.
+        cp_methods: All are tried where cp is above 1.
+        micro_rows: Rows of a micro-batch; all are tried that divide the rows of a rank.
+    """
+
+    sequence_parallel: tuple[bool, ...] = (True, False)
+    recompute: tuple[Recompute, ...] = ("none", "full")
+    zero: tuple[int, ...] = (1, 2)
+    schedules: tuple[tuple[str, int], ...] = (
+        ("1f1b", 1), ("interleaved_1f1b", 2), ("zb_h1", 1), ("zb_v", 2),
+    )  # fmt: skip
+    cp_methods: tuple[str, ...] = ("ring",)
+    micro_rows: tuple[int, ...] = (1, 2, 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """A grid or a layout that cannot be taken.
+
+    Attributes:
+        grid: Its sizes.
+        why: In words.
+        layout: If the grid itself can be taken.
+    """
+
+    grid: Grid
+    why: str
+    layout: Layout | None = None
+
+
+def legal(
+    description: Description, rows: int, ranks: int, options: Options | None = None
+) -> Iterator[Layout | Refused]:
+    """Yield the layouts of so many ranks, with the first of `zero` and `recompute` each.
+
+    Args:
+        description: The model, and the cuts that it can have.
+        rows: Sequences of a step, of all ranks.
+        ranks: How many.
+        options: What is tried.
+
+    Yields:
+        Layouts, and the grids that none of them has, with the reason.
+
+    Raises:
+        InvalidArgumentError: No rows, or no ranks.
+    """
+    chosen = options or Options()
+    if rows < 1 or ranks < 1:
+        raise InvalidArgumentError(f"a plan needs rows and ranks, not {rows} rows, {ranks} ranks")
+    layers = sum(block.place == "layer" for block in description.blocks)
+    experts = sorted({cut.ep for cut in (*description.cuts, *description.refused)})
+    for plain in legal_layouts(ranks):
+        for grid in _grids(plain, experts or [1]):
+            try:
+                _require_rows(grid, rows, chosen)
+                schedules = _schedules(grid, layers, chosen)
+                cuts = list(_cuts(description, grid, chosen))
+            except InvalidArgumentError as error:
+                yield Refused(grid, str(error))
+                continue
+            for (shares, method), (schedule, chunks) in product(cuts, schedules):
+                for micro_rows in chosen.micro_rows:
+                    if rows % (grid.dp * micro_rows) == 0:
+                        yield Layout(
+                            grid, shares, chosen.recompute[0], chosen.zero[0] * _shared(grid),
+                            schedule, chunks, method, micro_rows, rows // (grid.dp * micro_rows),
+                        )  # fmt: skip
+
+
+def ladder(layout: Layout, options: Options) -> Iterator[tuple[tuple[int, int], Layout]]:
+    """Yield a layout with ever more of what saves memory, and how much of each."""
+    zeros = options.zero if _shared(layout.grid) else (0,)
+    steps = product(range(len(options.recompute)), range(len(zeros)))
+    for recompute, zero in sorted(steps, key=lambda step: (sum(step), step)):
+        own = replace(layout, recompute=options.recompute[recompute], zero=zeros[zero])
+        yield (recompute, zero), own
+
+
+def _shared(grid: Grid) -> bool:
+    return grid.cp * grid.dp > 1
+
+
+def _grids(grid: Grid, experts: list[int]) -> Iterator[Grid]:
+    for ep in experts:
+        if ep == 1 or (grid.tp * grid.cp * grid.dp) % ep == 0:
+            yield grid if ep == 1 else Grid(grid.tp, grid.cp, grid.pp, grid.dp, ep=ep)
+
+
+def _require_rows(grid: Grid, rows: int, options: Options) -> None:
+    if all(rows % (grid.dp * each) for each in options.micro_rows):
+        least = min(options.micro_rows)
+        raise InvalidArgumentError(
+            f"{rows} rows are no multiple of dp {grid.dp} x {least} rows of a micro-batch"
+        )
+
+
+def _schedules(grid: Grid, layers: int, options: Options) -> list[tuple[str, int]]:
+    if grid.pp == 1:
+        return [("1f1b", 1)]
+    found = [each for each in options.schedules if grid.pp * each[1] <= layers]
+    if not found:
+        least = min((chunks for _, chunks in options.schedules), default=1)
+        raise InvalidArgumentError(
+            f"{layers} layers are fewer than pp {grid.pp} x {least} chunks: a stage has a layer"
+        )
+    return found
+
+
+def _cuts(description: Description, grid: Grid, options: Options) -> Iterator[tuple[bool, str]]:
+    """Yield for each method whether sequences are shared, as the model can have it.
+
+    Raises:
+        InvalidArgumentError: It cannot be cut so, or is not described so.
+    """
+    methods = options.cp_methods if grid.cp > 1 else options.cp_methods[:1]
+    why = ""
+    found = False
+    for method in methods:
+        for shares in options.sequence_parallel if grid.tp > 1 else (False,):
+            cut = Cut(grid.tp, grid.cp, grid.ep, shares, method if grid.cp > 1 else "")
+            if cut in description.cuts:
+                yield shares, method
+                found = True
+                break
+            reason = description.refused.get(cut)
+            why = why or reason or ""
+    if not found:
+        sizes = f"tp {grid.tp}, cp {grid.cp}" + (f", ep {grid.ep}" if grid.ep > 1 else "")
+        raise InvalidArgumentError(why or f"{description.name} is not described for {sizes}")

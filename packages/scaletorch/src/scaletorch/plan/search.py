@@ -1,0 +1,138 @@
+"""All layouts of a job, what each costs, and which is the best."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from ..dist.errors import InvalidArgumentError
+from .buckets import Optimizer
+from .cluster import Cluster
+from .description import Description
+from .estimate import Estimate, Memory, Time
+from .explaining import Line, lines
+from .holdings import Holdings
+from .layout import Layout
+from .memory import memory
+from .options import Options, Refused, ladder, legal
+from .traffic import traffic
+
+GIB = 2**30
+Timer = Callable[[Description, Layout, Cluster], Time]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The layouts of a job.
+
+    Attributes:
+        description: The model.
+        cluster: What it would run on.
+        optimizer: What is kept for each parameter.
+        estimates: Of those that fit, the best first: by time if it is known, else by memory.
+        refused: The others, and why.
+    """
+
+    description: Description
+    cluster: Cluster
+    optimizer: Optimizer
+    estimates: tuple[Estimate, ...]
+    refused: tuple[Refused, ...]
+
+    def best(self) -> Estimate:
+        """Return the first estimate.
+
+        Raises:
+            InvalidArgumentError: No layout is legal and fits; the message has some reasons.
+        """
+        if self.estimates:
+            return self.estimates[0]
+        reasons = dict.fromkeys(f"{each.grid}: {each.why}" for each in self.refused)
+        raise InvalidArgumentError(
+            f"no layout of {self.cluster.ranks} ranks can train {self.description.name}: "
+            + "; ".join(list(reasons)[:3])
+        )
+
+    def explain(self, layout: Layout | None = None, rank: int | None = None) -> tuple[Line, ...]:
+        """Return the memory of a rank line by line.
+
+        Args:
+            layout: Any of the model's; None is the best.
+            rank: Of the pipeline; None is the fullest.
+
+        Raises:
+            InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
+        """
+        chosen = self.best().layout if layout is None else layout
+        return lines(self.description, chosen, rank, self.optimizer)
+
+
+def plan(
+    description: Description,
+    rows: int,
+    cluster: Cluster,
+    *,
+    options: Options | None = None,
+    optimizer: Optimizer | None = None,
+    time: Timer | None = None,
+) -> Plan:
+    """Return what the layouts of a job cost, the best first.
+
+    All sizes of the grid are tried that the model is described for. Of ZeRO's stages and of
+    recomputation a layout has as little as lets it fit, since they cost time: a step further is
+    tried only if no step before it fits. `Options` says what is tried of the rest.
+
+    Args:
+        description: The model.
+        rows: Sequences of a step, of all ranks.
+        cluster: Its ranks, and the memory of one.
+        options: What is tried.
+        optimizer: What is kept for each parameter; by default AdamW.
+        time: `time(description, layout, cluster)`, by which they are ranked; None is by memory.
+
+    Raises:
+        InvalidArgumentError: No rows, or no ranks.
+    """
+    chosen = options or Options()
+    known = Holdings(description, optimizer)
+    estimates: list[Estimate] = []
+    refused: list[Refused] = []
+    for each in legal(description, rows, cluster.ranks, chosen):
+        if isinstance(each, Refused):
+            refused.append(each)
+            continue
+        fitting = list(_fitting(known, each, cluster, chosen, refused))
+        for layout, held in fitting:
+            seconds = None if time is None else time(description, layout, cluster)
+            sent = traffic(description, layout, holdings=known)
+            estimates.append(Estimate(layout, held, sent, seconds))
+    estimates.sort(key=_rank)
+    return Plan(description, cluster, known.optimizer, tuple(estimates), tuple(refused))
+
+
+def _fitting(
+    known: Holdings, layout: Layout, cluster: Cluster, options: Options, refused: list[Refused]
+) -> Iterator[tuple[Layout, tuple[Memory, ...]]]:
+    """Yield the least of what saves memory with which a layout fits; or say that none does."""
+    found: list[tuple[int, int]] = []
+    least: tuple[int, Layout] | None = None
+    for step, own in ladder(layout, options):
+        if any(a <= step[0] and b <= step[1] for a, b in found):
+            continue
+        held = memory(known.description, own, holdings=known)
+        peak = max(each.total for each in held)
+        if peak <= cluster.device.memory:
+            found.append(step)
+            yield own, held
+        elif least is None or peak < least[0]:
+            least = peak, own
+    if not found and least is not None:
+        has = cluster.device.memory / GIB
+        why = f"needs {least[0] / GIB:.1f} GiB of {has:.1f}, with zero {least[1].zero} and "
+        why += f"recompute {least[1].recompute}"
+        refused.append(Refused(layout.grid, why, least[1]))
+
+
+def _rank(estimate: Estimate) -> tuple[float, int]:
+    step = 0.0 if estimate.time is None else estimate.time.step
+    return step, estimate.peak
