@@ -11,8 +11,8 @@ from scaletorch.plan.memory import SPLIT, state
 from scaletorch.plan.traffic import calls
 
 from .drawing import Case
-from .ranks import AXES, Sends
 from .models import described
+from .ranks import AXES, Sends
 
 Found = tuple[list[int], Sends, Sends]
 
