@@ -22,7 +22,8 @@ from scaletorch.dist import RankPool
 from scaletorch.dist.building import locate as locator
 from scaletorch.dist.errors import RankFailedError
 from scaletorch.dist.testing import preload
-from scaletorch.verify.cases import KNOWN_DTYPES, Case, parse_layout
+from scaletorch.verify import parse_layout
+from scaletorch.verify.cases import KNOWN_DTYPES, Case
 from scaletorch.verify.problem import (
     TORCH_DTYPES,
     BatchFn,

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from scaletorch.compose.experts import count_experts
 from scaletorch.dist import get_rank
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
@@ -11,7 +12,6 @@ from scaletorch.models.mixture import Experts, Router
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import every_layout, layout_name, parse_layout, verify
 from scaletorch.verify.__main__ import main, parse, problem_of
-from scaletorch.verify.experts import count_experts
 from scaletorch.verify.problem import default_mixture, sharpened
 from scaletorch.verify.routing import Choice, doubtful, margins, watched
 

@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-from scaletorch.verify.cases import Case, parse_layout
+from scaletorch.verify import parse_layout
+from scaletorch.verify.cases import Case
 
 from .patch import Mutate, patched
 

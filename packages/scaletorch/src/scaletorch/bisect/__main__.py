@@ -12,9 +12,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..compose.naming import parse_layout
 from ..dist.errors import ScaletorchError
 from ..verify.__main__ import problem_of, training_of
-from ..verify.cases import KNOWN_DTYPES, OPTIONS, parse_layout
+from ..verify.cases import KNOWN_DTYPES, OPTIONS
 from ..verify.phases import STEPS
 from .between import bisect
 from .compare import compare

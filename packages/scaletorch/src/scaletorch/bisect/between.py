@@ -11,11 +11,12 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from ..compose.naming import parse_layout
 from ..dist import RankPool
 from ..dist.building import locate as locator
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
-from ..verify.cases import Case, parse_layout
+from ..verify.cases import Case
 from ..verify.dropout import dropouts
 from ..verify.lost import off
 from ..verify.phases import PHASES, STEPS, Chosen, Phase, phases_of

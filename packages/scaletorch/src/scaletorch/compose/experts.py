@@ -8,13 +8,34 @@ from typing import Any
 from torch import nn
 from torch.distributed import ProcessGroup
 
+from ..dist.errors import InvalidArgumentError
 from ..parallel.expert_parallel import apply_expert_parallel
-from ..parallel.expert_parallel.building import find_expert_cuts
+from ..parallel.expert_parallel.building import find_expert_cuts, find_experts, named_experts
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import Stacked
 
 EXPERTS = "experts"  # the style of a plan that means them
 Plan = Mapping[str, Any] | None
+
+
+def count_experts(model: nn.Module, plan: Mapping[str, Any] | None = None) -> int:
+    """Return over how many ranks a plain model's experts can be divided; 1 if it has none.
+
+    Args:
+        model: The plain module.
+        plan: Of which the modules styled "experts" count; None is the model's own.
+
+    Raises:
+        InvalidArgumentError: The plan names modules that cannot be divided.
+    """
+    named = {pattern: style for pattern, style in (plan or {}).items() if style == "experts"}
+    try:
+        found = named_experts(model, named or None)
+        return min(find_experts(name, module).experts for name, module in found.items())
+    except InvalidArgumentError:
+        if named:
+            raise
+        return 1
 
 
 def split_plan(plan: Plan, manager: ProcessGroupManager) -> tuple[Plan, Plan]:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from ..dist.errors import InvalidArgumentError
+
+Shares = tuple[tuple[float, float], ...]
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
@@ -13,11 +17,22 @@ class Link:
         ranks: How many ranks it joins: those of a node, of a rack, all.
         latency: Seconds of a message, alpha.
         bandwidth: Bytes a second that a rank sends and at the same time receives, 1 / beta.
+        calls: Latency of a step and bandwidth of single operations, if they were measured:
+            "all_reduce", or "all_reduce 2" in groups of 2; the two above hold for all others.
     """
 
     ranks: int
     latency: float
     bandwidth: float
+    calls: dict[str, tuple[float, float]] = field(default_factory=dict)
+
+    def of(self, operation: str, ranks: int) -> tuple[float, float]:
+        """Return latency and bandwidth of an operation in groups of so many ranks."""
+        return (
+            self.calls.get(f"{operation} {ranks}")
+            or self.calls.get(operation)
+            or (self.latency, self.bandwidth)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +44,15 @@ class Device:
         memory: Bytes that a program may use.
         flops: Operations a second of matrix products, by dtype.
         moving: Bytes a second of its memory.
-        overhead: Seconds that an operation takes at least.
-        efficiency: Share of `flops` that a sort of operation reaches, by its size: for "matmul" and
-            "attention" pairs (flops of one operation, share), ascending.
+        overhead: Seconds that an operation takes beside its computing.
+        efficiency: Share that a sort of operation reaches, by its size, as pairs (size, share),
+            ascending; between two it is interpolated. "matmul", "attention" and "attention
+            backward" have a share of `flops` by the flops of one operation, "other" one of
+            `moving` by the bytes that one operation moves.
+        updating: Bytes a second of an update of parameters; 0 for `moving`.
+        hides: Share of communication that may run beside computation; less than 1 if the same
+            cores do both.
+        spread: By which share times of computation may be off either way.
         source: Where the figures are from: a data sheet, or what was measured.
     """
 
@@ -40,8 +61,23 @@ class Device:
     flops: dict[str, float]
     moving: float
     overhead: float = 0.0
-    efficiency: dict[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+    efficiency: dict[str, Shares] = field(default_factory=dict)
+    updating: float = 0.0
+    hides: float = 1.0
+    spread: float = 0.1
     source: str = ""
+
+    def peak(self, dtype: str) -> float:
+        """Return operations a second of matrix products of a dtype.
+
+        Raises:
+            InvalidArgumentError: None are known.
+        """
+        if dtype not in self.flops:
+            raise InvalidArgumentError(
+                f"{self.name} has no flops of {dtype}: known are {', '.join(self.flops)}"
+            )
+        return self.flops[dtype]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +86,34 @@ class Cluster:
 
     Attributes:
         ranks: How many.
-        device: Of each rank.
+        device: Of each rank, as quick as it is while all ranks compute.
         links: By level, the innermost first; the last joins all ranks.
+        cores: How many ranks can compute at once, if there are fewer than ranks and they share
+            them: then each is quicker while others wait. 0 if each rank has a device of its own.
+
+    Raises:
+        InvalidArgumentError: Links that do not join all ranks, or not in ascending order.
     """
 
     ranks: int
     device: Device
     links: tuple[Link, ...]
+    cores: int = 0
+
+    def __post_init__(self) -> None:
+        if self.ranks < 1:
+            raise InvalidArgumentError(f"a cluster has at least 1 rank, got {self.ranks}")
+        sizes = [link.ranks for link in self.links]
+        if sizes != sorted(set(sizes)) or (sizes and sizes[0] < 2):
+            raise InvalidArgumentError(
+                f"links go from the innermost level outwards, each joins more ranks, got {sizes}"
+            )
+        if self.ranks > 1 and (not sizes or sizes[-1] < self.ranks):
+            joined = f"the outermost joins {sizes[-1]}" if sizes else "there are none"
+            raise InvalidArgumentError(
+                f"links miss a level: {self.ranks} ranks, and {joined}; add a link with "
+                f'"ranks": {self.ranks}, its latency and bandwidth'
+            )
 
     def link(self, ranks: int) -> Link:
         """Return the slowest link inside a group that spans so many consecutive ranks."""

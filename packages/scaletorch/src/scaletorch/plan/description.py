@@ -138,6 +138,14 @@ class Cut:
     sequence_parallel: bool = False
     cp_method: str = ""
 
+    def __str__(self) -> str:
+        """Return what is not 1, such as "tp 4, cp 2, sp, ring"."""
+        sizes = {"tp": self.tp, "cp": self.cp, "ep": self.ep}
+        said = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
+        said += ["sp"] * self.sequence_parallel
+        said += [self.cp_method] * (self.cp > 1)
+        return ", ".join(said) or "whole"
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -186,7 +194,9 @@ class Description:
         """
         if (found := self.cuts.get(cut)) is not None:
             return found
-        raise InvalidArgumentError(self.refused.get(cut) or f"{self.name} is not described {cut}")
+        raise InvalidArgumentError(
+            self.refused.get(cut) or f"{self.name} is not described with {cut}"
+        )
 
     @property
     def elements(self) -> int:

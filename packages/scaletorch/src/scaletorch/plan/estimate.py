@@ -5,6 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from torch import nn
+
+from ..parallel.data_parallel import DataParallelBucket
+from ..parallel.pg_manager import ProcessGroupManager
+from .applying import put_on
 from .layout import Layout
 
 
@@ -104,6 +109,16 @@ class Estimate:
     def peak(self) -> int:
         """Bytes of the fullest rank."""
         return self.memory[self.fullest].total
+
+    def parallelize(
+        self, model: nn.Module, manager: ProcessGroupManager, **options: Any
+    ) -> DataParallelBucket:
+        """Put a plain model on the grid as this layout says; see `compose.parallelize`.
+
+        Raises:
+            InvalidArgumentError: The manager has another grid; and as `compose.parallelize`.
+        """
+        return put_on(self.layout, model, manager, **options)
 
     def as_json(self) -> dict[str, Any]:
         """Return plain containers and numbers."""

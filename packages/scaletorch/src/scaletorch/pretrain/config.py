@@ -28,6 +28,8 @@ class PretrainConfig:
     """Data parallel size."""
     ep: int = 1
     """Expert parallel size: over how many of a stage's tp x cp x dp ranks experts are divided."""
+    plan: Path | None = None
+    """A cluster (`python -m scaletorch.plan calibrate`): the best layout for its ranks is taken."""
     schedule: ScheduleName = "1f1b"
     """Pipeline schedule."""
     zero: Literal[0, 1, 2] = 0
@@ -90,5 +92,6 @@ class PretrainConfig:
         """The same training on one process, leaving nothing behind."""
         return replace(
             self, tp=1, cp=1, pp=1, dp=1, ep=1, micro_batches=self.micro_batches * self.dp,
-            zero=0, save_every=0, keep=0, resume="no", out=None, compare=False, tensorboard=False,
+            zero=0, plan=None, save_every=0, keep=0, resume="no", out=None, compare=False,
+            tensorboard=False,
         )  # fmt: skip

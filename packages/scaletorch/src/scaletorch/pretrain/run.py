@@ -20,8 +20,10 @@ from ..dist import (
 )
 from ..dist.building import agree, caught, relative_error, worst
 from ..dist.errors import InvalidArgumentError, StateError
+from ..plan import Estimate
 from .checks import check_config
 from .config import PretrainConfig
+from .planning import chosen
 from .report import CURVE, logged_losses, save_curve
 from .resume import planned
 from .rounding import loss_bounds
@@ -91,11 +93,12 @@ def pretrain(config: PretrainConfig, stop: Path | None = None) -> Result | None:
         InvalidArgumentError: settings that cannot work, before any rank starts.
         StateError: a Slurm job of several tasks runs this without srun.
     """
+    config, best = chosen(config)
     init_dist(backend=config.backend)  # does nothing where no launcher started this process
     agree("the settings of the run", [], error=caught(prepare, config))
     if is_distributed():
         config, out = agree_on_plan(config)
-        losses = train(replace(config, out=out))
+        losses = train(replace(config, out=out), planned=best)
         main = is_main_process()
         cleanup_dist()
         if not main:
@@ -104,7 +107,7 @@ def pretrain(config: PretrainConfig, stop: Path | None = None) -> Result | None:
         config = planned(config)
         out = config.out or new_folder()
         try:
-            losses = train_locally(replace(config, out=out), stop)
+            losses = train_locally(replace(config, out=out), stop, best)
         except BaseException:
             draw_curve(config, out)  # of the steps until then
             raise
@@ -166,10 +169,12 @@ def prepare(config: PretrainConfig) -> None:
             ) from error
 
 
-def train_locally(config: PretrainConfig, stop: Path | None = None) -> list[float]:
+def train_locally(
+    config: PretrainConfig, stop: Path | None = None, best: Estimate | None = None
+) -> list[float]:
     """Train in this process, or on as many local ranks as the grid has."""
     size = config.grid.world_size
-    return train(config, stop) if size == 1 else launch(train, size, config, stop)[0]
+    return train(config, stop, best) if size == 1 else launch(train, size, config, stop, best)[0]
 
 
 def one_process_losses(config: PretrainConfig, steps: int) -> list[float]:

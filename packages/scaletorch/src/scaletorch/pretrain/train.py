@@ -33,23 +33,28 @@ from ..parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
+from ..plan import Estimate
 from .config import PretrainConfig
 from .data import Corpus, check_same_data, load_corpus
 from .flops import flops_per_token, job_peak
 from .interrupt import StopFile
+from .planning import AsPlanned, computing
 from .report import Reporter
 from .resume import load_last, refuse_mixing, save_step
 from .saver import Saver
 from .sizes import plain_model, sizes_of
 
 
-def train(config: PretrainConfig, stop: Path | None = None) -> list[float]:
+def train(
+    config: PretrainConfig, stop: Path | None = None, planned: Estimate | None = None
+) -> list[float]:
     """Train on this process's share of the grid; every rank calls it.
 
     Args:
         config: The settings, the same on every rank.
         stop: A file on this machine: once it is there, all ranks end after the same step, with a
             checkpoint if any were asked for.
+        planned: What the run is compared with after some steps.
 
     Returns:
         The global loss of each step done by this call, the same on every rank.
@@ -61,13 +66,16 @@ def train(config: PretrainConfig, stop: Path | None = None) -> list[float]:
     manager = setup_process_group_manager(config.tp, config.cp, config.pp, config.dp, config.ep)
     try:
         with guard.watch(label=describe_rank):
-            return train_on(config, manager, stop)
+            return train_on(config, manager, stop, planned)
     finally:
         destroy_process_group_manager()
 
 
 def train_on(
-    config: PretrainConfig, manager: ProcessGroupManager, stop: Path | None = None
+    config: PretrainConfig,
+    manager: ProcessGroupManager,
+    stop: Path | None = None,
+    planned: Estimate | None = None,
 ) -> list[float]:
     """Build everything, resume if asked to, and train to the last step."""
     refuse_mixing(config)
@@ -90,6 +98,7 @@ def train_on(
     main = is_main_process()
     stopping = StopFile(stop, leader=main)
     losses: list[float] = []
+    as_planned = AsPlanned(planned, model, optimizer, manager)
     reporter = Reporter(
         config.out if main else None, short_name(config.grid), start, config.steps,
         tensorboard=config.tensorboard,
@@ -104,7 +113,10 @@ def train_on(
         for step in range(start, config.steps):
             if stopping.before(step):
                 break
-            values = optimizer_step(config, manager, model, optimizer, corpus, step)
+            with as_planned.step():
+                values = optimizer_step(config, manager, model, optimizer, corpus, step)
+            while as_planned.lines:
+                reporter.say(as_planned.lines.pop(0))
             guard.step(step + 1)
             losses.append(values["loss"])
             reporter.step(step + 1, values, tokens=tokens, flops=flops, peak=peak)
@@ -196,9 +208,7 @@ def build_model(config: PretrainConfig, sizes: LlamaConfig, device: torch.device
     """Return the whole plain model; the same weights on every rank and for every layout."""
     torch.manual_seed(config.seed)
     model = plain_model(sizes)
-    if config.dtype == "bfloat16":  # around forward alone: backward must not run under autocast
-        model.__dict__["forward"] = torch.autocast(device.type, torch.bfloat16)(model.forward)
-    return model.to(device, torch.float64 if config.dtype == "float64" else torch.float32)
+    return computing(config, model.to(device))
 
 
 def build_optimizer(config: PretrainConfig, model: nn.Module) -> torch.optim.Optimizer:

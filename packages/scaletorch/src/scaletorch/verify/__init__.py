@@ -1,7 +1,8 @@
 """One call, or one command, that shows that every layout trains like one process."""
 
+from ..compose.naming import layout_name, parse_layout
 from .asserting import assert_trains_alike
-from .cases import OPTIONS, Case, every_layout, layout_name, parse_layout
+from .cases import OPTIONS, Case, every_layout
 from .compare import Difference
 from .problem import default_batch, default_mixture, default_model
 from .report import CaseResult, Report

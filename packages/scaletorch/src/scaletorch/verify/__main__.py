@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import ast
-import importlib
-import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ..compose.experts import count_experts
+from ..compose.naming import load, parse_layout
 from ..dist.errors import InvalidArgumentError, ScaletorchError
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import SCHEDULES
@@ -23,9 +23,7 @@ from .cases import (
     choose_layouts,
     enumerate_cases,
     every_layout,
-    parse_layout,
 )
-from .experts import count_experts
 from .problem import (
     BatchFn,
     ModelFn,
@@ -82,21 +80,6 @@ def options_of(arguments: argparse.Namespace) -> dict[str, Sequence[str | int]]:
     """Return the values of each option to try."""
     defaults = {n: v if arguments.every_option else v[:1] for n, v in OPTIONS.items()}
     return {name: getattr(arguments, name) or values for name, values in defaults.items()}
-
-
-def load(name: str) -> Any:
-    """Return what `package.module:name` names; the current folder counts.
-
-    Raises:
-        InvalidArgumentError: there is no such module, or no such name in it.
-    """
-    module, _, attribute = name.partition(":")
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
-    try:
-        return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise InvalidArgumentError(f"{name!r} is not package.module:name: {error}") from error
 
 
 def optimizer_of(arguments: argparse.Namespace) -> Any:

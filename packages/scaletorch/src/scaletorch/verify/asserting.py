@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from ..compose.naming import parse_layout
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
-from .cases import parse_layout
 from .problem import Batch, BatchFn, ModelFn
 from .report import Report
 from .verify import verify

@@ -1,38 +1,16 @@
-"""Experts of the model that is verified: how many, and which part of a tensor a rank has."""
+"""Experts of the model that is verified: which part of a tensor a rank has."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from torch import Tensor, nn
 
-from ..dist.errors import InvalidArgumentError
-from ..parallel.expert_parallel.building import find_expert_cuts, find_experts, named_experts
+from ..parallel.expert_parallel.building import find_expert_cuts
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.tensor_parallel import split_by_owner, take_own
 from .compare import Shard
 from .replicas import Owned
-
-
-def count_experts(model: nn.Module, plan: Mapping[str, Any] | None = None) -> int:
-    """Return over how many ranks a plain model's experts can be divided; 1 if it has none.
-
-    Args:
-        model: The plain module.
-        plan: Of which the modules styled "experts" count; None is the model's own.
-
-    Raises:
-        InvalidArgumentError: The plan names modules that cannot be divided.
-    """
-    named = {pattern: style for pattern, style in (plan or {}).items() if style == "experts"}
-    try:
-        found = named_experts(model, named or None)
-        return min(find_experts(name, module).experts for name, module in found.items())
-    except InvalidArgumentError:
-        if named:
-            raise
-        return 1
 
 
 def own_part(model: nn.Module) -> Shard:

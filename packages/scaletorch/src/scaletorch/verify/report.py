@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 from ..compose._version import __version__
+from ..compose.naming import layout_name
 from .bounds import ROOM
-from .cases import Case, layout_name
+from .cases import Case
 from .compare import Difference
 from .lost import DTYPE, FACTOR
 from .runner import RankReport

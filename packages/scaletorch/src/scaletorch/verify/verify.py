@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from ..compose.experts import count_experts
 from ..dist import RankFailedError, RankPool
 from ..dist.building import locate
 from ..dist.errors import InvalidArgumentError
@@ -23,7 +24,6 @@ from . import lost
 from .bounds import blind, bound, chain_length
 from .cases import DTYPES, Case, choose_layouts, enumerate_cases
 from .dropout import dropouts
-from .experts import count_experts
 from .phases import PHASES, STEPS, Chosen, Phase, phases_of
 from .problem import (
     TORCH_DTYPES,

@@ -3,6 +3,8 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
+from .drawing.png import paint
+from .drawing.svg import drawn
 from .splitting.balance import parameter_costs
 from .splitting.split import parts_of
 from .stages.adopting import adopt
@@ -10,4 +12,13 @@ from .stages.cut import PassThrough
 from .stages.stand_ins import stands
 from .steps.batches import read
 
-__all__ = ["PassThrough", "adopt", "parameter_costs", "parts_of", "read", "stands"]
+__all__ = [
+    "PassThrough",
+    "adopt",
+    "drawn",
+    "paint",
+    "parameter_costs",
+    "parts_of",
+    "read",
+    "stands",
+]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -52,7 +53,7 @@ def describe(
     blocks, chosen = blocks_of(model, split)
     known: dict[Cut, tuple[Behaviour, ...]] = {}
     refused: dict[Cut, str] = {}
-    job = Job(model, blocks, chosen, batch or _tokens(length), plan, split)
+    job = Job(partial(_built, build), model, blocks, chosen, batch or _tokens(length), plan, split)
     for cut in dict.fromkeys((Cut(), *(usual_cuts(8) if cuts is None else cuts))):
         try:
             known[cut] = job.measure(cut)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
+from typing import Any
 
 from ..description import Affine, Behaviour, Parameter, Sent, Work
-from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation, Phase
+from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation, Phase, Seen
 
 
 def behaviour(
@@ -46,32 +47,46 @@ def _backward_peak(seen: Observed, kind: int) -> int:
 
 def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Sent]:
     for phase in PHASES:
-        both = zip(*(sorted(_sent(each, kind, phase)) for each in pair), strict=False)
-        for (axis, operation, again), group in groupby(both, key=lambda each: each[0][:3]):
+        sides: list[list[Any]] = [
+            sorted(_with_again(each.seen[kind, phase], phase)) for each in pair
+        ]
+        for (axis, operation, again), group in groupby(
+            zip(*sides, strict=False), key=lambda each: each[0][:3]
+        ):
             found = [*group]
-            sizes = [sum(each[side][3] for each in found) for side in (0, 1)]
-            size = _affine(rows, *sizes)
-            yield Sent(axis, operation, phase, len(found), size, again=again)
+            sizes = _affine(rows, *(sum(each[side][3] for each in found) for side in (0, 1)))
+            yield Sent(axis, operation, phase, len(found), sizes, again=again)
 
 
-def _sent(seen: Observed, kind: int, phase: Phase) -> Iterator[tuple[str, str, bool, float]]:
-    own = seen.seen[kind, phase]
-    for index, (axis, operation, size) in enumerate(own.sent):
-        yield axis, operation, phase == BACKWARD or index < own.again, size
+def _with_again(seen: Seen, phase: Phase) -> Iterator[tuple[str, str, bool, float]]:
+    for number, (axis, operation, size) in enumerate(seen.sent):
+        yield axis, operation, phase == BACKWARD or number < seen.again, size
 
 
 def _all_work(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Work]:
-    """Yield products of one size together, and all that only moves memory."""
-
-    def alike(each: tuple[Operation, Operation]) -> tuple[str, float]:
-        return each[0][0], each[0][1]
-
+    """Yield products of one size together, and what only moves memory if it moves about as much."""
     for phase in PHASES:
-        both = zip(*(each.seen[kind, phase].work for each in pair), strict=False)
-        for (sort, _), group in groupby(sorted(both, key=alike), key=alike):
-            found = [*group]
-            flops, moved = (
-                _affine(rows, *(sum(each[side][figure] for each in found) for side in (0, 1)))
-                for figure in (1, 2)
-            )
-            yield Work(sort, len(found), flops, moved, phase)
+        sides = [each.seen[kind, phase].work for each in pair]
+        for sort in sorted({operation[0] for side in sides for operation in side}):
+            found = [[each for each in side if each[0] == sort] for side in sides]
+            for both in _alike(*found):
+                flops = _affine(rows, *(sum(each[1] for each in side) for side in both))
+                moved = _affine(rows, *(sum(each[2] for each in side) for side in both))
+                yield Work(sort, max(map(len, both)), flops, moved, phase)
+
+
+def _alike(low: list[Operation], high: list[Operation]) -> Iterator[list[list[Operation]]]:
+    """Yield operations of one size, of both steps; all together if one step has more of them.
+
+    What rows decide, such as which experts have tokens, may leave some out.
+    """
+    if len(low) != len(high):
+        yield [low, high]
+        return
+
+    def size(both: tuple[Operation, Operation]) -> tuple[float, int]:
+        _, flops, moved = both[0]
+        return flops, 0 if flops else int(moved).bit_length() // 3  # within a factor of 8
+
+    for _, group in groupby(sorted(zip(low, high, strict=True), key=size), key=size):
+        yield [[*side] for side in zip(*group, strict=True)]

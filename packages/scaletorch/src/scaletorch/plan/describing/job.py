@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +33,9 @@ class Job:
     """A model to be described.
 
     Attributes:
-        model: On the meta device, whole.
+        build: Makes the model on the meta device, each time anew: what hangs on it, such as a
+            forward under autocast, is not always copied with it.
+        model: One of these, whole.
         blocks: Its line.
         chosen: By kind, which layer is run.
         batch: Makes what `train_step` takes, of so many rows.
@@ -42,6 +43,7 @@ class Job:
         split: As for `parallelize`.
     """
 
+    build: Callable[[], nn.Module]
     model: nn.Module
     blocks: Sequence[Block]
     chosen: Mapping[int, str]
@@ -65,7 +67,7 @@ class Job:
         return tuple(behaviour(kind, ROWS, pair, parameters[kind]) for kind in kinds)
 
     def _run(self, cut: Cut, manager: ProcessGroupManager, rows: int) -> tuple[Observed, nn.Module]:
-        model = copy.deepcopy(self.model)
+        model = self.build()
         like = thin_out(model, self.blocks, self.chosen)
         axes = {"tp": manager.tp_group, "cp": manager.cp_group, "ep": manager.ep_group}
         seen = Observed(axes, self.blocks[-1].kind)

@@ -30,6 +30,15 @@ def to_png(path: str | PathLike[str], *timelines: Timeline, titles: Sequence[str
     Raises:
         InvalidArgumentError: Matplotlib is missing, and the errors of `to_svg`.
     """
+    paint(path, drawn(timelines, titles))
+
+
+def paint(path: str | PathLike[str], root: Xml.Element) -> None:
+    """Write rectangles, texts and lines of an SVG, as `drawn` makes them, as a PNG.
+
+    Raises:
+        InvalidArgumentError: Matplotlib is missing.
+    """
     try:
         from matplotlib.collections import PatchCollection
         from matplotlib.figure import Figure
@@ -37,7 +46,6 @@ def to_png(path: str | PathLike[str], *timelines: Timeline, titles: Sequence[str
         raise InvalidArgumentError(
             'a PNG needs matplotlib: pip install "scaletorch-pp[drawing]"; an SVG needs nothing'
         ) from error
-    root = drawn(timelines, titles)
     width, height = (float(size) for size in root.attrib["viewBox"].split()[2:])
     figure = Figure(figsize=(width / _PER_INCH, height / _PER_INCH))
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, width), ylim=(height, 0))
@@ -66,7 +74,9 @@ def _write(axes: Axes, element: Xml.Element) -> None:
         axes.plot(*ends, color=given["stroke"], linewidth=1)
     elif element.tag == "text":
         axes.text(
-            float(given["x"]), float(given["y"]), element.text or "", fontsize=FONT,
+            float(given["x"]), float(given["y"]), element.text or "",
+            fontsize=float(given.get("font-size", FONT)),
+            fontfamily=given.get("font-family", "sans-serif"),
             color=given["fill"], horizontalalignment=_ALIGNED[given["text-anchor"]],
             fontweight=given["font-weight"], verticalalignment="baseline",
         )  # fmt: skip

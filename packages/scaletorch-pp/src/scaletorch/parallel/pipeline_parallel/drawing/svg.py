@@ -38,6 +38,8 @@ _COLOURS = {
     BACKWARD_WEIGHT: (0xCC, 0xBB, 0x44),
 }
 _PALEST = 0.6  # fraction of white in the last chunk
+# What is no colour of an action has a class too, so that a page can show it on a dark ground.
+_PAPER, _IDLE, _INK = ("#ffffff", "paper"), ("#eeeeee", "idle"), ("#000000", "ink")
 
 
 def to_svg(*timelines: Timeline, titles: Sequence[str] = ()) -> str:
@@ -59,14 +61,18 @@ def to_svg(*timelines: Timeline, titles: Sequence[str] = ()) -> str:
 
 
 def drawn(timelines: Sequence[Timeline], titles: Sequence[str]) -> Xml.Element:
-    """Return the picture of `to_svg` as an element of rectangles, texts and lines."""
+    """Return the picture of `to_svg` as an element of rectangles, texts and lines.
+
+    The ground is of class "paper", idle time of "idle", text and lines outside boxes of "ink".
+    """
     names = named(timelines, titles)
     first = timelines[0]
     units = [1.0 if t.unit == first.unit else busy(first) / busy(t) for t in timelines]
     end = max(t.makespan * unit for t, unit in zip(timelines, units, strict=True))
     root = Xml.Element("svg", xmlns="http://www.w3.org/2000/svg")
     root.attrib |= {"font-family": "sans-serif", "font-size": str(FONT)}
-    Xml.SubElement(root, "rect", width="100%", height="100%", fill="#ffffff")
+    ground = {"width": "100%", "height": "100%", "fill": _PAPER[0], "class": _PAPER[1]}
+    Xml.SubElement(root, "rect", ground)
     top = _legend(root, timelines)
     for timeline, name, unit in zip(timelines, names, units, strict=True):
         title = f"{name}: {figures(timeline)}"
@@ -116,7 +122,7 @@ def _rows(root: Xml.Element, timeline: Timeline, top: float, unit: float, scale:
     for rank in range(schedule.num_ranks):
         row = top + rank * ROW
         _text(root, LEFT - 8, row + 14, f"rank {rank}", anchor="end")
-        _rect(root, LEFT, row, timeline.makespan * unit * scale, ROW - GAP, "#eeeeee")
+        _rect(root, LEFT, row, timeline.makespan * unit * scale, ROW - GAP, *_IDLE)
     for span in timeline.spans:
         start, end = (span.start - first) * unit, (span.end - first) * unit
         stage = schedule.stages[span.rank][span.action.chunk]
@@ -136,7 +142,7 @@ def _box(root: Xml.Element, span: Span, stage: int, chunks: int, top: float, sca
     Xml.SubElement(rect, "title").text = hover
     number = str(action.micro_batch)
     if width >= len(number) * _DIGIT + 2:
-        _text(root, left + width / 2, top + 14, number, anchor="middle", fill=ink)
+        _text(root, left + width / 2, top + 14, number, anchor="middle", ink=(ink, ""))
 
 
 def _colours(action: Action, chunks: int) -> tuple[str, str]:
@@ -149,7 +155,7 @@ def _colours(action: Action, chunks: int) -> tuple[str, str]:
 
 def _axis(root: Xml.Element, top: float, end: float, unit: str) -> None:
     scale = (WIDTH - LEFT - RIGHT) / end
-    line = {"stroke": "#000000"}
+    line = {"stroke": _INK[0], "class": _INK[1]}
     Xml.SubElement(
         root, "line", line, x1=str(LEFT), x2=str(WIDTH - RIGHT), y1=f"{top:g}", y2=f"{top:g}"
     )
@@ -163,10 +169,17 @@ def _axis(root: Xml.Element, top: float, end: float, unit: str) -> None:
 
 
 def _rect(
-    root: Xml.Element, x: float, y: float, width: float, height: float, fill: str
+    root: Xml.Element,
+    x: float,
+    y: float,
+    width: float,
+    height: float,
+    fill: str,
+    kind: str = "",
 ) -> Xml.Element:
     size = {"x": x, "y": y, "width": width, "height": height}
-    return Xml.SubElement(root, "rect", {k: f"{v:.2f}" for k, v in size.items()}, fill=fill)
+    given = {k: f"{v:.2f}" for k, v in size.items()} | ({"class": kind} if kind else {})
+    return Xml.SubElement(root, "rect", given, fill=fill)
 
 
 def _text(
@@ -175,8 +188,10 @@ def _text(
     y: float,
     text: str,
     anchor: str = "start",
-    fill: str = "#000000",
+    ink: tuple[str, str] = _INK,
     weight: str = "normal",
 ) -> None:
+    fill, kind = ink
     place = {"x": f"{x:.2f}", "y": f"{y:.2f}", "text-anchor": anchor, "font-weight": weight}
+    place |= {"class": kind} if kind else {}
     Xml.SubElement(root, "text", place, fill=fill).text = text

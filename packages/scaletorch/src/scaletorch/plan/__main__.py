@@ -1,0 +1,192 @@
+"""`python -m scaletorch.plan --model FOLDER --length 4096 --rows 256 --ranks 64`: which layout?
+
+`python -m scaletorch.plan describe` writes what is known of a model to a file, from which plans are
+made without it, and `python -m scaletorch.plan calibrate` what this machine reaches.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+from ..compose.naming import layout_name, load, parse_layout
+from ..dist.errors import InvalidArgumentError, ScaletorchError
+from ..parallel.pg_manager import Grid
+from .arguments import ASSUMED, cluster_of, cuts_of, options_of, sizes_of, subcommand
+from .cluster_files import write_cluster
+from .description import Description, read, write
+from .estimate import Estimate
+from .memory import memory
+from .options import Refused
+from .search import plan
+from .showing import Shown, explained, grouped, page, png, table
+from .timing import timeline, timer
+from .traffic import traffic
+
+
+def main(given: Sequence[str] | None = None) -> int:
+    """Run the command: 0 if a layout fits, 1 if none does, 2 for what cannot be planned."""
+    command, arguments = subcommand(sys.argv[1:] if given is None else list(given))
+    try:
+        return {"plan": _plan, "describe": _describe, "calibrate": _calibrate}[command](arguments)
+    except (ScaletorchError, OSError) as error:
+        print(f"python -m {__package__}: error: {error}", file=sys.stderr)
+        return 2
+
+
+def _plan(arguments: Any) -> int:
+    shown, legal = planned(arguments)
+    if not legal:
+        raise InvalidArgumentError(_none(shown, sizes_of(arguments)))
+    if arguments.explain:
+        print(explained(shown, _chosen(shown, legal, arguments.explain)))
+    else:
+        print(table(shown, arguments.top))
+    _write(shown, arguments)
+    return 0 if shown.fitting else 1
+
+
+def planned(arguments: Any) -> tuple[Shown, list[Estimate]]:
+    """Return the plan as it is shown, and all legal layouts; the nearest if none fits."""
+    description, cluster = description_of(arguments), cluster_of(arguments)
+    run, sizes = timer(description, cluster), sizes_of(arguments)
+
+    def meant(grid: Grid) -> bool:
+        return all(getattr(grid, axis) in allowed for axis, allowed in sizes.items())
+
+    found = plan(
+        description, arguments.rows, cluster, options=options_of(arguments),
+        time=lambda _, layout, __: run(layout),
+    )  # fmt: skip
+    fitting = [each for each in found.estimates if meant(each.layout.grid)]
+    refused = [each for each in found.refused if meant(each.grid)]
+    over = [
+        Estimate(own, memory(description, own), traffic(description, own), run(own))
+        for own in (each.layout for each in refused) if own is not None
+    ] if arguments.explain or not fitting else []  # fmt: skip
+    over.sort(key=lambda each: each.peak)
+    shown = Shown(
+        description.name, description.length, arguments.rows, cluster, fitting or over,
+        [(_named(each), each.why) for each in refused],
+        lambda layout: [(f"{part}: {what}", size) for part, what, size in found.explain(layout)],
+        lambda layout: timeline(description, layout, cluster),
+        [] if arguments.device or arguments.cluster else [ASSUMED],
+    )  # fmt: skip
+    return shown, fitting + over
+
+
+def _named(refused: Refused) -> str:
+    name = layout_name(refused.grid)
+    if refused.layout is None:
+        return name
+    wide = refused.layout.micro_rows
+    pipeline = f", {refused.layout.schedule}" * (refused.grid.pp > 1)
+    return f"{name}{pipeline}, micro-rows {wide}"
+
+
+def _describe(arguments: Any) -> int:
+    description = description_of(arguments)
+    write(description, arguments.out)
+    cuts = f"{len(description.cuts)} ways of cutting it"
+    print(f"{arguments.out}: {description.name}, {description.elements:,} parameters, {cuts}")
+    for cut, why in description.refused.items():
+        print(f"refused: {cut}: {why}")
+    return 0
+
+
+def _calibrate(arguments: Any) -> int:
+    import torch
+
+    from .calibrate import calibrate
+
+    dtype = getattr(torch, arguments.dtype)
+    cluster = calibrate(arguments.ranks, dtype=dtype, backend=arguments.backend)
+    write_cluster(cluster, arguments.out)
+    print(f"{arguments.out}: {cluster.ranks} x {cluster.device.name}: {cluster.device.source}")
+    return 0
+
+
+def description_of(arguments: Any) -> Description:
+    """Return what is known of the model: read, or found out by running its layers hollow.
+
+    Raises:
+        InvalidArgumentError: No model is named, or it cannot be described.
+    """
+    if getattr(arguments, "description", None):
+        if arguments.model:
+            raise InvalidArgumentError("say --model or --description, not both")
+        return read(arguments.description)
+    if not arguments.model:
+        raise InvalidArgumentError(
+            "say --model: a folder with a config.json of transformers, or package.module:function; "
+            "or --description FILE"
+        )
+    if arguments.length is None:
+        raise InvalidArgumentError("say --length: how many tokens a sequence has")
+    from .describing import (  # which a plan of a description has no need of
+        describe,
+        experts_of,
+        named,
+    )
+
+    name, build = named(arguments.model, arguments.dtype)
+    return describe(
+        build, arguments.length, cuts=cuts_of(arguments, experts_of(build)),
+        batch=load(arguments.batch) if arguments.batch else None, name=name,
+    )  # fmt: skip
+
+
+def _chosen(shown: Shown, legal: Sequence[Estimate], text: str) -> Estimate:
+    """Return the best estimate of a layout.
+
+    Raises:
+        InvalidArgumentError: There is none, and why.
+    """
+    grid = parse_layout(text)
+    for each in legal:
+        if each.layout.grid == grid:
+            return each
+    why = next((why for name, why in shown.refused if name == layout_name(grid)), "")
+    ranks = shown.cluster.ranks
+    why = why or f"it has {grid.world_size} ranks, and {ranks} are planned for"
+    raise InvalidArgumentError(f"{text} is not legal: {why}")
+
+
+def _none(shown: Shown, sizes: dict[str, list[int]]) -> str:
+    """Return why no layout is legal: the reason of most of them."""
+    named = ", ".join(f"{name} {' or '.join(map(str, own))}" for name, own in sizes.items())
+    start = f"no layout of {shown.cluster.ranks} ranks with {shown.rows} rows"
+    start += f" and {named}" if named else ""
+    reasons = list(grouped(shown.refused))
+    if not reasons:
+        return f"{start} is there: sizes have to multiply to the ranks"
+    count, example, why = reasons[0]
+    return f"{start} is legal; of {len(shown.refused)} for {count} such as {example}: {why}"
+
+
+def _write(shown: Shown, arguments: Any) -> None:
+    if arguments.json:
+        arguments.json.write_text(json.dumps(_content(shown), indent=1) + "\n")
+    if arguments.html:
+        arguments.html.write_text(page(shown, arguments.top), encoding="utf-8")
+    if arguments.png:
+        png(arguments.png, shown, arguments.top)
+
+
+def _content(shown: Shown) -> dict[str, Any]:
+    return {
+        "model": shown.name, "length": shown.length, "rows": shown.rows,
+        "cluster": asdict(shown.cluster),
+        "estimates": [
+            {**each.as_json(), "peak": each.peak, "fits": shown.fits(each)}
+            for each in shown.estimates
+        ],
+        "refused": list(shown.refused), "notes": list(shown.notes),
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""The command line's arguments, and the cluster and the cuts that they ask for."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..dist.errors import InvalidArgumentError
+from ..parallel.pipeline_parallel import SCHEDULES
+from .cluster import Cluster, Link
+from .cluster_files import read_cluster
+from .description import Cut
+from .devices import CLUSTERS, cluster_named, device_named
+from .options import Options
+from .units import BYTES, BYTES_A_SECOND, SECONDS, quantity
+
+DEFAULT = "dgx-a100"
+ASSUMED = f"No --device and no --cluster: figures are those of {DEFAULT} nodes."
+MOST = 8  # ranks of tp, and of cp, that are tried if none is named
+AXES = ("dp", "pp", "cp", "tp", "ep")
+OPTIONS = {
+    "micro_rows": "micro_rows", "zero": "zero", "recompute": "recompute", "cp_method": "cp_methods",
+}  # fmt: skip
+CHUNKS = {"interleaved_1f1b": 2, "looped_bfs": 2, "zb_v": 2, "dualpipe_v": 2}
+EPILOG = """\
+Options that restrict layouts take one or more values: --tp 4 8 --recompute none full.
+Exit status: 0 a layout fits, 1 none does, 2 what is asked for cannot be planned."""
+
+
+def subcommand(given: Sequence[str]) -> tuple[str, Any]:
+    """Return which command is asked for, and its arguments."""
+    prog = f"python -m {__package__}"
+    if given[:1] == ["describe"]:
+        return "describe", _describing(f"{prog} describe").parse_args(given[1:])
+    if given[:1] == ["calibrate"]:
+        return "calibrate", _calibrating(f"{prog} calibrate").parse_args(given[1:])
+    return "plan", _planning(prog).parse_args(given)
+
+
+def _planning(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog, description="Which layout to train with: how much memory, how long.",
+        epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    _model(parser)
+    _say = parser.add_argument
+    _say("--description", type=Path, metavar="FILE", help="as `describe` wrote it; for --model")
+    _say("--ranks", type=_count, required=True, metavar="N", help="how many devices")
+    _say("--rows", type=_count, required=True, metavar="N", help="sequences of a global batch")
+    _say("--memory", metavar="SIZE", help="of a device, such as 80GiB; else as the device has")
+    _say("--device", metavar="NAME", help="of the table, such as H100-SXM")
+    _say(
+        "--cluster", metavar="FILE",
+        help=f"as `calibrate` or you wrote it, or one of {', '.join(CLUSTERS)}",
+    )  # fmt: skip
+    _say(
+        "--link", nargs="+", default=[], metavar="RANKS:LATENCY:BANDWIDTH",
+        help="for --device, the innermost first, such as 8:3us:300GB/s 64:8us:25GB/s",
+    )  # fmt: skip
+    for axis in AXES:
+        _say(f"--{axis}", type=_count, nargs="+", metavar="N", help="layouts with this size alone")
+    _say("--micro-rows", type=_count, nargs="+", metavar="N", help="rows of a micro-batch")
+    _say("--zero", type=int, nargs="+", choices=range(4), help="stages of ZeRO")
+    _say("--recompute", nargs="+", choices=("none", "full", "offload"))
+    _say("--sequence-parallel", nargs="+", choices=("off", "on"))
+    _say("--schedule", nargs="+", choices=[name for name in SCHEDULES if name != "forward_only"])
+    _say("--cp-method", nargs="+", metavar="NAME", help="as for `parallelize`")
+    _say("--top", type=_count, default=10, metavar="N", help="layouts in the table (10)")
+    _say("--explain", metavar="LAYOUT", help="show one in full: DPxPPxCPxTP, as 2x4x1x8")
+    for name in ("json", "html", "png"):
+        _say(f"--{name}", type=Path, metavar="FILE", help=f"write the plan as {name.upper()}")
+    return parser
+
+
+def _describing(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog, description="Write what plans need to know of a model to a file."
+    )
+    _model(parser)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--ranks", type=_count, default=64, metavar="N", help="at most (64)")
+    for axis in ("tp", "cp", "ep"):
+        parser.add_argument(f"--{axis}", type=_count, nargs="+", metavar="N", help="sizes to know")
+    parser.add_argument("--cp-method", nargs="+", metavar="NAME", help="as for `parallelize`")
+    parser.add_argument("--sequence-parallel", nargs="+", choices=("off", "on"))
+    return parser
+
+
+def _calibrating(prog: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog, description="Measure this machine, for --cluster.")
+    parser.add_argument("--ranks", type=_count, default=2, metavar="N", help="that will train (2)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--backend", default="gloo", help="of the ranks (gloo)")
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    return parser
+
+
+def _model(parser: argparse.ArgumentParser) -> None:
+    _say = parser.add_argument
+    _say("--model", help="folder with a config.json of transformers, or package.module:function")
+    _say("--length", type=_count, metavar="N", help="tokens of a sequence")
+    _say("--dtype", help="of parameters, such as bfloat16; else as the model is built")
+    _say("--batch", help="package.module:function of rows, what `train_step` takes of a model")
+
+
+def _count(text: str) -> int:
+    try:
+        count = int(text)
+    except ValueError:
+        count = 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
+    return count
+
+
+def cluster_of(arguments: Any) -> Cluster:
+    """Return what is planned for.
+
+    Raises:
+        InvalidArgumentError: An unknown device, cluster or unit, or links that do not join all.
+    """
+    ranks, named = arguments.ranks, arguments.cluster
+    if named and (arguments.device or arguments.link):
+        raise InvalidArgumentError(
+            "--cluster has a device and links: leave out --device and --link"
+        )
+    if arguments.link or arguments.device:
+        cluster = _of_device(arguments.device, arguments.link, ranks)
+    elif named and Path(named).exists():
+        cluster = read_cluster(Path(named), ranks)
+    else:
+        cluster = cluster_named(named or DEFAULT, ranks)
+    if arguments.memory is None:
+        return cluster
+    memory = int(quantity(arguments.memory, BYTES, "--memory"))
+    return replace(cluster, device=replace(cluster.device, memory=memory))
+
+
+def _of_device(name: str | None, links: Sequence[str], ranks: int) -> Cluster:
+    if name is None:
+        raise InvalidArgumentError("--link is for --device: say which")
+    device = device_named(name)
+    if links or ranks == 1:
+        return Cluster(ranks, device, tuple(map(_link, links)))
+    for each in CLUSTERS:
+        cluster = cluster_named(each, ranks)
+        if cluster.device == device:
+            return cluster
+    raise InvalidArgumentError(
+        f"links of {name} are not known: say --link 8:3us:300GB/s {ranks}:8us:25GB/s with those of "
+        "yours, the innermost first"
+    )
+
+
+def _link(text: str) -> Link:
+    words = text.split(":")
+    if len(words) != 3 or not words[0].isdecimal():
+        raise InvalidArgumentError(
+            f"--link {text!r} is not RANKS:LATENCY:BANDWIDTH, such as 8:3us:300GB/s"
+        )
+    latency = quantity(words[1], SECONDS, f"latency of --link {text}")
+    bandwidth = quantity(words[2], BYTES_A_SECOND, f"bandwidth of --link {text}")
+    return Link(int(words[0]), latency, bandwidth)
+
+
+def options_of(arguments: Any) -> Options:
+    """Return what is tried beside the sizes of the grid."""
+    found: dict[str, Any] = {}
+    for name, field in OPTIONS.items():
+        if values := getattr(arguments, name):
+            found[field] = tuple(values)
+    if arguments.schedule:
+        found["schedules"] = tuple((name, CHUNKS.get(name, 1)) for name in arguments.schedule)
+    if arguments.sequence_parallel:
+        found["sequence_parallel"] = tuple(each == "on" for each in arguments.sequence_parallel)
+    return Options(**found)
+
+
+def sizes_of(arguments: Any) -> dict[str, list[int]]:
+    """Return the sizes of axes that layouts are restricted to."""
+    return {axis: sizes for axis in AXES if (sizes := getattr(arguments, axis))}
+
+
+def cuts_of(arguments: Any, experts: int) -> list[Cut]:
+    """Return the ways of cutting a model that are worth knowing.
+
+    Args:
+        arguments: With `ranks`, and sizes if they are named.
+        experts: How many a layer has; 1 for none.
+    """
+    ranks = arguments.ranks
+    sizes = [size for size in range(1, min(ranks, MOST) + 1) if ranks % size == 0]
+    methods = arguments.cp_method or ["ring"]
+    shares = [each == "on" for each in arguments.sequence_parallel or ("off", "on")]
+    eps = arguments.ep or [size for size in sizes if experts % size == 0]
+    return [
+        Cut(tp, cp, ep, share and tp > 1, method if cp > 1 else "")
+        for tp in arguments.tp or sizes
+        for cp in arguments.cp or sizes
+        for ep in eps
+        for share in shares
+        for method in methods
+        if tp * cp <= ranks and ep <= ranks
+    ]

@@ -1,0 +1,100 @@
+"""A model as a command line names it: a config of transformers, or a function."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...compose.experts import count_experts
+from ...compose.naming import load
+from ...dist.errors import InvalidArgumentError
+from ...parallel.pipeline_parallel import meta_parameters
+
+
+def named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Module]]:
+    """Return the name of a model, "" for that of its class, and what builds it.
+
+    Args:
+        given: A folder with a `config.json` of transformers, such a file, or `package.module:name`
+            of a function or a class that makes the module, or a config of transformers.
+        dtype: Of its parameters, such as "bfloat16"; None is as it is built.
+
+    Raises:
+        InvalidArgumentError: There is none, or transformers is missing.
+    """
+    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise InvalidArgumentError(f"dtype {dtype!r} is none of torch's, such as bfloat16")
+    path = Path(given)
+    if path.exists():
+        return _of_file(path, dtype)
+    if ":" not in given:
+        raise InvalidArgumentError(
+            f"{given!r} is neither a folder or file with a config of transformers nor "
+            "package.module:function; nothing is downloaded: get its config.json first"
+        )
+    made = load(given)
+    if not callable(made) and not _is_config(made):
+        raise InvalidArgumentError(f"{given!r} makes nothing: it is a {type(made).__name__}")
+
+    def build() -> nn.Module:
+        found = made() if callable(made) else made
+        return _of_config(found, dtype) if _is_config(found) else _cast(found, dtype)
+
+    return "", build
+
+
+def experts_of(build: Callable[[], nn.Module]) -> int:
+    """Return how many experts a layer of the model has; 1 for none."""
+    try:
+        with meta_parameters():
+            model = build()
+    except (RuntimeError, NotImplementedError, OSError):  # which `describe` tells more of
+        return 1
+    return count_experts(model) if isinstance(model, nn.Module) else 1
+
+
+def _of_file(path: Path, dtype: str | None) -> tuple[str, Callable[[], nn.Module]]:
+    file = path / "config.json" if path.is_dir() else path
+    if not file.exists():
+        raise InvalidArgumentError(f"the folder {path} has no config.json")
+    transformers = _transformers()
+    try:
+        config = transformers.AutoConfig.from_pretrained(file)
+    except (ValueError, KeyError, OSError) as error:
+        why = str(error).partition("\n")[0]
+        raise InvalidArgumentError(f"{file} is no config of transformers: {why}") from error
+    name = path.resolve().name if path.is_dir() else path.resolve().parent.name
+    return name, lambda: _of_config(config, dtype)
+
+
+def _of_config(config: Any, dtype: str | None) -> nn.Module:
+    transformers = _transformers()
+    config.use_cache = False  # which training has no use for
+    more = {} if dtype is None else {"dtype": getattr(torch, dtype)}
+    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **more)
+    return model
+
+
+def _is_config(made: Any) -> bool:
+    return hasattr(made, "model_type") and not inspect.isclass(made)
+
+
+def _cast(module: nn.Module, dtype: str | None) -> nn.Module:
+    for parameter in module.parameters() if dtype and isinstance(module, nn.Module) else ():
+        parameter.data = parameter.data.to(getattr(torch, str(dtype)))
+    return module
+
+
+def _transformers() -> Any:
+    try:
+        return importlib.import_module("transformers")
+    except ImportError as error:
+        raise InvalidArgumentError(
+            'a config of transformers needs it: pip install "scaletorch[transformers]"'
+        ) from error

@@ -1,0 +1,93 @@
+"""Machines that published runs ran on: figures of data sheets, and three constants of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ..buckets import Optimizer
+from ..cluster import Cluster, Link
+from ..devices import DEVICES
+
+GIB = 2**30
+MOVING = 0.8  # share of the memory's bandwidth that all but products reach; assumed, not fitted
+
+
+@dataclass(frozen=True, slots=True)
+class Constants:
+    """What no data sheet says, fitted on some runs.
+
+    Attributes:
+        products: Share of the peak that products of matrices reach, attention's too.
+        overhead: Seconds that an operation takes besides.
+        reserved: Bytes that the device has lost besides: context, libraries, fragments, buffers.
+    """
+
+    products: float
+    overhead: float = 0.0
+    reserved: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What runs ran on.
+
+    Attributes:
+        device: Key of `DEVICES`.
+        inside: Bytes a second of a rank to others of its node of 8.
+        between: And to those of other nodes.
+        constants: Fitted.
+        source: Of the figures.
+        hides: Share of communication that runs beside computation where the planner lets it.
+    """
+
+    device: str
+    inside: float
+    between: float
+    constants: Constants
+    source: str
+    hides: float = 1.0
+
+    def cluster(self, ranks: int, constants: Constants | None = None) -> Cluster:
+        """Return so many ranks of it, with other constants if they are given."""
+        own = constants or self.constants
+        shares = {name: ((1.0, own.products),) for name in ("matmul", "attention")}
+        device = replace(
+            DEVICES[self.device], efficiency={**shares, "other": ((1.0, MOVING),)},
+            overhead=own.overhead, hides=self.hides,
+        )  # fmt: skip
+        links = [Link(8, 3e-6, self.inside)]
+        if ranks > 8:
+            links.append(Link(ranks, 8e-6, self.between))
+        return Cluster(ranks, device, tuple(links))
+
+
+_NVLINK = "NVLink as nccl-tests' all_reduce reaches it on 8 ranks"
+MACHINES = {
+    "selene": Machine(
+        "A100-SXM-80GB", 230e9, 25e9, Constants(0.71, 27e-6),
+        f"{_NVLINK}; 8 HDR InfiniBand adapters of 200 Gbit/s a node (arXiv 2104.04473)",
+    ),
+    "jean zay": Machine(
+        "A100-SXM-80GB", 230e9, 6.25e9, Constants(0.74, 290e-6, 93 * GIB // 10),
+        f"{_NVLINK}; 4 Omni-Path links of 100 Gbit/s a node (BigScience, tr11-176B-ml)",
+    ),
+    "llama": Machine(
+        "H100-SXM", 450e9, 50e9, Constants(0.6, 3e-6),
+        f"{_NVLINK}; 400 Gbit/s of RoCE a rank (arXiv 2407.21783, section 3.3.1)",
+    ),
+}  # fmt: skip
+MACHINES["selene 2022"] = replace(MACHINES["selene"], constants=Constants(0.78, 27e-6))
+MACHINES["selene, nothing hides"] = replace(MACHINES["selene"], hides=0.0)
+
+STATES = {
+    # 2 bytes of a parameter and 2 of its gradient, 14 of float32 sums, master weight and moments.
+    "megatron": Optimizer("18 bytes", moments=7, item=2, per_tensor=0),
+    "llama": Optimizer("AdamW", item=4),
+    # Over dp: float32 gradient, master weight, moments; whole: half precision ones of both.
+    "deepspeed fp16": Optimizer("ZeRO 1", item=4, per_tensor=0),
+    # One rank keeps both gradients: 20 bytes.
+    "deepspeed fp16 alone": Optimizer("ZeRO 1 of one rank", moments=5, item=2, per_tensor=0),
+    # Gradients in both precisions are whole.
+    "deepspeed bf16": Optimizer("bf16 ZeRO 1", item=4, per_tensor=0, sum_item=6),
+    "deepspeed bf16 alone": Optimizer("bf16 of one rank", moments=7, item=2, per_tensor=0),
+}

@@ -1,0 +1,32 @@
+"""The schedule of a pipeline as a time line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from xml.etree import ElementTree as Xml
+
+from ...parallel.pipeline_parallel import Timeline, simulate
+from ...parallel.pipeline_parallel.building import drawn
+from ..layout import Layout
+from ..stages import schedule_of
+from .shown import Shown
+
+BOXES = 1500  # in a picture, about
+
+
+def lanes(shown: Shown, layout: Layout) -> Xml.Element:
+    """Draw what each rank of the pipeline computes when, of as many micro-batches as have room.
+
+    If times are not known, stages are drawn as equal, and backward twice as long as forward.
+    """
+    ranks = layout.grid.pp
+    room = max(BOXES // (6 * ranks * layout.chunks), 1) * 2 * ranks
+    short = replace(layout, micro_batches=min(layout.micro_batches, room))
+    first = "" if short == layout else f"the first {room} of "
+    title = f"{layout.schedule}, {ranks} ranks, {first}{layout.micro_batches} micro-batches"
+    return drawn([(shown.timeline or plain)(short)], [title])
+
+
+def plain(layout: Layout) -> Timeline:
+    """Return the time line of equal stages."""
+    return simulate(schedule_of(layout))

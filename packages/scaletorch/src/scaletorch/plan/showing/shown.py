@@ -1,0 +1,135 @@
+"""What is shown of a plan, as data, and how its numbers are said in words."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from ...compose.naming import layout_name
+from ...parallel.pipeline_parallel import Timeline
+from ..cluster import Cluster
+from ..estimate import Estimate
+from ..layout import Layout
+
+GIB, MIB = 2**30, 2**20
+SORTS = ("parameters", "gradients", "optimizer", "activations", "working", "buffers")
+AXES = ("tp", "cp", "ep", "pp", "dp")
+_AXIS_OF = {"cp_dp": "dp", "edp": "dp", "etp": "tp"}  # under which heading an axis is shown
+
+
+@dataclass(frozen=True, slots=True)
+class Shown:
+    """A plan as tables and pictures take it.
+
+    Attributes:
+        name: Of the model.
+        length: Tokens of a sequence.
+        rows: Sequences of a global batch.
+        cluster: What it would run on.
+        estimates: The best first.
+        refused: Layouts that cannot be, as text, and why.
+        lines: Returns what the fullest rank of a layout holds, line by line: a name and bytes.
+        timeline: Returns when the ranks of a layout's pipeline compute; None if that is not known.
+        notes: What is assumed, a sentence each.
+    """
+
+    name: str
+    length: int
+    rows: int
+    cluster: Cluster
+    estimates: Sequence[Estimate]
+    refused: Sequence[tuple[str, str]] = ()
+    lines: Callable[[Layout], Sequence[tuple[str, int]]] | None = None
+    timeline: Callable[[Layout], Timeline] | None = None
+    notes: Sequence[str] = ()
+
+    def fits(self, estimate: Estimate) -> bool:
+        """Return whether the fullest rank has memory enough."""
+        return estimate.peak <= self.cluster.device.memory
+
+    @property
+    def fitting(self) -> int:
+        """How many of the layouts fit."""
+        return sum(map(self.fits, self.estimates))
+
+    def tokens_per_second(self, estimate: Estimate) -> float:
+        """Return tokens of all ranks a second; 0 if the time is not known."""
+        return self.rows * self.length / estimate.time.step if estimate.time else 0.0
+
+
+def sizes_of(layout: Layout) -> str:
+    """Return the sizes of a layout, `DPxPPxCPxTP` and what experts have of their own."""
+    return layout_name(layout.grid)
+
+
+def options_of(layout: Layout) -> list[str]:
+    """Return the options that matter to a layout, a word or two each."""
+    grid = layout.grid
+    said = {
+        "sp": layout.sequence_parallel and grid.tp > 1,
+        layout.cp_method: grid.cp > 1,
+        f"zero {layout.zero}": layout.zero > 0,
+        f"recompute {layout.recompute}": layout.recompute != "none",
+        layout.schedule: grid.pp > 1,
+        f"{layout.chunks} chunks": layout.chunks > 1,
+        f"{layout.micro_batches} x {_rows(layout.micro_rows)}": True,
+    }
+    return [word for word, matters in said.items() if matters]
+
+
+def sent_by_axis(estimate: Estimate) -> dict[str, int]:
+    """Return the bytes that a rank sends over each axis, of the pipeline rank that sends most."""
+    most = dict.fromkeys(AXES, 0)
+    for traffic in estimate.traffic:
+        own: Counter[str] = Counter()
+        for sent in traffic:
+            own[_AXIS_OF.get(sent.axis, sent.axis)] += sent.bytes
+        most = {axis: max(size, own[axis]) for axis, size in most.items()}
+    return most
+
+
+def grouped(refused: Sequence[tuple[str, str]]) -> Iterator[tuple[int, str, str]]:
+    """Yield reasons, the most frequent first: how many layouts, an example, and why not that one.
+
+    Reasons are the same if they differ in numbers alone.
+    """
+    found: dict[str, list[tuple[str, str]]] = {}
+    for layout, why in refused:
+        found.setdefault(re.sub(r"\d+(\.\d+)?", "0", why), []).append((layout, why))
+    for each in sorted(found.values(), key=len, reverse=True):
+        yield len(each), *each[0]
+
+
+def in_bytes(size: float) -> str:
+    """Return bytes with a unit that suits them."""
+    for unit, power in (("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)):
+        if size >= 2**power:
+            return f"{_three(size / 2**power)} {unit}"
+    return f"{size:.0f} B"
+
+
+def in_seconds(seconds: float) -> str:
+    """Return a time with a unit that suits it."""
+    for unit, scale in (("s", 1.0), ("ms", 1e3)):
+        if seconds * scale >= 1:
+            return f"{_three(seconds * scale)} {unit}"
+    return f"{_three(seconds * 1e6)} µs"
+
+
+def in_short(count: float) -> str:
+    """Return a large number in at most five letters, as 1.23M."""
+    for unit, scale in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.3g}{unit}"
+    return f"{count:.3g}"
+
+
+def _three(number: float) -> str:
+    """Return three digits, or all in front of the point."""
+    return f"{number:.3g}" if number < 999.5 else f"{number:,.0f}"
+
+
+def _rows(count: int) -> str:
+    return "1 row" if count == 1 else f"{count} rows"

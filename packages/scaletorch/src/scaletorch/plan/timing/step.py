@@ -1,0 +1,289 @@
+"""Seconds of a step of a layout on a cluster."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import NamedTuple
+
+from ...parallel.pg_manager import Grid
+from ...parallel.pipeline_parallel import Timeline
+from ..cluster import Cluster
+from ..description import Behaviour, Description
+from ..estimate import Time
+from ..layout import Layout
+from ..stages import places, stages_of
+from .blocks import Spent, spent
+from .gradients import Ended, ended, held
+from .messages import Route, route, seconds
+from .pipelines import Stage, built, ends, simulated
+
+AXES = ("tp", "cp", "ep", "pp", "cp_dp", "edp")
+WORLD = "tp_cp_pp_dp"
+# All-reduces of a few numbers in each step: tokens are counted, ranks agree, losses are summed.
+CONTROL = {WORLD: 1, "pp": 2, "cp_dp": 2}
+
+
+class _Kind(NamedTuple):
+    """A kind of block on a rank, for a micro-batch."""
+
+    forward: Spent
+    backward: Spent
+    weights: float
+
+
+class _Rank(NamedTuple):
+    """A rank of the pipeline, for a micro-batch."""
+
+    stages: list[Stage]
+    kinds: list[tuple[_Kind, int]]
+    end: Ended
+
+    @property
+    def computing(self) -> float:
+        return sum(n * (k.forward.computing + k.backward.computing) for k, n in self.kinds)
+
+
+def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
+    """Return how long a step takes: forward, backward and update of a global batch.
+
+    Computing is a roofline of each block's operations with the shares of the peaks that the device
+    reaches; messages are alpha-beta by the links that a group crosses; the pipeline is its
+    schedule, simulated if it is short, else in closed form (`timing.closed`). `low` and `high` are
+    the step if computing is off by the device's `spread` either way, and for `high` if nothing of
+    what is taken to hide does: no bounds, but what the estimate is least sure of.
+
+    Offloading (`recompute="offload"`) is taken to hide behind computing.
+
+    Args:
+        description: Of the model.
+        layout: Of `layout.grid.world_size` ranks.
+        cluster: With so many at least.
+
+    Raises:
+        InvalidArgumentError: The model is not described so, or cannot be cut so; or the device has
+            no figure for its dtype.
+    """
+    return timer(description, cluster)(layout)
+
+
+def timer(description: Description, cluster: Cluster) -> Callable[[Layout], Time]:
+    """Return `time` for many layouts of one model: what they share is worked out once."""
+    known: dict[tuple[object, ...], list[_Kind]] = {}
+    routes: dict[tuple[Grid, str], Route] = {}
+
+    def of_grid(grid: Grid) -> dict[str, Route]:
+        for axis in (*AXES, WORLD):
+            if (grid, axis) not in routes:
+                routes[grid, axis] = route(grid, axis, cluster)
+        return {axis: routes[grid, axis] for axis in (*AXES, WORLD)}
+
+    def run(layout: Layout) -> Time:
+        ways = of_grid(layout.grid)
+        key = (
+            layout.cut, layout.micro_rows, layout.recompute,
+            *(ways[axis] for axis in ("tp", "cp", "ep")),
+        )  # fmt: skip
+        if key not in known:
+            known[key] = _kinds(description, layout, cluster, ways)
+        return _time(description, layout, cluster, known[key], ways)
+
+    return run
+
+
+def timeline(description: Description, layout: Layout, cluster: Cluster) -> Timeline:
+    """Return when each rank of the pipeline computes what in a step, in seconds.
+
+    Without gradients' sums and the update, which come after it, and as if each rank had a device.
+
+    Args:
+        description: Of the model.
+        layout: Of `layout.grid.world_size` ranks.
+        cluster: With so many at least.
+
+    Raises:
+        InvalidArgumentError: As `time`.
+    """
+    ways = {axis: route(layout.grid, axis, cluster) for axis in (*AXES, WORLD)}
+    kinds = _kinds(description, layout, cluster, ways)
+    ranks = [
+        _rank(description, layout, cluster, kinds, own, ways) for own in places(description, layout)
+    ]
+    message = _message(description, layout, cluster, ways["pp"])
+    schedule = built(layout.schedule, layout.grid.pp, layout.micro_batches, len(ranks[0].stages))
+    return replace(simulated(schedule, _in_order(layout, ranks), message), unit="s")
+
+
+def _kinds(
+    description: Description, layout: Layout, cluster: Cluster, ways: dict[str, Route]
+) -> list[_Kind]:
+    layers = {block.kind for block in description.blocks if block.place == "layer"}
+
+    def one(kind: int, behaviour: Behaviour) -> _Kind:
+        forward, backward = (
+            spent(behaviour, phase, layout.micro_rows, description.dtype, cluster, ways)
+            for phase in ("forward", "backward")
+        )
+        weights = backward.matmul / 2  # of the two products, that for the weights
+        if kind in layers:
+            backward = _again(backward, forward, layout.recompute)
+        return _Kind(forward, backward, weights)
+
+    return [one(*each) for each in enumerate(description.behaviours(layout.cut))]
+
+
+def _again(backward: Spent, forward: Spent, recompute: str) -> Spent:
+    """Return a backward with what it runs again before it."""
+    if recompute == "selective":
+        return backward._replace(attention=backward.attention + forward.attention)
+    if recompute != "full":
+        return backward
+    return Spent(
+        backward.matmul + forward.matmul,
+        backward.attention + forward.attention,
+        backward.other + forward.other,
+        _sum([(backward.exposed, 1), (forward.exposed, 1)]),
+        _sum([(backward.hidden, 1), (forward.hidden, 1)]),
+    )
+
+
+def _time(
+    description: Description, layout: Layout, cluster: Cluster, kinds: list[_Kind],
+    ways: dict[str, Route],
+) -> Time:  # fmt: skip
+    alike: dict[tuple[tuple[int, ...], ...], _Rank] = {}
+    ranks = []
+    for own in places(description, layout):
+        content = tuple(tuple(description.blocks[at].kind for at in chunk) for chunk in own)
+        if content not in alike:
+            alike[content] = _rank(description, layout, cluster, kinds, content, ways)
+        ranks.append(alike[content])
+    order = _in_order(layout, ranks)
+    message = _message(description, layout, cluster, ways["pp"])
+    speeds = _speeds(layout, cluster)
+    name, chunks, number = layout.schedule, len(ranks[0].stages), layout.micro_batches
+    done = ends(name, chunks, number, order, message, speeds)
+    control = sum(
+        seconds("all_reduce", count, 0, ways[axis], cluster) for axis, count in CONTROL.items()
+    )
+    totals = [
+        end + sum(rank.end.exposed.values()) + rank.end.update
+        for end, rank in zip(done, ranks, strict=True)
+    ]
+    slowest = max(range(len(ranks)), key=totals.__getitem__)
+    step = totals[slowest] + control
+    without = max(ends(name, chunks, number, order, 0.0, speeds)) if message else max(done)
+    return _summed(
+        layout, ranks[slowest], step, max(done), control, max(done) - without,
+        cluster.device.spread,
+    )  # fmt: skip
+
+
+def _summed(
+    layout: Layout, rank: _Rank, step: float, pipeline: float, control: float, passing: float,
+    spread: float,
+) -> Time:  # fmt: skip
+    number = layout.micro_batches
+    exposed = _sum(
+        [
+            (each, n * number)
+            for k, n in rank.kinds
+            for each in (k.forward.exposed, k.backward.exposed)
+        ]
+        + [(rank.end.exposed, 1), ({"pp": passing, "world": control}, 1)]
+    )
+    hidden = _sum(
+        [
+            (each, n * number)
+            for k, n in rank.kinds
+            for each in (k.forward.hidden, k.backward.hidden)
+        ]
+        + [(rank.end.hidden, 1)]
+    )
+    computing = rank.computing * number
+    busy = number * sum(each.forward + each.backward for each in rank.stages)
+    bubble = max(0.0, pipeline - busy - passing) / step if step else 0.0
+    unsure = spread * (computing + rank.end.update) * (1 + bubble)
+    return Time(
+        step, computing, {k: v for k, v in exposed.items() if v},
+        {k: v for k, v in hidden.items() if v}, bubble, rank.end.update,
+        step - unsure, step + unsure + sum(hidden.values()),
+    )  # fmt: skip
+
+
+def _rank(
+    description: Description, layout: Layout, cluster: Cluster, kinds: list[_Kind],
+    content: Iterable[Iterable[int]], ways: Mapping[str, Route],
+) -> _Rank:  # fmt: skip
+    chunks = [Counter(chunk) for chunk in content]
+    stages = [
+        Stage(
+            sum(n * kinds[kind].forward.total for kind, n in chunk.items()),
+            sum(n * kinds[kind].backward.total for kind, n in chunk.items()),
+            sum(n * kinds[kind].weights for kind, n in chunk.items()),
+        )
+        for chunk in chunks
+    ]
+    number = sum(chunks, Counter[int]())
+    behaviours = description.behaviours(layout.cut)
+    forward = sum(n * kinds[kind].forward.computing for kind, n in number.items())
+    backward = sum(n * kinds[kind].backward.computing for kind, n in number.items())
+    tied = _tied(description, number)
+    parameters = (
+        (p, n)
+        for kind, n in number.items()
+        for p in behaviours[kind].parameters
+        if f"{kind}.{p.name}" not in tied
+    )
+    last = ended(held(parameters), layout, forward, backward, cluster, ways)
+    return _Rank(stages, [(kinds[kind], n) for kind, n in number.items()], last)
+
+
+def _tied(description: Description, here: Mapping[int, int]) -> set[str]:
+    """Return names of parameters that another name of them stands for on the same rank."""
+    found: set[str] = set()
+    for names in description.tied:
+        found.update([name for name in names if int(name.partition(".")[0]) in here][1:])
+    return found
+
+
+def _in_order(layout: Layout, ranks: list[_Rank]) -> list[Stage]:
+    """Return the stages of all ranks in the order of the forward."""
+    found: dict[int, Stage] = {}
+    for rank, own in enumerate(stages_of(layout.schedule, layout.grid.pp, layout.chunks)):
+        found.update(zip(own, ranks[rank].stages, strict=False))
+    return [found[stage] for stage in sorted(found)]
+
+
+def _message(description: Description, layout: Layout, cluster: Cluster, way: Route) -> float:
+    """Return seconds of a message between stages: what a layer hands on, the slowest way."""
+    if layout.grid.pp == 1:
+        return 0.0
+    behaviours = description.behaviours(layout.cut)
+    handed = max(
+        behaviours[block.kind].handed.at(layout.micro_rows)
+        for block in description.blocks if block.place != "last"
+    )  # fmt: skip
+    return seconds("send", 1, handed, way, cluster)
+
+
+def _speeds(layout: Layout, cluster: Cluster) -> list[float]:
+    """Return how much quicker ranks are while some of the pipeline's wait; [] if they share none.
+
+    The ranks of the other axes compute when theirs of the pipeline do.
+    """
+    grid, cores = layout.grid, cluster.cores
+    if not cores or grid.pp == 1:
+        return []
+    beside = grid.world_size // grid.pp
+    slowest = min(1.0, cores / grid.world_size)
+    return [min(1.0, cores / (at * beside)) / slowest for at in range(1, grid.pp + 1)]
+
+
+def _sum(parts: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for part, times in parts:
+        for axis, each in part.items():
+            found[axis] = found.get(axis, 0.0) + each * times
+    return found

@@ -1,0 +1,167 @@
+"""The command: from a model to a plan, and what it says of what cannot be planned."""
+
+import json
+import sys
+
+import pytest
+
+from scaletorch.plan.__main__ import main
+from scaletorch.plan.description import read
+
+MODELS = """
+import torch
+from torch import nn
+
+from scaletorch.models import Llama, LlamaConfig
+
+
+def model():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+    return Llama(LlamaConfig(**sizes, num_layers=2, num_heads=4, num_kv_heads=2))
+
+
+def with_data():
+    return model().load_state_dict(torch.load("weights.pt"))
+
+
+def with_values():
+    found = model()
+    assert found.embed_tokens.weight.sum().item() == 0
+    return found
+
+
+def text():
+    return "a model"
+
+
+NUMBER = 3
+"""
+CONFIG = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    made = tmp_path_factory.mktemp("plan")
+    (made / "plannable.py").write_text(MODELS)
+    (made / "tiny").mkdir()
+    (made / "tiny" / "config.json").write_text(json.dumps(CONFIG))
+    (made / "empty").mkdir()
+    (made / "wrong.json").write_text('{"version": 0}')
+    cluster = {"ranks": 4, "device": "H100-SXM"}
+    link = {"ranks": 2, "latency": "3us", "bandwidth": "300GB/s"}
+    (made / "short.json").write_text(json.dumps(cluster | {"links": [link]}))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(made)
+        patch.syspath_prepend(str(made))
+        words = "describe --model plannable:model --length 16 --tp 1 2 --cp 1 --out tiny.json"
+        assert main([*words.split(), "--sequence-parallel", "off"]) == 0
+        yield made
+    sys.modules.pop("plannable", None)
+
+
+@pytest.fixture
+def run(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+
+    def call(words, code=0):
+        assert main(words.split()) == code
+        said = capsys.readouterr()
+        return said.err if code == 2 else said.out
+
+    return call
+
+
+PLAN = "--description tiny.json --ranks 4 --rows 8"
+
+
+def test_a_description_is_a_file_of_the_model(folder):
+    description = read(folder / "tiny.json")
+    assert description.name == "Llama"
+    assert sorted(cut.tp for cut in description.cuts) == [1, 2]
+
+
+def test_a_plan_in_all_its_forms(run, folder):
+    pytest.importorskip("matplotlib")
+    said = run(f"{PLAN} --memory 1GiB --json p.json --html p.html --png p.png")
+    assert "Llama: 8 rows of 16 tokens a step on 4 x A100-SXM-80GB, 1 GiB each" in said
+    assert "note: No --device and no --cluster: figures are those of dgx-a100 nodes." in said
+    content = json.loads((folder / "p.json").read_text())
+    grids = {tuple(e["layout"]["grid"][a] for a in ("dp", "pp", "cp", "tp"))
+             for e in content["estimates"]}  # fmt: skip
+    assert {(4, 1, 1, 1), (2, 1, 1, 2), (2, 2, 1, 1)} <= grids
+    assert all(each["fits"] and each["peak"] < 2**30 for each in content["estimates"])
+    assert "1x1x1x4" in str(content["refused"])  # it is not described with tp 4
+    assert (folder / "p.html").read_text().startswith("<!doctype html>")
+    assert (folder / "p.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_if(run, folder):
+    run(f"{PLAN} --tp 2 --pp 1 2 --zero 2 --recompute full --json p.json")
+    layouts = [e["layout"] for e in json.loads((folder / "p.json").read_text())["estimates"]]
+    assert {each["grid"]["tp"] for each in layouts} == {2}
+    assert {each["grid"]["pp"] for each in layouts} == {1, 2}
+    assert {each["zero"] for each in layouts if each["grid"]["dp"] > 1} == {2}
+    assert {each["recompute"] for each in layouts} == {"full"}
+
+
+def test_one_in_full_and_one_that_does_not_fit(run):
+    said = run(f"{PLAN} --explain 2x1x1x2")
+    assert "DP x PP x CP x TP 2x1x1x2" in said
+    assert "pipeline rank 0 in bytes" in said
+    assert "none fits in 1 KiB" in run(f"{PLAN} --memory 1KiB", code=1)
+
+
+def test_a_config_of_transformers(run, folder):
+    pytest.importorskip("transformers")
+    run("describe --model tiny --length 16 --tp 1 --cp 1 --dtype bfloat16 --out hf.json")
+    found = read(folder / "hf.json")
+    assert (found.name, found.dtype) == ("tiny", "bfloat16")
+    assert found.elements == read(folder / "tiny.json").elements
+
+
+MODEL = "--ranks 1 --rows 8 --length 16 --model"
+WRONG = {
+    "--ranks 4 --rows 8": "say --model",
+    "--ranks 4 --rows 8 --model plannable:model": "say --length",
+    f"{PLAN} --model plannable:model": "not both",
+    f"{MODEL} nowhere/Llama-3-8B": "nothing is downloaded: get its config.json first",
+    f"{MODEL} plannable:nothing": "'plannable:nothing' is not package.module:name",
+    f"{MODEL} plannable:NUMBER": "makes nothing: it is a int",
+    f"{MODEL} plannable:text": "has to return a plain nn.Module, and returned str",
+    f"{MODEL} plannable:with_data": "cannot be built without data",
+    f"{MODEL} plannable:with_values": "cannot be built without data",
+    f"{MODEL} plannable:model --dtype bfloat17": "dtype 'bfloat17' is none of torch's",
+    f"{MODEL} empty": "the folder empty has no config.json",
+    f"{PLAN} --memory 80GiBi": "--memory '80GiBi' has the unknown unit 'GiBi'",
+    f"{PLAN} --device H100-SMX": "did you mean H100-SXM?",
+    f"{PLAN} --device MI300X": "links of MI300X are not known: say --link",
+    f"{PLAN} --device MI300X --link 2:3us:300GB/s": "links miss a level: 4 ranks",
+    f"{PLAN} --device MI300X --link fast": "is not RANKS:LATENCY:BANDWIDTH",
+    f"{PLAN} --link 4:3us:300GB/s": "--link is for --device",
+    f"{PLAN} --cluster short.json": "links miss a level: 4 ranks",
+    f"{PLAN} --cluster short.json --device H200": "leave out --device",
+    f"{PLAN} --cluster nowhere.json": "'nowhere.json' is not in the table",
+    f"{PLAN} --tp 3": "no layout of 4 ranks with 8 rows and tp 3 is",
+    f"{PLAN} --explain 2x2x2x2": "it has 16 ranks, and 4 are planned for",
+    "--description tiny.json --ranks 4 --rows 7 --dp 4": "no layout of 4 ranks with 7 rows",
+    "--description wrong.json --ranks 4 --rows 8": "wrong.json is of version 0",
+    "--description nowhere.json --ranks 4 --rows 8": "nowhere.json",
+}
+
+
+@pytest.mark.parametrize("words", WRONG)
+def test_what_is_wrong_is_said(run, words):
+    said = run(words, code=2)
+    assert said.startswith("python -m scaletorch.plan: error: ")
+    assert WRONG[words] in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("words", ["--ranks 0 --rows 8", "--rows 8", f"{PLAN} --recompute some"])
+def test_what_the_parser_refuses(words):
+    with pytest.raises(SystemExit) as end:
+        main(words.split())
+    assert end.value.code == 2

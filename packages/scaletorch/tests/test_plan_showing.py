@@ -1,0 +1,191 @@
+"""A plan as tables, a page and a picture says what its estimates say."""
+
+import builtins
+import re
+from xml.etree import ElementTree as Xml
+
+import pytest
+
+from scaletorch.dist import InvalidArgumentError
+from scaletorch.parallel.pg_manager import Grid
+from scaletorch.plan import Cluster, Device, Estimate, Layout, Link, Memory, Time, Traffic
+from scaletorch.plan.showing import Shown, explained, page, png, table
+from scaletorch.plan.showing.bars import COLOURS, bars
+from scaletorch.plan.showing.nodes import COLOURS as AXES
+from scaletorch.plan.showing.nodes import ITSELF, OTHERS, nodes
+from scaletorch.plan.showing.shown import grouped, in_bytes, in_seconds, in_short, options_of
+
+GIB = 2**30
+LINKS = (Link(8, 3e-6, 300e9), Link(64, 8e-6, 25e9))
+CLUSTER = Cluster(64, Device("A <quick> one", 80 * GIB, {"bfloat16": 1e14}, 1e12), LINKS)
+
+
+def estimate(grid, gib=5, seconds=4.0, **options):
+    memory = tuple(
+        Memory(gib * GIB, 2 * gib * GIB, gib * GIB, (grid.pp - at) * GIB, GIB // 2)
+        for at in range(grid.pp)
+    )
+    sent = (Traffic("tp", "all_reduce", 512, 90 * 2**20), Traffic("cp_dp", "all_gather", 3, 7))
+    time = Time(seconds, 3.4, {"tp": 0.4}, {"cp_dp": 0.3}, 0.095, 0.05, 3.5, 4.5)
+    return Estimate(Layout(grid, **options), memory, (sent,) * grid.pp, time)
+
+
+FIRST = estimate(
+    Grid(tp=8, pp=4, dp=2), sequence_parallel=True, zero=1, micro_batches=32, recompute="full"
+)
+SECOND = estimate(Grid(tp=4, cp=2, dp=8, ep=8), 25, 5.0, zero=1, micro_rows=2, micro_batches=4)
+REFUSED = [
+    ("1x2x1x32", "tp = 32 is 0.5 too many"),
+    ("1x1x1x64", "tp = 64 is 12 too many"),
+    ("1x64x1x1", "no"),
+]
+
+
+def lines(layout):
+    return [(f"weights of <{layout.grid.tp}>", 12345678), ("nothing", 0)]
+
+
+SHOWN = Shown("a & b", 4096, 256, CLUSTER, [FIRST, SECOND], REFUSED, lines, notes=["So it is."])
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_says_what_fits_and_how_quick_it_is(width):
+    text = table(SHOWN, width=width)
+    assert max(map(len, text.splitlines())) <= width
+    rows = [line.split() for line in text.splitlines()]
+    first, second = (next(row for row in rows if row[:1] == [at] and "x" in row[1]) for at in "12")
+    assert first[1] == "2x4x1x8"
+    assert "24.50" in first
+    assert first[-3:] == ["4", "s", "262k"]
+    assert second[1] == "8x1x2x4-ep8"
+    assert "102!" in second
+    assert "all of these: zero 1\n" in text
+    assert "! is more than 80 GiB" in text
+    assert "1 layouts fit; 3 do not, or cannot be" in text
+    assert "refused: 1x2x1x32 and 1 like it: tp = 32 is 0.5 too many" in text
+    assert bool(re.search(r"MiB sent +tp", text)) == (width == 120)  # left out for want of room
+    assert text.endswith("note: So it is.")
+
+
+def test_one_layout_and_none_at_all():
+    alone = table(Shown("m", 8, 8, CLUSTER, [SECOND]))
+    assert "zero 1" in alone
+    assert "none fits in 80 GiB" in alone
+    assert "0 layouts fit" in table(Shown("m", 8, 8, CLUSTER, [], REFUSED))
+
+
+def test_a_layout_in_full():
+    text = explained(SHOWN, FIRST)
+    assert "24.5 GiB on the fullest rank: fits in 80 GiB" in text
+    assert re.search(r"0 +5\.00 +10\.00 +5\.00 +4\.00 +0\.50 +0\.00 +24\.50  fullest", text)
+    assert "12,345,678" in text
+    assert "nothing" not in text
+    assert re.search(r"tp +all_reduce +512 calls +94,371,840 bytes", text)
+    assert "step 4 s (3.5 s to 4.5 s)" in text
+
+
+def test_options_are_those_that_matter():
+    assert options_of(Layout(Grid(), True, cp_method="ulysses")) == ["1 x 1 row"]
+    many = Layout(Grid(tp=2, cp=2, pp=2), True, "offload", 2, "zb_v", 2, "ulysses", 4, 8)
+    assert options_of(many) == [
+        "sp", "ulysses", "zero 2", "recompute offload", "zb_v", "2 chunks", "8 x 4 rows",
+    ]  # fmt: skip
+
+
+def test_numbers_in_words():
+    assert [in_bytes(size) for size in (0, 1023, 1024, 80 * GIB, 1023 * GIB)] == [
+        "0 B", "1023 B", "1 KiB", "80 GiB", "1,023 GiB",
+    ]  # fmt: skip
+    assert [in_seconds(each) for each in (2e-6, 0.0125, 3, 2000)] == [
+        "2 µs", "12.5 ms", "3 s", "2,000 s",
+    ]  # fmt: skip
+    assert [in_short(each) for each in (12, 1500, 2.5e9)] == ["12", "1.5k", "2.5B"]
+
+
+def test_reasons_that_differ_in_numbers_are_one():
+    assert list(grouped(REFUSED)) == [
+        (2, "1x2x1x32", "tp = 32 is 0.5 too many"), (1, "1x64x1x1", "no"),
+    ]  # fmt: skip
+
+
+def boxes(root, fill):
+    return [each for each in root.iter("rect") if each.get("fill") == fill and len(each)]
+
+
+def test_bars_are_as_long_as_what_they_stand_for():
+    root = bars(FIRST, CLUSTER.device.memory)
+    widths = [float(each.attrib["width"]) for each in boxes(root, COLOURS["activations"])]
+    assert widths == pytest.approx([widths[3] * times for times in (4, 3, 2, 1)], abs=0.03)
+    (end,) = (float(each.attrib["x1"]) for each in root.iter("line"))
+    assert (end - 60) / widths[3] == pytest.approx(80, rel=2e-3)
+
+
+@pytest.mark.parametrize("grid", [Grid(tp=8, pp=4, dp=2), Grid(tp=4, cp=2, dp=8, ep=8)])
+def test_ranks_have_the_colour_of_the_axis_that_joins_them(grid):
+    root = nodes(grid, CLUSTER)
+    for axis in ("tp", "cp", "pp", "dp"):
+        hovers = [each[0].text for each in boxes(root, AXES[axis])]
+        assert [int(re.findall(r"\d+", text)[0]) for text in hovers] == [
+            *grid.group(axis, 0)[1:]
+        ], axis
+    assert len(boxes(root, ITSELF)) == 1
+    assert len(boxes(root, OTHERS)) == 63 - sum(grid.size(a) - 1 for a in ("tp", "cp", "pp", "dp"))
+    edged = [each for each in root.iter("rect") if each.get("stroke") == AXES["ep"]]
+    assert len(edged) == (grid.ep if grid.ep > 1 else 0)
+    said = "".join(each.text or "" for each in root.iter("text"))
+    assert f"tp {grid.tp}: shares weights of a layer with rank 0, inside a node" in said
+    assert f"dp {grid.dp}: shares the batch with rank 0, over {grid.dp} nodes" in said
+
+
+def test_a_large_world_has_a_small_picture():
+    links = (*LINKS[:1], Link(16384, 8e-6, 25e9))
+    root = nodes(Grid(tp=8, pp=16, dp=128), Cluster(16384, CLUSTER.device, links))
+    assert len([*root.iter("rect")]) < 300
+    assert "and 2016 nodes more" in [each.text for each in root.iter("text")]
+
+
+def test_the_page_stands_alone():
+    text = page(SHOWN)
+    assert "<script" not in text
+    assert "href" not in text
+    assert "url(" not in text
+    assert set(re.findall(r"https?://[^\"' ]+", text)) <= {"http://www.w3.org/2000/svg"}
+    assert "prefers-color-scheme: dark" in text
+    body = text[text.index("<body>") : text.index("</body>") + len("</body>")]
+    root = Xml.fromstring(body)  # every element is closed and every name escaped
+    words = " ".join(root.itertext())
+    assert "Plan for a & b on 64 x A <quick> one" in words
+    assert "weights of <8>" in words
+    assert len([e for e in root.iter() if e.tag.endswith("svg")]) == 3 + 2  # one has no pipeline
+    for said in (
+        "2x4x1x8",
+        "24.5 GiB",
+        "tp = 32 is 0.5 too many",
+        "12,345,678",
+        "So it is.",
+        "262k",
+    ):
+        assert said in words, said
+
+
+def test_the_page_of_no_layout():
+    assert "No layout is legal" in page(Shown("m", 8, 8, CLUSTER, [], REFUSED))
+
+
+def test_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    png(tmp_path / "plan.png", SHOWN)
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_picture_says_what_to_install(tmp_path, monkeypatch):
+    plain = builtins.__import__
+
+    def without(name, *more, **others):
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return plain(name, *more, **others)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    with pytest.raises(InvalidArgumentError, match=r"pip install .*an SVG needs nothing|PNG needs"):
+        png(tmp_path / "plan.png", SHOWN)

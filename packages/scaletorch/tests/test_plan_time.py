@@ -1,0 +1,440 @@
+"""Seconds of a step against sums done by hand, real schedules, and files of clusters."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.parallel.pg_manager import Grid
+from scaletorch.parallel.pipeline_parallel import SCHEDULES, Costs, simulate
+from scaletorch.plan import (
+    Affine,
+    Behaviour,
+    Block,
+    Cluster,
+    Cut,
+    Description,
+    Device,
+    Layout,
+    Link,
+    Parameter,
+    Sent,
+    Work,
+)
+from scaletorch.plan.cluster_files import read_bench, read_cluster, write_cluster
+from scaletorch.plan.devices import CLUSTERS, DEVICES, cluster_named, device_named
+from scaletorch.plan.timing import closed, pipelines, time, timer
+from scaletorch.plan.timing.blocks import efficiency
+from scaletorch.plan.timing.messages import route, seconds
+from scaletorch.plan.timing.pipelines import Stage
+from scaletorch.plan.timing.sharing import shared_ends
+from scaletorch.plan.units import BYTES, BYTES_A_SECOND, FLOPS, SECONDS, quantity
+
+DEVICE = Device("toy", 2**30, {"float32": 1e9}, 1e9)
+LINK = Link(8, 1e-3, 1e6)
+EIGHT = Cluster(8, DEVICE, (LINK,))
+CHUNKS = {"interleaved_1f1b": 2, "looped_bfs": 2, "zb_v": 2, "dualpipe_v": 2}
+TRAINING = [name for name in SCHEDULES if name != "forward_only"]
+
+
+def products(flops: float, *sent: Sent, elements: int = 0) -> Behaviour:
+    """Return a block of one product a row, 4 bytes handed on."""
+    parameters = (Parameter("w", elements, 4, (elements,)),) if elements else ()
+    work = (Work("matmul", 1, Affine(0, flops), Affine()),)
+    return Behaviour(parameters, handed=Affine(0, 4), sent=sent, work=work)
+
+
+def described(layers: int, cuts: dict[Cut, Behaviour]) -> Description:
+    """Return layers alike, of 0.01 s forward a row, between two blocks that do nothing."""
+    blocks = (
+        Block("embed", 0, "first"),
+        *(Block(f"layers.{at}", 1, "layer") for at in range(layers)),
+        Block("head", 2, "last"),
+    )
+    idle = Behaviour(())
+    return Description(
+        "toy", 8, "float32", blocks, {cut: (idle, each, idle) for cut, each in cuts.items()}
+    )
+
+
+ALONE = described(4, {Cut(): products(1e7)})
+
+
+def test_one_process_computes_forward_and_twice_as_much_backward() -> None:
+    found = time(ALONE, Layout(Grid(), micro_rows=2, micro_batches=3), EIGHT)
+    assert found.step == pytest.approx(4 * 3 * 2 * (0.01 + 0.02))
+    assert found.computing == found.step
+    assert found.exposed == found.hidden == {}
+    assert found.bubble == 0
+    assert found.low == pytest.approx(0.9 * found.step)
+    assert found.high == pytest.approx(1.1 * found.step)
+
+
+def test_a_slow_memory_and_overheads_count() -> None:
+    work = (Work("matmul", 2, Affine(1e6), Affine(5e6)), Work("other", 3, Affine(), Affine(6e6)))
+    device = replace(DEVICE, overhead=1e-3)
+    kind = Behaviour((), work=(*work, replace(work[1], phase="backward")))
+    found = time(described(1, {Cut(): kind}), Layout(Grid()), Cluster(1, device, ()))
+    # Forward as described; backward as described too, since some of it is.
+    assert found.step == pytest.approx((5e-3 + 2e-3) + (6e-3 + 3e-3) * 2)
+
+
+def test_recomputation_runs_forwards_again() -> None:
+    plain, full = (
+        time(ALONE, Layout(Grid(), recompute=name), EIGHT).step for name in ("none", "full")
+    )
+    assert full / plain == pytest.approx(4 / 3)
+    work = (
+        Work("matmul", 1, Affine(1e7), Affine()), Work("attention", 1, Affine(1e7), Affine())
+    )  # fmt: skip
+    some = described(1, {Cut(): Behaviour((), work=work)})
+    steps = {
+        name: time(some, Layout(Grid(), recompute=name), EIGHT).step
+        for name in ("none", "selective", "full")
+    }
+    assert steps["none"] == pytest.approx(0.01 * (1 + 1 + 2 + 2.5))
+    assert steps["selective"] - steps["none"] == pytest.approx(0.01)
+    assert steps["full"] - steps["none"] == pytest.approx(0.02)
+
+
+def test_efficiency_goes_by_size() -> None:
+    shares = ((1e6, 0.2), (1e8, 0.6))
+    assert [efficiency(shares, size) for size in (1, 1e6, 1e7, 1e8, 1e12)] == pytest.approx(
+        [0.2, 0.2, 0.4, 0.6, 0.6]
+    )
+    assert efficiency((), 5) == 1
+    slower = replace(
+        DEVICE, efficiency={"matmul": ((1e6, 0.5),), "matmul backward": ((1e6, 0.25),)}
+    )
+    assert time(ALONE, Layout(Grid()), Cluster(1, slower, ())).step == pytest.approx(
+        4 * (0.02 + 0.08)
+    )
+
+
+def test_groups_cross_the_links_of_their_ranks() -> None:
+    cluster = Cluster(16, DEVICE, (Link(4, 1.0, 100.0), Link(16, 10.0, 10.0)))
+    grid = Grid(tp=2, cp=2, pp=2, dp=2)
+    levels = {
+        axis: [(level.size, level.inside, level.at) for level in route(grid, axis, cluster).levels]
+        for axis in ("tp", "cp", "pp", "dp", "cp_dp")
+    }
+    assert levels == {
+        "tp": [(2, 1, 0)], "cp": [(2, 1, 0)], "pp": [(2, 1, 1)], "dp": [(2, 1, 1)],
+        "cp_dp": [(2, 1, 0), (4, 2, 1)],
+    }  # fmt: skip
+    # Rings: n - 1 steps of a gather, twice as many of an all-reduce; inside a node two ranks
+    # share what goes between nodes.
+    assert seconds("all_gather", 1, 40, route(grid, "tp", cluster), cluster) == 1 + 0.4
+    assert seconds("all_reduce", 3, 40, route(grid, "pp", cluster), cluster) == 3 * 20 + 4
+    both = route(grid, "cp_dp", cluster)
+    assert seconds("reduce_scatter", 1, 40, both, cluster) == 1 + 10 + max(40 / 100, 40 / 20)
+    assert seconds("send", 1, 40, both, cluster) == 10 + 4
+    assert seconds("all_to_all", 1, 30, both, cluster) == 1 + 10 + 10 / 100 + 20 / 10
+    assert seconds("receive", 9, 40, both, cluster) == 0
+    alone = route(Grid(), "tp", cluster)
+    assert seconds("all_reduce", 1, 40, alone, cluster) == 0
+
+
+@pytest.mark.parametrize(
+    "grid",
+    [Grid(tp=2, cp=2, pp=2, dp=4, ep=4), Grid(tp=4, pp=2, dp=2, ep=4), Grid(pp=2, dp=8, ep=4)],
+    ids=str,
+)
+def test_routes_of_experts_are_those_of_their_groups(grid: Grid) -> None:
+    links = tuple(Link(2**at, 1.0, 1.0) for at in range(1, 6))
+    cluster = Cluster(grid.world_size, DEVICE, links)
+    for axis in ("ep", "edp", "etp", "tp", "cp_dp", "pp"):
+        found = route(grid, axis, cluster)
+        group = grid.group(axis, 0)
+        assert found.ranks == len(group)
+        sizes = [sum(rank < link.ranks for rank in group) for link in links]
+        levels = [
+            (size, at) for at, size in enumerate(sizes) if size > 1 and size not in sizes[:at]
+        ]
+        assert [(level.size, level.at) for level in found.levels] == levels
+
+
+def test_measured_calls_stand_before_the_plain_figures() -> None:
+    link = Link(8, 1.0, 1.0, {"all_gather": (2.0, 4.0), "all_gather 4": (3.0, 8.0)})
+    cluster = Cluster(8, DEVICE, (link,))
+    two, four = (route(Grid(tp=size), "tp", cluster) for size in (2, 4))
+    assert seconds("all_gather", 1, 8, two, cluster) == 2 + 2
+    assert seconds("all_gather", 1, 8, four, cluster) == 3 * 3 + 1
+    assert seconds("broadcast", 1, 8, four, cluster) == 2 + 8
+
+
+def test_messages_of_layers_are_waited_for_or_hide() -> None:
+    cut = Cut(tp=2)
+    waits = Sent("tp", "all_gather", "forward", 1, Affine(0, 1000))
+    hides = replace(waits, phase="backward", awaited=False)
+    description = described(4, {cut: products(1e7, waits, hides)})
+    cluster = Cluster(2, DEVICE, (Link(2, 1e-3, 1e6),))
+    layout = Layout(Grid(tp=2), micro_batches=5)
+    found = time(description, layout, cluster)
+    once = 4 * 5 * 2e-3
+    assert found.exposed["tp"] == pytest.approx(once)
+    assert found.hidden["tp"] == pytest.approx(once)
+    control = found.exposed["world"]
+    assert control == pytest.approx(2e-3)  # an all-reduce of two steps over all ranks
+    assert found.step == pytest.approx(4 * 5 * 0.03 + once + control)
+    assert found.high == pytest.approx(found.step + 0.1 * found.computing + once)
+    shares = replace(cluster, device=replace(DEVICE, hides=0.25))
+    found = time(description, layout, shares)
+    assert found.hidden["tp"] == pytest.approx(once / 4)
+    assert found.exposed["tp"] == pytest.approx(once * 1.75)
+
+
+def test_rings_of_attention_hide_behind_attention_alone() -> None:
+    cut = Cut(cp=2, cp_method="ring")
+    sent = Sent("cp", "send", "forward", 1, Affine(5000))
+    work = (
+        Work("matmul", 1, Affine(1e7), Affine()), Work("attention", 1, Affine(2e6), Affine())
+    )  # fmt: skip
+    description = described(1, {cut: Behaviour((), sent=(sent,), work=work)})
+    cluster = Cluster(2, DEVICE, (Link(2, 1e-3, 1e6),))
+    found = time(description, Layout(Grid(cp=2)), cluster)
+    assert found.hidden["cp"] == pytest.approx(2e-3)
+    assert found.exposed["cp"] == pytest.approx(6e-3 - 2e-3)
+
+
+def test_gradients_are_summed_behind_the_backward_and_updated() -> None:
+    description = described(1, {Cut(): products(1e8, elements=2**21)})
+    size = 4 * 2**21
+    cluster = Cluster(4, DEVICE, (Link(4, 0.0, 1e9),))
+    layout = Layout(Grid(dp=4))
+    whole = 2 * size * 3 / 4 / 1e9
+    found = time(description, layout, cluster)
+    assert found.hidden["cp_dp"] == pytest.approx(whole * 7 / 8)  # 8 buckets, the last one late
+    assert found.exposed["cp_dp"] == pytest.approx(whole / 8)
+    assert found.update == pytest.approx(7 * size / 1e9)
+    sharded = time(description, replace(layout, zero=1), cluster)
+    assert sharded.update == pytest.approx(found.update / 4)
+    assert sharded.exposed["cp_dp"] == pytest.approx(whole / 2 / 8 + whole / 2)
+    twice = replace(layout, micro_batches=2, zero=2)
+    assert time(description, twice, cluster).hidden["cp_dp"] == pytest.approx(whole / 2 * 7 / 8 * 2)
+    gathers = time(description, replace(twice, zero=3), cluster)
+    assert gathers.hidden["cp_dp"] == pytest.approx(whole / 2 * 2 * (7 / 8 + 2))
+
+
+def test_what_is_tied_on_one_rank_is_updated_once() -> None:
+    cluster = Cluster(2, DEVICE, (Link(2, 0.0, 1e9),))
+    outer = Behaviour((Parameter("w", 2**20, 4, (2**20,)),))
+    description = replace(
+        described(2, {}), cuts={Cut(): (outer, products(1e7), outer)}, tied=(("0.w", "2.w"),)
+    )
+    once = 7 * 4 * 2**20 / 1e9
+    assert time(description, Layout(Grid()), cluster).update == pytest.approx(once)
+    apart = time(description, Layout(Grid(pp=2)), cluster)
+    assert apart.update == pytest.approx(once)  # on each of the two ranks
+    twice = time(replace(description, tied=()), Layout(Grid()), cluster)
+    assert twice.update == pytest.approx(2 * once)
+
+
+def test_experts_gradients_go_over_their_own_groups() -> None:
+    shared = Parameter("w", 2**20, 4, (2**20,))
+    expert = Parameter("e", 2**20, 4, (2**19,), expert=True)
+    kind = replace(products(1e8), parameters=(shared, expert))
+    cluster = Cluster(4, DEVICE, (Link(4, 0.0, 1e9),))
+    found = time(described(1, {Cut(ep=2): kind}), Layout(Grid(dp=4, ep=2)), cluster)
+    sent = {axis: found.exposed[axis] + found.hidden[axis] for axis in ("cp_dp", "edp")}
+    assert sent["cp_dp"] == pytest.approx(2 * 4 * 2**20 * 3 / 4 / 1e9)
+    assert sent["edp"] == pytest.approx(2 * 4 * 2**19 * 1 / 2 / 1e9)
+
+
+def test_a_pipeline_is_its_schedule_simulated() -> None:
+    cluster = Cluster(4, DEVICE, (Link(4, 1e-3, 1e6),))
+    for name in TRAINING:
+        chunks = CHUNKS.get(name, 1)
+        description = described(8, {Cut(): products(1e7)})
+        layout = Layout(Grid(pp=4), schedule=name, chunks=chunks, micro_batches=6)
+        found = time(description, layout, cluster)
+        each = 8 / 4 / chunks
+        costs = Costs(0.01 * each, 0.02 * each, 0.01 * each, 0.01 * each, 1e-3 + 4e-6)
+        whole = simulate(pipelines.built(name, 4, 6, chunks), costs).makespan
+        assert found.step - found.exposed["world"] == pytest.approx(whole), name
+        free = simulate(pipelines.built(name, 4, 6, chunks), replace(costs, message=0.0)).makespan
+        assert found.exposed["pp"] == pytest.approx(whole - free, abs=1e-12), name
+        assert found.bubble * found.step == pytest.approx(free - found.computing, abs=1e-9), name
+
+
+@pytest.mark.parametrize(("name", "bound"), [("1f1b", 0.02), ("afab", 1e-9), ("others", 0.2)])
+def test_long_pipelines_in_closed_form_are_near_their_simulation(name: str, bound: float) -> None:
+    chance = random.Random(0)
+    names = [name] if name in SCHEDULES else [x for x in TRAINING if x not in ("1f1b", "afab")]
+    for each in names:
+        for _ in range(12):
+            ranks, chunks = chance.choice([4, 8, 16]), CHUNKS.get(each, 1)
+            number = chance.choice([size for size in (20, 36, 72) if size * ranks * chunks > 256])
+            even = chance.random() < 0.5
+            factors = [1.0 if even else chance.uniform(0.8, 1.3) for _ in range(ranks * chunks)]
+            stages = [Stage(x, 2 * x, 0.9 * x) for x in factors]
+            message = chance.choice([0.0, 0.05, 0.2])
+            real = pipelines._simulated(
+                pipelines.built(each, ranks, number, chunks), stages, message
+            )
+            near = closed.makespan(each, chunks, number, stages, message)
+            here = f"{each} {ranks} x {number}, even {even}, message {message}"
+            assert max(near) == pytest.approx(max(real), rel=bound / 2 if even else bound), here
+            if each == "1f1b":
+                assert near == pytest.approx(real, rel=0.03), here
+
+
+def test_cores_that_are_shared_slow_ranks_only_while_others_compute() -> None:
+    stages = [Stage(1.0, 2.0, 0.9)] * 4
+    for name in ("1f1b", "zb_h1", "afab"):
+        schedule = pipelines.built(name, 4, 4, 1)
+        alone = shared_ends(schedule, stages, 0.1, [1.0] * 4)
+        assert alone == pytest.approx(pipelines._simulated(schedule, stages, 0.1))
+    schedule = pipelines.built("1f1b", 4, 1, 1)  # one after another: always as if alone
+    assert max(shared_ends(schedule, stages, 0.0, [2.0, 2.0, 4 / 3, 1.0])) == pytest.approx(6.0)
+    schedule = pipelines.built("1f1b", 2, 2, 1)
+    # Both ranks on one core: all work in turn, whatever waits.
+    both = [Stage(1.0, 2.0)] * 2
+    assert max(shared_ends(schedule, both, 0.0, [2.0, 1.0])) == pytest.approx(2 * 2 * 3 / 2)
+    shared = Cluster(4, DEVICE, (Link(4, 0.0, 1e6),), cores=2)
+    own = replace(shared, cores=0)
+    layout = Layout(Grid(pp=4), micro_batches=4)
+    quicker, slower = (time(ALONE, layout, cluster).step for cluster in (shared, own))
+    assert 0.5 < quicker / slower < 0.95
+    # Of two copies one stage or the other always keeps both cores busy.
+    layout = Layout(Grid(pp=2, dp=2), micro_batches=4)
+    assert time(ALONE, layout, shared).step == pytest.approx(2 * 4 * 0.03, rel=1e-3)
+
+
+def test_many_layouts_take_little_time_each() -> None:
+    """No time is asserted: what is looked at is that long schedules are not built."""
+    description = described(128, {Cut(): products(1e7)})
+    run = timer(description, Cluster(16384, DEVICE, (Link(8, 0.0, 1e9), Link(16384, 0.0, 1e8))))
+    before = pipelines.built.cache_info().misses
+    found = run(Layout(Grid(pp=64, dp=256), micro_batches=500))
+    assert pipelines.built.cache_info().misses == before
+    assert found.bubble == pytest.approx(63 / 563, rel=0.05)
+
+
+def test_numbers_have_units() -> None:
+    assert quantity("80GiB", BYTES, "memory") == 80 * 2**30
+    assert quantity(" 1.5 GB ", BYTES, "memory") == 1.5e9
+    assert quantity("312e12", FLOPS, "flops") == quantity("312TFLOP/s", FLOPS, "flops") == 312e12
+    assert quantity("20us", SECONDS, "latency") == pytest.approx(2e-5)
+    assert quantity("400Gbit/s", BYTES_A_SECOND, "bandwidth") == 50e9
+    for given, units, message in (
+        ("80Gb", BYTES, "memory '80Gb' has the unknown unit 'Gb': it may be B"),
+        ("much", BYTES, "memory must be a number with a unit of B"),
+        (None, BYTES, "memory must be a number"),
+        (True, BYTES, "memory must be a number"),
+        ("0GiB", BYTES, "memory must be finite and above 0"),
+        ("-1us", SECONDS, "memory must be finite"),
+    ):
+        with pytest.raises(InvalidArgumentError, match=message):
+            quantity(given, units, "memory")
+
+
+def _file(folder: Path, **changed: Any) -> Path:
+    content = {
+        "ranks": 16, "device": "H100-SXM", "links": [
+            {"ranks": 8, "latency": "3us", "bandwidth": "450GB/s"},
+            {"ranks": 16, "latency": "8us", "bandwidth": "400Gbit/s"},
+        ],
+    }  # fmt: skip
+    path = folder / "cluster.json"
+    path.write_text(json.dumps({k: v for k, v in {**content, **changed}.items() if v is not None}))
+    return path
+
+
+def test_clusters_are_read_and_written(tmp_path: Path) -> None:
+    found = read_cluster(_file(tmp_path))
+    assert found.device == device_named("H100-SXM")
+    assert found.link(8).bandwidth == 450e9
+    assert found.link(9) == found.link(16) == Link(16, 8e-6, 50e9)
+    assert read_cluster(_file(tmp_path), 8).ranks == 8
+    measured = replace(
+        cluster_named("dgx-a100", 16), cores=2,
+        links=(Link(16, 1e-6, 1e9, {"send": (1e-6, 2e9)}),),
+    )  # fmt: skip
+    write_cluster(measured, tmp_path / "again.json")
+    assert read_cluster(tmp_path / "again.json") == measured
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"links": None}, "misses links"),
+        ({"link": []}, "has unknown link; known are cores, device, links, ranks"),
+        ({"links": []}, "links miss a level: 16 ranks, and there are none; add a link with"),
+        ({"ranks": 32}, "links miss a level: 32 ranks, and the outermost joins 16; add a link"),
+        ({"links": [{"ranks": 16, "latency": "3us"}]}, "link 0 misses bandwidth"),
+        (
+            {"links": [{"ranks": 16, "latency": "3 parsec", "bandwidth": 1}]},
+            "link 0: latency '3 parsec' has the unknown unit 'parsec'",
+        ),
+        ({"device": "H100-SX"}, "device 'H100-SX' is not in the table: .* did you mean H100-SXM"),
+        ({"device": {"name": "x"}}, "device misses flops, memory, moving"),
+        ({"device": 5}, "device must have the fields"),
+        (
+            {"device": {"name": "x", "memory": "1GiB", "flops": 3, "moving": 1}},
+            "flops go by dtype",
+        ),
+        ({"ranks": "16"}, "ranks must be a whole number from 1, got '16'"),
+        ({"links": {}}, "links must be a list, by level"),
+    ],
+)
+def test_clusters_that_are_none_are_refused(
+    tmp_path: Path, changed: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=message):
+        read_cluster(_file(tmp_path, **changed))
+
+
+def test_files_that_are_no_clusters_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgumentError, match="cannot be read"):
+        read_cluster(tmp_path / "nowhere.json")
+    (tmp_path / "text").write_text("text")
+    with pytest.raises(InvalidArgumentError, match="is no JSON"):
+        read_cluster(tmp_path / "text")
+    with pytest.raises(InvalidArgumentError, match="16 ranks, and the job 64"):
+        read_cluster(_file(tmp_path), 64)
+    with pytest.raises(InvalidArgumentError, match="has no conditions and constants"):
+        read_bench(_file(tmp_path))
+    with pytest.raises(InvalidArgumentError, match="from the innermost level outwards"):
+        Cluster(8, DEVICE, (Link(8, 0, 1), Link(4, 0, 1)))
+
+
+def test_links_are_read_as_the_bench_measured_them(tmp_path: Path) -> None:
+    constants = {
+        "all_reduce": {"alpha_step": 1e-4, "beta_bus": 1e-9, "error": 0.1},
+        "send_recv": {"alpha_step": 5e-5, "beta_bus": 5e-10, "error": 0.2},
+        "broadcast": {"alpha_step": 1.0, "beta_bus": 1.0, "error": 9.0},
+    }
+    bench = tmp_path / "bench.json"
+    bench.write_text(json.dumps({"conditions": {"ranks": 4}, "constants": constants}))
+    link = read_bench(bench)
+    assert (link.ranks, link.latency, link.bandwidth) == (4, 5e-5, pytest.approx(2e9))
+    assert set(link.calls) == {"all_reduce", "send"}  # noise is left out
+    found = read_cluster(_file(tmp_path, ranks=4, links=[{"bench": "bench.json"}]))
+    assert found.links == (link,)
+    constants.pop("all_reduce")
+    constants.pop("send_recv")
+    bench.write_text(json.dumps({"conditions": {"ranks": 4}, "constants": constants}))
+    with pytest.raises(InvalidArgumentError, match="neither all_reduce nor send_recv"):
+        read_bench(bench)
+
+
+def test_the_table_names_its_sources() -> None:
+    for device in DEVICES.values():
+        assert "data sheet" in device.source
+        assert device.peak("float32") < device.peak("float16")
+        assert math.isfinite(device.moving)
+    for name in CLUSTERS:
+        assert cluster_named(name, 8).links[-1].ranks == 8
+        assert cluster_named(name, 64).link(64).bandwidth < cluster_named(name, 8).link(8).bandwidth
+    with pytest.raises(InvalidArgumentError, match="did you mean dgx-h100"):
+        cluster_named("dgx-h10", 8)
+    with pytest.raises(InvalidArgumentError, match="has no flops of float64: known are float16"):
+        time(replace(ALONE, dtype="float64"), Layout(Grid()), cluster_named("dgx-h100", 8))
