@@ -1,7 +1,6 @@
 """Every example runs as its README says, and computes what one process does."""
 
 import importlib.util
-import json
 import os
 import re
 import subprocess
@@ -54,7 +53,7 @@ def run(program, *arguments, **variables):
 
 def test_the_readme_names_every_program():
     programs = {str(p.relative_to(ROOT)) for p in EXAMPLES.glob("*.py")}
-    assert COMMANDS.keys() == programs | {"examples/layout/choose.py"}
+    assert COMMANDS.keys() == programs
     assert {p.name for p in (EXAMPLES / "launchers").iterdir() if p.is_file()} == LAUNCHERS
 
 
@@ -180,21 +179,3 @@ def test_deepspeed_grid():
     one, *others = run("examples/deepspeed_grid.py", PYTHONPATH=path)
     assert len(one) == 10
     assert others == [pytest.approx(one, abs=2.1e-4)] * 2
-
-
-def test_a_layout_is_chosen(tmp_path):
-    constants = {"all_reduce": {"alpha_step": 2e-5, "beta_bus": 4e-10}}
-    (tmp_path / "links.json").write_text(json.dumps({"constants": constants}))
-    links = ["--constants", str(tmp_path / "links.json")]
-    program = "examples/layout/choose.py"
-    sizes = ["--layers", "4", "--heads", "4", "--kv-heads", "2", "--rows", "16", "--memory", "1.5"]
-    done = subprocess.run(
-        [sys.executable, program, *COMMANDS[program].split(), *sizes, *links],
-        cwd=ROOT, capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    first, rest = done.stdout.split("\n", 1)
-    assert first.startswith("20 layouts of 8 ranks: 2 not legal")
-    assert "20 µs, 2.5e+09 and 2.5e+09 B/s" in first
-    assert "not legal: 1x8x1x1: 4 layers cannot be spread over 8 stages" in rest
-    assert re.search(r"try \d+x\d+x\d+x\d+ \(DP x PP x CP x TP\) first:\n- its fullest", rest)

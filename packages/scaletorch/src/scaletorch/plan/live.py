@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
+from operator import mul
 
 from ..parallel.pipeline_parallel import SCHEDULES
 
@@ -46,7 +47,9 @@ def _halves(pp: int, m: int) -> tuple[int, ...]:
 
 def fullest(live: Live, kept: Sequence[int]) -> int:
     """Return the most bytes that are kept at a time, of so many for a micro-batch of each chunk."""
-    return max(sum(n * each for n, each in zip(now, kept, strict=True)) for now in live)
+    if len(kept) == 1:
+        return live[0][0] * kept[0]
+    return max(sum(map(mul, now, kept)) for now in live)
 
 
 @lru_cache(maxsize=4096)

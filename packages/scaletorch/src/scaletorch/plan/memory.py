@@ -55,21 +55,20 @@ def memory(
         InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
     """
     known = holdings or Holdings(description, optimizer)
-    grid = layout.grid
-    live = most_live(layout.schedule, grid.pp, layout.micro_batches, layout.chunks)
-    found: dict[object, Memory] = {}
-    result = []
-    for number, own in zip(known.numbers(layout), live, strict=True):
-        key = number, own
-        if key not in found:
-            held = state(known, layout, number)
-            kept = [activations(known, layout, number, at) for at in range(layout.chunks)]
-            found[key] = Memory(
-                held.parameters, held.gradients, held.optimizer, fullest(own, kept),
-                working(known, layout, number), held.buffers + messages(known, layout, number),
-            )  # fmt: skip
-        result.append(found[key])
-    return tuple(result)
+    live = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
+    numbers = known.numbers(layout)
+    fixed = {number: _fixed(known, layout, number) for number in {*numbers}}
+    return tuple(
+        Memory(*held[:3], fullest(own, kept), run, held.buffers + sent)
+        for (held, kept, run, sent), own in zip((fixed[n] for n in numbers), live, strict=True)
+    )
+
+
+def _fixed(known: Holdings, layout: Layout, number: int) -> tuple[State, list[int], int, int]:
+    """Return what does not go by micro-batches under way: state, sizes by chunk, the rest."""
+    kept = [activations(known, layout, number, chunk) for chunk in range(layout.chunks)]
+    run, sent = working(known, layout, number), messages(known, layout, number)
+    return state(known, layout, number), kept, run, sent
 
 
 def state(

@@ -128,7 +128,7 @@ def _fitting(
             least = peak, own
     if not found and least is not None:
         has = cluster.device.memory / GIB
-        why = f"needs {least[0] / GIB:.1f} GiB of {has:.1f}, with zero {least[1].zero} and "
+        why = f"needs {least[0] / GIB:.3g} GiB of {has:.3g}, with zero {least[1].zero} and "
         why += f"recompute {least[1].recompute}"
         refused.append(Refused(layout.grid, why, least[1]))
 

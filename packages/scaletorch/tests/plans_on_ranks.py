@@ -1,0 +1,38 @@
+"""``hatch run plans``: is what a plan says of random layouts what their ranks hold and send?"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from itertools import islice
+
+from planned import differences, drawn, measured
+
+from scaletorch.dist import launch
+
+SHARES = {2: 0.3, 4: 0.5, 8: 0.2}  # of the layouts, by ranks
+
+
+def main() -> int:
+    """Run the command; 1 if a rank holds or sends something else."""
+    parser = argparse.ArgumentParser("hatch run plans", description=__doc__)
+    parser.add_argument("--layouts", type=int, default=200, help="how many (200)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
+    given = parser.parse_args()
+    # Ranks of one machine would not send gradients but read each other's memory.
+    os.environ["SCALETORCH_SHARED_MEMORY"] = "0"
+    wrong = total = 0
+    for ranks, share in SHARES.items():
+        cases = list(islice(drawn(given.seed, ranks), round(given.layouts * share)))
+        found = launch(measured, ranks, cases)
+        for index, case in enumerate(cases):
+            other = list(differences(case, [each[index] for each in found]))
+            wrong += bool(other)
+            print(*(other or [f"as planned: {case}"]), sep="\n", flush=True)
+        total += len(cases)
+    print(f"{total - wrong} of {total} layouts hold and send what is planned")
+    return int(wrong > 0)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

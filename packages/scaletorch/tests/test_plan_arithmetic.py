@@ -1,0 +1,272 @@
+"""The arithmetic of a plan on small descriptions made by hand, and on schedules as data."""
+
+import random
+import re
+from dataclasses import replace
+
+import pytest
+
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.parallel.data_parallel import DataParallelBucket
+from scaletorch.parallel.pg_manager import Grid, legal_layouts
+from scaletorch.parallel.pipeline_parallel import Action, Send, check, derive_messages
+from scaletorch.plan import (
+    Affine,
+    Behaviour,
+    Block,
+    Cluster,
+    Cut,
+    Description,
+    Device,
+    Layout,
+    Link,
+    Optimizer,
+    Options,
+    Parameter,
+    Sent,
+    lines,
+    plan,
+)
+from scaletorch.plan.buckets import Held, fill
+from scaletorch.plan.live import backwards, most_live
+from scaletorch.plan.memory import memory
+from scaletorch.plan.stages import places, schedule_of, stages_of
+from scaletorch.plan.traffic import traffic
+
+SCHEDULES = [
+    ("1f1b", 1), ("afab", 1), ("zb_h1", 1), ("looped_bfs", 3), ("interleaved_1f1b", 1),
+    ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zb_v", 2), ("dualpipe_v", 2),
+]  # fmt: skip
+KEPT = {"F": 1, "B": -1, "I": 0, "W": -1}
+
+
+def parameter(name, elements, tp):
+    share, rest = divmod(elements, tp)
+    local = tuple(share + (at < rest) for at in range(tp))
+    return Parameter(name, elements, 4, local)
+
+
+def sketch(layers=8, tied=False, sizes=(1, 2, 4)):
+    """Return a model whose layers keep 1,000 bytes a row, and hand on 40."""
+    cuts = {}
+    for tp in sizes:
+        for cp in sizes:
+            hand = Affine(0, 40)
+            said = (Sent("tp", "all_reduce", "forward", 2, Affine(0, 10)),
+                    Sent("tp", "all_reduce", "forward", 1, Affine(0, 7), again=False),
+                    Sent("tp", "all_reduce", "backward", 2, Affine(0, 10)))  # fmt: skip
+            cuts[Cut(tp, cp, cp_method="ring" if cp > 1 else "")] = (
+                Behaviour((parameter("e", 300, tp),), kept=Affine(0, 50), handed=hand),
+                Behaviour(
+                    (parameter("w", 101, tp), parameter("b", 10, tp)), kept=Affine(8, 1000),
+                    shared=Affine(5), entered=Affine(0, 40), backward_peak=Affine(0, 30),
+                    handed=hand, sent=said if tp > 1 else (),
+                ),
+                Behaviour(
+                    (parameter("n", 10, tp), parameter("h", 300, tp)), kept=Affine(0, 200),
+                    forward_peak=Affine(0, 100),
+                ),
+            )  # fmt: skip
+    line = [Block("e", 0, "first"), *(Block(f"l.{at}", 1, "layer") for at in range(layers))]
+    ties = (("0.e", "2.h"),) if tied else ()
+    return Description(
+        "sketch", 16, "float32", (*line, Block("h", 2, "last")), cuts,
+        {Cut(2, 1, 1, True): "no shares of sequences here"}, ties,
+    )  # fmt: skip
+
+
+def cluster(ranks, memory=2**20):
+    return Cluster(ranks, Device("d", memory, {}, 1.0), (Link(ranks, 1e-6, 1e9),))
+
+
+@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
+def test_what_is_alive_is_what_the_checked_schedule_keeps(name, chunks):
+    random_ = random.Random(name)
+    for ranks in range(1, 7):
+        for micro_batches in (*range(1, 14), 6 * ranks + 2, 40):
+            layout = Layout(
+                Grid(pp=ranks), schedule=name, chunks=chunks, micro_batches=micro_batches
+            )
+            built = schedule_of(layout)
+            live = most_live(name, ranks, micro_batches, chunks)
+            assert stages_of(name, ranks, chunks) == built.stages
+            peaks = tuple(max(map(sum, each)) for each in live)
+            assert peaks == check(built).peak_live
+            weights = [random_.randint(1, 9) for _ in range(chunks)]
+            for own, actions in zip(live, built.ranks, strict=True):
+                most = max(sum(a * b for a, b in zip(now, weights, strict=True)) for now in own)
+                assert most == heaviest(actions, weights)
+            assert backwards(name, ranks, micro_batches, chunks) == tuple(
+                sum(action.kind != "F" for action in actions) for actions in built.ranks
+            )
+
+
+def heaviest(actions, weights):
+    now = most = 0
+    for action in actions:
+        now += KEPT[action.kind] * weights[action.chunk]
+        most = max(most, now)
+    return most
+
+
+@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
+def test_messages_are_those_that_are_derived(name, chunks):
+    layout = Layout(Grid(pp=2), schedule=name, chunks=chunks, micro_batches=3)
+    programs = derive_messages(schedule_of(layout))
+    for own, program in zip(traffic(sketch(), layout), programs, strict=True):
+        sends = sum(isinstance(each, Send) for each in program)
+        (found,) = (each for each in own if each.operation == "send")
+        assert (found.count, found.bytes) == (sends, sends * 40)
+        assert any(isinstance(each, Action) for each in program)
+
+
+def test_blocks_lie_on_stages_as_the_pipeline_spreads_them():
+    layout = Layout(Grid(pp=3), schedule="interleaved_1f1b", chunks=2)
+    assert places(sketch(layers=8), layout) == (
+        ((0, 1, 2), (6,)),
+        ((3, 4), (7,)),
+        ((5,), (8, 9)),
+    )
+    found = [at for rank in places(sketch(layers=8), layout) for chunk in rank for at in chunk]
+    assert sorted(found) == list(range(10))
+    with pytest.raises(InvalidArgumentError, match="8 layers are fewer than 12 stages"):
+        places(sketch(layers=8), replace(layout, grid=Grid(pp=6)))
+    with pytest.raises(InvalidArgumentError, match="zb_v has 2 chunks"):
+        places(sketch(), Layout(Grid(pp=2), schedule="zb_v"))
+    with pytest.raises(InvalidArgumentError, match="'forward_only' is not one of afab"):
+        places(sketch(), Layout(Grid(pp=2), schedule="forward_only"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_ranks_together_hold_the_whole_model(tied):
+    known = sketch(tied=tied)
+    whole = 4 * known.elements
+    for name, chunks in SCHEDULES:
+        for pp in (1, 2, 4)[: 3 if chunks < 3 else 2]:
+            if pp == 1 and chunks > 1:
+                continue
+            layout = Layout(Grid(pp=pp), schedule=name, chunks=chunks, micro_batches=2)
+            held = sum(each.parameters for each in memory(known, layout))
+            twice = tied and pp > 1 and name not in ("zb_v", "dualpipe_v")
+            assert held == whole + 1200 * twice, layout
+    assert known.elements == 300 + 8 * 111 + 10 + (0 if tied else 300)
+
+
+def test_zero_divides_what_it_says():
+    known = sketch()
+    whole, first, second, third = (
+        memory(known, Layout(Grid(dp=4), zero=zero, micro_batches=2))[0] for zero in range(4)
+    )
+    elements = known.elements
+    padded = -(-elements // 4) * 4
+    assert (whole.parameters, whole.gradients) == (4 * elements, 4 * elements)
+    assert whole.optimizer == 8 * elements + 4 * 19
+    assert (first.parameters, first.gradients) == (4 * padded, 4 * padded + padded)
+    assert (second.gradients, third.parameters) == (padded, padded)
+    assert 8 * padded // 4 < first.optimizer < 8 * padded // 4 + 4 * 19
+    assert first.activations == whole.activations == second.activations
+    wide = memory(known, Layout(Grid(dp=4)), Optimizer(sum_item=8))[0]
+    assert wide.gradients == 12 * elements
+
+
+def test_sixteen_bits_have_masters_only_where_the_state_is_shared():
+    known = sketch()
+    kinds = tuple(
+        replace(kind, parameters=tuple(replace(p, item=2) for p in kind.parameters))
+        for kind in known.cuts[Cut()]
+    )
+    half = replace(known, cuts={Cut(): kinds})
+    elements, padded = known.elements, -(-known.elements // 4) * 4
+    plain, shared = (memory(half, Layout(Grid(dp=4), zero=zero))[0] for zero in (0, 1))
+    assert plain.optimizer == 4 * elements + 4 * 19
+    assert 12 * padded // 4 < shared.optimizer < 12 * padded // 4 + 4 * 19
+    assert shared.gradients == 2 * padded + padded
+
+
+def test_activations_are_those_of_micro_batches_under_way():
+    known = sketch()
+    layout = Layout(Grid(pp=2), micro_rows=3, micro_batches=8)
+    layers, hand = 4 * (8 + 3000), 3 * 40
+    first, last = memory(known, layout)
+    assert first.activations == 2 * (150 + layers + 5)
+    assert last.activations == hand + layers + 5 + 600
+    assert (first.working, last.working) == (90, 300)
+    full = memory(known, replace(layout, recompute="full"))
+    assert [each.activations for each in full] == [2 * (150 + 4 * hand + 5 + hand), 4 * hand + 605]
+    assert full[0].working == 90 + 3008
+    gone = memory(known, replace(layout, recompute="offload"))
+    assert [each.activations for each in gone] == [2 * (150 + hand), hand + 600]
+
+
+def test_what_runs_again_sends_again():
+    known = sketch()
+    for recompute, calls, size in (("none", 5, 27), ("full", 7, 37), ("offload", 5, 27)):
+        layout = Layout(Grid(tp=2), recompute=recompute, micro_rows=2, micro_batches=3)
+        (found,) = (each for each in traffic(known, layout)[0] if each.axis == "tp")
+        assert (found.count, found.bytes) == (8 * 3 * calls, 8 * 3 * size * 2)
+
+
+def test_buckets_are_filled_as_the_wrapper_fills_them():
+    torch = pytest.importorskip("torch")
+    random_ = random.Random(0)
+    for _ in range(20):
+        sizes = [random_.choice((3, 2**14, 2**18, 2**20)) for _ in range(random_.randint(1, 12))]
+        with torch.device("meta"):
+            module = torch.nn.ParameterList([torch.empty(size) for size in sizes])
+        limit = random_.choice((2**16, 2**24))
+        found = DataParallelBucket(module, bucket_size=limit).get_bucket_info()
+        held = [Held(size, 4) for size in reversed(sizes)]
+        planned = [bucket.elements for bucket in fill(held, limit, sharded=False)]
+        assert planned == [bucket["elements"] for bucket in found]
+
+
+def test_lines_add_up():
+    random_ = random.Random(1)
+    known = sketch(tied=True)
+    for grid in legal_layouts(8):
+        if grid.tp > 4 or grid.cp > 4 or grid.pp > 4:
+            continue
+        layout = Layout(
+            grid, zero=random_.randint(0, 2), recompute=random_.choice(("none", "full", "offload")),
+            schedule="zb_v" if grid.pp > 1 else "1f1b", chunks=2 if grid.pp > 1 else 1,
+            micro_rows=2, micro_batches=5,
+        )  # fmt: skip
+        held = memory(known, layout)
+        for rank, own in enumerate(held):
+            assert sum(line.bytes for line in lines(known, layout, rank)) == own.total
+        assert sum(line.bytes for line in lines(known, layout)) == max(e.total for e in held)
+
+
+def test_every_grid_is_planned_or_refused_with_a_reason():
+    found = plan(sketch(), 24, cluster(16))
+    grids = {each.layout.grid for each in found.estimates} | {each.grid for each in found.refused}
+    assert grids == {*legal_layouts(16)}
+    assert [each.peak for each in found.estimates] == sorted(e.peak for e in found.estimates)
+    assert found.best() is found.estimates[0]
+    assert all(each.layout.grid.world_size == 16 for each in found.estimates)
+    told = {each.why for each in found.refused}
+    assert "24 rows are no multiple of dp 16 x 1 rows of a micro-batch" in told
+    assert "8 layers are fewer than pp 16 x 1 chunks: a stage has a layer" in told
+    assert "sketch is not described for tp 16, cp 1" in told
+
+
+def test_memory_is_saved_only_where_it_must_be():
+    known = sketch(sizes=(1,))
+    everything = plan(known, 64, cluster(2), options=Options(schedules=(("1f1b", 1),)))
+    assert {each.layout.recompute for each in everything.estimates} == {"none"}
+    assert {e.layout.zero for e in everything.estimates if e.layout.grid.dp > 1} == {1}
+    most = min(each.peak for each in everything.estimates)
+    less = plan(known, 64, cluster(2, most - 1), options=Options(schedules=(("1f1b", 1),)))
+    assert less.estimates
+    assert all((e.layout.zero, e.layout.recompute) != (1, "none") for e in less.estimates)
+    assert all(each.peak < most for each in less.estimates)
+    nothing = plan(known, 64, cluster(2, 1000))
+    told = re.compile(r"needs \S+ GiB of 9.31e-07, with zero \d and recompute (none|full)")
+    assert any(told.fullmatch(each.why) for each in nothing.refused)
+    with pytest.raises(InvalidArgumentError, match="no layout of 2 ranks can train sketch: TP"):
+        nothing.best()
+
+
+def test_a_plan_needs_rows_and_ranks():
+    with pytest.raises(InvalidArgumentError, match="needs rows and ranks, not 0 rows, 2 ranks"):
+        plan(sketch(), 0, cluster(2))
