@@ -10,7 +10,7 @@ from .description import Description
 from .holdings import Holdings
 from .layout import Layout
 from .live import most_live
-from .memory import kept_of, memory, messages, state, working
+from .memory import kept_of, memory, messages, passed_on, state, working
 
 
 class Line(NamedTuple):
@@ -75,3 +75,6 @@ def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     )
     yield Line("buffers", "gradients on their way", held.buffers)
     yield Line("buffers", "messages between stages", messages(known, layout, number))
+    passed = [passed_on(known, layout, number, chunk) for chunk in range(layout.chunks)]
+    sent = max(sum(n * s for n, s in zip(now, passed, strict=True)) for now in live)
+    yield Line("buffers", "what was sent on, until its backward", sent)

@@ -49,7 +49,7 @@ def fullest(live: Live, kept: Sequence[int]) -> int:
     """Return the most bytes that are kept at a time, of so many for a micro-batch of each chunk."""
     if len(kept) == 1:
         return live[0][0] * kept[0]
-    return max(sum(map(mul, now, kept)) for now in live)
+    return max(sum(n * size for n, size in zip(now, kept, strict=True)) for now in live)
 
 
 @lru_cache(maxsize=4096)

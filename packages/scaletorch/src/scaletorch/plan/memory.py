@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from .buckets import Bucket, Optimizer
-from .description import Behaviour, Description
+from .description import Description
 from .estimate import Memory
 from .holdings import Holdings
 from .layout import Layout
@@ -59,16 +59,21 @@ def memory(
     numbers = known.numbers(layout)
     fixed = {number: _fixed(known, layout, number) for number in {*numbers}}
     return tuple(
-        Memory(*held[:3], fullest(own, kept), run, held.buffers + sent)
-        for (held, kept, run, sent), own in zip((fixed[n] for n in numbers), live, strict=True)
+        Memory(*held[:3], fullest(own, kept), run, held.buffers + moving + fullest(own, passed))
+        for (held, kept, passed, run, moving), own in zip(
+            (fixed[n] for n in numbers), live, strict=True
+        )
     )
 
 
-def _fixed(known: Holdings, layout: Layout, number: int) -> tuple[State, list[int], int, int]:
+def _fixed(
+    known: Holdings, layout: Layout, number: int
+) -> tuple[State, list[int], list[int], int, int]:
     """Return what does not go by micro-batches under way: state, sizes by chunk, the rest."""
     kept = [activations(known, layout, number, chunk) for chunk in range(layout.chunks)]
-    run, sent = working(known, layout, number), messages(known, layout, number)
-    return state(known, layout, number), kept, run, sent
+    passed = [passed_on(known, layout, number, chunk) for chunk in range(layout.chunks)]
+    run, moving = working(known, layout, number), messages(known, layout, number)
+    return state(known, layout, number), kept, passed, run, moving
 
 
 def state(
@@ -165,7 +170,7 @@ def _of_ties(known: Holdings, layout: Layout, number: int, tp: int | None) -> St
 
 
 def activations(known: Holdings, layout: Layout, number: int, chunk: int) -> int:
-    """Return the bytes that are kept of a micro-batch in a chunk until its backward."""
+    """Return the bytes that autograd keeps of a micro-batch in a chunk until its backward."""
     key = (layout.cut, number, chunk, layout.recompute, layout.micro_rows)
     found: int | None = known.activations.get(key)
     if found is None:
@@ -175,19 +180,15 @@ def activations(known: Holdings, layout: Layout, number: int, chunk: int) -> int
 
 
 def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterator[tuple[str, int]]:
-    """Yield what is kept of a micro-batch in a chunk: messages, and what its blocks keep, by kind.
+    """Yield what autograd keeps of a micro-batch in a chunk, by kinds of blocks.
 
     A layer that runs again keeps what it was given, and one whose activations the host keeps
-    nothing. The pipeline itself keeps what a chunk has received and what it has sent.
+    nothing.
     """
     rows, behaviours = layout.micro_rows, known.description.behaviours(layout.cut)
-    content = known.content(number)
-    kinds = content.chunks[chunk]
+    kinds = known.content(number).chunks[chunk]
     runs = layout.recompute in ("full", "offload")
     again = [runs and kind in known.layers for kind in kinds]
-    received, sent = content.entered[chunk], content.left[chunk]
-    if received >= 0 and not (again[0] and layout.recompute == "full"):
-        yield "received", round(behaviours[received].handed.at(rows))
     for kind, number_of in Counter(zip(kinds, again, strict=True)).items():
         own = behaviours[kind[0]]
         if not kind[1]:
@@ -196,30 +197,49 @@ def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterato
             yield f"entered {kind[0]} x {number_of}", round(own.entered.at(rows)) * number_of
     if layout.recompute != "offload":
         yield "shared", max((round(behaviours[kind].shared.at(rows)) for kind in kinds), default=0)
-    if sent >= 0 and again[-1]:
-        yield "sent", round(behaviours[sent].handed.at(rows))
+
+
+def passed_on(known: Holdings, layout: Layout, number: int, chunk: int) -> int:
+    """Return the bytes of messages that the pipeline keeps of a micro-batch until its backward.
+
+    What a chunk has sent on; what it has received is kept by its first layer, if that is not
+    offloaded.
+    """
+    behaviours = known.description.behaviours(layout.cut)
+    content = known.content(number)
+    ends = [content.left[chunk]]
+    if layout.recompute == "offload":
+        ends.append(content.entered[chunk])
+    return sum(round(behaviours[kind].handed.at(layout.micro_rows)) for kind in ends if kind >= 0)
 
 
 def working(known: Holdings, layout: Layout, number: int) -> int:
-    """Return the most that a block needs while it runs above what it keeps."""
+    """Return the most that a block needs while it runs, above what all keep of its micro-batch.
+
+    While a block runs, those behind it in the chunk keep nothing yet, or no more.
+    """
     key = (layout.cut, number, layout.recompute, layout.micro_rows)
     found: int | None = known.workings.get(key)
     if found is None:
-        behaviours = known.description.behaviours(layout.cut)
-        found = max(
-            (_working(behaviours[kind], kind in known.layers, layout)
-             for kind in {*known.content(number).kinds}), default=0
-        )  # fmt: skip
+        chunks = known.content(number).chunks
+        found = max(_working(known, layout, kinds) for kinds in chunks)
         known.workings[key] = found
     return found
 
 
-def _working(block: Behaviour, is_layer: bool, layout: Layout) -> int:
-    rows = layout.micro_rows
-    forward, backward = block.forward_peak.at(rows), block.backward_peak.at(rows)
-    if is_layer and layout.recompute == "full":  # all of it is there while it runs again
-        backward += block.kept.at(rows)
-    return round(max(forward, backward))
+def _working(known: Holdings, layout: Layout, kinds: Sequence[int]) -> int:
+    rows, behaviours = layout.micro_rows, known.description.behaviours(layout.cut)
+    kept, most = 0.0, 0.0
+    for kind in kinds:
+        own, is_layer = behaviours[kind], kind in known.layers
+        forward, backward = own.forward_peak.at(rows), own.backward_peak.at(rows)
+        if is_layer and layout.recompute == "full":  # all of it is there while it runs again
+            kept += own.entered.at(rows)
+            backward += own.kept.at(rows)
+        elif not is_layer or layout.recompute != "offload":
+            kept += own.kept.at(rows)
+        most = max(most, kept + max(forward, backward))
+    return round(max(most - kept, 0))
 
 
 def messages(known: Holdings, layout: Layout, number: int) -> int:

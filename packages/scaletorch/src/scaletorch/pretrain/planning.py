@@ -63,8 +63,8 @@ def chosen(config: PretrainConfig) -> tuple[PretrainConfig, Estimate | None]:
     best = plan(description, config.batch_size, cluster, options=options, time=time_of).best()
     layout, grid = best.layout, best.layout.grid
     return replace(
-        config, tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=grid.ep, zero=cast(Any, layout.zero),
-        micro_batches=layout.micro_batches,
+        config, tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=grid.ep,
+        zero=cast(Any, layout.zero), micro_batches=layout.micro_batches,
     ), best  # fmt: skip
 
 
