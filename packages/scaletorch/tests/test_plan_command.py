@@ -81,6 +81,12 @@ def test_a_description_is_a_file_of_the_model(folder):
     description = read(folder / "tiny.json")
     assert description.name == "Llama"
     assert sorted(cut.tp for cut in description.cuts) == [1, 2]
+    assert description.dtype == "float32"
+
+
+def test_parameters_are_of_the_dtype_that_is_asked_for(run, folder):
+    run("describe --model plannable:model --length 16 --tp 1 --cp 1 --dtype bfloat16 --out b.json")
+    assert read(folder / "b.json").dtype == "bfloat16"
 
 
 def test_a_plan_in_all_its_forms(run, folder):
@@ -145,6 +151,7 @@ WRONG = {
     f"{PLAN} --cluster short.json --device H200": "leave out --device",
     f"{PLAN} --cluster nowhere.json": "'nowhere.json' is not in the table",
     f"{PLAN} --tp 3": "no layout of 4 ranks with 8 rows and tp 3 is",
+    f"{PLAN} --tp 2 --sequence-parallel on": "Llama is not described for tp 2",
     f"{PLAN} --explain 2x2x2x2": "it has 16 ranks, and 4 are planned for",
     "--description tiny.json --ranks 4 --rows 7 --dp 4": "no layout of 4 ranks with 7 rows",
     "--description wrong.json --ranks 4 --rows 8": "wrong.json is of version 0",

@@ -13,7 +13,14 @@ from scaletorch.plan.showing import Shown, explained, page, png, table
 from scaletorch.plan.showing.bars import COLOURS, bars
 from scaletorch.plan.showing.nodes import COLOURS as AXES
 from scaletorch.plan.showing.nodes import ITSELF, OTHERS, nodes
-from scaletorch.plan.showing.shown import grouped, in_bytes, in_seconds, in_short, options_of
+from scaletorch.plan.showing.shown import (
+    grouped,
+    in_bytes,
+    in_seconds,
+    in_short,
+    options_of,
+    sent_by_axis,
+)
 
 GIB = 2**30
 LINKS = (Link(8, 3e-6, 300e9), Link(64, 8e-6, 25e9))
@@ -90,6 +97,15 @@ def test_options_are_those_that_matter():
     assert options_of(many) == [
         "sp", "ulysses", "zero 2", "recompute offload", "zb_v", "2 chunks", "8 x 4 rows",
     ]  # fmt: skip
+
+
+def test_what_is_sent_is_that_of_the_rank_that_sends_most():
+    first, last = (
+        (Traffic("pp", "send", 1, 5), Traffic("edp", "x", 1, 2)),
+        (Traffic("pp", "x", 1, 3),),
+    )
+    own = Estimate(FIRST.layout, FIRST.memory, (first, last))
+    assert sent_by_axis(own) == {"tp": 0, "cp": 0, "ep": 0, "pp": 5, "dp": 2}
 
 
 def test_numbers_in_words():

@@ -106,17 +106,30 @@ class AsPlanned:
         if self._planned is None or number >= STEPS:
             yield
             return
-        kept = Kept(self._model)
         start = time.perf_counter()
         if number < STEPS - 1:
             yield
-        else:  # which is slower, and not timed
+            self._seconds.append(time.perf_counter() - start)
+            return
+        with self._weighed() as found:  # which makes it slower: it is not timed
+            yield
+        self._seconds.append(0.0)
+        self._compare(self._planned, found[0])
+
+    @contextmanager
+    def _weighed(self) -> Iterator[list[Memory]]:
+        """Yield what is held when the optimizer has stepped: gradients are still there then."""
+        kept, found = Kept(self._model), list[Memory]()
+
+        def weigh(*_: object) -> None:
+            found.append(held(self._model, self._optimizer, kept.most))
+
+        hook = self._optimizer.register_step_post_hook(weigh)
+        try:
             with kept:
-                yield
-        self._seconds.append(time.perf_counter() - start)
-        if len(self._seconds) == STEPS:
-            own = held(self._model, self._optimizer, kept.most)
-            self._compare(self._planned, own)
+                yield found
+        finally:
+            hook.remove()
 
     def _compare(self, planned: Estimate, own: Memory) -> None:
         seconds = median(self._seconds[LEARNING : STEPS - 1])

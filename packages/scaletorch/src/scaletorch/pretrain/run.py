@@ -38,11 +38,13 @@ class Result:
         losses: The global loss of each step done.
         out: Folder with log, curve and checkpoints.
         reference: One process's losses of the same steps, when they were asked for.
+        config: The settings, with the layout that a plan chose.
     """
 
     losses: list[float]
     out: Path
     reference: list[float] | None = None
+    config: PretrainConfig | None = None
 
     def differences(self) -> list[float]:
         """Return each step's relative difference of the loss from one process's.
@@ -134,13 +136,13 @@ def finish(
 ) -> Result:
     """Draw the curve, and compare with one process if asked to; nothing where no step was done."""
     if not losses:
-        return Result(losses, out)
+        return Result(losses, out, config=config)
     draw_curve(config, out)  # before a comparison that takes its time
     if not config.compare or interrupted:
-        return Result(losses, out)
+        return Result(losses, out, config=config)
     reference = one_process_losses(config, len(losses))
     draw_curve(config, out, reference)
-    return Result(losses, out, reference)
+    return Result(losses, out, reference, config)
 
 
 def draw_curve(config: PretrainConfig, out: Path, reference: Sequence[float] = ()) -> None:

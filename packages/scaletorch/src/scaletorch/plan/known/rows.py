@@ -52,6 +52,7 @@ SOURCES = {
     "B2": "Narayanan et al. 2021, arXiv 2104.04473, table 2, PTD-P",
     "B3": "Narayanan et al. 2021, arXiv 2104.04473, table 2, ZeRO-3",
     "B3b": "the same rows, if no communication hides behind computation",
+    "M": "Smith et al. 2022, Megatron-Turing NLG 530B, arXiv 2201.11990, section 2.4",
     "D": "Llama 3, arXiv 2407.21783, table 4",
     "G": "BigScience, chronicles-prequel of tr11-176B-ml, February 2022",
     "heads": "BigScience, the same, numbers of heads",
@@ -161,6 +162,14 @@ def _b() -> list[Row]:
     return found
 
 
+def _m() -> list[Row]:
+    sizes = _gpt("MT-NLG 530B", 20480, 105, 128)
+    return [
+        Row("M", sizes, _layout(8, 35, dp, 1920, 1), CORE, "selene", "megatron", seconds)
+        for dp, seconds in ((8, 60.1), (10, 50.2), (12, 44.4))
+    ]
+
+
 def llama_flops(sizes: Sizes, tokens: int) -> float:
     """Return 6 N D, and attention's causal half."""
     layer = sizes.hidden * (2 * sizes.hidden + 2 * sizes.keys + 3 * sizes.inner)
@@ -206,6 +215,6 @@ def _g(trials: Sequence[Trial], table: str, *, fit: bool = False) -> list[Row]:
 def rows() -> list[Row]:
     """Return all runs, those fitted on too."""
     return [
-        *_a(), *_b(), *_d(), *_g(SHOWN, "G"), *_g(FITTED, "G", fit=True),
+        *_a(), *_b(), *_m(), *_d(), *_g(SHOWN, "G"), *_g(FITTED, "G", fit=True),
         *_g(HEADS, "heads"), *_g(RAMP, "ramp"),
     ]  # fmt: skip

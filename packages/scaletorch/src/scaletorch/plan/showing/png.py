@@ -47,10 +47,8 @@ def png(path: Path, shown: Shown, top: int = 10) -> None:
 
 
 def _below(root: Xml.Element, figure: Xml.Element, top: float) -> float:
-    """Add a figure's shapes to a picture; return where they end."""
+    """Add a figure's shapes to a picture; return the top of the next thing."""
     for shape in figure:
-        if "width" in shape.attrib and "x" not in shape.attrib:
-            continue  # its ground
         for name in _DOWN:
             if name in shape.attrib:
                 shape.set(name, f"{float(shape.attrib[name]) + top:g}")

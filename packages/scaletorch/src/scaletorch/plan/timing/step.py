@@ -107,9 +107,7 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
     """
     ways = {axis: route(layout.grid, axis, cluster) for axis in (*AXES, WORLD)}
     kinds = _kinds(description, layout, cluster, ways)
-    ranks = [
-        _rank(description, layout, cluster, kinds, own, ways) for own in places(description, layout)
-    ]
+    ranks = _ranks(description, layout, cluster, kinds, ways)
     message = _message(description, layout, cluster, ways["pp"])
     schedule = built(layout.schedule, layout.grid.pp, layout.micro_batches, len(ranks[0].stages))
     return replace(simulated(schedule, _in_order(layout, ranks), message), unit="s")
@@ -152,13 +150,7 @@ def _time(
     description: Description, layout: Layout, cluster: Cluster, kinds: list[_Kind],
     ways: dict[str, Route],
 ) -> Time:  # fmt: skip
-    alike: dict[tuple[tuple[int, ...], ...], _Rank] = {}
-    ranks = []
-    for own in places(description, layout):
-        content = tuple(tuple(description.blocks[at].kind for at in chunk) for chunk in own)
-        if content not in alike:
-            alike[content] = _rank(description, layout, cluster, kinds, content, ways)
-        ranks.append(alike[content])
+    ranks = _ranks(description, layout, cluster, kinds, ways)
     order = _in_order(layout, ranks)
     message = _message(description, layout, cluster, ways["pp"])
     speeds = _speeds(layout, cluster)
@@ -210,6 +202,20 @@ def _summed(
         {k: v for k, v in hidden.items() if v}, bubble, rank.end.update,
         step - unsure, step + unsure + sum(hidden.values()),
     )  # fmt: skip
+
+
+def _ranks(
+    description: Description, layout: Layout, cluster: Cluster, kinds: list[_Kind],
+    ways: dict[str, Route],
+) -> list[_Rank]:  # fmt: skip
+    alike: dict[tuple[tuple[int, ...], ...], _Rank] = {}
+    ranks = []
+    for own in places(description, layout):
+        content = tuple(tuple(description.blocks[at].kind for at in chunk) for chunk in own)
+        if content not in alike:
+            alike[content] = _rank(description, layout, cluster, kinds, content, ways)
+        ranks.append(alike[content])
+    return ranks
 
 
 def _rank(
