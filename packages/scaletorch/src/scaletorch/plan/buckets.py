@@ -89,7 +89,7 @@ class Bucket:
 
 
 def fill(held: Sequence[Held], bucket_size: int, *, sharded: bool) -> list[Bucket]:
-    """Part gradients into buckets as `DataParallelBucket` does where they travel in messages.
+    """Part gradients into buckets as `DataParallelBucket` does if they travel in messages.
 
     Args:
         held: Parameters in the order in which backward makes their gradients.

@@ -1,4 +1,4 @@
-"""Which blocks and parameters the ranks of a pipeline have, worked out once for those alike."""
+"""Which blocks and parameters the ranks of a pipeline have, worked out once for equal ones."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Holdings:
     def buckets(
         self, layout: Layout, number: int, tp: int | None = None
     ) -> dict[str, tuple[tuple[Bucket, int], ...]]:
-        """Return a rank's gradients as they travel, by axis: buckets, and how many are alike."""
+        """Return a rank's gradients as they travel, by axis: buckets, and how often each occurs."""
         key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, tp, layout.zero > 0
         if key not in self._buckets:
             held = self.parameters(layout, number, tp)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
-from operator import mul
 
 from ..parallel.pipeline_parallel import SCHEDULES
 
@@ -49,7 +48,7 @@ def fullest(live: Live, kept: Sequence[int]) -> int:
     """Return the most bytes that are kept at a time, of so many for a micro-batch of each chunk."""
     if len(kept) == 1:
         return live[0][0] * kept[0]
-    return max(sum(n * size for n, size in zip(now, kept, strict=True)) for now in live)
+    return max(sum(n * each for n, each in zip(now, kept, strict=True)) for now in live)
 
 
 @lru_cache(maxsize=4096)
