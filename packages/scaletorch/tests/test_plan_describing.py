@@ -170,6 +170,23 @@ def test_nothing_of_a_models_size_is_taken():
     assert sent["cp", "send"] == 2 * 15
 
 
+def test_experts_take_as_many_tokens_wherever_they_are():
+    cuts = [Cut(), Cut(ep=2), Cut(ep=4)]
+    known = describe(lambda: build("Mixture"), 64, cuts=cuts)
+    found = set()
+    for cut in cuts:
+        layer = known.behaviours(cut)[1]
+        experts = [parameter for parameter in layer.parameters if parameter.expert]
+        assert (
+            sum(each.local[0] for each in experts) * cut.ep
+            == sum(each.elements for each in experts)
+            or cut.ep == 1
+        )
+        found.add(sum(w.flops.at(4) for w in layer.work if w.operation == "matmul"))
+        assert any(s.operation == "all_to_all" for s in layer.sent) == (cut.ep > 1)
+    assert len(found) == 1
+
+
 def test_a_description_is_a_file(tmp_path):
     known = describe(lambda: build("Llama"), LENGTH, cuts=[Cut(tp=2), Cut(tp=8)])
     assert known.refused.keys() == {Cut(tp=8)}, known.refused

@@ -80,7 +80,7 @@ class Hollow(TorchDispatchMode):
             return self._send(func, args, kwargs, inputs, sends=not hollow)
         if func in _TOLD:
             return _TOLD[func](func, args, kwargs) if hollow else func(*args, **kwargs)
-        if func in _CHOICES and hollow:
+        if func in _CHOICES and self.is_hollow(args[0]) and not _is_large(args):
             result = self._choose(func, args, kwargs)
         elif not hollow or (func in _FACTORIES and _bytes_of(args[0]) <= _SMALL):
             result = self._really(func, args, kwargs, inputs)
@@ -125,16 +125,25 @@ class Hollow(TorchDispatchMode):
         return tree_map(lambda form: self.make(form) if isinstance(form, Tensor) else form, forms)
 
     def _choose(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Return what a choice of the best returns, each position in turn the best."""
+        """Return what a choice of the best returns: everything as often as anything else.
+
+        The scores of what `topk` chose are all the same, and real: experts get them with indices.
+        """
+        if func is aten.gather.default:
+            with _disable_current_modes():
+                return torch.full(args[2].shape, 1 / args[0].shape[args[1]], dtype=args[0].dtype)
         result = self._shapes(func, args, kwargs)
         scores, index = args[0], result[1] if isinstance(result, tuple) else result
         dim = _dim_of(func, args, kwargs)
         size = max(scores.shape[dim], 1) if scores.ndim else 1
         with _disable_current_modes():
-            turn = torch.arange(index.numel()) % size
+            count = index.numel()
+            turn = _shared_out(count, size) if func is _TOPK else torch.arange(count) % size
             last = index.movedim(dim, -1) if index.ndim else index
             chosen = turn.view(last.shape)
             chosen = (chosen.movedim(-1, dim) if index.ndim else chosen).contiguous()
+            if func is _TOPK:
+                return torch.full_like(result[0], 1 / size), chosen
         return (result[0], chosen) if isinstance(result, tuple) else chosen
 
     def _send(
@@ -143,7 +152,10 @@ class Hollow(TorchDispatchMode):
     ) -> Any:  # fmt: skip
         self._watcher.collective(func, (*args, *kwargs.values()), tensors)
         if sends:
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func is torch.ops.c10d.alltoall_base_.default:
+                _exchange(args[0], args[1], _ranks(args[2]), args[4])
+            return result
         group = next(leaf for leaf in tree_leaves((args, kwargs)) if _is_group(leaf))
         with _disable_current_modes():
             work = torch.ops.c10d.barrier(torch.zeros(1), group, [], False, -1)
@@ -194,6 +206,15 @@ def _bytes_of(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
 
 
+def _is_large(args: Sequence[Any]) -> bool:
+    """Return whether a choice is of more than experts for tokens, such as of logits for labels."""
+    return isinstance(args[2] if len(args) > 2 else 0, Tensor) and _bytes_of(args[2]) > 2**24
+
+
+def _ranks(group: Any) -> int:
+    return int(torch.distributed.ProcessGroup.unbox(group).size())
+
+
 def _is_group(value: Any) -> bool:
     return isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type())
 
@@ -211,11 +232,26 @@ def _grouped(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> Tensor:
     return cast(Tensor, form).to(a.dtype)
 
 
+def _shared_out(count: int, size: int) -> Tensor:
+    """Return so many choices that take each thing as often as any other, in random order."""
+    blocks = torch.rand(-(-count // size), size, generator=torch.Generator().manual_seed(0))
+    return blocks.argsort(-1).flatten()[:count]
+
+
+def _exchange(output: Tensor, sent: Tensor, ranks: int, sizes: Sequence[int]) -> None:
+    """Receive of every rank what this one sends to itself, the first: all are as this one."""
+    own = sent[: sizes[0] if sizes else sent.shape[0] // ranks]
+    if own.shape[0] * ranks == output.shape[0]:
+        with _disable_current_modes():
+            output.copy_(own.repeat(ranks, *[1] * (own.ndim - 1)))
+
+
 def _number(_: Any, args: Sequence[Any], __: Any) -> Any:
     """Return what is read from a hollow tensor: that all is well, and one of everything."""
     return True if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 0
 
 
+_TOPK = aten.topk.default
 _TOLD: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _number,
     aten.equal.default: lambda *_: True,
@@ -227,5 +263,6 @@ _CHOICES = frozenset(
         aten.sort.stable,
         aten.argsort.default,
         aten.argmax.default,
+        aten.gather.default,
     }
 )

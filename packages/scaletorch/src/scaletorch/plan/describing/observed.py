@@ -58,7 +58,10 @@ class Observed:
         self._born: dict[int, int] = {}  # storage -> block
         self._inputs: dict[int, int] = {}  # block -> storage
         self._held: set[int] = set()  # storages that are counted
-        self._axes = {group.group_name: axis for axis, group in axes.items() if group is not None}
+        self._axes: dict[str, str] = {}
+        for axis, group in axes.items():
+            if group is not None:  # the first axis with these ranks, if several have them
+                self._axes.setdefault(group.group_name, axis)
         self._block, self._phase, self._on = 0, FORWARD, False
         self._events: list[tuple[Place, int, int]] = []  # where, which storage, how many bytes
         self._parameters: set[int] = set()
