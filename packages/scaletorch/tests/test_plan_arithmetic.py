@@ -27,6 +27,7 @@ from scaletorch.plan import (
     lines,
     plan,
 )
+from scaletorch.plan.applying import arguments
 from scaletorch.plan.buckets import Held, fill
 from scaletorch.plan.live import backwards, most_live
 from scaletorch.plan.memory import memory
@@ -197,6 +198,15 @@ def test_activations_are_those_of_micro_batches_under_way():
     assert full[0].working == 90 + 3008
     gone = memory(known, replace(layout, recompute="offload"))
     assert [each.activations for each in gone] == [2 * 150, 600]
+
+
+def test_what_cannot_be_weighed_or_run_is_refused():
+    layout = Layout(Grid(), recompute="selective")
+    with pytest.raises(InvalidArgumentError, match=r'layouts have "none", "full" and "offload"'):
+        memory(sketch(), layout)
+    with pytest.raises(InvalidArgumentError, match="ours are none, full, offload"):
+        arguments(layout)
+    assert arguments(Layout(Grid(pp=2), recompute="full", zero=1))["recompute"] is True
 
 
 def test_what_runs_again_sends_again():

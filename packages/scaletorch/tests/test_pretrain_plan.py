@@ -23,8 +23,9 @@ def cluster(path, *, ranks=2, memory=2**30):
 
 
 def test_a_run_says_whether_it_was_as_planned(tmp_path, capfd):
-    path = str(cluster(tmp_path / "cluster.json"))
-    assert main(["--plan", path, "--steps", "10", *SMALL, "--out", str(tmp_path / "run")]) == 0
+    path, saved = str(cluster(tmp_path / "cluster.json")), ["--out", str(tmp_path / "run")]
+    saved += ["--save-every", "10"]
+    assert main(["--plan", path, "--steps", "10", *SMALL, *saved]) == 0
     said = capfd.readouterr().out
     for sort in ("parameters", "gradients", "optimizer", "activations"):
         planned, found = re.search(rf"{sort}: planned (\S+) MiB, found (\S+) \(", said).groups()
@@ -33,6 +34,9 @@ def test_a_run_says_whether_it_was_as_planned(tmp_path, capfd):
     # Nothing here computes so fast.
     assert re.search(r"warning: step: planned \S+ s, found \S+ \(\+.*: the plan was wrong", said)
     assert re.search(r"^TP\(1\)-.*\(2\).*: loss", said, re.MULTILINE)
+    # The layout is free, whoever chose it.
+    assert main(["--resume", "auto", "--steps", "11", "--decay-steps", "10", *SMALL, *saved]) == 0
+    assert " in 1 steps" in capfd.readouterr().out
 
 
 def test_what_cannot_be_planned_is_refused(tmp_path):

@@ -11,10 +11,8 @@ from ..compose import parallelize
 from ..dist.errors import InvalidArgumentError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
-from ..parallel.pipeline_parallel import interleaved_1f1b, looped_breadth_first
-from .layout import Layout
+from .layout import LOOPED, Layout
 
-_CHUNKED = {"interleaved_1f1b": interleaved_1f1b, "looped_bfs": looped_breadth_first}
 _RECOMPUTE = {"none": False, "full": True, "offload": "offload"}
 
 
@@ -22,13 +20,13 @@ def arguments(layout: Layout) -> dict[str, Any]:
     """Return what `parallelize` takes for a layout; `layout.zero` is for `shard_optimizer`.
 
     Raises:
-        InvalidArgumentError: It recomputes selectively, which closed forms alone know.
+        InvalidArgumentError: It recomputes selectively, which no layer of ours does.
     """
     if layout.recompute not in _RECOMPUTE:
         raise InvalidArgumentError(
             f"recompute {layout.recompute!r} is what papers have; ours are {', '.join(_RECOMPUTE)}"
         )
-    chunked = _CHUNKED.get(layout.schedule)
+    chunked = LOOPED.get(layout.schedule)
     return {
         "sequence_parallel": layout.sequence_parallel,
         "recompute": _RECOMPUTE[layout.recompute],

@@ -12,19 +12,19 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel import SCHEDULES
 from .cluster import Cluster, Link
 from .cluster_files import read_cluster
+from .describing.describe import MOST, usual_cuts
 from .description import Cut
 from .devices import CLUSTERS, cluster_named, device_named
+from .layout import CHUNKS
 from .options import Options
 from .units import BYTES, BYTES_A_SECOND, SECONDS, quantity
 
 DEFAULT = "dgx-a100"
 ASSUMED = f"No --device and no --cluster: figures are those of {DEFAULT} nodes."
-MOST = 8  # ranks of tp, and of cp, that are tried if none is named
 AXES = ("dp", "pp", "cp", "tp", "ep")
 OPTIONS = {
     "micro_rows": "micro_rows", "zero": "zero", "recompute": "recompute", "cp_method": "cp_methods",
 }  # fmt: skip
-CHUNKS = {"interleaved_1f1b": 2, "looped_bfs": 2, "zb_v": 2, "dualpipe_v": 2}
 EPILOG = """\
 Options that restrict layouts take one or more values: --tp 4 8 --recompute none full.
 Exit status: 0 a layout fits, 1 none does, 2 what is asked for cannot be planned."""
@@ -192,16 +192,9 @@ def cuts_of(arguments: Any, experts: int) -> list[Cut]:
         experts: How many a layer has; 1 for none.
     """
     ranks = arguments.ranks
-    sizes = [size for size in range(1, min(ranks, MOST) + 1) if ranks % size == 0]
-    methods = arguments.cp_method or ["ring"]
-    shares = [each == "on" for each in arguments.sequence_parallel or ("off", "on")]
-    eps = arguments.ep or [size for size in sizes if experts % size == 0]
-    return [
-        Cut(tp, cp, ep, share and tp > 1, method if cp > 1 else "")
-        for tp in arguments.tp or sizes
-        for cp in arguments.cp or sizes
-        for ep in eps
-        for share in shares
-        for method in methods
-        if tp * cp <= ranks and ep <= ranks
-    ]
+    shares = tuple(each == "on" for each in arguments.sequence_parallel or ("off", "on"))
+    eps = arguments.ep or [n for n in range(1, MOST + 1) if ranks % n == 0 and experts % n == 0]
+    return usual_cuts(
+        ranks, tp=arguments.tp, cp=arguments.cp, ep=eps, sequence_parallel=shares,
+        methods=arguments.cp_method or ("ring",),
+    )  # fmt: skip

@@ -6,9 +6,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..parallel.pg_manager import Grid
+from ..parallel.pipeline_parallel import interleaved_1f1b, looped_breadth_first
 from .description import Cut
 
 Recompute = Literal["none", "selective", "full", "offload"]
+# Schedules that take any number of chunks, and how many the others have, if not one.
+LOOPED = {"interleaved_1f1b": interleaved_1f1b, "looped_bfs": looped_breadth_first}
+V_SHAPED = ("zb_v", "dualpipe_v")
+CHUNKS = dict.fromkeys((*LOOPED, *V_SHAPED), 2)
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +24,7 @@ class Layout:
         grid: Of the ranks.
         sequence_parallel: As for `parallelize`.
         recompute: "full" is `recompute=True`, "offload" `recompute="offload"`; "selective" runs
-            attention's core again, which only closed forms have.
+            attention's core again: only its time is known, and no layer of ours does it.
         zero: Stage of ZeRO, 0 to 3, over cp x dp.
         schedule: Of the pipeline, a name of `SCHEDULES`.
         chunks: Stages on a pipeline rank.

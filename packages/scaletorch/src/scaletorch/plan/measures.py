@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..dist import barrier
+from ..dist.devices import current_device
 from ..models import Llama, LlamaConfig
 
 ROUNDS = 5
@@ -42,7 +43,7 @@ def measure(seconds: float, dtype: torch.dtype) -> Figures:
         "attention", "attention backward" and "other"; seconds "overhead"; bytes a second
         "updating"; and "spread", by how much rounds differ.
     """
-    device = torch.accelerator.current_accelerator() or torch.device("cpu")
+    device = current_device()
     gauge = _Gauge(seconds, device)
     options: Any = {"dtype": dtype, "device": device}
     found: Figures = {"overhead": _overhead(gauge, options)}
@@ -215,6 +216,6 @@ def _updating(gauge: _Gauge, options: Any) -> float:
 
 
 def _memory(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[1]
+    if device.type != "cpu":
+        return int(torch.get_device_module(device).mem_get_info(device)[1])
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

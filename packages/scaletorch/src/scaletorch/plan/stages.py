@@ -13,14 +13,9 @@ from ..parallel.pipeline_parallel import (
     SCHEDULES,
     Schedule,
     distribute_layers,
-    interleaved_1f1b,
-    looped_breadth_first,
 )
 from .description import Description
-from .layout import Layout
-
-LOOPED = {"interleaved_1f1b": interleaved_1f1b, "looped_bfs": looped_breadth_first}
-V_SHAPED = ("zb_v", "dualpipe_v")
+from .layout import LOOPED, V_SHAPED, Layout
 
 Places = tuple[tuple[tuple[int, ...], ...], ...]
 """For each rank of the pipeline, for each of its chunks: indices of blocks."""

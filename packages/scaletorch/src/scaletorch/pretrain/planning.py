@@ -18,8 +18,9 @@ from ..dist import all_gather_object
 from ..dist.errors import InvalidArgumentError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
-from ..plan import Cut, Estimate, Memory, Options, describe, plan
+from ..plan import Estimate, Memory, Options, describe, plan, usual_cuts
 from ..plan.cluster_files import read_cluster
+from ..plan.layout import CHUNKS
 from ..plan.measured import Kept, held
 from ..plan.timing import time as time_of
 from .checks import check_config
@@ -29,7 +30,6 @@ from .sizes import plain_model, sizes_of
 
 STEPS = 10  # after which what was planned is put beside what was found
 LEARNING = 2  # steps that are not timed: buffers are made, forms of messages learned
-_CHUNKS = {"1f1b": 1, "afab": 1, "zb_h1": 1}  # the others have two
 APART = 0.1  # of what was planned, from which on it is a warning
 
 
@@ -50,14 +50,11 @@ def chosen(config: PretrainConfig) -> tuple[PretrainConfig, Estimate | None]:
     corpus = load_corpus(config.data, config.tokenizer, seq_len=config.seq_len)
     sizes = replace(sizes_of(config), vocab_size=corpus.vocab_size)
     sides = [size for size in range(1, cluster.ranks + 1) if cluster.ranks % size == 0]
-    cuts = [
-        Cut(tp, cp, 1, sequence_parallel=False, cp_method="ring" if cp > 1 else "")
-        for tp in sides for cp in sides if cluster.ranks % (tp * cp) == 0
-    ]  # fmt: skip
+    cuts = usual_cuts(cluster.ranks, tp=sides, cp=sides, sequence_parallel=(False,))
     description = describe(lambda: computing(config, plain_model(sizes)), config.seq_len, cuts=cuts)
     options = Options(
         sequence_parallel=(False,), recompute=("none",), zero=(0, 1, 2),
-        schedules=((config.schedule, _CHUNKS.get(config.schedule, 2)),),
+        schedules=((config.schedule, CHUNKS.get(config.schedule, 1)),),
         micro_rows=(1, 2, 4, 8, 16),
     )  # fmt: skip
     best = plan(description, config.batch_size, cluster, options=options, time=time_of).best()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import product
@@ -17,6 +16,7 @@ from ..description import Behaviour, Block, Cut, Description
 from .blocks import block_of, blocks_of, inner
 from .job import Job
 
+MOST = 8  # ranks of tp, and of cp, that are tried if none is named
 Batch = Mapping[str, Tensor]
 
 
@@ -68,14 +68,33 @@ def describe(
     )  # fmt: skip
 
 
-def usual_cuts(ranks: int, methods: Sequence[str] = ("ring",)) -> list[Cut]:
-    """Return the cuts over powers of two of up to so many ranks on tp and on cp."""
-    sizes = [2**power for power in range(int(math.log2(max(ranks, 1))) + 1)]
-    return [
-        Cut(tp, cp, 1, shares, method if cp > 1 else "")
-        for tp, cp, shares, method in product(sizes, sizes, (False, True), methods)
-        if tp * cp <= ranks and (tp > 1 or not shares) and (cp > 1 or method == methods[0])
-    ]
+def usual_cuts(
+    ranks: int,
+    *,
+    tp: Sequence[int] | None = None,
+    cp: Sequence[int] | None = None,
+    ep: Sequence[int] = (1,),
+    sequence_parallel: Sequence[bool] = (False, True),
+    methods: Sequence[str] = ("ring",),
+) -> list[Cut]:
+    """Return the ways of cutting a model that are worth knowing, each once.
+
+    Args:
+        ranks: At most.
+        tp: Sizes; None is those of up to 8 that divide the ranks.
+        cp: Sizes; None is the same.
+        ep: Sizes.
+        sequence_parallel: Without and with.
+        methods: How cp ranks attend.
+    """
+    sizes = [size for size in range(1, min(ranks, MOST) + 1) if ranks % size == 0]
+    every = product(tp or sizes, cp or sizes, ep, sequence_parallel, methods)
+    found = (
+        Cut(tp, cp, ep, shares and tp > 1, method if cp > 1 else "")
+        for tp, cp, ep, shares, method in every
+        if tp * cp <= ranks and ep <= ranks
+    )
+    return list(dict.fromkeys(found))
 
 
 def _built(build: Callable[[], nn.Module]) -> nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest import mock
 
 import torch.distributed as c10d
 from torch import Tensor
@@ -36,11 +35,13 @@ def pretended(grid: Grid) -> Iterator[ProcessGroupManager]:
             "describe it first, or in a process of its own"
         )
     c10d.init_process_group("fake", rank=0, world_size=grid.world_size, store=FakeStore())
+    all_reduce = c10d.all_reduce
     try:
         sizes = {f"{axis}_size": getattr(grid, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
-        with mock.patch.object(c10d, "all_reduce", _all_alike(c10d.all_reduce)):
-            yield setup_process_group_manager(**sizes)
+        c10d.all_reduce = _all_alike(all_reduce)
+        yield setup_process_group_manager(**sizes)
     finally:
+        c10d.all_reduce = all_reduce
         destroy_process_group_manager()
         if c10d.is_initialized():
             c10d.destroy_process_group()
