@@ -2,6 +2,7 @@
 
 import random
 import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -27,7 +28,9 @@ from scaletorch.plan import (
     lines,
     plan,
 )
+from scaletorch.plan import traffic as traffic_module
 from scaletorch.plan.applying import arguments
+from scaletorch.plan.holding import holdings
 from scaletorch.plan.holding.buckets import Held, fill
 from scaletorch.plan.holding.live import backwards, most_live
 from scaletorch.plan.holding.stages import places, schedule_of, stages_of
@@ -276,6 +279,39 @@ def test_memory_is_saved_only_where_it_must_be():
     assert any(told.fullmatch(each.why) for each in nothing.refused)
     with pytest.raises(InvalidArgumentError, match="no layout of 2 ranks can train sketch: TP"):
         nothing.best()
+
+
+def test_buckets_are_summed_once_for_all_rows_of_micro_batches(monkeypatch):
+    calls = Counter()
+
+    def counted(module, name):
+        plain = getattr(module, name)
+
+        def run(*args, **options):
+            calls[name] += 1
+            return plain(*args, **options)
+
+        monkeypatch.setattr(module, name, run)
+
+    counted(traffic_module, "_gradients")
+    counted(holdings, "fill")
+    found = []
+    for rows in ((1,), (1, 2, 4)):
+        calls.clear()
+        number = len(plan(sketch(), 64, cluster(16), options=Options(micro_rows=rows)).estimates)
+        found.append((number, dict(calls)))
+    (few, once), (many, again) = found
+    assert many > 2 * few > 0
+    assert again == once
+    assert all(once.values())
+
+
+def test_lines_name_blocks():
+    layout = Layout(Grid(pp=2), micro_batches=2)
+    said = [line.what for line in lines(sketch(), layout, 0)]
+    assert "2 micro-batches of 4 x l.0" in said
+    again = [line.what for line in lines(sketch(), replace(layout, recompute="full"), 0)]
+    assert "2 micro-batches of inputs of 4 x l.0" in again
 
 
 def test_a_plan_needs_rows_and_ranks():

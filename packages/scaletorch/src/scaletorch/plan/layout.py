@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Literal
 
 from ..parallel.pg_manager import Grid
@@ -47,7 +48,12 @@ class Layout:
     def cut(self) -> Cut:
         """How its layers are divided."""
         grid = self.grid
-        return Cut(
+        return _cut(
             grid.tp, grid.cp, grid.ep, self.sequence_parallel and grid.tp > 1,
             self.cp_method if grid.cp > 1 else "",
         )  # fmt: skip
+
+
+@cache
+def _cut(tp: int, cp: int, ep: int, shares: bool, method: str) -> Cut:
+    return Cut(tp, cp, ep, shares, method)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
@@ -93,11 +93,21 @@ def legal(
                         )  # fmt: skip
 
 
-def ladder(layout: Layout, options: Options) -> Iterator[tuple[tuple[int, int], Layout]]:
-    """Yield a layout with ever more of what saves memory, and how much of each."""
+def ladder(
+    layout: Layout, options: Options, found: Sequence[tuple[int, int]] = ()
+) -> Iterator[tuple[tuple[int, int], Layout]]:
+    """Yield a layout with ever more of what saves memory, and how much of each.
+
+    Args:
+        layout: The layout.
+        options: What is tried.
+        found: Steps that fit, which the caller adds to; those with more of both are left out.
+    """
     zeros = options.zero if _shared(layout.grid) else (0,)
     steps = product(range(len(options.recompute)), range(len(zeros)))
     for recompute, zero in sorted(steps, key=lambda step: (sum(step), step)):
+        if any(a <= recompute and b <= zero for a, b in found):
+            continue
         own = replace(layout, recompute=options.recompute[recompute], zero=zeros[zero])
         yield (recompute, zero), own
 

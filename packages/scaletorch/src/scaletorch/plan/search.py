@@ -114,9 +114,7 @@ def _fitting(
     """Yield the least of what saves memory with which a layout fits; or say that none does."""
     found: list[tuple[int, int]] = []
     least: tuple[int, Layout] | None = None
-    for step, own in ladder(layout, options):
-        if any(a <= step[0] and b <= step[1] for a, b in found):
-            continue
+    for step, own in ladder(layout, options, found):
         held = memory(known.description, own, holdings=known)
         peak = max(each.total for each in held)
         if peak <= cluster.device.memory:

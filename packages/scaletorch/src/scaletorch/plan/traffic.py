@@ -6,7 +6,8 @@ its tensor, a reduce-scatter and an all-gather (n - 1) / n of the whole.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from .description import Description
 from .estimate import Traffic
@@ -51,7 +52,7 @@ def traffic(
     each = list(zip(known.numbers(layout), sums, strict=True))
     for rank, key in enumerate(each):
         if key not in found:
-            found[key] = tuple(joined(calls(known, layout, rank)))
+            found[key] = tuple(joined(calls(known, layout, rank, sums=key[1])))
     return tuple(found[key] for key in each)
 
 
@@ -65,7 +66,7 @@ def synchronised(layout: Layout) -> tuple[int, ...]:
     return backwards(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
 
 
-def joined(sent: Iterator[Traffic]) -> Iterator[Traffic]:
+def joined(sent: Iterable[Traffic]) -> Iterator[Traffic]:
     """Add up what goes over the same axis by the same operation."""
     total: dict[tuple[str, str], tuple[int, int]] = {}
     for each in sent:
@@ -75,7 +76,9 @@ def joined(sent: Iterator[Traffic]) -> Iterator[Traffic]:
         yield Traffic(axis, operation, count, size)
 
 
-def calls(known: Holdings, layout: Layout, rank: int, tp: int | None = None) -> Iterator[Traffic]:
+def calls(
+    known: Holdings, layout: Layout, rank: int, tp: int | None = None, sums: int | None = None
+) -> Iterator[Traffic]:
     """Yield the collectives of a step, those of one sort and purpose together.
 
     Args:
@@ -83,19 +86,37 @@ def calls(known: Holdings, layout: Layout, rank: int, tp: int | None = None) -> 
         layout: The layout.
         rank: Of the pipeline.
         tp: The tp rank, and the ep rank of experts; None is the one that has the most parameters.
+        sums: Of `synchronised`, if it is known.
     """
     grid, number = layout.grid, known.numbers(layout)[rank]
-    sums = synchronised(layout)[rank]
+    sums = synchronised(layout)[rank] if sums is None else sums
     yield from _blocks(known, layout, number)
     yield from _pipeline(known, layout, number, tp)
-    for axis, buckets in known.buckets(layout, number, tp).items():
-        ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
-        if ranks > 1:
-            yield from _gradients(axis, buckets, layout, ranks, sums, known.optimizer)
+    yield from _sums(known, layout, number, tp, sums)
     item = max(_item(known, layout), WORD)
     yield from _reduced("cp_dp", grid.cp * grid.dp, item)  # the loss
     yield from _reduced("pp", grid.pp, item)
     yield from _reduced("world", grid.world_size, COUNTS)
+
+
+def _sums(
+    known: Holdings, layout: Layout, number: int, tp: int | None, sums: int
+) -> Iterator[Traffic]:
+    """Yield sums of gradients of a rank of this number, added up where they are alike."""
+    grid = layout.grid
+    fetched = layout.micro_batches if layout.zero == 3 else 0
+    key = (
+        grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, grid.edp, number, tp, layout.zero, sums,
+        fetched,
+    )  # fmt: skip
+    found: list[Traffic] | None = known.sums.get(key)
+    if found is None:
+        found = known.sums[key] = []
+        for axis, buckets in known.buckets(layout, number, tp).items():
+            ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
+            if ranks > 1:
+                found += joined(_gradients(axis, buckets, layout, ranks, sums, known.optimizer))
+    yield from found
 
 
 def _blocks(known: Holdings, layout: Layout, number: int) -> Iterator[Traffic]:
@@ -103,20 +124,22 @@ def _blocks(known: Holdings, layout: Layout, number: int) -> Iterator[Traffic]:
     key = layout.cut, number, layout.recompute == "full", layout.micro_rows, layout.micro_batches
     found: list[Traffic] | None = known.sends.get(key)
     if found is None:
-        found = known.sends[key] = list(_of_blocks(known, layout, number))
+        found = known.sends[key] = list(joined(_of_blocks(known, layout, number)))
     yield from found
 
 
 def _of_blocks(known: Holdings, layout: Layout, number: int) -> Iterator[Traffic]:
     behaviours = known.description.behaviours(layout.cut)
-    kinds = list(known.content(number).kinds)
-    for kind in dict.fromkeys(kinds):
+    kinds = Counter[int]()
+    for kind, times in (each for chunk in known.runs(number) for each in chunk):
+        kinds[kind] += times
+    for kind, blocks in kinds.items():
         again = layout.recompute == "full" and kind in known.layers
         for each in behaviours[kind].sent:
             if each.operation in SILENT:
                 continue
             twice = again and each.again and each.phase == "forward"
-            times = kinds.count(kind) * layout.micro_batches * (2 if twice else 1)
+            times = blocks * layout.micro_batches * (2 if twice else 1)
             size = round(each.bytes.at(layout.micro_rows)) * times
             yield Traffic(each.axis, each.operation, each.count * times, size)
 
@@ -130,7 +153,8 @@ def _pipeline(known: Holdings, layout: Layout, number: int, tp: int | None) -> I
     for kind in (*content.sent, *content.returned):
         size = round(behaviours[kind].handed.at(layout.micro_rows))
         yield Traffic("pp", "send", layout.micro_batches, size * layout.micro_batches)
-    for each in known.parameters(layout, number, tp):
+    tied = any(others for _, others in content.ties)
+    for each in known.parameters(layout, number, tp) if tied else ():
         if each.others:  # and a byte: whether there is a gradient
             yield Traffic(
                 "pp", "send", 2 * each.others, (each.elements * each.item + 1) * each.others
@@ -170,5 +194,5 @@ def _reduced(axis: str, ranks: int, size: int, times: int = 1) -> Iterator[Traff
 
 
 def _item(known: Holdings, layout: Layout) -> int:
-    first = next(iter(known.parameters(layout, 0)), None)
-    return WORD if first is None else first.item
+    held = (p.item for kind in known.description.behaviours(layout.cut) for p in kind.parameters)
+    return next(held, WORD)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 from ..description import Behaviour, Description, Parameter
@@ -62,13 +63,18 @@ class Holdings:
         self.description = description
         self.optimizer = optimizer or Optimizer()
         self.layers = {b.kind for b in description.blocks if b.place == "layer"}
+        self._names: dict[int, str] = {}
+        for block in description.blocks:
+            self._names.setdefault(block.kind, block.name)
         self.states: dict[Any, Any] = {}  # of memory.py
         self.activations: dict[Any, int] = {}
         self.workings: dict[Any, int] = {}
         self.sends: dict[Any, Any] = {}  # of traffic.py
+        self.sums: dict[Any, Any] = {}
         self._contents: dict[tuple[str, int, int], tuple[int, ...]] = {}
         self._numbers: dict[Content, int] = {}
         self._all: list[Content] = []
+        self._runs: dict[int, tuple[tuple[tuple[int, int], ...], ...]] = {}
         self._held: dict[object, tuple[Held, ...]] = {}
         self._buckets: dict[object, dict[str, tuple[tuple[Bucket, int], ...]]] = {}
         self._places: dict[object, int] = {}
@@ -94,6 +100,20 @@ class Holdings:
     def content(self, number: int) -> Content:
         """Return what ranks of this number have."""
         return self._all[number]
+
+    def name(self, kind: int) -> str:
+        """Return the name of the first block of a kind."""
+        return self._names[kind]
+
+    def runs(self, number: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """Return for each chunk the kinds of its blocks, and how many follow one another."""
+        if number not in self._runs:
+            chunks = self._all[number].chunks
+            self._runs[number] = tuple(
+                tuple((kind, sum(1 for _ in own)) for kind, own in groupby(chunk))
+                for chunk in chunks
+            )
+        return self._runs[number]
 
     def parameters(self, layout: Layout, number: int, tp: int | None = None) -> tuple[Held, ...]:
         """Return the parameters of a rank of this number in the order of the model, tied ones once.

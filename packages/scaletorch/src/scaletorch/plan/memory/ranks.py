@@ -11,7 +11,7 @@ from ..description import Description
 from ..estimate import Memory
 from ..holding import Holdings
 from ..holding.buckets import Bucket, Optimizer
-from ..holding.live import fullest, most_live
+from ..holding.live import Live, fullest, most_live
 from ..layout import Layout
 
 SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # schedules whose backwards may come in two halves
@@ -65,12 +65,13 @@ def memory(
     live = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
     numbers = known.numbers(layout)
     fixed = {number: _fixed(known, layout, number) for number in {*numbers}}
-    return tuple(
-        Memory(*held[:3], fullest(own, kept), run, held.buffers + moving + fullest(own, passed))
-        for (held, kept, passed, run, moving), own in zip(
-            (fixed[n] for n in numbers), live, strict=True
-        )
-    )
+    found: dict[tuple[int, Live], Memory] = {}
+    for number, own in zip(numbers, live, strict=True):
+        if (number, own) not in found:
+            held, kept, passed, run, moving = fixed[number]
+            buffers = held.buffers + moving + fullest(own, passed)
+            found[number, own] = Memory(*held[:3], fullest(own, kept), run, buffers)
+    return tuple(found[each] for each in zip(numbers, live, strict=True))
 
 
 def _fixed(
@@ -168,6 +169,8 @@ def _sum_item(bucket: Bucket, optimizer: Optimizer) -> int:
 def _of_ties(known: Holdings, layout: Layout, number: int, tp: int | None) -> State:
     """Return what stages with a tied weight need besides: its total, and the others' gradients."""
     grid, buffers, totals = layout.grid, 0, 0
+    if not any(others for _, others in known.content(number).ties):
+        return State()
     for each in known.parameters(layout, number, tp):
         size = each.elements * each.item
         if each.others:
@@ -193,15 +196,15 @@ def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterato
     nothing.
     """
     rows, behaviours = layout.micro_rows, known.description.behaviours(layout.cut)
-    kinds = known.content(number).chunks[chunk]
-    runs = layout.recompute in ("full", "offload")
-    again = [runs and kind in known.layers for kind in kinds]
-    for kind, number_of in Counter(zip(kinds, again, strict=True)).items():
-        own = behaviours[kind[0]]
-        if not kind[1]:
-            yield f"kind {kind[0]} x {number_of}", round(own.kept.at(rows)) * number_of
+    kinds = Counter[int]()
+    for kind, times in known.runs(number)[chunk]:
+        kinds[kind] += times
+    for kind, times in kinds.items():
+        own = behaviours[kind]
+        if kind not in known.layers or layout.recompute not in ("full", "offload"):
+            yield f"{times} x {known.name(kind)}", round(own.kept.at(rows)) * times
         elif layout.recompute == "full":
-            yield f"entered {kind[0]} x {number_of}", round(own.entered.at(rows)) * number_of
+            yield f"inputs of {times} x {known.name(kind)}", round(own.entered.at(rows)) * times
     if layout.recompute != "offload":
         yield "shared", max((round(behaviours[kind].shared.at(rows)) for kind in kinds), default=0)
 
@@ -228,23 +231,22 @@ def working(known: Holdings, layout: Layout, number: int) -> int:
     key = (layout.cut, number, layout.recompute, layout.micro_rows)
     found: int | None = known.workings.get(key)
     if found is None:
-        chunks = known.content(number).chunks
-        found = max(_working(known, layout, kinds) for kinds in chunks)
+        found = max(_working(known, layout, runs) for runs in known.runs(number))
         known.workings[key] = found
     return found
 
 
-def _working(known: Holdings, layout: Layout, kinds: Sequence[int]) -> int:
+def _working(known: Holdings, layout: Layout, runs: Sequence[tuple[int, int]]) -> int:
     rows, behaviours = layout.micro_rows, known.description.behaviours(layout.cut)
     kept, most = 0.0, 0.0
-    for kind in kinds:
+    for kind, times in runs:  # of equal blocks the last has the most before it
         own, is_layer = behaviours[kind], kind in known.layers
         forward, backward = own.forward_peak.at(rows), own.backward_peak.at(rows)
         if is_layer and layout.recompute == "full":  # all of it is there while it runs again
-            kept += own.entered.at(rows)
+            kept += own.entered.at(rows) * times
             backward += own.kept.at(rows)
         elif not is_layer or layout.recompute != "offload":
-            kept += own.kept.at(rows)
+            kept += own.kept.at(rows) * times
         most = max(most, kept + max(forward, backward))
     return round(max(most - kept, 0))
 
