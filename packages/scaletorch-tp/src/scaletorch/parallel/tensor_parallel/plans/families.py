@@ -15,6 +15,7 @@ from ..cuts.per_head import PerHead
 from ..cuts.stacked import Slices, Stacked
 from .dense_families import DENSE
 from .family import Family
+from .mlp_families import MLPS
 from .partial_families import PARTIAL
 from .plan import Divide, Match, match_plan
 
@@ -65,6 +66,7 @@ LLAMA = Family(
         }
     ),
     complete=("**.layers.*.self_attn", "**.layers.*.mlp"),
+    foreign=frozenset({"lambda_init"}),  # DiffLlama, which weighs heads against others
     heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
 )
 
@@ -152,6 +154,7 @@ FAMILIES: tuple[Family, ...] = (
     *(HUNYUAN, LLAMA, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
     *DENSE,
     *PARTIAL,
+    *MLPS,
 )
 
 

@@ -24,6 +24,7 @@ from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.surround import Surrounded
 from ..sharing.positions import WholePositions
 from ..sharing.sequence import JoinSequence
+from ..sharing.share_of_sum import ShareOfSum
 from ..sharing.shared_tail import SharedTail, TailShared
 from ..sharing.sum_grad import SumGradients
 
@@ -68,6 +69,7 @@ STYLES: Mapping[
     "sequence_join": JoinSequence,
     "sequence_positions": WholePositions,
     "replicate_sum_grad": SumGradients,
+    "replicate_share": ShareOfSum,
     "sharded": ShardedRandom,
 }
 

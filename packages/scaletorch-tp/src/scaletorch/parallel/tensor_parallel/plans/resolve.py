@@ -16,6 +16,7 @@ from ..layers.heads import HeadParameters
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
+from ..sharing.share_of_sum import ShareOfSum, cannot_share
 from ..sharing.sum_grad import SumGradients, cannot_sum
 from .attention import Attention, find_attentions, find_whole
 from .families import check_complete, find_family
@@ -201,6 +202,8 @@ def _check_mixins(matches: Iterable[Match]) -> None:
         if match.mixin is None:
             continue
         reason = cannot_sum(match.module) if match.mixin is SumGradients else None
+        if match.mixin is ShareOfSum:
+            reason = cannot_share(match.module)
         reason = reason or cannot_surround(match.module, match.mixin)
         if reason is not None:
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
