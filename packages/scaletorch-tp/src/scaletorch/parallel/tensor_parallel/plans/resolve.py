@@ -21,7 +21,7 @@ from ..sharing.sum_grad import SumGradients, cannot_sum
 from .attention import Attention, find_attentions, find_whole
 from .families import check_complete, find_family
 from .plan import Divide, Match, Matches, Plan, match_plan, with_mixins
-from .sequences import check_in_attention, check_sequences, join_of
+from .sequences import check_in_attention, check_sequences, heads_that_gather, join_of
 from .sizes import (
     Length,
     check_head_norms,
@@ -124,6 +124,7 @@ def _match(
     check_head_norms(modules, known.heads, known.matches)
     left = [match for match in known.matches if match.module not in divided]
     if sequence_parallel:
+        left = heads_that_gather(model, left)
         left += join_of(model, left)
     return left, {modules[name] for name in known.heads}, heads
 

@@ -15,6 +15,23 @@ from ..sharing.sum_grad import SumGradients
 from .plan import Match, look_up
 
 
+def heads_that_gather(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
+    """Return the matches, with heads that divide their input as ones that divide their output.
+
+    Their input is whole sequences then, of shares that they gather themselves.
+    """
+    base = getattr(model, "base_model", None)
+    if not isinstance(base, nn.Module) or base is model:
+        return [*matches]
+    inside = {*base.modules()}
+    return [
+        look_up(m.name, m.module, m.pattern, "column_gather")
+        if m.style == "row_split" and m.module not in inside
+        else m
+        for m in matches
+    ]
+
+
 def join_of(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
     """Return where sequences are joined for a head that is no layer which gathers them.
 

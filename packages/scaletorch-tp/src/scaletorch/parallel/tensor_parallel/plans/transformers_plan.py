@@ -130,7 +130,7 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
         theirs = plan[pattern]
         own = {n: _pattern(plan, f"{name}.{n}") for n in module._parameters}
         styles = {n: plan[found] for n, found in own.items() if found is not None}
-        style: Style | None
+        style: Style
         if theirs == EXPERTS or (theirs == SUMMED and styles):
             style = stacked_of(name, module, styles)
         elif theirs == PER_HEAD:
@@ -147,8 +147,10 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
             style = TRANSFORMERS_STYLES[theirs]
         if style == "row" and isinstance(module, nn.Embedding):
             style = "vocab"  # rows of a table are its words
-        if style is not None:
-            matches.setdefault(module, look_up(name, module, pattern, style))
+        match = look_up(name, module, pattern, style)
+        if style == "vocab" and match.layer is not None and not match.layer.takes(module):
+            match = look_up(name, module, pattern, "replicate")  # it does more than to look up
+        matches.setdefault(module, match)
     return matches
 
 
