@@ -184,7 +184,7 @@ def _matrices(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) 
 
 
 def _cut(matrix: Tensor, dim: int) -> list[Tensor]:
-    at = SHAPES[tuple(matrix.shape)][dim]
+    at = SHAPES[matrix.shape[0], matrix.shape[1]][dim]
     return [part.contiguous() for part in matrix.split([at, matrix.shape[dim] - at], dim)]
 
 

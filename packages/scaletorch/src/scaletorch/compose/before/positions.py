@@ -49,8 +49,10 @@ def ask_positions(model: nn.Module, terms: Terms) -> None:
             "sequence_parallel=False), or make it so that it stays as it is (BigBird: of "
             "attention_type 'original_full')"
         )
-    terms.counts_otherwise = own is not None and given is not None and apart(own, given)
-    if terms.counts_otherwise and counted is not None and not apart(own, counted):
+    if own is None or given is None or not apart(own, given):
+        return
+    terms.counts_otherwise = True
+    if counted is not None and not apart(own, counted):
         terms.counting = counting
 
 

@@ -11,6 +11,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable
+from enum import IntEnum
 from typing import Any
 
 from torch import nn
@@ -29,26 +30,37 @@ def calls_around(module: nn.Module, child: str) -> tuple[frozenset[str], frozens
     """
     events = _Events(module)
     events.read(type(module).forward)
-    places = [index for index, (name, _) in enumerate(events.found) if name == child]
-    if not places:
+    found = [(kind, index) for index, (name, kind) in enumerate(events.found) if name == child]
+    if not found:
         return frozenset(), frozenset()
-    calls = [(index, name) for index, (name, called) in enumerate(events.found) if called]
+    surest, _ = max(found)  # a call says more than a loop, and that more than a mention
+    places = [index for kind, index in found if kind == surest]
+    calls = [(index, name) for index, (name, kind) in enumerate(events.found) if kind is Use.CALL]
     before = {name for index, name in calls if index < places[-1]}
     after = {name for index, name in calls if index > places[-1]}
     return frozenset(before - after - {child}), frozenset(after - before - {child})
+
+
+class Use(IntEnum):
+    """What a method does with a child that it names."""
+
+    MENTION = 0
+    LOOP = 1
+    CALL = 2
 
 
 class _Events(ast.NodeVisitor):
     """Where a method names children of its module, in the order in which it runs.
 
     Attributes:
-        found: Name of a child, and whether it is called there.
+        found: Name of a child, and what is done with it there.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._depth = 0
-        self.found: list[tuple[str, bool]] = []
+        self.found: list[tuple[str, Use]] = []
+        self._use = Use.MENTION
 
     def read(self, method: Callable[..., Any]) -> None:
         """Read a method; nothing is found if its source is not to be had."""
@@ -61,6 +73,13 @@ class _Events(ast.NodeVisitor):
         self.visit(tree)
         self._depth -= 1
 
+    def visit_For(self, node: ast.For) -> None:
+        self._use = Use.LOOP
+        self.visit(node.iter)
+        self._use = Use.MENTION
+        for statement in (*node.body, *node.orelse):
+            self.visit(statement)
+
     def visit_Call(self, node: ast.Call) -> None:
         for argument in (*node.args, *node.keywords):
             self.visit(argument)
@@ -68,14 +87,14 @@ class _Events(ast.NodeVisitor):
         if name is None:
             self.visit(node.func)
         elif name in self._module._modules:
-            self.found.append((name, True))
+            self.found.append((name, Use.CALL))
         elif inspect.isfunction(vars(type(self._module)).get(name)) and self._depth < _DEEPEST:
             self.read(vars(type(self._module))[name])
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         name = _own_name(node)
         if name in self._module._modules:
-            self.found.append((str(name), False))
+            self.found.append((str(name), self._use))
         self.generic_visit(node)
 
 

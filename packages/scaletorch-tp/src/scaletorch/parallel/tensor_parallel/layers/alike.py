@@ -30,7 +30,7 @@ def computes_as_linear(module: nn.Module) -> bool:
     return all(_alike(kind, bias=bias) for bias in (True, False))
 
 
-def _alike(kind: type[nn.Module], *, bias: bool) -> bool:
+def _alike(kind: type[nn.Linear], *, bias: bool) -> bool:
     generator = torch.Generator().manual_seed(0)
     small = nn.Linear(*_SIZES, bias=bias, device="meta")
     for name, p in list(small.named_parameters()):

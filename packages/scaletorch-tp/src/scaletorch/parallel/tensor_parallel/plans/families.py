@@ -52,14 +52,18 @@ LLAMA = Family(
         "**.layers.*.self_attn.o_proj": "row",
         "**.layers.*.self_attn.q_norm": "replicate_sum_grad",
         "**.layers.*.self_attn.k_norm": "replicate_sum_grad",
+        "**.layers.*.self_attn.attn_sub_norm": "whole_features",  # BitNet's
         "**.layers.*.mlp.gate_proj": "column",
         "**.layers.*.mlp.up_proj": "column",
+        "**.layers.*.mlp.ffn_sub_norm": "whole_features",
         "**.layers.*.mlp.down_proj": "row",
         "**.lm_head": "column_gather",
     },
     may_lack=frozenset(
         {
             "**.embed_tokens",
+            "**.layers.*.self_attn.attn_sub_norm",
+            "**.layers.*.mlp.ffn_sub_norm",
             "**.layers.*.self_attn.q_norm",
             "**.layers.*.self_attn.k_norm",
             "**.lm_head",

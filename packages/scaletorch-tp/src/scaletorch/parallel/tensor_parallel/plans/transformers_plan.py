@@ -7,7 +7,7 @@ modules and their config, as for any plan.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
@@ -130,7 +130,7 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
         theirs = plan[pattern]
         own = {n: _pattern(plan, f"{name}.{n}") for n in module._parameters}
         styles = {n: plan[found] for n, found in own.items() if found is not None}
-        style: Style
+        style: Style | None
         if theirs == EXPERTS or (theirs == SUMMED and styles):
             style = stacked_of(name, module, styles)
         elif theirs == PER_HEAD:
@@ -147,6 +147,8 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
             style = TRANSFORMERS_STYLES[theirs]
         if style == "row" and isinstance(module, nn.Embedding):
             style = "vocab"  # rows of a table are its words
+        if style is None:
+            continue
         match = look_up(name, module, pattern, style)
         if style == "vocab" and match.layer is not None and not match.layer.takes(module):
             match = look_up(name, module, pattern, "replicate")  # it does more than to look up
