@@ -22,10 +22,12 @@ def computes_as_linear(module: nn.Module) -> bool:
     kind = type(module)
     if kind is nn.Linear:
         return True
-    above = kind.__mro__[: kind.__mro__.index(nn.Linear)] if issubclass(kind, nn.Linear) else ()
+    if not issubclass(kind, nn.Linear):
+        return False
+    above = kind.__mro__[: kind.__mro__.index(nn.Linear)]
     plain = all(vars(each).keys() <= _HARMLESS for each in above)
     own = {n for n in vars(module) if not n.startswith("_")}
-    if not above or not plain or own - vars(nn.Linear(1, 1)).keys():
+    if not plain or own - vars(nn.Linear(1, 1)).keys():
         return False
     return all(_alike(kind, bias=bias) for bias in (True, False))
 
