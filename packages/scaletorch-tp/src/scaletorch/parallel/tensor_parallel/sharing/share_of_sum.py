@@ -1,4 +1,4 @@
-"""What every rank computes alike inside of a region, and what would be summed as often."""
+"""What every rank computes the same inside of a region, and what would be summed as often."""
 
 from __future__ import annotations
 
