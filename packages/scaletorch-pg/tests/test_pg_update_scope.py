@@ -60,6 +60,14 @@ class Blocks(Plain):
         return ((padded / scale).round() * scale).flatten()[: len(flat)].view_as(gradient)
 
 
+class WholeBlocks(Blocks):
+    """8-bit numbers where blocks fit, and plain ones elsewhere, as torchao's."""
+
+    def direction(self, weight, gradient):
+        fits = gradient.numel() % 256 == 0 and gradient.numel() >= 4096
+        return super().direction(weight, gradient) if fits else gradient
+
+
 class Blocks32(Blocks):
     def direction(self, weight, gradient):
         if gradient.dtype != torch.float32:
@@ -132,6 +140,7 @@ FOUND = {
     Plain: Scope.ELEMENT, InTrainMode: Scope.ELEMENT, SGD: Scope.ELEMENT,
     Lamb: Scope.PARAMETER, OfRows: Scope.PARAMETER, OfColumns: Scope.PARAMETER,
     Blocks: Scope.PARAMETER, Blocks32: Scope.PARAMETER, OnlyLarge: Scope.PARAMETER,
+    WholeBlocks: Scope.PARAMETER,
     LaterOnly: Scope.PARAMETER, Noise: Scope.OTHERS, GlobalNorm: Scope.OTHERS,
     Closure: Scope.UNKNOWN, Needs: Scope.UNKNOWN,
     torch.optim.Muon: Scope.PARAMETER, Adafactor: Scope.PARAMETER,

@@ -83,7 +83,7 @@ def shard_global_batch(
             do not divide, no grid, not the model's order, or a `loss_...` entry of other rows.
     """
     manager, layout = _said(manager, model, cp_layout)
-    rows, length = _shape(batch)
+    rows, length = _shape(batch := _with_positions(batch, model))
     _require_count(num_micro_batches)
     place, ranks = (0, 1) if own_rows else (manager.dp_rank, manager.dp_size)
     if rows % (shares := ranks * num_micro_batches) or not rows:
@@ -126,6 +126,14 @@ def _said(
             "returned"
         )
     return manager, told or cp_layout or DEFAULT
+
+
+def _with_positions(batch: Batch, model: nn.Module | None) -> Batch:
+    """Return a batch with the positions that a model counts of whole rows, as it has to be told."""
+    counting = None if model is None else terms_of(model).counting
+    if counting is None or batch.get(POSITIONS) is not None or "input_ids" not in batch:
+        return batch
+    return {**batch, POSITIONS: counting(batch["input_ids"])}
 
 
 def _shape(batch: Batch) -> tuple[int, int]:

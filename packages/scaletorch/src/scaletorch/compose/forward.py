@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -17,6 +17,8 @@ from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
 from ..parallel.pipeline_parallel import PipelineParallel
 from .balance import RouterLoss
 from .outline import base_of
+
+Counting = Callable[[Tensor], Tensor]  # ids [B, L] -> positions [B, L]
 
 _PASSING = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
 
@@ -35,6 +37,7 @@ class Terms:
         shares_sequences: Each tp rank holds a shard of every sequence between layers.
         counts_of_ids: It counts positions of the ids, which are whole here, behind their padding.
         counts_otherwise: Its own positions, where sequences are divided, are not 0, 1, 2, ...
+        counting: How it counts those of whole rows of ids, if that is known.
         router_loss: The auxiliary loss that the model's config asks for.
         keeps_cache: Its config asks for a cache of keys and values, and its forward can be told not
             to keep one.
@@ -54,6 +57,7 @@ class Terms:
     shares_sequences: bool = False
     counts_of_ids: bool = False
     counts_otherwise: bool = False
+    counting: Counting | None = None
     router_loss: RouterLoss | None = None
     keeps_cache: bool = False
     real_positions: Tensor | None = None

@@ -18,7 +18,7 @@ from ..parallel.tensor_parallel.building import counts_of_ids
 from .balance import read_router_loss
 from .before.batch_norm import synchronise_batch_norms
 from .before.initial import require_one_model
-from .before.positions import counts_otherwise
+from .before.positions import ask_positions
 from .costs import agreed_split
 from .experts import divide_experts, expert_groups
 from .forward import Terms, keep_terms, read_terms, require_manager, require_own_names
@@ -161,5 +161,6 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Settings) 
     if manager.cp_size > 1 or shares:
         undivided = manager.cp_size == manager.pp_size == 1
         terms.counts_of_ids = undivided and counts_of_ids(model)
-        terms.counts_otherwise = not terms.counts_of_ids and counts_otherwise(model, terms)
+        if not terms.counts_of_ids:
+            ask_positions(model, terms)
     return terms

@@ -24,6 +24,7 @@ from .kernels import update_out_and_lse
 from .layouts.layout import Layout, layout_of_whole, require_name
 from .layouts.order import order_of_shards
 from .layouts.sharding import own_shard
+from .models.counted_positions import find_counted, give_positions
 from .models.override import install
 from .models.settings import Settings, mark, unmark
 from .models.transformers_attention import adopt
@@ -142,10 +143,13 @@ def apply_context_parallel(
     if layout is not None:  # refused here, before the model runs
         require_name(layout)
     require_method(method)
-    mark(model, Settings(layout, method, ring))
+    settings, counted = Settings(layout, method, ring), find_counted(model)
+    settings.shows_masks = bool(counted)
+    mark(model, settings)
     if ring.size > 1:
         _adopt(model)
     keep_whole(find_whole(model))
+    give_positions(model, counted)
     install(model)
     return model
 

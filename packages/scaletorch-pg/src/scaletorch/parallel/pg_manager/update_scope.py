@@ -18,8 +18,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 STEPS = 3  # the state of the first counts in the second, and what that changed in the third
-SHAPE = (259, 263)  # parts are longer than 128, below which some do not factor; no blocks fit
-AT = (127, 130)  # where it is cut
+# Shapes, and where they are cut. Parts are longer than 128, below which some do not factor. In the
+# first no blocks fit; the second and its parts consist of whole ones, as some want it (torchao).
+SHAPES = {(259, 263): (127, 130), (256, 384): (128, 192)}
 LEARNING_RATE = 0.1
 EXACT = {torch.float64: 1e-9, torch.float32: 1e-3}  # of an update, what rounding explains
 
@@ -151,11 +152,19 @@ class _Trial:
 
 
 def _compare(trial: _Trial, device: torch.device, dtype: torch.dtype, bound: float) -> Scope:
-    first, second, of_first, of_second = _matrices(device, dtype)
+    """Return the furthest that an optimizer looks in matrices of any of the shapes."""
+    return max(_compare_in(shape, trial, device, dtype, bound) for shape in SHAPES)
+
+
+def _compare_in(
+    shape: tuple[int, int], trial: _Trial, device: torch.device, dtype: torch.dtype, bound: float
+) -> Scope:
+    first, second, of_first, of_second = _matrices(shape, device, dtype)
     (whole,) = trial.updates([first], [of_first])
     if not whole.any():  # it shows nothing
         return Scope.UNKNOWN
-    parts = [torch.cat(trial.apart(_cut(first, dim), _cut(of_first, dim)), dim) for dim in range(2)]
+    cuts = [(_cut(first, dim), _cut(of_first, dim)) for dim in range(2)]
+    parts = [torch.cat(trial.apart(*pieces), dim) for dim, pieces in enumerate(cuts)]
     if all(_close(part, whole, bound) for part in parts):
         return Scope.ELEMENT
     pairs = [first, second], [of_first, of_second]
@@ -165,17 +174,18 @@ def _compare(trial: _Trial, device: torch.device, dtype: torch.dtype, bound: flo
     return Scope.PARAMETER if alike else Scope.OTHERS
 
 
-def _matrices(device: torch.device, dtype: torch.dtype) -> Halves:
+def _matrices(shape: tuple[int, int], device: torch.device, dtype: torch.dtype) -> Halves:
     generator = torch.Generator().manual_seed(0)
-    drawn = (torch.randn(SHAPE, generator=generator, dtype=torch.float64) for _ in range(4))
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4))
     # Rows of other sizes, so that the norms of parts differ by far.
-    rows = torch.linspace(0.1, 2.0, SHAPE[0], dtype=torch.float64)[:, None]
-    columns = torch.linspace(0.1, 2.0, SHAPE[1], dtype=torch.float64)
+    rows = torch.linspace(0.1, 2.0, shape[0], dtype=torch.float64)[:, None]
+    columns = torch.linspace(0.1, 2.0, shape[1], dtype=torch.float64)
     return tuple((each * rows * columns).to(device, dtype) for each in drawn)
 
 
 def _cut(matrix: Tensor, dim: int) -> list[Tensor]:
-    return [part.contiguous() for part in matrix.split([AT[dim], SHAPE[dim] - AT[dim]], dim)]
+    at = SHAPES[matrix.shape[0], matrix.shape[1]][dim]
+    return [part.contiguous() for part in matrix.split([at, matrix.shape[dim] - at], dim)]
 
 
 def _close(one: Tensor, other: Tensor, bound: float) -> bool:

@@ -33,6 +33,8 @@ __all__ = [
 
 M = TypeVar("M", bound=nn.Module)
 
+_WHOLE = ("replicate", "whole_features")  # styles of modules whose gradients are whole as they are
+
 
 def apply_tensor_parallel(
     model: M,
@@ -53,9 +55,9 @@ def apply_tensor_parallel(
         plan: Pattern of module names -> style. `*` stands for any text inside one component of a
             name, a component `**` for any number of them; "" is the root. Styles are "column",
             "column_gather", "row", "row_split", "vocab", "replicate", "sequence", "sharded",
-            "sequence_join", "sequence_positions", "replicate_sum_grad", `Fused`, `Stacked`,
-            `PerHead`, `SharedTail` and `Divide`. None is the model's own plan (transformers) or
-            its family's, but for experts divided already.
+            "sequence_join", "sequence_positions", "replicate_sum_grad", "replicate_share",
+            "whole_features", `Fused`, `Stacked`, `PerHead`, `SharedTail` and `Divide`. None is the
+            model's own plan (transformers) or its family's, but for experts divided already.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
         sequence_parallel: Between sharded layers each rank holds its share of every sequence.
 
@@ -112,6 +114,6 @@ def _apply(
         if module is not model or not sequence_parallel:
             surround(module, Region, group)
     if sequence_parallel:
-        replicated = [match.module for match in matches if match.style == "replicate"]
+        replicated = [match.module for match in matches if match.style in _WHOLE]
         share_sequences(model, group, replicated, resolved.whole)
     return memo

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
 from ...dist.errors import InvalidArgumentError
 from ...parallel.context_parallel.building import apart, looking
 from ..batches import POSITIONS
-from ..forward import Terms
+from ..forward import Counting, Terms
 
 _LENGTH = 4
+_COUNTS = "create_position_ids_from_input_ids"
 
 
-def counts_otherwise(model: nn.Module, terms: Terms) -> bool:
-    """Return whether a model's own positions are others than those that it would be given.
+def ask_positions(model: nn.Module, terms: Terms) -> None:
+    """Note whether a model's own positions are others than those that it would be given.
 
-    It runs twice on four tokens: as it is, and with positions 0 to 3. A model that cannot run so,
-    or is on the meta device, is not asked.
+    It runs on four tokens: as it is, with positions 0 to 3, and with those that it says it counts
+    of them. A model that cannot run so, or is on the meta device, is not asked.
 
     Args:
         model: The plain model.
@@ -29,13 +33,15 @@ def counts_otherwise(model: nn.Module, terms: Terms) -> bool:
     wants = POSITIONS in terms.arguments and not terms.needs(POSITIONS)
     first = next(model.parameters(), None)
     if not wants or first is None or any(p.is_meta for p in model.parameters()):
-        return False
+        return
     ids, modules = torch.arange(_LENGTH, device=first.device)[None], [*model.modules()]
+    counting = _counting(model)
     with looking(model):
         try:
             own, given = _logits(model(ids)), _logits(model(ids, position_ids=ids))
+            counted = counting and _logits(model(ids, position_ids=counting(ids)))
         except Exception:  # it needs more than tokens: nothing can be told
-            return False
+            return
     if modules != [*model.modules()]:
         raise InvalidArgumentError(
             f"{terms.name} makes modules anew when it runs on a short sequence, and was to be run "
@@ -43,7 +49,24 @@ def counts_otherwise(model: nn.Module, terms: Terms) -> bool:
             "sequence_parallel=False), or make it so that it stays as it is (BigBird: of "
             "attention_type 'original_full')"
         )
-    return own is not None and given is not None and apart(own, given)
+    if own is None or given is None or not apart(own, given):
+        return
+    terms.counts_otherwise = True
+    if counted is not None and not apart(own, counted):
+        terms.counting = counting
+
+
+def _counting(model: nn.Module) -> Counting | None:
+    """Return how a model counts positions of whole rows of ids, as RoBERTa and its kin say it."""
+    for module in model.modules():
+        count, padding = getattr(module, _COUNTS, None), getattr(module, "padding_idx", None)
+        if callable(count) and isinstance(padding, int):
+            return partial(_count, count, padding)
+    return None
+
+
+def _count(count: Callable[[Tensor, int], Tensor], padding: int, ids: Tensor) -> Tensor:
+    return count(ids, padding)
 
 
 def _logits(output: object) -> Tensor | None:

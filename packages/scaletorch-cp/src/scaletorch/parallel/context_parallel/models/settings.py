@@ -44,6 +44,8 @@ class Settings:
         ring: The ranks.
         told: The batch that holds at present, if a caller told one.
         asked: Whether the model was asked if it mixes positions outside of attention.
+        shows_masks: Whether attention gets a mask that says no more than that it is causal: its
+            module may say otherwise.
     """
 
     def __init__(self, said: str | None, method: str, ring: Ring) -> None:
@@ -52,12 +54,14 @@ class Settings:
         self.method = method
         self.ring = ring
         self.told: Told | None = None
-        self.asked = False
+        self.asked = self.shows_masks = False
         self._of_backward: tuple[int, Told | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         """Return the settings of a copy of the model: process groups are not copied."""
-        return Settings(self.said, self.method, self.ring)
+        copied = Settings(self.said, self.method, self.ring)
+        copied.shows_masks = self.shows_masks
+        return copied
 
     @property
     def active(self) -> bool:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ....dist.errors import InvalidArgumentError
 from ..attention import Asked
 from .calls import is_pretrained
+from .counted_positions import find_counted
 from .override import AttentionOverride, running_override
 from .settings import refusal, settings_of
 from .transformers_mask import Pattern, context_mask, stranger
@@ -214,7 +215,9 @@ def _attends(part: nn.Module, whole: list[nn.Module]) -> bool:
 def _require_positions_by_argument(part: Any) -> None:
     """Refuse a model that counts positions itself: every rank would begin with 0."""
     forwards = (type(model).forward for model in part.modules() if is_pretrained(model))
-    if not any("position_ids" in inspect.signature(forward).parameters for forward in forwards):
+    if not find_counted(part) and not any(
+        "position_ids" in inspect.signature(forward).parameters for forward in forwards
+    ):
         raise refusal(
             f"{type(part).__name__} takes no position_ids and would count its positions from 0 on "
             "every rank"

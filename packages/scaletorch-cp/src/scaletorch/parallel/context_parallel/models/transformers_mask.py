@@ -59,6 +59,7 @@ def context_mask(
         tell_refusal((override.settings.ring, None), _device(attention_mask, override.position_ids))
         raise
     skip = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
+    skip = skip and not override.settings.shows_masks
     return None if skip and pattern.window is None and pattern.chunk is None else pattern
 
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from ....dist.errors import InvalidArgumentError
+from .call_order import calls_around
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 Parts = tuple[tuple[str, ...], str, tuple[str, ...]]
@@ -170,14 +171,22 @@ def check_parts(model: nn.Module, parts: Parts) -> None:
 
 
 def _siblings(model: nn.Module, parent: list[str], child: str) -> tuple[list[str], list[str]]:
+    """Return what is beside a module and called before it, and after it.
+
+    Where the forward does not tell, what was registered before it is called before it.
+    """
     prefix = "".join(f"{part}." for part in parent)
-    beside = children(model.get_submodule(".".join(parent)), prefix)
+    holder = model.get_submodule(".".join(parent))
+    earlier, later = calls_around(holder, child)
+    beside = children(holder, prefix)
     position = list(beside).index(prefix + child)
     before: list[str] = []
     after: list[str] = []
     for index, (name, module) in enumerate(beside.items()):
+        own = name.removeprefix(prefix)
         if index != position and is_placed(module):
-            (before if index < position else after).append(name)
+            first = own in earlier or (own not in later and index < position)
+            (before if first else after).append(name)
     return before, after
 
 

@@ -127,9 +127,10 @@ def infer_split(model: nn.Module) -> Split:
     """Find the layers of a plain module and the modules before and after them.
 
     The layers are its one outermost `nn.ModuleList` with parameters. Their siblings, and those of
-    each module around them, belong to the first stage if registered before and to the last stage if
-    after, when they have parameters or are one of torch's own layers (dropout, a norm without
-    weights). Any other module without parameters, such as a rotary embedding, stays on all stages.
+    each module around them, belong to the first stage if the forward calls them before and to the
+    last stage if after (if its source does not tell: if they are registered so), when they have
+    parameters or are one of torch's own layers (dropout, a norm without weights). Any other module
+    without parameters, such as a rotary embedding, stays on all stages.
 
     Raises:
         InvalidArgumentError: No such list, or several.

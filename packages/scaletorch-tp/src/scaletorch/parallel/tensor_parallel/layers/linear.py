@@ -15,6 +15,7 @@ from ..regions.random import end_sharded_random
 from ..regions.region import enter, overlapped_linear
 from ..regions.replicas import sum_replicas
 from ..regions.uncompiled import copy, split
+from .alike import computes_as_linear
 from .base import TensorParallelLayer
 
 
@@ -50,6 +51,11 @@ class ColumnParallelLinear(TensorParallelLayer):
     bias: nn.Parameter | None
     gather_output: bool
     async_all_reduce: bool
+
+    @classmethod
+    def takes(cls, module: nn.Module) -> bool:
+        """Return whether `module` is a linear layer, or computes as one."""
+        return computes_as_linear(module)
 
     def __init__(
         self,
@@ -130,6 +136,11 @@ class RowParallelLinear(TensorParallelLayer):
     weight: nn.Parameter
     bias: nn.Parameter | None
     input_is_parallel: bool
+
+    @classmethod
+    def takes(cls, module: nn.Module) -> bool:
+        """Return whether `module` is a linear layer, or computes as one."""
+        return computes_as_linear(module)
 
     def __init__(
         self,

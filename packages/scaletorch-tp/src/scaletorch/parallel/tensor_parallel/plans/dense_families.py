@@ -61,6 +61,7 @@ BART = Family(
         }
     ),
     complete=("**.layers.*.self_attn", "**.layers.*.encoder_attn"),
+    foreign=frozenset({"kdim"}),  # TrOCR, which reshapes by the width of hidden states
     heads={
         "**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj"),
         "**.layers.*.encoder_attn": ("q_proj", "k_proj", "v_proj"),

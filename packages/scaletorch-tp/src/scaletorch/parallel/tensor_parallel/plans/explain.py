@@ -15,7 +15,7 @@ from ..sharing.adapters import without_adapters
 from ..sharing.sequence import JoinSequence, until_joined
 from ..sharing.shared_tail import SharedTail
 from .explanation import Communication, ExplainedParameter, Explanation
-from .plan import Match, Plan, children_of
+from .plan import WHOLE_FEATURES, Match, Plan, children_of
 from .resolve import Resolved, resolve
 
 
@@ -203,7 +203,12 @@ def _of_whole(
     if isinstance(style, SharedTail):
         of = "shared features' gradient"
         yield Communication(name, "backward", "all_reduce", of, style.features)
-    summed = style == "replicate_sum_grad" or (on_shares and style != "replicate")
+    if match is not None and style == WHOLE_FEATURES:
+        width = sum(match.options["feature_sizes"])
+        yield Communication(name, "forward", "all_gather", "features", width)
+        yield Communication(name, "backward", "all_gather", "output's gradient", width)
+    whole = style in ("replicate", WHOLE_FEATURES)
+    summed = style == "replicate_sum_grad" or (on_shares and not whole)
     if on_shares and isinstance(module, nn.Embedding):
         summed = style == "replicate_sum_grad"
         of = "output's gradient"

@@ -15,6 +15,7 @@ from ..cuts.per_head import PerHead
 from ..cuts.stacked import Slices, Stacked
 from .dense_families import DENSE
 from .family import Family
+from .mlp_families import MLPS
 from .partial_families import PARTIAL
 from .plan import Divide, Match, match_plan
 
@@ -51,20 +52,25 @@ LLAMA = Family(
         "**.layers.*.self_attn.o_proj": "row",
         "**.layers.*.self_attn.q_norm": "replicate_sum_grad",
         "**.layers.*.self_attn.k_norm": "replicate_sum_grad",
+        "**.layers.*.self_attn.attn_sub_norm": "whole_features",  # BitNet's
         "**.layers.*.mlp.gate_proj": "column",
         "**.layers.*.mlp.up_proj": "column",
+        "**.layers.*.mlp.ffn_sub_norm": "whole_features",
         "**.layers.*.mlp.down_proj": "row",
         "**.lm_head": "column_gather",
     },
     may_lack=frozenset(
         {
             "**.embed_tokens",
+            "**.layers.*.self_attn.attn_sub_norm",
+            "**.layers.*.mlp.ffn_sub_norm",
             "**.layers.*.self_attn.q_norm",
             "**.layers.*.self_attn.k_norm",
             "**.lm_head",
         }
     ),
     complete=("**.layers.*.self_attn", "**.layers.*.mlp"),
+    foreign=frozenset({"lambda_init"}),  # DiffLlama, which weighs heads against others
     heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
 )
 
@@ -152,6 +158,7 @@ FAMILIES: tuple[Family, ...] = (
     *(HUNYUAN, LLAMA, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
     *DENSE,
     *PARTIAL,
+    *MLPS,
 )
 
 

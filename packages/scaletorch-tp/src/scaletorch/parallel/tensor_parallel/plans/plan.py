@@ -24,8 +24,10 @@ from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.surround import Surrounded
 from ..sharing.positions import WholePositions
 from ..sharing.sequence import JoinSequence
+from ..sharing.share_of_sum import ShareOfSum
 from ..sharing.shared_tail import SharedTail, TailShared
 from ..sharing.sum_grad import SumGradients
+from ..sharing.whole_features import WholeFeatures
 
 
 @dataclass(frozen=True, slots=True, init=False)
@@ -53,6 +55,8 @@ class Divide:
 Style = str | Divide | Fused | PerHead | SharedTail | Stacked
 Plan = Mapping[str, Style]
 
+WHOLE_FEATURES = "whole_features"
+
 # Style -> the layer a plain module becomes and its options, or the mixin its class gets; None
 # leaves the module as it is.
 STYLES: Mapping[
@@ -68,6 +72,8 @@ STYLES: Mapping[
     "sequence_join": JoinSequence,
     "sequence_positions": WholePositions,
     "replicate_sum_grad": SumGradients,
+    "replicate_share": ShareOfSum,
+    WHOLE_FEATURES: WholeFeatures,
     "sharded": ShardedRandom,
 }
 

@@ -16,11 +16,13 @@ from ..layers.heads import HeadParameters
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
+from ..sharing.share_of_sum import ShareOfSum, cannot_share
 from ..sharing.sum_grad import SumGradients, cannot_sum
+from ..sharing.whole_features import WholeFeatures
 from .attention import Attention, find_attentions, find_whole
 from .families import check_complete, find_family
 from .plan import Divide, Match, Matches, Plan, match_plan, with_mixins
-from .sequences import check_in_attention, check_sequences, join_of
+from .sequences import check_in_attention, check_sequences, heads_that_gather, join_of
 from .sizes import (
     Length,
     check_head_norms,
@@ -30,8 +32,12 @@ from .sizes import (
     head_counts,
     local_attributes,
     with_cuts,
+    with_feature_sizes,
 )
 from .transformers_plan import find_own_plan
+
+# What a region may hold beside its layers.
+_SHARED = (TensorParallelLayer, SumGradients, WholeFeatures)
 
 
 class Resolved(NamedTuple):
@@ -84,7 +90,7 @@ def resolve(
         lengths.divided.extend(heads)
     check_lengths(lengths, tp_size)
     _check_heads(matches.values(), attentions)
-    matches = with_cuts(matches, attentions, tp_size)
+    matches = with_feature_sizes(model, with_cuts(matches, attentions, tp_size))
     check_ties(model, matches)
     if sequence_parallel:
         check_sequences(model, list(matches.values()))
@@ -123,6 +129,7 @@ def _match(
     check_head_norms(modules, known.heads, known.matches)
     left = [match for match in known.matches if match.module not in divided]
     if sequence_parallel:
+        left = heads_that_gather(model, left)
         left += join_of(model, left)
     return left, {modules[name] for name in known.heads}, heads
 
@@ -165,7 +172,7 @@ def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
             rows += 1
         elif any(issubclass(kind, HeadParameters) for kind in found):
             return False  # attention, which has more within
-        elif any(issubclass(kind, TensorParallelLayer | SumGradients) for kind in found):
+        elif any(issubclass(kind, _SHARED) for kind in found):
             continue
         elif any(True for _ in child.parameters()):
             return False
@@ -201,6 +208,8 @@ def _check_mixins(matches: Iterable[Match]) -> None:
         if match.mixin is None:
             continue
         reason = cannot_sum(match.module) if match.mixin is SumGradients else None
+        if match.mixin is ShareOfSum:
+            reason = cannot_share(match.module)
         reason = reason or cannot_surround(match.module, match.mixin)
         if reason is not None:
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")

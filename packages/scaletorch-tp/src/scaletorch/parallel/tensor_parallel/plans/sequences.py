@@ -14,6 +14,25 @@ from ..sharing.shared_tail import TailShared
 from ..sharing.sum_grad import SumGradients
 from .plan import Match, look_up
 
+_TOLD = ("replicate", "replicate_sum_grad", "whole_features")
+
+
+def heads_that_gather(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
+    """Return the matches, with heads that divide their input as ones that divide their output.
+
+    Their input is whole sequences then, of shares that they gather themselves.
+    """
+    base = getattr(model, "base_model", None)
+    if not isinstance(base, nn.Module) or base is model:
+        return [*matches]
+    inside = {*base.modules()}
+    return [
+        look_up(m.name, m.module, m.pattern, "column_gather")
+        if m.style == "row_split" and m.module not in inside
+        else m
+        for m in matches
+    ]
+
 
 def join_of(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
     """Return where sequences are joined for a head that is no layer which gathers them.
@@ -66,7 +85,7 @@ def check_sequences(model: nn.Module, matches: Sequence[Match]) -> None:
         before = {*shared}
         _check_joined(joins[0], [match for match in matches if match.module not in before])
     told = {m.module for m in matches if m.layer is not None}
-    told |= {m.module for m in matches if m.style in ("replicate", "replicate_sum_grad")}
+    told |= {m.module for m in matches if m.style in _TOLD}
     names = {module: name for name, module in model.named_modules()}
     for name, module in model.named_modules():
         if getattr(module, "layerdrop", 0):

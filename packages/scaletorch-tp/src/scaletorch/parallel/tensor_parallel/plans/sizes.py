@@ -13,7 +13,7 @@ from ....dist.errors import InvalidArgumentError
 from ..cuts.cut import Cut, legal_sizes, share_cut
 from ..cuts.fused import fuse
 from .attention import Attention, has_heads, head_length_of, latent_heads, out_features
-from .plan import Divide, Match, Matches, children_of
+from .plan import WHOLE_FEATURES, Divide, Match, Matches, children_of
 
 # A size that is divided over the ranks: where it is, and how long.
 Length = tuple[str, int]
@@ -98,6 +98,28 @@ def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn
         cut = cuts.get(match.module) or fuse([share_cut(n, tp_size) for n in match.lengths])
         result[match.module] = replace(match, cut=cut)
         _check_replicas(result[match.module], cut)
+    return result
+
+
+def with_feature_sizes(model: nn.Module, matches: Matches) -> dict[nn.Module, Match]:
+    """Return the matches; what sees whole features knows how many each rank has of them.
+
+    Raises:
+        InvalidArgumentError: No row-parallel layer beside it takes these features.
+    """
+    result = dict(matches)
+    for module in model.modules():
+        rows = [m for m in children_of(module, matches) if m.is_row and m.cut is not None]
+        for match in (matches[c] for c in module.children() if c in matches):
+            if match.style != WHOLE_FEATURES:
+                continue
+            if len(rows) != 1 or rows[0].cut is None:
+                raise InvalidArgumentError(
+                    f"{match.place} has to stand in front of one row-parallel layer, a child of "
+                    f"the same module, whose features are divided as its own; there are {len(rows)}"
+                )
+            options = {"feature_sizes": rows[0].cut.sizes}
+            result[match.module] = replace(match, options=options)
     return result
 
 

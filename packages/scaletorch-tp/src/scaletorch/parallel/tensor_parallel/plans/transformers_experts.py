@@ -10,6 +10,7 @@ from ....dist.errors import InvalidArgumentError
 from ..cuts.stacked import Slices, Stacked
 
 EXPERTS = "moe_tp_experts"  # the module's style
+SUMMED = "all_reduce"  # and that of shared experts that are stacked
 
 # A parameter's style -> the dim of [experts, out, in] that it cuts, and how many parts are packed.
 # Stacks that are transposed are given the style of the other dim.
@@ -37,7 +38,7 @@ def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stack
     """
     sharded: dict[str, Slices | int] = {}
     added: list[str] = []
-    for own, style in styles.items():
+    for own, style in _packed(module, styles).items():
         if style not in _SLICES:
             raise InvalidArgumentError(
                 f"the model's own plan (_tp_plan) gives '{name}.{own}' of the experts the style "
@@ -62,3 +63,18 @@ def stacked_of(name: str, module: nn.Module, styles: Mapping[str, str]) -> Stack
             f"their parameters ({', '.join(module._parameters)}); pass a plan of your own"
         )
     return Stacked(sharded, tuple(added))
+
+
+def _packed(module: nn.Module, styles: Mapping[str, str]) -> dict[str, str]:
+    """Return the styles, of which that of gate and up in one weight says that they are two.
+
+    Plans that cut the weight as one would give a rank gates without the ups of the same features.
+    """
+    found = dict(styles)
+    gate_up, down = (module._parameters.get(name) for name in ("gate_up_proj", "down_proj"))
+    for style, dim, other in (("colwise", 1, 2), ("rowwise", 2, 1)):
+        if gate_up is None or down is None or found.get("gate_up_proj") != style:
+            continue
+        if gate_up.ndim == down.ndim == 3 and gate_up.shape[dim] == 2 * down.shape[other]:
+            found["gate_up_proj"] = f"packed_{style}"
+    return found

@@ -7,7 +7,7 @@ modules and their config, as for any plan.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 from torch import nn
 
@@ -25,7 +25,7 @@ from .transformers_attention import (
     per_head_of,
     shared_tail_of,
 )
-from .transformers_experts import EXPERTS, stacked_of
+from .transformers_experts import EXPERTS, SUMMED, stacked_of
 
 # Their style -> ours; what is missing here cannot be done.
 TRANSFORMERS_STYLES: Mapping[str, Style] = {
@@ -39,6 +39,7 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "embedding_rowwise": "vocab",
     "replicated_with_grad_allreduce": "replicate_sum_grad",
     "replicate": "replicate",
+    "moe_identity_expert": "replicate_share",
 }
 _OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # alone, these shard no layer
 _NORMS_OF_HEADS = ("q_norm", "k_norm")  # which plans of older versions do not name
@@ -80,15 +81,15 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
                 f"the plan of {type(model).__name__} gives the single parameter '{name}' the "
                 f"style '{plan[pattern]}', but only modules are sharded; pass a plan of your own"
             )
+    _leave_whole(modules, matches)
     heads = dict(_attentions(modules, matches))
     for match in [
         *_norms(modules, heads),
         *_activations(modules, matches),
-        *_tied(modules, matches),
         *latent_wholes(modules, heads),
     ]:
         matches.setdefault(match.module, match)
-    _check_rows(modules, matches, heads)
+    _add_tied(modules, matches)
     for name in heads:  # dropout there is of this rank's heads
         matches.setdefault(modules[name], look_up(name, modules[name], name, "sharded"))
     _check_regions(modules, matches)
@@ -130,14 +131,14 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
         own = {n: _pattern(plan, f"{name}.{n}") for n in module._parameters}
         styles = {n: plan[found] for n, found in own.items() if found is not None}
         style: Style | None
-        if theirs == EXPERTS:
+        if theirs == EXPERTS or (theirs == SUMMED and styles):
             style = stacked_of(name, module, styles)
         elif theirs == PER_HEAD:
             style = per_head_of(name, module, styles)
         elif theirs == SHARED_TAIL:
             style = shared_tail_of(name, modules)
         elif theirs not in TRANSFORMERS_STYLES:
-            known = (*TRANSFORMERS_STYLES, EXPERTS, PER_HEAD, SHARED_TAIL)
+            known = (*TRANSFORMERS_STYLES, EXPERTS, SUMMED, PER_HEAD, SHARED_TAIL)
             raise InvalidArgumentError(
                 f"the model's own plan (_tp_plan) gives '{pattern}' the style {theirs!r}, which "
                 f"is none of {', '.join(map(repr, known))}; pass a plan of your own"
@@ -146,8 +147,12 @@ def _match(plan: Mapping[str, str], modules: Mapping[str, nn.Module]) -> dict[nn
             style = TRANSFORMERS_STYLES[theirs]
         if style == "row" and isinstance(module, nn.Embedding):
             style = "vocab"  # rows of a table are its words
-        if style is not None:
-            matches.setdefault(module, look_up(name, module, pattern, style))
+        if style is None:
+            continue
+        match = look_up(name, module, pattern, style)
+        if style == "vocab" and match.layer is not None and not match.layer.takes(module):
+            match = look_up(name, module, pattern, "replicate")  # it does more than to look up
+        matches.setdefault(module, match)
     return matches
 
 
@@ -166,17 +171,16 @@ def _attentions(
             yield name, columns
 
 
-def _check_rows(modules: Mapping[str, nn.Module], matches: Matches, heads: Iterable[str]) -> None:
-    """Refuse attention with two row layers: behind the first some of it is whole, some is not."""
-    for name in heads:
-        children = modules[name].named_children()
-        rows = [n for n, child in children if child in matches and matches[child].is_row]
-        if len(rows) > 1:
-            raise InvalidArgumentError(
-                f"the model's own plan (_tp_plan) makes several layers of '{name}' row-parallel, "
-                f"{', '.join(rows)}: what the first returns is of all heads, and the rest works "
-                "on this rank's; pass a plan of your own that leaves that module whole"
-            )
+def _leave_whole(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match]) -> None:
+    """Forget what a plan says of attention with two row layers, which stays whole.
+
+    What the first of these returns is of all heads, while the rest would work on this rank's.
+    """
+    for name, _ in [*_attentions(modules, matches)]:
+        children = modules[name].children()
+        if sum(child in matches and matches[child].is_row for child in children) > 1:
+            for inner in modules[name].modules():
+                matches.pop(inner, None)
 
 
 def _norms(
@@ -242,11 +246,21 @@ def _beside(module: nn.Module, matches: Matches) -> Iterator[tuple[str, nn.Param
             yield from child.named_parameters(prefix=name)
 
 
-def _tied(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[Match]:
-    """Yield the other side of a tied embedding and head of which the plan names one."""
+def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match]) -> None:
+    """Add the other side of a tied embedding and head of which the plan names one.
+
+    If the other side is of a class that cannot be sharded (an embedding with a norm behind it),
+    both stay whole.
+    """
     sharded = {m.module._parameters.get("weight") for m in matches.values() if m.layer is not None}
     styles: dict[type[nn.Module], Style] = {nn.Embedding: "vocab", nn.Linear: "column_gather"}
     for name, module in modules.items():
         style = next((s for kind, s in styles.items() if isinstance(module, kind)), None)
-        if style is not None and module not in matches and module.weight in sharded:
-            yield look_up(name, module, name, style)
+        if style is None or module in matches or module.weight not in sharded:
+            continue
+        match = look_up(name, module, name, style)
+        if match.misfit is None:
+            matches[module] = match
+            continue
+        for other in [m for m in matches if m._parameters.get("weight") is module.weight]:
+            del matches[other]

@@ -1,0 +1,104 @@
+"""In which order a module's forward calls its children, as its source tells.
+
+Modules are mostly registered in the order in which they are called, and some are not: a final norm
+before the layers, a norm of embeddings behind them. What is read here decides only which stage gets
+such a module; if it is wrong, the first forward refuses it.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable
+from enum import IntEnum
+from typing import Any
+
+from torch import nn
+
+_DEEPEST = 3  # methods that call methods
+
+
+def calls_around(module: nn.Module, child: str) -> tuple[frozenset[str], frozenset[str]]:
+    """Return which children a forward calls before it comes to one of them, and which after it.
+
+    Those that are called on both sides, or not by name, are in neither.
+
+    Args:
+        module: Whose forward.
+        child: Name of the child, such as the list of layers.
+    """
+    events = _Events(module)
+    events.read(type(module).forward)
+    found = [(kind, index) for index, (name, kind) in enumerate(events.found) if name == child]
+    if not found:
+        return frozenset(), frozenset()
+    surest, _ = max(found)  # a call says more than a loop, and that more than a mention
+    places = [index for kind, index in found if kind == surest]
+    calls = [(index, name) for index, (name, kind) in enumerate(events.found) if kind is Use.CALL]
+    before = {name for index, name in calls if index < places[-1]}
+    after = {name for index, name in calls if index > places[-1]}
+    return frozenset(before - after - {child}), frozenset(after - before - {child})
+
+
+class Use(IntEnum):
+    """What a method does with a child that it names."""
+
+    MENTION = 0
+    LOOP = 1
+    CALL = 2
+
+
+class _Events(ast.NodeVisitor):
+    """Where a method names children of its module, in the order in which it runs.
+
+    Attributes:
+        found: Name of a child, and what is done with it there.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._depth = 0
+        self.found: list[tuple[str, Use]] = []
+        self._use = Use.MENTION
+
+    def read(self, method: Callable[..., Any]) -> None:
+        """Read a method; nothing is found if its source is not to be had."""
+        try:
+            source = inspect.getsource(inspect.unwrap(method))
+            tree = ast.parse(textwrap.dedent(source))
+        except (OSError, TypeError, SyntaxError, ValueError):
+            return
+        self._depth += 1
+        self.visit(tree)
+        self._depth -= 1
+
+    def visit_For(self, node: ast.For) -> None:
+        self._use = Use.LOOP
+        self.visit(node.iter)
+        self._use = Use.MENTION
+        for statement in (*node.body, *node.orelse):
+            self.visit(statement)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        for argument in (*node.args, *node.keywords):
+            self.visit(argument)
+        name = _own_name(node.func)
+        if name is None:
+            self.visit(node.func)
+        elif name in self._module._modules:
+            self.found.append((name, Use.CALL))
+        elif inspect.isfunction(vars(type(self._module)).get(name)) and self._depth < _DEEPEST:
+            self.read(vars(type(self._module))[name])
+
+    def visit_Attribute(self, node: ast.Attribute) -> None:
+        name = _own_name(node)
+        if name in self._module._modules:
+            self.found.append((str(name), self._use))
+        self.generic_visit(node)
+
+
+def _own_name(node: ast.AST) -> str | None:
+    """Return `name` of `self.name`, or None."""
+    own = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+    return node.attr if own and node.value.id == "self" else None  # type: ignore[attr-defined]

@@ -1,0 +1,189 @@
+"""What plans leave whole, such as attention that cannot be cut, and what they cut all the same."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel, gather_tensors
+from scaletorch.parallel.tensor_parallel.cuts.stacked import Slices
+from scaletorch.parallel.tensor_parallel.layers.alike import computes_as_linear
+from scaletorch.parallel.tensor_parallel.plans.resolve import resolve
+from scaletorch.parallel.tensor_parallel.plans.transformers_experts import stacked_of
+
+HIDDEN, WIDTH = 8, 11
+
+
+class OtherWords(nn.Linear):
+    def forward(self, x):
+        out = x @ self.weight.T
+        return out if self.bias is None else out + self.bias
+
+
+class Rounded(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight.round(), self.bias)
+
+
+class Biasless(nn.Linear):
+    def forward(self, x):
+        return F.linear(x, self.weight)
+
+
+class Scaled(nn.Linear):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.scale = 1.0
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias) * self.scale
+
+
+class Failing(nn.Linear):
+    def forward(self, x):
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, OtherWords])
+def test_linear_layers_in_other_words_are_linear_layers(kind):
+    assert computes_as_linear(kind(3, 2))
+
+
+@pytest.mark.parametrize("kind", [Rounded, Biasless, Scaled, Failing])
+def test_others_are_not(kind):
+    assert not computes_as_linear(kind(3, 2))
+
+
+def test_what_is_no_linear_layer_is_not():
+    assert not computes_as_linear(nn.Embedding(3, 2))
+
+
+class Experts(nn.Module):
+    def __init__(self, parts, **own):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.zeros(3, parts * WIDTH, HIDDEN))
+        self.down_proj = nn.Parameter(torch.zeros(3, HIDDEN, WIDTH))
+        vars(self).update(own)
+
+
+STYLES = {"gate_up_proj": "colwise", "down_proj": "rowwise"}
+
+
+@pytest.mark.parametrize(
+    ("parts", "own", "expected"),
+    [
+        (2, {}, Slices(1, parts=2)),
+        (2, {"is_concatenated": False}, Slices(1, unit=2)),
+        (1, {}, Slices(1)),
+    ],
+)
+def test_gate_and_up_in_one_stack_are_two_whatever_a_plan_says(parts, own, expected):
+    stacked = stacked_of("experts", Experts(parts, **own), STYLES)
+    assert stacked.sharded == {"gate_up_proj": expected, "down_proj": Slices(2)}
+
+
+class Norm(nn.Module):
+    """Over all features: of a part it would be another."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH, dtype=torch.float64))
+
+    def forward(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.weight
+
+
+class Identity(nn.Module):
+    def forward(self, x):
+        return x
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = OtherWords(HIDDEN, WIDTH).double()
+        self.norm = Norm()
+        self.down = nn.Linear(WIDTH, HIDDEN).double()
+
+    def forward(self, x):
+        return self.down(self.norm(self.up(x).tanh()))
+
+
+PLAN = {"mlp.up": "column", "mlp.norm": "whole_features", "mlp.down": "row"}
+
+
+class Whole(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mlp = Mlp()
+
+    def forward(self, x):
+        return self.mlp(x)
+
+
+def step(net):
+    x = torch.randn(3, 5, HIDDEN, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    net(x).square().sum().backward()
+    return {name: p.grad for name, p in net.named_parameters()}
+
+
+def gathered_gradients():
+    net = apply_tensor_parallel(Whole(), PLAN, torch.distributed.group.WORLD)
+    found = step(net)
+    return gather_tensors(net, found)
+
+
+def test_a_norm_over_features_that_ranks_share_is_of_all_of_them():
+    expected = step(Whole())
+    for found in run_ranks(gathered_gradients, 2):
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_whole_features_stand_in_front_of_a_row_parallel_layer():
+    with pytest.raises(InvalidArgumentError, match="in front of one row-parallel layer"):
+        resolve(Whole(), {"mlp.up": "column_gather", "mlp.norm": "whole_features"}, 2)
+
+
+def test_what_is_shared_out_has_no_parameters():
+    with pytest.raises(InvalidArgumentError, match="it has parameters, weight"):
+        resolve(Whole(), {**PLAN, "mlp.norm": "replicate_share"}, 2)
+
+
+class TwoRows(nn.Module):
+    """Attention as Doge's: a second projection takes the values of all heads."""
+
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.head_dim = 2, HIDDEN // 2
+        for name in ("q_proj", "k_proj", "v_proj", "dt_proj", "o_proj"):
+            self.add_module(name, nn.Linear(HIDDEN, HIDDEN))
+
+
+class NormedEmbedding(nn.Embedding):
+    def forward(self, ids):
+        return F.normalize(super().forward(ids), dim=-1)
+
+
+class Planned(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self._tp_plan = {
+            "embed": "embedding_rowwise", "mlp.up": "colwise", "mlp.down": "rowwise",
+            **{f"attn.{name}_proj": "colwise" for name in "qkv"},
+            "attn.dt_proj": "rowwise", "attn.o_proj": "rowwise", "zero": "moe_identity_expert",
+        }  # fmt: skip
+        self.embed = NormedEmbedding(16, HIDDEN)
+        self.attn, self.zero = TwoRows(), Identity()
+        self.mlp = nn.ModuleDict({"up": nn.Linear(HIDDEN, WIDTH), "down": nn.Linear(WIDTH, HIDDEN)})
+
+
+def test_a_plan_of_transformers_leaves_whole_what_cannot_be_cut():
+    found = {m.name: m.style for m in resolve(Planned(), None, 2).matches.values()}
+    assert found == {
+        "embed": "replicate", "mlp.up": "column", "mlp.down": "row", "zero": "replicate_share",
+    }  # fmt: skip
