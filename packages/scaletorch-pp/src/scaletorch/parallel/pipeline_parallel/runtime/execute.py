@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,15 +18,23 @@ from torch.distributed import ProcessGroup, distributed_c10d
 from ....dist import all_gather, all_gather_object, get_comm_device, guard
 from ....dist.errors import RankFaultError
 from ...pg_manager import describe_rank
+from .baton import Work
 from .mail import Mail, StageError
 from .program import Step, Task
+
+Both = Callable[[Work, Work], object]  # runs two, the second while the first waits
 
 PERIOD = 0.2  # seconds between looks at what the others say
 ANSWER = 5.0  # seconds that the store gets: the process that holds it may have stopped
 
 
-def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Task], None], watch: Watch) -> None:
+def execute(
+    steps: Sequence[Step], mail: Mail, run: Callable[[Task], None], watch: Watch, both: Both
+) -> None:
     """Start each step's messages, wait for the input of its task, and run it.
+
+    Two that run together have begun to receive before the first of them; messages between them are
+    sent as soon as the first one ends, and the second waits for its input when it begins.
 
     If anything raises on any rank, all ranks raise. The messages that are left still pass,
     without contents, so that no rank waits in vain and none is left over for the next step. If a
@@ -36,15 +45,39 @@ def execute(steps: Sequence[Step], mail: Mail, run: Callable[[Task], None], watc
         RankFaultError: A guard has found a fault of another rank.
     """
     task: Task | None = None
+
+    def begin(step: Step) -> None:
+        nonlocal task
+        task = step.task
+        if step.messages:
+            mail.start(step.messages)
+
+    def work(own: Task | None) -> None:
+        nonlocal task
+        if own is not None:
+            task = own
+            if own.needs is not None:
+                mail.wait(own.needs)
+            watch.look()
+            try:
+                run(own)
+            except Exception:
+                task = own  # of two it may be the one that began first
+                raise
+
+    def lead(step: Step, second: Step) -> None:
+        work(step.task)
+        begin(second)
+
+    left = iter(steps)
     try:
-        for messages, task in steps:
-            if messages:
-                mail.start(messages)
-            if task is not None:
-                if task.needs is not None:
-                    mail.wait(task.needs)
-                watch.look()
-                run(task)
+        for step in left:
+            begin(step)
+            if step.leads:
+                second = next(left)
+                both(partial(lead, step, second), partial(work, second.task))
+            else:
+                work(step.task)
         mail.finish()  # in the try: a last message that fails fails the step too
     except RankFaultError:  # all ranks know it, and no message of theirs comes any more
         raise
