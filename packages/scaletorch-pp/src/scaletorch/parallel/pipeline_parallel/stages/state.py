@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -24,16 +23,6 @@ from .weights import Deferral
 MANY_FORMS = 4096  # forms that are remembered at most, the same number on every rank
 
 Run = Callable[[Task], None]
-
-
-class Times(Protocol):
-    """Notes the times of a step's actions."""
-
-    def watch(self, schedule: Schedule, perform: Run) -> Run:
-        """Return a function that performs a task and notes its times."""
-
-    def part(self, seconds: float) -> None:
-        """Give the first of the two that have just run together so much of their time."""
 
 
 _serials: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(count)
@@ -56,7 +45,8 @@ class RuntimeState:
         examined: The kinds of forwards that have been examined.
         ids: The `input_ids` of the forward that comes, on any stage; None if they are no tensor.
         serials: Numbers for the steps.
-        timed: Notes the times of a step's actions; None unless it is recorded.
+        timed: Wraps a step's actions so that their times are noted; None unless it is recorded.
+        parted: Is told of two actions that have run together how long the first had the rank.
         switching: Returns a context in which its argument is called wherever a module waits for
             other ranks of its stage, after what it waits for has begun; None if nothing does. All
             ranks of the pipeline have one, or none.
@@ -74,7 +64,8 @@ class RuntimeState:
     examined: set[Hashable] = field(default_factory=set)
     ids: Tensor | None = None
     serials: Iterator[int] = field(default_factory=count)
-    timed: Times | None = None
+    timed: Callable[[Schedule, Run], Run] | None = None
+    parted: Callable[[float], None] | None = None
     switching: Callable[[Callable[[], None]], AbstractContextManager[object]] | None = None
 
     def set_aside(self, device: torch.device) -> Callable[[], None]:

@@ -93,11 +93,11 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
     if pipeline.runtime.timed is not None:
         raise StateError(f"{describe_rank()}: this pipeline is being recorded already")
     recorder = Recorder(pipeline.group, pipeline.rank)
-    pipeline.runtime.timed = recorder
+    pipeline.runtime.timed, pipeline.runtime.parted = recorder.watch, recorder.part
     try:
         yield recorder
     finally:
-        pipeline.runtime.timed = None
+        pipeline.runtime.timed = pipeline.runtime.parted = None
 
 
 def _now() -> float:

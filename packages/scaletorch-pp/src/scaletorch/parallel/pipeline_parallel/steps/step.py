@@ -213,7 +213,7 @@ def execute_plan(plan: Plan, stages: Stages, perform: Callable[[Task], None]) ->
     pipeline, mail = stages.pipeline, stages.mail
     runtime = pipeline.runtime
     if runtime.timed is not None:
-        perform = runtime.timed.watch(plan.schedule, perform)
+        perform = runtime.timed(plan.schedule, perform)
 
     def both(first: Work, second: Work) -> None:
         """Run two actions, of which one computes while the other one's stage communicates."""
@@ -221,8 +221,8 @@ def execute_plan(plan: Plan, stages: Stages, perform: Callable[[Task], None]) ->
         switching = runtime.switching or nullcontext
         with switching(baton.hand_over):
             baton.run(first, second)
-        if runtime.timed is not None:
-            runtime.timed.part(baton.seconds[0])
+        if runtime.parted is not None:
+            runtime.parted(baton.seconds[0])
 
     steps = plan.steps[mail.may_receive_early(plan.crossings)]
     watch = Watch(stages.group, f"{runtime.name} {next(runtime.serials)}")
