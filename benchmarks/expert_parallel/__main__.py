@@ -86,7 +86,9 @@ def show_pairs(step: Step, ranks: list[dict[str, Pairs]]) -> None:
     times = {name: largest([r[name].seconds for r in ranks], float) for name in ranks[0]}
     waits = {name: [r[name].exposed for r in ranks] for name in ranks[0]}
     least = {name: list(map(min, zip(*each, strict=True))) for name, each in waits.items()}
-    title = f"{step}, {len(times[ALONE_PAIRS])} repeats"
+    title = f"{step.ranks} ranks, {2 * step.stages} layers of hidden {step.hidden}, "
+    title += f"{step.micro_batches} micro-batches of {step.tokens} tokens a rank, {step.dtype}"
+    title += ", recomputed" * step.recompute + f", {len(times[ALONE_PAIRS])} repeats"
     cells = [
         [name, spread([1e3 * each for each in found], 1), ratio(found, times[ALONE_PAIRS]),
          spread([1e3 * each for each in least[name]], 1)]
@@ -113,7 +115,7 @@ def main() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler tells of every start and stop
     print(machine())
     measured = measure_pairs if options.pairs else measure
-    ranks = RANKS * options.stages
+    ranks = RANKS * options.stages if options.pairs else RANKS
     with RankPool(ranks, timeout=None) as pool:
         alike = partial(pool.run, measured)
         run = partial(run_on_links, measured, ranks, 0.01, None) if options.slow else alike

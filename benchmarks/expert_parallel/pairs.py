@@ -20,7 +20,7 @@ from scaletorch.parallel.pg_manager import (
 from ..harness.checks import check
 from ..harness.gauges import exposed
 from ..harness.turns import of_slowest_rank, repeated, seconds
-from .measure import DTYPES
+from .measure import DTYPES, RANKS
 
 LEAST, MOST = 9, 60  # repeats
 ALONE, TOGETHER = "one after another", "in pairs"
@@ -40,6 +40,11 @@ class Step:
     dtype: str
     recompute: bool
 
+    @property
+    def ranks(self) -> int:
+        """How many ranks it takes."""
+        return RANKS * self.stages
+
 
 @dataclass(frozen=True)
 class Figures:
@@ -51,7 +56,7 @@ class Figures:
 
 def measure(step: Step, budget: float) -> dict[str, Figures]:
     """Measure both ways on this rank, for about `budget` seconds each."""
-    manager = setup_process_group_manager(dp_size=2, pp_size=step.stages, ep_size=2)
+    manager = setup_process_group_manager(dp_size=RANKS, pp_size=step.stages, ep_size=RANKS)
     runs = prepare(step, manager)
     (spent,) = of_slowest_rank([sum(map(seconds, runs.values()))])
     repeats = min(MOST, max(LEAST, int(budget * len(runs) / spent)))
@@ -68,7 +73,7 @@ def prepare(step: Step, manager: Any) -> dict[str, Callable[[], object]]:
     plain = Mixture(config).to(DTYPES[step.dtype])
     options = {"schedule": "dualpipe_v", "recompute": step.recompute}
     model = compose.parallelize(plain, manager, **options)
-    ids = torch.randint(0, 64, (2 * step.micro_batches, step.tokens + 1))
+    ids = torch.randint(0, 64, (RANKS * step.micro_batches, step.tokens + 1))
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
     micro_batches = compose.shard_global_batch(batch, step.micro_batches, model=model)
     runtime = pipeline_of(model).runtime

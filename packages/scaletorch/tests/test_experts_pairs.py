@@ -152,20 +152,16 @@ def fails_on_all(main):
     manager = setup_process_group_manager(**SIZES)
     model = compose.parallelize(build(), manager, schedule="dualpipe_v")
     before = next(steps(model))
-    if manager.pp_rank == 0:
+    first = manager.pp_rank == 0
+    if first:
         at_turn(model, main, fails)
-    try:
+    with pytest.raises(Bug if first else StageError, match="mine") as raised:
         next(steps(model))
-    except Bug as error:
-        names = {frame.name for frame in traceback.extract_tb(error.__traceback__)}
+    names = {frame.name for frame in traceback.extract_tb(raised.value.__traceback__)}
+    if first:
         assert {"fails", "fails_on_all", "_forward" if main else "_backward"} <= names
-        assert manager.pp_rank == 0
-    except StageError as error:
-        assert "Bug: mine" in str(error)
-        assert f"failed in {'F' if main else 'B'}" in str(error)
-        assert manager.pp_rank == 1
     else:
-        raise AssertionError("nothing was raised")
+        assert f"failed in {'F' if main else 'B'}" in str(raised.value)
     after = next(steps(model))
     assert torch.equal(before[0], after[0])
     assert all(torch.equal(after[1][name], each) for name, each in before[1].items())

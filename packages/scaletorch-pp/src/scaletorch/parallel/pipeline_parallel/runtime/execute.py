@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -44,40 +45,9 @@ def execute(
         StageError: Another rank has failed.
         RankFaultError: A guard has found a fault of another rank.
     """
-    task: Task | None = None
-
-    def begin(step: Step) -> None:
-        nonlocal task
-        task = step.task
-        if step.messages:
-            mail.start(step.messages)
-
-    def work(own: Task | None) -> None:
-        nonlocal task
-        if own is not None:
-            task = own
-            if own.needs is not None:
-                mail.wait(own.needs)
-            watch.look()
-            try:
-                run(own)
-            except Exception:
-                task = own  # of two it may be the one that began first
-                raise
-
-    def lead(step: Step, second: Step) -> None:
-        work(step.task)
-        begin(second)
-
-    left = iter(steps)
+    running = _Running(mail, run, watch)
     try:
-        for step in left:
-            begin(step)
-            if step.leads:
-                second = next(left)
-                both(partial(lead, step, second), partial(work, second.task))
-            else:
-                work(step.task)
+        running.all_of(steps, both)
         mail.finish()  # in the try: a last message that fails fails the step too
     except RankFaultError:  # all ranks know it, and no message of theirs comes any more
         raise
@@ -86,7 +56,7 @@ def execute(
             raise
         text = None
         with suppress(Exception):  # what has happened first is raised, whatever else fails now
-            text = _let_pass(steps, mail, watch, error, task)
+            text = _let_pass(steps, mail, watch, error, running.task)
         if text is not None and isinstance(error, StageError):
             raise StageError(text) from None
         raise
@@ -95,6 +65,52 @@ def execute(
     text = watch.settle(None)
     if text is not None:
         raise StageError(text)
+
+
+@dataclass(slots=True)
+class _Running:
+    """The steps of a rank, as they run.
+
+    Attributes:
+        task: The one that began last, or has failed.
+    """
+
+    mail: Mail
+    perform: Callable[[Task], None]
+    watch: Watch
+    task: Task | None = None
+
+    def all_of(self, steps: Iterable[Step], both: Both) -> None:
+        left = iter(steps)
+        for step in left:
+            self._begin(step)
+            if step.leads:
+                second = next(left)
+                both(partial(self._lead, step, second), partial(self._work, second.task))
+            else:
+                self._work(step.task)
+
+    def _lead(self, step: Step, second: Step) -> None:
+        self._work(step.task)
+        self._begin(second)
+
+    def _begin(self, step: Step) -> None:
+        self.task = step.task
+        if step.messages:
+            self.mail.start(step.messages)
+
+    def _work(self, task: Task | None) -> None:
+        if task is None:
+            return
+        self.task = task
+        if task.needs is not None:
+            self.mail.wait(task.needs)
+        self.watch.look()
+        try:
+            self.perform(task)
+        except Exception:
+            self.task = task  # of two it may be the one that began first
+            raise
 
 
 def _let_pass(

@@ -40,7 +40,9 @@ def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:
 def dualpipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     """Pairs of a forward and a backward of different micro-batches, which may overlap, in a V.
 
-    A pair is any forward with the whole backward of the other chunk right behind it. Source: DualPipe "cut in half", https://github.com/deepseek-ai/DualPipe. Every rank keeps at
+    A pair is any forward with the whole backward of the other chunk right behind it.
+
+    Source: DualPipe "cut in half", https://github.com/deepseek-ai/DualPipe. Every rank keeps at
     most 2N + 1 chunks' activations until their "B" or "W". With costs F = I = W = 1 of a chunk,
     no overlap and m >= 2N it takes 6 m + N - 1. Fewer micro-batches run the order of 2N, less
     those that are not there.
