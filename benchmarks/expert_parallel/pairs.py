@@ -68,11 +68,14 @@ def measure(step: Step, budget: float) -> dict[str, Figures]:
 def prepare(step: Step, manager: Any) -> dict[str, Callable[[], object]]:
     """Return each way's step, after a look at its gradients."""
     torch.manual_seed(0)
-    sizes = dict(vocab_size=64, num_heads=4, num_kv_heads=4, num_layers=2 * step.stages)
-    config = MixtureConfig(hidden_size=step.hidden, intermediate_size=2 * step.hidden, **sizes)
+    config = MixtureConfig(
+        vocab_size=64,
+        hidden_size=step.hidden,
+        intermediate_size=2 * step.hidden,
+        num_layers=2 * step.stages,
+    )
     plain = Mixture(config).to(DTYPES[step.dtype])
-    options = {"schedule": "dualpipe_v", "recompute": step.recompute}
-    model = compose.parallelize(plain, manager, **options)
+    model = compose.parallelize(plain, manager, schedule="dualpipe_v", recompute=step.recompute)
     ids = torch.randint(0, 64, (RANKS * step.micro_batches, step.tokens + 1))
     batch = {"input_ids": ids[:, :-1], "labels": ids[:, 1:]}
     micro_batches = compose.shard_global_batch(batch, step.micro_batches, model=model)
@@ -87,6 +90,7 @@ def prepare(step: Step, manager: Any) -> dict[str, Callable[[], object]]:
     def gradients() -> list[torch.Tensor]:
         return [p.grad.clone() for p in model.parameters() if p.grad is not None]
 
+    runs: dict[str, Callable[[], object]]
     runs = {ALONE: partial(run, None), TOGETHER: partial(run, switching)}
     runs[ALONE]()
     expected = gradients()

@@ -57,7 +57,7 @@ class Baton:
             raise Abandoned
 
     def run(self, first: Work, second: Work) -> None:
-        """Run both; what one raises is raised here, and ends the other where it waits.
+        """Run both; what one raises is raised here, and ends the other, which waits.
 
         Random draws of the first go on as if it ran alone, and so do those behind both.
         """

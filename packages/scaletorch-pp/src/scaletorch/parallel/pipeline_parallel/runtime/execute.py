@@ -81,6 +81,7 @@ class _Running:
     task: Task | None = None
 
     def all_of(self, steps: Iterable[Step], both: Both) -> None:
+        """Begin and run all steps, two of a pair together."""
         left = iter(steps)
         for step in left:
             self._begin(step)

@@ -16,8 +16,8 @@ def run_pairs(
 
     Args:
         stage: The rank's stages.
-        switching: Returns a context in which modules of the stages call its argument, at the same
-            places on all ranks of a stage, where they would wait for these: what they wait for has
-            begun, and passes while the other action computes.
+        switching: Returns a context in which modules of the stages call its argument before they
+            wait for other ranks of the stage, at the same places on all of these: what they wait
+            for has begun, and passes while the other action computes.
     """
     stage.runtime.switching = switching
