@@ -7,12 +7,14 @@ import traceback
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from scaletorch import compose
 from scaletorch.compose.forward import pipeline_of
 from scaletorch.dist import RankFaultError, get_rank, guard, recv
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.models import Mixture, MixtureConfig
+from scaletorch.models.llama import rotary_tables
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
@@ -26,9 +28,25 @@ CONFIG = MixtureConfig(
 )
 
 
-def build(drops=False):
+class Recomputed(Mixture):
+    """All layers are recomputed in one go, also those that are on other stages."""
+
+    def forward(self, input_ids):
+        hidden = self.embed_tokens(input_ids)
+        hidden = checkpoint(self.through, hidden, use_reentrant=False)
+        return self.lm_head(self.norm(hidden))
+
+    def through(self, hidden):
+        positions = torch.arange(hidden.shape[1])[None]
+        tables = rotary_tables(positions, 2, CONFIG.rope_theta, hidden.dtype)
+        for layer in self.layers:
+            hidden = layer(hidden, *tables)
+        return hidden
+
+
+def build(drops=False, kind=Mixture):
     torch.manual_seed(1)
-    model = Mixture(CONFIG).double()
+    model = kind(CONFIG).double()
     for layer in model.layers if drops else ():
         layer.mlp = nn.Sequential(nn.Dropout(0.3), layer.mlp, nn.Dropout(0.3))
     return model
@@ -110,6 +128,9 @@ def trains(expected):
             build(drops=True), manager, schedule="dualpipe_v", recompute=recompute, plan=plan
         )
         in_both_ways(model, ())
+    in_both_ways(
+        compose.parallelize(build(kind=Recomputed), manager, schedule="dualpipe_v"), expected
+    )
     destroy_process_group_manager()
 
 
