@@ -16,6 +16,7 @@ from .naming import name_ranks
 from .ranks.locate import Locator, locate
 from .ranks.report import without_coordinates
 from .transport.flat_buffers import FlatBuffers
+from .wire.port import acting_for
 from .wire.sums import even_parts, sum_dtype
 from .world.one_per_process import one_per_process
 
@@ -24,6 +25,7 @@ __all__ = [
     "Handle",
     "Locator",
     "Peer",
+    "acting_for",
     "agree",
     "all_gather_flat",
     "all_reduce_flat",

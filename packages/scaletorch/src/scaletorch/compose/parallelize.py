@@ -20,7 +20,7 @@ from .before.batch_norm import synchronise_batch_norms
 from .before.initial import require_one_model
 from .before.positions import ask_positions
 from .costs import agreed_split
-from .experts import divide_experts, expert_groups
+from .experts import divide_experts, expert_groups, hide_exchanges
 from .forward import Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
 from .outline import outline_of
@@ -93,6 +93,7 @@ def parallelize(
         (offload_layers if recompute == "offload" else recompute_layers)(model, split)
     cut = agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
+    hide_exchanges(stage, manager)
     terms.wrapping = dict(bucket_size=bucket_size, **data_parallel or {})
     return wrap(stage, terms, manager)
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..wire.checks import describe
+from ..wire.port import calling_frame
 from ..world.info import get_rank
 
 KNOWN = 4096  # descriptions of calls that are kept
@@ -113,9 +114,13 @@ def call_site() -> tuple[bytes, int]:
             name = frame.f_globals.get("__name__", "")
             known = _inside[id(code)] = name.startswith(_SKIPPED), code
         outer = frame.f_back
-        if not known[0] or outer is None:
+        if known[0] and outer is not None:
+            frame = outer
+            continue
+        started = calling_frame()
+        if started is None or frame.f_globals.get("__name__") != "threading":
             break
-        frame = outer
+        frame = started  # where this thread was started, in whose place it calls
     key = id(code), frame.f_lasti
     site = _sites.get(key)
     if site is None:

@@ -15,6 +15,7 @@ import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..wire.port import calling_thread
 from ..world.info import get_rank
 from .board import Board, channel_number
 from .calls import Descriptions, call_site, fact_key, group_label, message_label
@@ -25,7 +26,7 @@ from .verdict import Verdict
 MARK = 16  # every so many calls of a channel its checksum is kept, to be compared
 KEPT = 64  # marks, and ends of steps, that are kept
 
-_ident = threading.get_ident
+_ident = calling_thread
 _new = tuple.__new__  # a NamedTuple's own takes three times as long
 _wall, _clock = time.time, time.monotonic
 

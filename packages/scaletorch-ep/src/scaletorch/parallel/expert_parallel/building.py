@@ -8,6 +8,7 @@ from .losses import move_bias, statistics_of
 from .module import DividedExperts, Division
 from .plans import named_experts
 from .state import ExpertCut, find_expert_cuts, gather_experts, own_experts
+from .travel import while_travelling
 
 __all__ = [
     "DividedExperts",
@@ -21,4 +22,5 @@ __all__ = [
     "named_experts",
     "own_experts",
     "statistics_of",
+    "while_travelling",
 ]

@@ -19,6 +19,7 @@ from ..pg_manager import describe_rank
 from .functions import add_pairs, apply
 from .routes import Route, find_route
 from .shares import counts_of, expert_group
+from .travel import landed
 
 # Weights and indices travel as integers of the weights' width.
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -130,7 +131,7 @@ class _Flight:
     def land(self) -> list[Tensor]:
         """Wait for all of it."""
         works, self.works = self.works, ()
-        return [work.wait() for work in works]
+        return landed(works)
 
 
 class _Leave(Function):
@@ -190,14 +191,14 @@ class _Combine(Function):
     def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
         """Return [T, H]."""
         ctx.route = route
-        back = _send_back(rows.contiguous(), route).wait()
+        (back,) = landed([_send_back(rows.contiguous(), route)])
         return _add_up(back.view(-1, rows.shape[1]), route)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send each token's gradient to the ranks that had it."""
-        came = _send(grads[0].index_select(0, ctx.route.rows), ctx.route).wait()
+        (came,) = landed([_send(grads[0].index_select(0, ctx.route.rows), ctx.route)])
         return came.view(-1, grads[0].shape[1]), None
 
 

@@ -16,6 +16,7 @@ from ...dist.building import agree, all_to_all_flat
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from .shares import owners
+from .travel import landed
 
 _HIDDEN, _WEIGHTS, _OUTSIDE = 1, 2, 4  # bits that a rank tells the others
 _FIELDS = 4  # numbers that a rank tells each other one: rows, pairs, call, bits
@@ -79,7 +80,8 @@ def find_route(
     told = slots.new_empty((len(counts), _FIELDS))
     told[:, 0], told[:, 1], told[:, 2], told[:, 3] = goes.sum(0), slots.sum(0), _digest(lines), bits
     sizes = [_FIELDS] * len(counts)
-    heard = all_to_all_flat(told.view(-1), sizes, sizes, group).wait().view_as(told)
+    (came,) = landed([all_to_all_flat(told.view(-1), sizes, sizes, group)])
+    heard = came.view_as(told)
     mine, theirs = torch.stack((told, heard)).tolist()  # the one time that the host reads
     told_bits = _read(lines, mine[0], theirs, index, experts, group)
     sends = tuple(row[0] for row in mine)

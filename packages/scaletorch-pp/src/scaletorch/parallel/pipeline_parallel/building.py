@@ -9,6 +9,7 @@ from .splitting.balance import parameter_costs
 from .splitting.split import parts_of
 from .stages.adopting import adopt
 from .stages.cut import PassThrough
+from .stages.pairs import run_pairs
 from .stages.stand_ins import stands
 from .steps.batches import read
 
@@ -20,5 +21,6 @@ __all__ = [
     "parameter_costs",
     "parts_of",
     "read",
+    "run_pairs",
     "stands",
 ]

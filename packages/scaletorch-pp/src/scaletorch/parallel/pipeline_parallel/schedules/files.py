@@ -6,6 +6,8 @@ import csv
 import io
 import json
 import re
+from collections.abc import Iterable
+from itertools import accumulate, chain
 from typing import Any
 
 from ....dist.errors import InvalidArgumentError
@@ -20,12 +22,13 @@ _FIELDS = {"name": str, "num_micro_batches": int, "stages": list, "ranks": list}
 def to_csv(schedule: Schedule) -> str:
     """Write a line for each rank: its stages, as `0 7`, then its actions, as `F3` or `B0.1`.
 
+    Two that may run together are in one cell, as `F3+B0.1`.
     The schedule's name is not in it.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    for stages, actions in zip(schedule.stages, schedule.ranks, strict=True):
-        writer.writerow([" ".join(map(str, stages)), *map(str, actions)])
+    for rank, stages in enumerate(schedule.stages):
+        writer.writerow([" ".join(map(str, stages)), *schedule.texts(rank)])
     return text.getvalue()
 
 
@@ -44,23 +47,27 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
     rows = [(row, cells) for row, cells in lines if any(map(str.strip, cells))]
     stages = [_read_stages(cells[0], row) for row, cells in rows]
     _require_each_stage_once(stages)
-    ranks = tuple(
-        tuple(
-            _read_action(cell.strip(), f"row {row}, column {column}", len(own))
+    ranks, pairs = _joined(
+        [
+            _read_cell(cell.strip(), f"row {row}, column {column}", len(own))
             for column, cell in enumerate(cells[1:], 2)
             if cell.strip()
-        )
+        ]
         for (row, cells), own in zip(rows, stages, strict=True)
     )
     if not any(ranks):
         raise InvalidArgumentError("a schedule needs actions, got none in any row")
     num_micro_batches = 1 + max(action.micro_batch for actions in ranks for action in actions)
-    return Schedule(name, num_micro_batches, tuple(map(tuple, stages)), ranks)
+    return Schedule(name, num_micro_batches, tuple(map(tuple, stages)), ranks, pairs)
 
 
 def to_json(schedule: Schedule) -> str:
-    """Write an object with the fields of `Schedule`, one line for each rank's actions."""
-    ranks = ",\n    ".join(json.dumps([str(a) for a in actions]) for actions in schedule.ranks)
+    """Write an object with the fields of `Schedule`, one line for each rank's actions.
+
+    Pairs are among the actions, as `to_csv` writes them.
+    """
+    texts = map(schedule.texts, range(schedule.num_ranks))
+    ranks = ",\n    ".join(json.dumps(each) for each in texts)
     return (
         "{\n"
         f'  "name": {json.dumps(schedule.name)},\n'
@@ -84,14 +91,14 @@ def from_json(text: str) -> Schedule:
         message = "'stages' and 'ranks' must hold one list for each rank, and as many of them"
         raise InvalidArgumentError(f"{message}; got {len(stages)} and {len(ranks)} items")
     _require_each_stage_once(stages)
-    read = tuple(
-        tuple(
-            _read_action(cell, f"ranks[{rank}][{index}]", len(stages[rank]), last)
+    read, pairs = _joined(
+        [
+            _read_cell(cell, f"ranks[{rank}][{index}]", len(stages[rank]), last)
             for index, cell in enumerate(cells)
-        )
+        ]
         for rank, cells in enumerate(ranks)
     )
-    return Schedule(fields["name"], last + 1, tuple(map(tuple, stages)), read)
+    return Schedule(fields["name"], last + 1, tuple(map(tuple, stages)), read, pairs)
 
 
 def _read_stages(cell: str, row: int) -> list[int]:
@@ -117,6 +124,24 @@ def _read_fields(text: str) -> dict[str, Any]:
         message = f"'num_micro_batches' must be at least 1, got {fields['num_micro_batches']}"
         raise InvalidArgumentError(message)
     return fields
+
+
+def _joined(
+    ranks: Iterable[list[list[Action]]],
+) -> tuple[tuple[tuple[Action, ...], ...], tuple[tuple[int, ...], ...]]:
+    """Return each rank's actions, and the places of those that have another one in their cell."""
+    actions, pairs = [], []
+    for cells in ranks:
+        ends = accumulate(map(len, cells))
+        pairs.append(tuple(e - 2 for e, cell in zip(ends, cells, strict=True) if len(cell) > 1))
+        actions.append(tuple(chain.from_iterable(cells)))
+    return tuple(actions), tuple(pairs) if any(pairs) else ()
+
+
+def _read_cell(cell: object, where: str, num_chunks: int, last: int | None = None) -> list[Action]:
+    """Read one action, or two that may run together."""
+    parts = cell.split("+", 1) if isinstance(cell, str) else [cell]
+    return [_read_action(part, where, num_chunks, last) for part in parts]
 
 
 def _read_action(cell: object, where: str, num_chunks: int, last: int | None = None) -> Action:

@@ -56,16 +56,17 @@ class Times(NamedTuple):
     ends: list[float]
 
 
-def proven(schedule: Schedule) -> tuple[Numbered, Times]:
+def proven(schedule: Schedule, *, together: bool = False) -> tuple[Numbered, Times]:
     """Return a schedule in numbers with its times at the default costs, if it runs to its end.
 
-    `check` reports it and `derive_messages` derives the messages from it.
+    `check` reports it and `derive_messages` derives the messages from it. If pairs run together,
+    the forward of a pair does not begin before the backward has its input too.
 
     Raises:
         ScheduleError: It is incomplete, out of order, or ranks wait for each other in a circle.
     """
     numbered = number(schedule)
-    return numbered, run(numbered, Costs())
+    return numbered, run(numbered, Costs(), together=together)
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
@@ -90,7 +91,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     return Timeline(schedule, tuple(spans))
 
 
-def run(numbered: Numbered, costs: Costs) -> Times:
+def run(numbered: Numbered, costs: Costs, *, together: bool = False) -> Times:
     """Return the times of a schedule: every rank runs its actions in order.
 
     Ranks are played one after another: a rank goes on until an input has not been made yet, and is
@@ -101,6 +102,7 @@ def run(numbered: Numbered, costs: Costs) -> Times:
         InvalidArgumentError: Factors for another number of stages.
     """
     needs, delays = _inputs(numbered, costs.message)
+    beside = _beside(numbered) if together else {}
     durations = _durations(numbered, costs)
     ends = [-1.0] * len(needs)  # below 0: not run yet
     ends[: numbered.schedule.num_micro_batches] = [0.0] * numbered.schedule.num_micro_batches
@@ -121,6 +123,14 @@ def run(numbered: Numbered, costs: Costs) -> Times:
                 waiting[needs[slot]] = rank
                 reached[rank] = place
                 break
+            if slot in beside:
+                other = beside[slot]
+                also = ends[needs[other]]
+                if also < 0:
+                    waiting[needs[other]] = rank
+                    reached[rank] = place
+                    break
+                arrival = max(arrival, also + delays[other] - delays[slot])
             # In the order of a rank's actions its times never go back: each begins when the one
             # before has ended, or later, when its input is there.
             arrival += delays[slot]
@@ -132,8 +142,14 @@ def run(numbered: Numbered, costs: Costs) -> Times:
             reached[rank] = len(slots)
         free[rank] = now
     if waiting:  # nobody can go on, and these have actions left: they wait for each other
-        raise _deadlock(numbered, reached)
+        raise _deadlock(numbered, reached, {rank: need for need, rank in waiting.items()})
     return Times(starts, ends)
+
+
+def _beside(numbered: Numbered) -> dict[int, int]:
+    """Return the slots of forwards that run together with a backward, and its slot."""
+    ranks = enumerate(numbered.slots)
+    return {slots[p]: slots[p + 1] for r, slots in ranks for p in numbered.schedule.pairs_of(r)}
 
 
 def _inputs(numbered: Numbered, message: float) -> tuple[list[int], list[float]]:
@@ -167,12 +183,11 @@ def _durations(numbered: Numbered, costs: Costs) -> list[float]:
     return durations
 
 
-def _deadlock(numbered: Numbered, reached: list[int]) -> ScheduleError:
+def _deadlock(numbered: Numbered, reached: list[int], needs: dict[int, int]) -> ScheduleError:
     size = numbered.schedule.num_micro_batches
 
     def wait(rank: int) -> tuple[str, int]:
-        place = reached[rank]
-        need = numbered.slots[rank][place] - size
+        place, need = reached[rank], needs[rank]
         made = f"{numbered.name(need)} of stage {numbered.stage(need // size)}"
         action = numbered.schedule.ranks[rank][place]
         return f"waits at {action} for {made} on", numbered.owners[need // size]
