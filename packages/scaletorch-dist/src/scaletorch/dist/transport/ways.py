@@ -60,10 +60,7 @@ def way_of(
     data: Tensor, group: ProcessGroup, async_op: bool, buffers: FlatBuffers | None
 ) -> Way | MemoryWay | NodeMemory: ...
 def way_of(
-    data: Tensor,
-    group: ProcessGroup,
-    async_op: bool = False,
-    buffers: FlatBuffers | None = None,
+    data: Tensor, group: ProcessGroup, async_op: bool = False, buffers: FlatBuffers | None = None
 ) -> Way | MemoryWay | NodeMemory:
     """Return how a call's tensor travels; every rank of the group asks, and for as many bytes.
 
@@ -130,9 +127,8 @@ class Way:
         self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
         """Reduce a tensor over the ranks; its own values may be used up."""
-        if recipe.run in self.route.lacks:
-            return self.reduce_here(buffer, recipe, done, async_op)
-        if self.route.backend == "gloo" and (buffer.nbytes < SMALL or self.group.size() == 2):
+        few = self.route.backend == "gloo" and (buffer.nbytes < SMALL or self.group.size() == 2)
+        if few or recipe.run in self.route.lacks:
             return self.reduce_here(buffer, recipe, done, async_op)
         handle = raw_all_reduce(buffer, recipe.raw, self._known(), async_op)
         return Work((handle,), partial(done, buffer)) if async_op else done(buffer)
@@ -235,9 +231,8 @@ class Way:
     def all_to_all(self, sent: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
         """Send block i of a tensor, cut evenly in its memory, to rank i; collect those for here."""
         received = sent.new_empty(sent.shape)
-        handle = all_to_all_single(
-            movable(received), movable(sent), None, None, self.group, async_op
-        )
+        flat = movable(received), movable(sent)
+        handle = all_to_all_single(*flat, None, None, self.group, async_op)
         return settled((handle,), partial(done, received), async_op, keep=sent)
 
     def exchange(
@@ -276,11 +271,7 @@ class Way:
     def reduce_here(
         self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Bring everybody's tensor here and reduce them on this rank, in rank order.
-
-        For what a backend lacks, and for what takes gloo's rings many steps of few bytes: here one
-        step is all, and two ranks send as many bytes.
-        """
+        """Bring everybody's tensor here, in one step, and reduce them in rank order."""
         size, rank, flat = self.group.size(), self.group.rank(), buffer.view(-1)
         if self.route.backend == "gloo":
             counts = [flat.numel() if other != rank else 0 for other in range(size)]
@@ -298,10 +289,10 @@ def _reduced(received: Tensor, size: int, recipe: Recipe, done: Done[T]) -> T:
     return _reduced_rows(packed.view(size, packed.numel() // size), recipe.run, done)
 
 
+def _reduced_rows(rows: Tensor, run: str, done: Done[T]) -> T:
+    return done(fold(rows, run))
+
+
 def _reduced_with(own: Tensor, rank: int, run: str, done: Done[T], others: Tensor) -> T:
     rows = list(others.view(-1, own.numel()))
     return done(fold([*rows[:rank], own, *rows[rank:]], run, spoil=True))
-
-
-def _reduced_rows(rows: Tensor, run: str, done: Done[T]) -> T:
-    return done(fold(rows, run))
