@@ -109,8 +109,13 @@ class Bucket:
             return LATE
         return self._used[slot.index]
 
+    def wait(self) -> None:
+        """Wait for the reduction."""
+        if self._work is not None:
+            self._work.wait()
+
     def finish(self, flags: Sequence[int]) -> None:
-        """Wait for the reduction and write the gradients; those that no rank used stay."""
+        """Write the gradients, once they are reduced; those that no rank used stay."""
         if self._work is not None:
             self._give(self._work.wait(), flags)
             self._reuse()

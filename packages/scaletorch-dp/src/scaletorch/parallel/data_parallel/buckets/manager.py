@@ -142,7 +142,10 @@ class BucketManager:
         group = self.reduction.group
         places = [int(self._adds), int(not self._adds), self._dropped, -self._dropped]
         shared = torch.tensor([*flags, *places], dtype=torch.int32, device=get_comm_device(group))
-        all_reduce(shared, "max", group=group)
+        work = all_reduce(shared, "max", group=group, async_op=True)
+        for bucket in buckets:  # which travel on meanwhile
+            bucket.wait()
+        work.wait()
         *result, adds, begins, most, least = shared.tolist()
         dropped, self._dropped = self._dropped, 0
         if adds and begins:
