@@ -26,7 +26,7 @@ from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import Grid, setup_process_group_manager
 from scaletorch.plan import Cluster, Layout, Time
-from scaletorch.plan.calibrate import calibrate
+from scaletorch.plan.clusters.calibrate import calibrate
 from scaletorch.plan.describing import describe
 from scaletorch.plan.timing import timer
 

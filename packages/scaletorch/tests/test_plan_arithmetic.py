@@ -28,10 +28,10 @@ from scaletorch.plan import (
     plan,
 )
 from scaletorch.plan.applying import arguments
-from scaletorch.plan.buckets import Held, fill
-from scaletorch.plan.live import backwards, most_live
+from scaletorch.plan.holding.buckets import Held, fill
+from scaletorch.plan.holding.live import backwards, most_live
+from scaletorch.plan.holding.stages import places, schedule_of, stages_of
 from scaletorch.plan.memory import memory
-from scaletorch.plan.stages import places, schedule_of, stages_of
 from scaletorch.plan.traffic import traffic
 
 SCHEDULES = [

@@ -19,7 +19,7 @@ from scaletorch.parallel.pg_manager import (
 from scaletorch.plan import Cut
 from scaletorch.plan.describing import describe
 from scaletorch.plan.description import read, write
-from scaletorch.plan.measured import Kept
+from scaletorch.plan.memory.measured import Kept
 
 LENGTH, ROWS = 16, 4
 WIDER = LlamaConfig(1024, 128, 352, 4, 4, 2)  # its activations are more than its parameters

@@ -30,14 +30,14 @@ from scaletorch.plan import (
     Work,
     calibrate,
 )
-from scaletorch.plan.cluster_files import read_bench, read_cluster, write_cluster
-from scaletorch.plan.devices import CLUSTERS, DEVICES, cluster_named, device_named
+from scaletorch.plan.clusters.devices import CLUSTERS, DEVICES, cluster_named, device_named
+from scaletorch.plan.clusters.files import read_bench, read_cluster, write_cluster
+from scaletorch.plan.clusters.units import BYTES, BYTES_A_SECOND, FLOPS, SECONDS, quantity
 from scaletorch.plan.timing import closed, pipelines, time, timer
 from scaletorch.plan.timing.blocks import efficiency
 from scaletorch.plan.timing.messages import route, seconds
 from scaletorch.plan.timing.pipelines import Stage
 from scaletorch.plan.timing.sharing import shared_ends
-from scaletorch.plan.units import BYTES, BYTES_A_SECOND, FLOPS, SECONDS, quantity
 
 DEVICE = Device("toy", 2**30, {"float32": 1e9}, 1e9)
 LINK = Link(8, 1e-3, 1e6)

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 
 from scaletorch.parallel.pg_manager import Grid
-from scaletorch.plan.holdings import Holdings
-from scaletorch.plan.memory import SPLIT, state
+from scaletorch.plan.holding.holdings import Holdings
+from scaletorch.plan.memory.ranks import SPLIT, state
 from scaletorch.plan.traffic import calls
 
 from .drawing import Case

@@ -19,7 +19,7 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
-from scaletorch.plan.stages import schedule_of
+from scaletorch.plan.holding.stages import schedule_of
 
 from .drawing import Case
 from .models import model_of

@@ -16,7 +16,7 @@ from ..compose.naming import layout_name, load, parse_layout
 from ..dist.errors import InvalidArgumentError, ScaletorchError
 from ..parallel.pg_manager import Grid
 from .arguments import ASSUMED, cluster_of, cuts_of, options_of, sizes_of, subcommand
-from .cluster_files import write_cluster
+from .clusters import write_cluster
 from .description import Description, read, write
 from .estimate import Estimate
 from .memory import memory
@@ -100,7 +100,7 @@ def _describe(arguments: Any) -> int:
 def _calibrate(arguments: Any) -> int:
     import torch
 
-    from .calibrate import calibrate
+    from .clusters import calibrate
 
     dtype = getattr(torch, arguments.dtype)
     cluster = calibrate(arguments.ranks, dtype=dtype, backend=arguments.backend)

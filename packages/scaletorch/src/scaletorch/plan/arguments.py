@@ -10,14 +10,12 @@ from typing import Any
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel import SCHEDULES
-from .cluster import Cluster, Link
-from .cluster_files import read_cluster
+from .clusters import CLUSTERS, Cluster, Link, cluster_named, device_named, read_cluster
+from .clusters.units import BYTES, BYTES_A_SECOND, SECONDS, quantity
 from .describing.describe import MOST, usual_cuts
 from .description import Cut
-from .devices import CLUSTERS, cluster_named, device_named
 from .layout import CHUNKS
 from .options import Options
-from .units import BYTES, BYTES_A_SECOND, SECONDS, quantity
 
 DEFAULT = "dgx-a100"
 ASSUMED = f"No --device and no --cluster: figures are those of {DEFAULT} nodes."

@@ -6,14 +6,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from ..dist.errors import InvalidArgumentError
-from .buckets import Optimizer
-from .cluster import Cluster
+from .clusters import Cluster
 from .description import Description
 from .estimate import Estimate, Memory, Time
-from .explaining import Line, lines
-from .holdings import Holdings
+from .holding import Holdings, Optimizer
 from .layout import Layout
-from .memory import memory
+from .memory import Line, lines, memory
 from .options import Options, Refused, ladder, legal
 from .traffic import traffic
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .buckets import Bucket, Optimizer
 from .description import Description
 from .estimate import Traffic
-from .holdings import Holdings
+from .holding import Holdings
+from .holding.buckets import Bucket, Optimizer
+from .holding.live import backwards
 from .layout import Layout
-from .live import backwards
 
 WORD = 4  # bytes of a flag
 FLAGS = 4  # words besides those of parameters: whether ranks are at the same place of the step

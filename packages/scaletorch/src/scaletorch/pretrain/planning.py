@@ -18,10 +18,9 @@ from ..dist import all_gather_object
 from ..dist.errors import InvalidArgumentError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
-from ..plan import Estimate, Memory, Options, describe, plan, usual_cuts
-from ..plan.cluster_files import read_cluster
+from ..plan import Estimate, Memory, Options, describe, plan, read_cluster, usual_cuts
 from ..plan.layout import CHUNKS
-from ..plan.measured import Kept, held
+from ..plan.memory.measured import Kept, held
 from ..plan.timing import time as time_of
 from .checks import check_config
 from .config import PretrainConfig

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..buckets import Optimizer
-from ..cluster import Cluster, Link
-from ..devices import DEVICES
+from ..clusters import DEVICES, Cluster, Link
+from ..holding import Optimizer
 
 GIB = 2**30
 MOVING = 0.8  # share of the memory's bandwidth that all but products reach; assumed, not fitted

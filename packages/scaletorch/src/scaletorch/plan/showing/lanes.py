@@ -7,8 +7,8 @@ from xml.etree import ElementTree as Xml
 
 from ...parallel.pipeline_parallel import Timeline, simulate
 from ...parallel.pipeline_parallel.building import drawn
+from ..holding.stages import schedule_of
 from ..layout import Layout
-from ..stages import schedule_of
 from .shown import Shown
 
 BOXES = 1500  # in a picture, about

@@ -5,7 +5,7 @@ from __future__ import annotations
 from xml.etree import ElementTree as Xml
 
 from ...parallel.pg_manager import Grid
-from ..cluster import Cluster
+from ..clusters import Cluster
 from .shapes import DIGIT, LEFT, RIGHT, WIDTH, box, close, ink, legend, picture, text
 
 ROW, GAP, HIGHEST = 34, 6, 60  # pixels; of a rank's width

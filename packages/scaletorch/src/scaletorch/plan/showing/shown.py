@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ...compose.naming import layout_name
 from ...parallel.pipeline_parallel import Timeline
-from ..cluster import Cluster
+from ..clusters import Cluster
 from ..estimate import Estimate
 from ..layout import Layout
 

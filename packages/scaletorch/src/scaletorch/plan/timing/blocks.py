@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from ..cluster import Cluster, Device, Shares
+from ..clusters.cluster import Cluster, Device, Shares
 from ..description import Behaviour, Sent, Work
 from .messages import Route, seconds
 

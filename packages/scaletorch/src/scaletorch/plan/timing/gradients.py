@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
-from ..cluster import Cluster
+from ..clusters import Cluster
 from ..description import Parameter
 from ..layout import Layout
 from .messages import Route, seconds

@@ -6,7 +6,7 @@ import math
 from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
-from ..cluster import Cluster
+from ..clusters import Cluster
 
 _ONE = ("send", "exchange")  # a message, to one other rank
 _NONE = ("receive", "barrier")  # counted where they are sent; never in a step

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Costs, Schedule, Timeline, simulate
+from ..holding.stages import schedule_of
 from ..layout import Layout
-from ..stages import schedule_of
 from .closed import LONG, makespan
 from .sharing import shared_ends
 

@@ -9,11 +9,11 @@ from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Timeline
-from ..cluster import Cluster
+from ..clusters import Cluster
 from ..description import Behaviour, Description
 from ..estimate import Time
+from ..holding.stages import places, stages_of
 from ..layout import Layout
-from ..stages import places, stages_of
 from .blocks import Spent, spent
 from .gradients import Ended, ended, held
 from .messages import Route, route, seconds

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..dist import barrier
-from ..dist.devices import current_device
-from ..models import Llama, LlamaConfig
+from ...dist import barrier
+from ...dist.devices import current_device
+from ...models import Llama, LlamaConfig
 
 ROUNDS = 5
 TOKENS, HEADS, WIDTH = 256, 4, 64

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
-from ..parallel.pipeline_parallel import SCHEDULES
+from ...parallel.pipeline_parallel import SCHEDULES
 
 Live = tuple[tuple[int, ...], ...]
 """Numbers of micro-batches by chunk, at those moments at which no other moment has more of all."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from .buckets import Optimizer
-from .description import Description
-from .holdings import Holdings
-from .layout import Layout
-from .live import most_live
-from .memory import kept_of, memory, messages, passed_on, state, working
+from ..description import Description
+from ..holding import Holdings, Optimizer
+from ..holding.live import most_live
+from ..layout import Layout
+from .ranks import kept_of, memory, messages, passed_on, state, working
 
 
 class Line(NamedTuple):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ..dist.errors import InvalidArgumentError
+from ...dist.errors import InvalidArgumentError
 
 Shares = tuple[tuple[float, float], ...]
 

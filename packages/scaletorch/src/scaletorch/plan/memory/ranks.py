@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ..dist.errors import InvalidArgumentError
-from .buckets import Bucket, Optimizer
-from .description import Description
-from .estimate import Memory
-from .holdings import Holdings
-from .layout import Layout
-from .live import fullest, most_live
+from ...dist.errors import InvalidArgumentError
+from ..description import Description
+from ..estimate import Memory
+from ..holding import Holdings
+from ..holding.buckets import Bucket, Optimizer
+from ..holding.live import fullest, most_live
+from ..layout import Layout
 
 SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # schedules whose backwards may come in two halves
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from functools import cache, partial
 
-from ..dist.errors import InvalidArgumentError
-from ..parallel.pipeline_parallel import (
+from ...dist.errors import InvalidArgumentError
+from ...parallel.pipeline_parallel import (
     SCHEDULES,
     Schedule,
     distribute_layers,
 )
-from .description import Description
-from .layout import LOOPED, V_SHAPED, Layout
+from ..description import Description
+from ..layout import LOOPED, V_SHAPED, Layout
 
 Places = tuple[tuple[tuple[int, ...], ...], ...]
 """For each rank of the pipeline, for each of its chunks: indices of blocks."""

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..description import Behaviour, Description, Parameter
+from ..layout import Layout
 from .buckets import Bucket, Held, Optimizer, fill
-from .description import Behaviour, Description, Parameter
-from .layout import Layout
 from .stages import Places, places, stages_of
 
 

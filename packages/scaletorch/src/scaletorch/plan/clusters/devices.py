@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
-from ..dist.errors import InvalidArgumentError
+from ...dist.errors import InvalidArgumentError
 from .cluster import Cluster, Device, Link, Shares
 
 GIB = 2**30

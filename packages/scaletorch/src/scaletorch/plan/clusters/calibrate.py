@@ -13,10 +13,10 @@ from pathlib import Path
 
 import torch
 
-from ..dist import launch
-from ..dist.errors import InvalidArgumentError
+from ...dist import launch
+from ...dist.errors import InvalidArgumentError
 from .cluster import Cluster, Device, Link, Shares
-from .cluster_files import read_bench
+from .files import read_bench
 from .measures import Figures, measure
 
 CALLS = ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv")

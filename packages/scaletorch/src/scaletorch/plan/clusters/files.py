@@ -8,7 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ..dist.errors import InvalidArgumentError
+from ...dist.errors import InvalidArgumentError
 from .cluster import Cluster, Device, Link, Shares
 from .devices import device_named
 from .units import BYTES, BYTES_A_SECOND, FLOPS, SECONDS, quantity

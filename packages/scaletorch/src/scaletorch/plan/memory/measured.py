@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
-from ..parallel.data_parallel import DataParallelBucket, parameter_shards
-from .estimate import Memory
+from ...parallel.data_parallel import DataParallelBucket, parameter_shards
+from ..estimate import Memory
 
 
 class Kept(saved_tensors_hooks):
