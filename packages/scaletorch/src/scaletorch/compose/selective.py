@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..dist.building import hear_made
+from ..dist.building import hear_made, tensors_in
 from ..dist.errors import StateError
 
 # Beside elementwise operations and views. What comes out far smaller than what goes in, as sums
@@ -42,7 +42,7 @@ class _Recipe(NamedTuple):
         result: The tensor, so that its memory is its own as long as the layer runs.
         make: Of its sources.
         sources: Tensors.
-        versions: Of the sources, when it was made.
+        versions: Of the result and of the sources, when it was made.
         together: Whether all ranks have to make it again, or none.
     """
 
@@ -114,6 +114,7 @@ class Selected:
         own = (*module.parameters(), *module.buffers())
         self._here = {each.untyped_storage()._cdata for each in own}  # memory that stays anyway
         self._alive: list[Tensor] = []  # while the layer runs, so that no other gets their memory
+        self._written: set[int] = set()  # memory that collectives wrote to, which no version tells
         self._hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
 
     def run(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -135,14 +136,19 @@ class Selected:
             if isinstance(result, Tensor) and result.numel() > least:
                 at = index if out is results else None
                 make = partial(_operate, func, others, kwargs, at)
-                self._recipes[_key(result)] = _Recipe(result, make, sources, versions)
+                told = [result._version, *versions]
+                self._recipes[_key(result)] = _Recipe(result, make, sources, told)
+
+    def written(self, tensors: Any) -> None:
+        """Note what a collective writes to: its first argument."""
+        self._written.update(each.untyped_storage()._cdata for each in tensors_in(tensors))
 
     def _gathered(self, result: Tensor, make: Callable[[Tensor], Tensor], source: Tensor) -> None:
         if result is not source and _plain(source) and _plain(result):
+            versions = [result._version, source._version]
             self._recipes[_key(result)] = _Recipe(
-                result, lambda sources: make(sources[0]), [source.detach()], [source._version],
-                together=True,
-            )  # fmt: skip
+                result, lambda sources: make(sources[0]), [source.detach()], versions, together=True
+            )
 
     def _pack(self, tensor: Tensor) -> _Kept | _Again:
         if not _plain(tensor):
@@ -167,7 +173,7 @@ class Selected:
         return self._packed[key]
 
     def _is_made_again(self, tensor: Tensor, recipe: _Recipe, costs: dict[_Key, int]) -> bool:
-        if self._is_here(tensor) or not _unchanged(recipe):
+        if self._is_here(tensor) or not self._is_unchanged(recipe):
             return False
         return recipe.together or self._of_sources(recipe, costs) < _memory(tensor)
 
@@ -178,7 +184,7 @@ class Selected:
             return 0
         if key not in costs:
             recipe, costs[key] = self._recipes.get(key), _memory(tensor)
-            if recipe is not None and _unchanged(recipe):
+            if recipe is not None and self._is_unchanged(recipe):
                 # Ranks may hold unlike shares, and have to choose the same.
                 least = 0 if recipe.together else self._of_sources(recipe, costs)
                 costs[key] = min(costs[key], least)
@@ -186,6 +192,13 @@ class Selected:
 
     def _of_sources(self, recipe: _Recipe, costs: dict[_Key, int]) -> int:
         return sum({_key(each): self._cost(each, costs) for each in recipe.sources}.values())
+
+    def _is_unchanged(self, recipe: _Recipe) -> bool:
+        tensors = (recipe.result, *recipe.sources)
+        return all(
+            each._version == version and each.untyped_storage()._cdata not in self._written
+            for each, version in zip(tensors, recipe.versions, strict=True)
+        )
 
     def _is_here(self, tensor: Tensor) -> bool:
         return tensor.untyped_storage()._cdata in self._here
@@ -244,11 +257,6 @@ def _with(value: Any, tensors: Iterator[Tensor]) -> Any:
     if value is Tensor:
         return next(tensors)
     return [_with(each, tensors) for each in value] if isinstance(value, list) else value
-
-
-def _unchanged(recipe: _Recipe) -> bool:
-    pairs = zip(recipe.sources, recipe.versions, strict=True)
-    return all(each._version == version for each, version in pairs)
 
 
 def _itself(tensor: Tensor) -> Tensor:
