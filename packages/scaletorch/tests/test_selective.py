@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletorch.compose import parallelize, select_layers, shard_global_batch, train_step
 from scaletorch.compose.selective import Selected
+from scaletorch.dist import functional
 from scaletorch.dist.errors import StateError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.models import Llama, LlamaConfig
@@ -76,6 +77,41 @@ def in_place(x, w):
     return z.sigmoid() * y.sigmoid()
 
 
+def source_in_place(x, w):
+    y = F.silu(x @ w)
+    z = y * 2
+    y.add_(1)
+    squared = y.pow(2)  # keeps what is there now
+    return z.sigmoid() * squared
+
+
+def kept_and_changed(x, w):
+    h = x @ w
+    grown = h.double().exp().float()  # of which h is kept
+    h.add_(1)
+    return grown * h
+
+
+class Scratch(torch.autograd.Function):
+    """Doubles, in memory that it uses again."""
+
+    @staticmethod
+    def forward(ctx, x, scratch):
+        scratch.numpy()[:] = x.detach().numpy()
+        ctx.save_for_backward(scratch * 2)
+        scratch.numpy()[:] = 0
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], None
+
+
+def function_of_its_own(x, w):
+    scratch = torch.zeros(4, 8)
+    return Scratch.apply(x, scratch) @ w + x.exp() * scratch
+
+
 def views(x, w):
     one, two = (x @ w).chunk(2, -1)
     return torch.cat([F.silu(one) * two, two.t().reshape(4, 4).exp()], -1).view(2, 16).t().sigmoid()
@@ -102,12 +138,16 @@ def no_graph_inside(x, w):
 
 
 def summed_in_place(x, w):
+    squared = x.pow(2)
     largest = (x * 2).detach()
     dist.all_reduce(largest)  # in place, which no version tells
-    return (x * largest).exp()
+    return (x * largest).exp() + squared
 
 
-FUNCTIONS = [in_place, views, norms, dropped, autocast, no_graph_inside]
+FUNCTIONS = [
+    in_place, source_in_place, kept_and_changed, function_of_its_own, views, norms, dropped, autocast,
+    no_graph_inside,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("function", FUNCTIONS)
@@ -210,18 +250,26 @@ def train(manager, recompute, **options):
     torch.manual_seed(0)
     model = parallelize(Llama(CONFIG).double(), manager, recompute=recompute, **options)
     tokens = torch.randint(32, (4, 18), generator=torch.Generator().manual_seed(1))
-    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}  # 17 tokens: uneven shares
+    batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}  # uneven shares
     kept = Kept(model)
     with kept:
         loss = train_step(model, shard_global_batch(batch, 1, manager), manager)
     return kept.most, loss, *(p.grad for p in model.parameters())
 
 
+def shared_unevenly(x, w):
+    # Rank 0 has all, and gains nothing by another gather; rank 1 does.
+    rows = [len(x), 0]
+    own = (x @ w)[: rows[dist.get_rank()]]
+    return functional.all_gather(own, 0, sizes=rows).pow(2)
+
+
 def two_bits():
     both(summed_in_place)
+    both(shared_unevenly)
 
 
-def test_what_a_collective_changes_is_kept():
+def test_ranks_agree_and_what_they_write_is_kept():
     run_ranks(two_bits, 2)
 
 
