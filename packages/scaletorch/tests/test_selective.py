@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletorch.compose import parallelize, select_layers, shard_global_batch, train_step
-from scaletorch.compose.selective import Selected
+from scaletorch.compose.selective import Selected, _Again
 from scaletorch.dist import functional
 from scaletorch.dist.errors import StateError
 from scaletorch.dist.testing import run_ranks
@@ -92,6 +92,10 @@ def kept_and_changed(x, w):
     return grown * h
 
 
+def dearer_made_again(x, w):
+    return (x @ w + x @ w.t()).pow(2)  # two tensors for one
+
+
 class Scratch(torch.autograd.Function):
     """Doubles, in memory that it uses again."""
 
@@ -109,7 +113,8 @@ class Scratch(torch.autograd.Function):
 
 def function_of_its_own(x, w):
     scratch = torch.zeros(4, 8)
-    return Scratch.apply(x, scratch) @ w + x.exp() * scratch
+    grown = x.exp() * scratch  # keeps it
+    return Scratch.apply(x, scratch) @ w + grown
 
 
 def views(x, w):
@@ -145,8 +150,8 @@ def summed_in_place(x, w):
 
 
 FUNCTIONS = [
-    in_place, source_in_place, kept_and_changed, function_of_its_own, views, norms, dropped, autocast,
-    no_graph_inside,
+    in_place, source_in_place, kept_and_changed, dearer_made_again, function_of_its_own, views,
+    norms, dropped, autocast, no_graph_inside,
 ]  # fmt: skip
 
 
@@ -216,6 +221,20 @@ def test_products_attention_and_draws_run_once():
     assert counts[True].count("aten::silu") == CONFIG.num_layers > counts[False].count("aten::silu")
 
 
+def test_a_tensor_is_made_once_for_its_users_and_let_go():
+    made = []
+
+    def make(sources):
+        made.append(sources)
+        return torch.ones(1)
+
+    again = _Again(make, [])
+    again.users = 2
+    for times in (1, 2):
+        assert again.get() is again.get()
+        assert len(made) == times
+
+
 def test_what_is_changed_after_the_layer_is_an_error():
     layer = Layer(lambda x, w: (F.silu(x @ w) * (x @ w).sigmoid()).exp() * 2)
     hidden = torch.randn(4, 8, requires_grad=True) * 1
@@ -260,7 +279,7 @@ def train(manager, recompute, **options):
 def shared_unevenly(x, w):
     # Rank 0 has all, and gains nothing by another gather; rank 1 does.
     rows = [len(x), 0]
-    own = (x @ w)[: rows[dist.get_rank()]]
+    own = (x @ w)[: rows[dist.get_rank()]].clone()
     return functional.all_gather(own, 0, sizes=rows).pow(2)
 
 
