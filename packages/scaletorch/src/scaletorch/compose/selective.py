@@ -124,8 +124,12 @@ class Selected:
     def run(self, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run a layer's forward."""
         packing = saved_tensors_hooks(self._pack, lambda packed: packed.get())
-        with packing, hear_made(self._gathered), Operations(self.note, self.write):
-            return inner(*args, **kwargs)
+        try:
+            with packing, hear_made(self._gathered), Operations(self.note, self.write):
+                return inner(*args, **kwargs)
+        finally:  # the graph holds the hook, and so this; what is kept it holds itself
+            for each in (self._recipes, self._packed, self._kept, self._alive):
+                each.clear()
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         """Write down how an operation made its results."""

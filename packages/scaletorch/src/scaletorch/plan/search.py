@@ -115,7 +115,8 @@ def _fitting(
     found: list[tuple[int, int]] = []
     least: tuple[int, Layout] | None = None
     for step, own in ladder(layout, options):
-        if any(a <= step[0] and b <= step[1] for a, b in found):
+        described = own.cut in known.description.cuts  # not each is, with selective recomputation
+        if not described or any(a <= step[0] and b <= step[1] for a, b in found):
             continue
         held = memory(known.description, own, holdings=known)
         peak = max(each.total for each in held)
