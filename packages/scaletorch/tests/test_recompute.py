@@ -40,7 +40,7 @@ def trained(manager, recompute):
 def compare(sizes):
     manager = setup_process_group_manager(**sizes)
     plain_loss, plain = trained(manager, False)
-    for option in (True, "offload"):
+    for option in (True, "offload", "selective"):
         loss, gradients = trained(manager, option)
         assert torch.equal(loss, plain_loss)
         assert gradients.keys() == plain.keys()
@@ -103,7 +103,9 @@ def test_offloading_copies_activations_and_no_parameters():
 
 def test_another_word_for_recomputation_is_refused():
     manager = setup_process_group_manager()
-    with pytest.raises(InvalidArgumentError, match='recompute must be True, False or "offload", g'):
+    with pytest.raises(
+        InvalidArgumentError, match='must be True, False, "selective" or "offload", g'
+    ):
         parallelize(Llama(CONFIG), manager, recompute="disk")
     destroy_process_group_manager()
 

@@ -49,7 +49,7 @@ def drawn(seed: int, ranks: int) -> Iterator[Case]:
         layout = Layout(
             grid,
             sequence_parallel=grid.tp > 1 and random_.random() < 0.5,
-            recompute=random_.choice(("none", "none", "full")),
+            recompute=random_.choice(("none", "none", "full", "selective")),
             zero=random_.choice((0, 1, 2)) if grid.cp * grid.dp > 1 else 0,
             schedule=schedule,
             chunks=chunks,

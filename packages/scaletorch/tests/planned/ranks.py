@@ -19,6 +19,7 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
+from scaletorch.plan.applying import arguments
 from scaletorch.plan.holding.stages import schedule_of
 
 from .drawing import Case
@@ -97,7 +98,7 @@ def _trained(case: Case, manager: ProcessGroupManager) -> tuple[list[int], Sends
         model_of(case),
         manager,
         schedule=schedule_of(layout) if layout.chunks > 1 else layout.schedule,
-        recompute=layout.recompute == "full",
+        recompute=arguments(layout)["recompute"],
         sequence_parallel=layout.sequence_parallel,
     )
     optimizer = torch.optim.AdamW(model.parameters())

@@ -9,7 +9,7 @@ from .loss import token_loss_sum
 from .norm import clip_grad_norm_, global_grad_norm, nonfinite_gradients
 from .parallelize import parallelize
 from .randomness import seed_ranks
-from .recompute import offload_layers, recompute_layers
+from .recompute import offload_layers, recompute_layers, select_layers
 from .replicas import check_replicas
 from .routing import count_routing, move_biases
 from .rows import rows_of_step
@@ -41,6 +41,7 @@ __all__ = [
     "recompute_layers",
     "rows_of_step",
     "seed_ranks",
+    "select_layers",
     "sequence_sums",
     "shard_global_batch",
     "token_log_probs",

@@ -24,8 +24,10 @@ from .experts import divide_experts, expert_groups, hide_exchanges
 from .forward import Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
 from .outline import outline_of
-from .recompute import offload_layers, recompute_layers
+from .recompute import offload_layers, recompute_layers, select_layers
 from .updates import watch
+
+_KEEPING = {True: recompute_layers, "selective": select_layers, "offload": offload_layers}
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +68,8 @@ def parallelize(
         split: Pipeline split; None infers it from the module.
         schedule: Of the pipeline: a name, a function of ranks and micro-batches, or a schedule.
         bucket_size: Elements in a gradient bucket.
-        recompute: Layers run again in backward; or "offload": the host keeps their activations.
+        recompute: Layers run again in backward; "selective": only what is cheap to make again
+            does; "offload": the host keeps their activations.
         sequence_parallel: Between sharded layers each tp rank holds its shard of every sequence.
         loss_parallel: Logits stay sharded over tp, of a head that is "column_gather".
         cp_layout: The order of positions over cp ranks: "zigzag" for causal attention, and
@@ -90,7 +93,7 @@ def parallelize(
         _shard_layers(model, manager, layers, settings)
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
     if recompute:  # around all that a layer does, communication included
-        (offload_layers if recompute == "offload" else recompute_layers)(model, split)
+        _KEEPING[recompute](model, split)
     cut = agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
     hide_exchanges(stage, manager)
@@ -148,9 +151,9 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Settings) 
             f"parallelize takes a plain nn.Module, got {type(model).__name__}"
         )
     require_own_names(model)
-    if not isinstance(settings.recompute, bool) and settings.recompute != "offload":
+    if not isinstance(settings.recompute, bool) and settings.recompute not in (*_KEEPING,):
         raise InvalidArgumentError(
-            f'recompute must be True, False or "offload", got {settings.recompute!r}'
+            f'recompute must be True, False, "selective" or "offload", got {settings.recompute!r}'
         )
     shares = manager.tp_size > 1 and bool(settings.sequence_parallel)
     balance = read_router_loss(model, manager)

@@ -12,6 +12,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from ..parallel.pipeline_parallel import Split, layers_of
+from .selective import Selected
 
 _Inner = Callable[..., Any]
 _Kept = tuple[torch.device | None, Tensor]  # where it was, if it is elsewhere, and what is kept
@@ -31,6 +32,23 @@ def recompute_layers(model: nn.Module, split: Split | None = None) -> None:
         InvalidArgumentError: The list of layers cannot be found.
     """
     _surround(model, split, _recomputed)
+
+
+def select_layers(model: nn.Module, split: Split | None = None) -> None:
+    """Let every layer of `model` drop what is cheap to make again, in place.
+
+    Norms, activation functions and other elementwise operations run again in backward, and gathers
+    of sequences are sent again; products of matrices, attention, random draws and sums over ranks
+    are not. Values are the same bits.
+
+    Args:
+        model: As in `recompute_layers`.
+        split: As there.
+
+    Raises:
+        InvalidArgumentError: The list of layers cannot be found.
+    """
+    _surround(model, split, _selected)
 
 
 def offload_layers(model: nn.Module, split: Split | None = None) -> None:
@@ -74,6 +92,12 @@ def _around(forward: _Inner, run: Callable[..., Any]) -> _Inner:
 
 def _recomputed(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
     return checkpoint(inner, layer, *args, use_reentrant=False, **kwargs)
+
+
+def _selected(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    if torch.compiler.is_compiling():  # a compiler chooses itself what it keeps
+        return inner(layer, *args, **kwargs)
+    return Selected(layer).run(inner, layer, *args, **kwargs)
 
 
 def _offloaded(inner: _Inner, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:

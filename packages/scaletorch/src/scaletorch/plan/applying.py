@@ -13,19 +13,11 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from .layout import LOOPED, Layout
 
-_RECOMPUTE = {"none": False, "full": True, "offload": "offload"}
+_RECOMPUTE = {"none": False, "selective": "selective", "full": True, "offload": "offload"}
 
 
 def arguments(layout: Layout) -> dict[str, Any]:
-    """Return what `parallelize` takes for a layout; `layout.zero` is for `shard_optimizer`.
-
-    Raises:
-        InvalidArgumentError: It recomputes selectively, which no layer of ours does.
-    """
-    if layout.recompute not in _RECOMPUTE:
-        raise InvalidArgumentError(
-            f"recompute {layout.recompute!r} is what papers have; ours are {', '.join(_RECOMPUTE)}"
-        )
+    """Return what `parallelize` takes for a layout; `layout.zero` is for `shard_optimizer`."""
     chunked = LOOPED.get(layout.schedule)
     return {
         "sequence_parallel": layout.sequence_parallel,

@@ -62,7 +62,7 @@ def _planning(prog: str) -> argparse.ArgumentParser:
         _say(f"--{axis}", type=_count, nargs="+", metavar="N", help="layouts with this size alone")
     _say("--micro-rows", type=_count, nargs="+", metavar="N", help="rows of a micro-batch")
     _say("--zero", type=int, nargs="+", choices=range(4), help="stages of ZeRO")
-    _say("--recompute", nargs="+", choices=("none", "full", "offload"))
+    _say("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
     _say("--sequence-parallel", nargs="+", choices=("off", "on"))
     _say("--schedule", nargs="+", choices=[name for name in SCHEDULES if name != "forward_only"])
     _say("--cp-method", nargs="+", metavar="NAME", help="as for `parallelize`")
@@ -84,6 +84,7 @@ def _describing(prog: str) -> argparse.ArgumentParser:
         parser.add_argument(f"--{axis}", type=_count, nargs="+", metavar="N", help="sizes to know")
     parser.add_argument("--cp-method", nargs="+", metavar="NAME", help="as for `parallelize`")
     parser.add_argument("--sequence-parallel", nargs="+", choices=("off", "on"))
+    parser.add_argument("--recompute", nargs="+", choices=("none", "selective", "full", "offload"))
     return parser
 
 
@@ -192,7 +193,9 @@ def cuts_of(arguments: Any, experts: int) -> list[Cut]:
     ranks = arguments.ranks
     shares = tuple(each == "on" for each in arguments.sequence_parallel or ("off", "on"))
     eps = arguments.ep or [n for n in range(1, MOST + 1) if ranks % n == 0 and experts % n == 0]
+    tried = arguments.recompute or ["none"]
+    selective = [False] * (tried != ["selective"]) + [True] * ("selective" in tried)
     return usual_cuts(
         ranks, tp=arguments.tp, cp=arguments.cp, ep=eps, sequence_parallel=shares,
-        methods=arguments.cp_method or ("ring",),
+        methods=arguments.cp_method or ("ring",), selective=selective,
     )  # fmt: skip

@@ -101,6 +101,7 @@ class Behaviour:
         kept: Bytes that autograd keeps between forward and backward, each memory once, without
             parameters and without `shared`.
         shared: Bytes that all layers of a stage keep together, once: angles of positions, a mask.
+            Of kinds that keep unlike ones, such as masks of two sorts, the larger counts.
         entered: Bytes of its input, which is all that is kept with `recompute`.
         forward_peak: Bytes above `kept` while forward runs.
         backward_peak: Bytes above `kept` while backward runs, without gradients of parameters.
@@ -130,6 +131,7 @@ class Cut:
         ep: Expert parallel size.
         sequence_parallel: Whether tp ranks hold shares of sequences between sharded layers.
         cp_method: How cp ranks attend; "" if cp is 1.
+        selective: Whether layers make again what is cheap, which changes what they keep and send.
     """
 
     tp: int = 1
@@ -137,6 +139,7 @@ class Cut:
     ep: int = 1
     sequence_parallel: bool = False
     cp_method: str = ""
+    selective: bool = False
 
     def __str__(self) -> str:
         """Return what is not 1, such as "tp 4, cp 2, sp, ring"."""
@@ -144,6 +147,7 @@ class Cut:
         said = [f"{axis} {size}" for axis, size in sizes.items() if size > 1]
         said += ["sp"] * self.sequence_parallel
         said += [self.cp_method] * (self.cp > 1)
+        said += ["selective"] * self.selective
         return ", ".join(said) or "whole"
 
 

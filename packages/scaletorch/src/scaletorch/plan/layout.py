@@ -24,8 +24,8 @@ class Layout:
     Attributes:
         grid: Of the ranks.
         sequence_parallel: As for `parallelize`.
-        recompute: "full" is `recompute=True`, "offload" `recompute="offload"`; "selective" runs
-            attention's core again: only its time is known, and no layer of ours does it.
+        recompute: "full" is `recompute=True` of `parallelize`; "selective" and "offload" are its
+            words.
         zero: Stage of ZeRO, 0 to 3, over cp x dp.
         schedule: Of the pipeline, a name of `SCHEDULES`.
         chunks: Stages on a pipeline rank.
@@ -50,7 +50,7 @@ class Layout:
         grid = self.grid
         return _cut(
             grid.tp, grid.cp, grid.ep, self.sequence_parallel and grid.tp > 1,
-            self.cp_method if grid.cp > 1 else "",
+            self.cp_method if grid.cp > 1 else "", self.recompute == "selective",
         )  # fmt: skip
 
 

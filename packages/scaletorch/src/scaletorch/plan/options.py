@@ -19,7 +19,8 @@ class Options:
     Attributes:
         sequence_parallel: The first that the model can have is taken, where tp is above 1: shares
             send as many bytes and keep less.
-        recompute: More than the first only where memory asks for it.
+        recompute: More than the first only where memory asks for it; "selective" of models that are
+            described so (`usual_cuts(selective=...)`).
         zero: Of these, too, more than the first only where memory asks for it; none of them where a
             rank has its parameters alone. 3 is `fully_shard` of torch.
         schedules: Names and chunks; all are tried. Those with one chunk and whole backwards that
@@ -153,7 +154,8 @@ def _cuts(description: Description, grid: Grid, options: Options) -> Iterator[tu
     found = False
     for method in methods:
         for shares in options.sequence_parallel if grid.tp > 1 else (False,):
-            cut = Cut(grid.tp, grid.cp, grid.ep, shares, method if grid.cp > 1 else "")
+            again = options.recompute[0] == "selective"
+            cut = Cut(grid.tp, grid.cp, grid.ep, shares, method if grid.cp > 1 else "", again)
             if cut in description.cuts:
                 yield shares, method
                 found = True

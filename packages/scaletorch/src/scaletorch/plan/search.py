@@ -115,6 +115,8 @@ def _fitting(
     found: list[tuple[int, int]] = []
     least: tuple[int, Layout] | None = None
     for step, own in ladder(layout, options, found):
+        if own.cut not in known.description.cuts:  # not each is, with selective recomputation
+            continue
         held = memory(known.description, own, holdings=known)
         peak = max(each.total for each in held)
         if peak <= cluster.device.memory:

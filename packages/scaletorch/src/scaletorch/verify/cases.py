@@ -19,7 +19,7 @@ OPTIONS: Mapping[str, tuple[str | int, ...]] = {
     "schedule": ("1f1b", *(n for n in SCHEDULES if n not in ("1f1b", "forward_only"))),
     "micro_batches": (2, 1),
     "bucket_size": (2**14, 1, 2**24),
-    "recompute": ("none", "layers", "offload"),
+    "recompute": ("none", "layers", "selective", "offload"),
     "sequence_parallel": ("off", "on"),
     "loss_parallel": ("off", "on"),
     "cp_layout": ("zigzag", "contiguous", "stripe"),
@@ -38,8 +38,8 @@ class Case:
         schedule: Pipeline schedule.
         micro_batches: Micro-batches per data-parallel rank.
         bucket_size: Elements per gradient bucket.
-        recompute: 'layers' drop their activations and run again in backward, keep them in the
-            host's memory ('offload'), or 'none' do either.
+        recompute: 'layers' drop their activations and run again in backward, drop what is cheap to
+            make again ('selective'), keep them in the host's memory ('offload'), or none ('none').
         loss_parallel: 'on' leaves logits divided over tp.
         sequence_parallel: 'on' shares sequences out over tp between sharded layers.
         cp_layout: Which positions each cp rank has.

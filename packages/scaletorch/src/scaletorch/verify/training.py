@@ -40,7 +40,9 @@ from .replay import by_scores, decided, replayed
 from .replicas import doubled, missing, unlike
 from .routing import Choice, flips, watched
 
-RECOMPUTE: Mapping[str, bool | str] = {"none": False, "layers": True, "offload": "offload"}
+RECOMPUTE: Mapping[str, bool | str] = {
+    "none": False, "layers": True, "selective": "selective", "offload": "offload",
+}  # fmt: skip
 WRAPPER: Mapping[str, Mapping[str, Any]] = {
     "rank_order": {"order": "rank"},
     "float64": {"grad_type": torch.float64},

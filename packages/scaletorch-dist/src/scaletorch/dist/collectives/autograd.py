@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ..wire.backend import process_group
 from . import pieces
+from .made import tell_made
 
 Group = ProcessGroup | None
 
@@ -37,6 +38,12 @@ def _back(function: type[Function], grad: Tensor, group: Group, *args: Any) -> T
     if alone(group) or (function is Copy and not torch.is_grad_enabled()):
         return grad
     return apply(function, grad, *args)
+
+
+def _joined(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> Tensor:
+    whole = pieces.joined(x, dim, group, sizes)
+    tell_made(whole, lambda own: pieces.joined(own, dim, group, sizes), x)
+    return whole
 
 
 class Copy(Function):
@@ -93,7 +100,7 @@ class AllGather(Function):
     ) -> Tensor:
         """Return every rank's `x` joined along `dim`."""
         ctx.args = dim, group, sizes
-        return pieces.joined(x, dim, group, sizes)
+        return _joined(x, dim, group, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
@@ -129,7 +136,7 @@ class Gather(Function):
     ) -> Tensor:
         """Return every rank's `x` joined along `dim`."""
         ctx.args = dim, group, sizes
-        return pieces.joined(x, dim, group, sizes)
+        return _joined(x, dim, group, sizes)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:

@@ -76,6 +76,7 @@ def usual_cuts(
     ep: Sequence[int] = (1,),
     sequence_parallel: Sequence[bool] = (False, True),
     methods: Sequence[str] = ("ring",),
+    selective: Sequence[bool] = (False,),
 ) -> list[Cut]:
     """Return the ways of cutting a model that are worth knowing, each once.
 
@@ -86,12 +87,13 @@ def usual_cuts(
         ep: Sizes.
         sequence_parallel: Without and with.
         methods: How cp ranks attend.
+        selective: Without and with selective recomputation.
     """
     sizes = [size for size in range(1, min(ranks, MOST) + 1) if ranks % size == 0]
-    every = product(tp or sizes, cp or sizes, ep, sequence_parallel, methods)
+    every = product(tp or sizes, cp or sizes, ep, sequence_parallel, methods, selective)
     found = (
-        Cut(tp, cp, ep, shares and tp > 1, method if cp > 1 else "")
-        for tp, cp, ep, shares, method in every
+        Cut(tp, cp, ep, shares and tp > 1, method if cp > 1 else "", again)
+        for tp, cp, ep, shares, method, again in every
         if tp * cp <= ranks and ep <= ranks
     )
     return list(dict.fromkeys(found))

@@ -77,6 +77,7 @@ class Job:
             parallel = parallelize(
                 model, manager, plan=self.plan, split=self.split,
                 sequence_parallel=cut.sequence_parallel, cp_method=cut.cp_method or "ring",
+                recompute="selective" if cut.selective else False,
                 data_parallel={"init_sync": "none"},
             )  # fmt: skip
             asked(model)

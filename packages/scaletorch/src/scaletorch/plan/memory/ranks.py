@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from ...dist.errors import InvalidArgumentError
 from ..description import Description
 from ..estimate import Memory
 from ..holding import Holdings
@@ -53,14 +52,8 @@ def memory(
         holdings: Of the same description and optimizer, to work out nothing twice.
 
     Raises:
-        InvalidArgumentError: The model cannot be cut so, has fewer layers than stages, or would
-            recompute selectively.
+        InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
     """
-    if layout.recompute == "selective":
-        raise InvalidArgumentError(
-            'what recompute "selective" keeps is known of closed forms alone, which are described '
-            'so (known.Program); layouts have "none", "full" and "offload"'
-        )
     known = holdings or Holdings(description, optimizer)
     live = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
     numbers = known.numbers(layout)

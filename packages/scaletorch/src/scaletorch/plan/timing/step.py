@@ -133,8 +133,6 @@ def _kinds(
 
 def _again(backward: Spent, forward: Spent, recompute: str) -> Spent:
     """Return a backward with what it runs again before it."""
-    if recompute == "selective":
-        return backward._replace(attention=backward.attention + forward.attention)
     if recompute != "full":
         return backward
     return Spent(
