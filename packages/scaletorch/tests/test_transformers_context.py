@@ -392,7 +392,6 @@ def test_what_cannot_be_exact_is_refused_by_name():
     [
         ({"name": "Bloom"}, "BloomForCausalLM neither uses .* attention is 'eager'"),
         ({"name": "Mpt"}, "MptForCausalLM neither uses .* attention is 'eager'"),
-        ({"name": "Bart"}, "BartForCausalLM takes no position_ids"),
         ({"name": "Llama", "rope_parameters": DYNAMIC}, "rotary embeddings of type dynamic"),
     ],
 )
@@ -421,3 +420,13 @@ def test_documents_are_kept_where_a_config_knows_of_no_cache():
     calls.require_documents_kept(model, {"cu_seq_lens_q": TOLD})
     with pytest.raises(InvalidArgumentError, match="call a model of transformers with use_cache"):
         calls.require_documents_kept(model, {"cu_seq_lens_q": TOLD, "use_cache": True})
+
+
+def test_a_decoder_whose_positions_cannot_be_told_is_refused():
+    plain = _build("Bart")
+    table = plain.model.decoder.embed_positions
+    table.__class__ = type("Counts", (torch.nn.Embedding,), {"forward": lambda self, ids: ids})
+    model = apply_context_parallel(plain)
+    refused = pytest.raises(InvalidArgumentError, match="BartForCausalLM takes no position_ids")
+    with refused, ShardedSequences(8).inside(model):
+        pass
