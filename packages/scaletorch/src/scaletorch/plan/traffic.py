@@ -102,7 +102,7 @@ def calls(
 def _sums(
     known: Holdings, layout: Layout, number: int, tp: int | None, sums: int
 ) -> Iterator[Traffic]:
-    """Yield sums of gradients of a rank of this number, added up where they are alike."""
+    """Yield the sums of gradients on ranks of this number, by axis and operation."""
     grid = layout.grid
     fetched = layout.micro_batches if layout.zero == 3 else 0
     key = (
