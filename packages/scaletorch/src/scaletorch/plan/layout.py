@@ -55,5 +55,5 @@ class Layout:
 
 
 @cache
-def _cut(tp: int, cp: int, ep: int, shares: bool, method: str) -> Cut:
-    return Cut(tp, cp, ep, shares, method)
+def _cut(tp: int, cp: int, ep: int, shares: bool, method: str, selective: bool) -> Cut:
+    return Cut(tp, cp, ep, shares, method, selective)

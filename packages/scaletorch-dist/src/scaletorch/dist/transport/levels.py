@@ -28,7 +28,9 @@ from ..wire.sums import as_one, even_parts
 from ..wire.work import Work
 from ..world.hosts import ranks_by_node
 from ..world.info import get_timeout, group_ranks, info_of
-from .ways import SMALL, Done, T, Way, arrived, way_of
+from .ways import Done, T, Way, arrived, way_of
+
+LEAST = 4096  # bytes; gloo reduces smaller tensors in fewer steps than there are ranks
 
 Stage = tuple[int, Callable[[bool], Any]]  # a column, and what makes a stage, given `async_op`
 INSIDE, ACROSS, BACK, OVER = range(4)  # columns of stages, each with a group of its own
@@ -102,7 +104,7 @@ class LevelsWay(Way):
         self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
         """Reduce a tensor: to the ranks of a node, each its shard across nodes, then gathered."""
-        if buffer.nbytes < SMALL:
+        if buffer.nbytes < LEAST:
             return super().all_reduce(buffer, recipe, done, async_op)
         flat = buffer.view(-1)
         counts = even_parts(flat.numel(), len(self.order))
@@ -117,7 +119,8 @@ class LevelsWay(Way):
             if not own.numel():
                 return None
             way = way_of(own, self.across, True)  # no two of them share a host
-            return way.all_reduce(own, alike, own.copy_, later)
+            call = way.reduce_here if self.across.size() == 2 else way.all_reduce
+            return call(own, alike, own.copy_, later)
 
         def back(later: bool) -> object:
             return way_of(flat, self.back, later).gather_flat(flat, counts, arrived, later)

@@ -44,8 +44,6 @@ if TYPE_CHECKING:  # only builders of strategies have them
 T = TypeVar("T")
 Done = Callable[[Tensor], T]
 
-SMALL = 4096  # bytes that all ranks of a group can send to all others
-
 
 @overload
 def way_of(data: Tensor, group: ProcessGroup, async_op: Literal[True]) -> Way: ...
@@ -60,7 +58,10 @@ def way_of(
     data: Tensor, group: ProcessGroup, async_op: bool, buffers: FlatBuffers | None
 ) -> Way | MemoryWay | NodeMemory: ...
 def way_of(
-    data: Tensor, group: ProcessGroup, async_op: bool = False, buffers: FlatBuffers | None = None
+    data: Tensor,
+    group: ProcessGroup,
+    async_op: bool = False,
+    buffers: FlatBuffers | None = None,
 ) -> Way | MemoryWay | NodeMemory:
     """Return how a call's tensor travels; every rank of the group asks, and for as many bytes.
 
@@ -127,8 +128,7 @@ class Way:
         self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
         """Reduce a tensor over the ranks; its own values may be used up."""
-        few = self.route.backend == "gloo" and (buffer.nbytes < SMALL or self.group.size() == 2)
-        if few or recipe.run in self.route.lacks:
+        if recipe.run in self.route.lacks:
             return self.reduce_here(buffer, recipe, done, async_op)
         handle = raw_all_reduce(buffer, recipe.raw, self._known(), async_op)
         return Work((handle,), partial(done, buffer)) if async_op else done(buffer)
@@ -231,8 +231,9 @@ class Way:
     def all_to_all(self, sent: Tensor, done: Done[T], async_op: bool) -> T | Work[T]:
         """Send block i of a tensor, cut evenly in its memory, to rank i; collect those for here."""
         received = sent.new_empty(sent.shape)
-        flat = movable(received), movable(sent)
-        handle = all_to_all_single(*flat, None, None, self.group, async_op)
+        handle = all_to_all_single(
+            movable(received), movable(sent), None, None, self.group, async_op
+        )
         return settled((handle,), partial(done, received), async_op, keep=sent)
 
     def exchange(
@@ -271,15 +272,14 @@ class Way:
     def reduce_here(
         self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
-        """Bring everybody's tensor here, in one step, and reduce them in rank order."""
-        size, rank, flat = self.group.size(), self.group.rank(), buffer.view(-1)
-        if self.route.backend == "gloo":
-            counts = [flat.numel() if other != rank else 0 for other in range(size)]
-            copies = flat.expand(size - 1, -1).reshape(-1).contiguous()
-            finish = partial(_reduced_with, flat, rank, recipe.run, done)
-            return self.exchange(copies, counts, counts, finish, async_op)
-        rows = flat.new_empty(size * flat.numel())
-        handle = all_gather_single(movable(rows), movable(flat), self.group, async_op)
+        """Gather everybody's tensor and reduce them on this rank, in rank order.
+
+        For what a backend lacks, and for two ranks far apart: as many bytes, in one step of two.
+        """
+        size = self.group.size()
+        rows = buffer.new_empty(size * buffer.numel())
+        flat = movable(buffer).view(-1)
+        handle = all_gather_single(movable(rows), flat, self.group, async_op)
         finish = partial(_reduced_rows, rows.view(size, -1), recipe.run, done)
         return settled((handle,), finish, async_op, keep=buffer)
 
@@ -291,8 +291,3 @@ def _reduced(received: Tensor, size: int, recipe: Recipe, done: Done[T]) -> T:
 
 def _reduced_rows(rows: Tensor, run: str, done: Done[T]) -> T:
     return done(fold(rows, run))
-
-
-def _reduced_with(own: Tensor, rank: int, run: str, done: Done[T], others: Tensor) -> T:
-    rows = list(others.view(-1, own.numel()))
-    return done(fold([*rows[:rank], own, *rows[rank:]], run, spoil=True))
