@@ -98,8 +98,7 @@ def test_recomputation_runs_forwards_again() -> None:
     )  # fmt: skip
     some = described(1, {Cut(): Behaviour((), work=work)})
     steps = {
-        name: time(some, Layout(Grid(), recompute=name), EIGHT).step
-        for name in ("none", "full")
+        name: time(some, Layout(Grid(), recompute=name), EIGHT).step for name in ("none", "full")
     }
     assert steps["none"] == pytest.approx(0.01 * (1 + 1 + 2 + 2.5))
     assert steps["full"] - steps["none"] == pytest.approx(0.02)
