@@ -11,8 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.models import Llama
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.parallel.pipeline_parallel import SCHEDULES, Costs, simulate
 from scaletorch.plan import (
@@ -28,7 +30,10 @@ from scaletorch.plan import (
     Parameter,
     Sent,
     Work,
+    as_trained,
     calibrate,
+    describe,
+    training,
 )
 from scaletorch.plan.clusters.devices import CLUSTERS, DEVICES, cluster_named, device_named
 from scaletorch.plan.clusters.files import read_bench, read_cluster, write_cluster
@@ -438,6 +443,34 @@ def test_the_table_names_its_sources() -> None:
         cluster_named("dgx-h10", 8)
     with pytest.raises(InvalidArgumentError, match="has no flops of float64: known are float16"):
         time(replace(ALONE, dtype="float64"), Layout(Grid()), cluster_named("dgx-h100", 8))
+
+
+@pytest.mark.parametrize(("ranks", "tp"), [(3, 1), (12, 4)])
+def test_what_trained_slower_is_planned_so(monkeypatch, ranks: int, tp: int) -> None:
+    """Whatever ranks take for the small model, they are planned to take then."""
+    links = (Link(ranks, 1e-4, 1e9, {"all_reduce": (2e-4, 5e8)}),) if ranks > 1 else ()
+    given = Cluster(ranks, replace(DEVICE, overhead=1e-6, updating=0.0, hides=0.0), links)
+    took = {}
+
+    def launched(train, number, layout, dtype, backend) -> list[list[float]]:
+        assert (train, number, dtype) == (training._train, ranks, torch.float32)
+        took[layout] = 300.0 if layout.grid.tp == 1 else 700.0
+        return [[took[layout] / 2, took[layout], took[layout]]] + [[0.1] * 3] * (ranks - 1)
+
+    monkeypatch.setattr(training, "launch", launched)
+    found = as_trained(given, dtype=torch.float32)
+    known = describe(lambda: Llama(training.MODEL), training.LENGTH, cuts=[Cut(tp=tp)])
+    assert [layout.grid.tp for layout in took] == [1, tp][: 1 + (tp > 1)]
+    for layout, step in took.items():
+        planned = time(known, layout, found)
+        if tp == 1 or layout.grid.tp > 1:  # what links are slower by is in the other's, too
+            assert planned.step - planned.update == pytest.approx(step)
+    slow = time(known, next(iter(took)), found).computing
+    assert slow == pytest.approx(300, rel=0.01)
+    assert found.device.updating == given.device.moving
+    monkeypatch.setattr(training, "launch", lambda *_, **__: [[0.0] * 3] * ranks)
+    quick = as_trained(given, dtype=torch.float32)  # never quicker than its operations
+    assert quick == replace(given, device=replace(given.device, updating=given.device.moving))
 
 
 @pytest.mark.timeout(100)

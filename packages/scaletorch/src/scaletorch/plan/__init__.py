@@ -22,6 +22,7 @@ from .memory import Line, lines
 from .options import Options, Refused, legal
 from .search import Plan, plan
 from .timing import time, timer
+from .training import as_trained
 
 __all__ = [
     "CLUSTERS",
@@ -47,6 +48,7 @@ __all__ = [
     "Time",
     "Traffic",
     "Work",
+    "as_trained",
     "calibrate",
     "cluster_named",
     "describe",

@@ -101,9 +101,11 @@ def _calibrate(arguments: Any) -> int:
     import torch
 
     from .clusters import calibrate
+    from .training import as_trained
 
-    dtype = getattr(torch, arguments.dtype)
-    cluster = calibrate(arguments.ranks, dtype=dtype, backend=arguments.backend)
+    dtype, backend = getattr(torch, arguments.dtype), arguments.backend
+    cluster = calibrate(arguments.ranks, dtype=dtype, backend=backend)
+    cluster = as_trained(cluster, dtype=dtype, backend=backend)
     write_cluster(cluster, arguments.out)
     print(f"{arguments.out}: {cluster.ranks} x {cluster.device.name}: {cluster.device.source}")
     return 0
