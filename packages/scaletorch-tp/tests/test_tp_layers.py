@@ -8,6 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.distributed import group
+from torch.nn import functional
 
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.tensor_parallel import (
@@ -248,6 +249,16 @@ def test_bad_arguments_say_what_would_do():
         assert f"rank {rank}" in messages[6]
 
 
+class Scaled(nn.Linear):
+    def forward(self, x):
+        return 2 * functional.linear(x, self.weight, self.bias)
+
+
+class Clipped(nn.Linear):
+    def forward(self, x):
+        return functional.linear(x.clamp(-1e4, 1e4), self.weight, self.bias)
+
+
 def odd_modules():
     replaced, hooked, parametrized = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
     replaced.forward = lambda x: x
@@ -255,8 +266,7 @@ def odd_modules():
     nn.utils.parametrizations.weight_norm(parametrized)
     unusual = nn.Linear(4, 4)
     unusual.scale = nn.Parameter(torch.ones(4))
-    subclass = type("Scaled", (nn.Linear,), {})(4, 4)
-    return [replaced, hooked, parametrized, unusual, subclass]
+    return [replaced, hooked, parametrized, unusual, Scaled(4, 4), Clipped(4, 4)]
 
 
 @pytest.mark.parametrize(
@@ -267,6 +277,7 @@ def odd_modules():
         (2, "it is a ParametrizedLinear"),
         (3, "its parameters are"),
         (4, "it is a Scaled"),
+        (5, "it is a Clipped"),
     ],
 )
 def test_modules_whose_computation_is_their_own_are_refused(index, reason):

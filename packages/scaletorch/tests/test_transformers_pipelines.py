@@ -157,14 +157,25 @@ def test_families_on_two_stages():
     run_ranks(train, 2, [*FAMILIES])
 
 
-def refuse() -> None:
-    stage = PipelineParallel(
-        build("a norm registered after the layers"), group=torch.distributed.group.WORLD
+NORM = "a norm registered after the layers"
+
+
+def infer_and_refuse() -> None:
+    plain, world = build(NORM), torch.distributed.group.WORLD
+    stage = PipelineParallel(copy.deepcopy(plain), group=world)  # as its forward calls it
+    train_step_pipeline(stage, make_batches())
+    assert not wrong(stage, plain)
+    norm = DECODER + "layernorm_embedding"
+    registered = Split(
+        first=(DECODER + "embed_tokens", DECODER + "embed_positions"),
+        layers=DECODER + "layers",
+        last=(norm, "lm_head"),
     )
+    stage = PipelineParallel(plain, registered, group=world)
     text = r"layers\.0 is on stage 0 .* comes back to it after .*layernorm_embedding is on stage 1"
     with pytest.raises((InvalidArgumentError, StageError), match=text):
         train_step_pipeline(stage, make_batches())
 
 
-def test_a_module_registered_where_it_is_not_called_is_named():
-    run_ranks(refuse, 2)
+def test_a_module_is_where_it_is_called_or_is_named():
+    run_ranks(infer_and_refuse, 2)

@@ -116,7 +116,6 @@ def pooled():
 def refused():
     for kind, options, message in (
         ("bloom", {**SLICED, "n_head": 4, "n_layer": 1}, "mlp' has slow_but_exact: it computes o"),
-        ("doge", {}, "several layers of 'model.layers.0.self_attn' row-parallel, dt_proj, o_proj"),
     ):
         for sequence_parallel in (False, True):
             with pytest.raises(InvalidArgumentError, match=message):

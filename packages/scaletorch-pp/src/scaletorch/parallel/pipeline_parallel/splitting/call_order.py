@@ -31,9 +31,9 @@ def calls_around(module: nn.Module, child: str) -> tuple[frozenset[str], frozens
     events = _Events(module)
     events.read(type(module).forward)
     found = [(kind, index) for index, (name, kind) in enumerate(events.found) if name == child]
-    if not found:
+    surest, _ = max(found, default=(Use.MENTION, 0))  # a call says more than a loop
+    if surest is Use.MENTION:  # such as `one, two = self.layers`: when they run is not told
         return frozenset(), frozenset()
-    surest, _ = max(found)  # a call says more than a loop, and that more than a mention
     places = [index for kind, index in found if kind == surest]
     calls = [(index, name) for index, (name, kind) in enumerate(events.found) if kind is Use.CALL]
     before = {name for index, name in calls if index < places[-1]}

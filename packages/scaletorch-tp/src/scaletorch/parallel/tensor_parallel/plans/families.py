@@ -52,18 +52,14 @@ LLAMA = Family(
         "**.layers.*.self_attn.o_proj": "row",
         "**.layers.*.self_attn.q_norm": "replicate_sum_grad",
         "**.layers.*.self_attn.k_norm": "replicate_sum_grad",
-        "**.layers.*.self_attn.attn_sub_norm": "whole_features",  # BitNet's
         "**.layers.*.mlp.gate_proj": "column",
         "**.layers.*.mlp.up_proj": "column",
-        "**.layers.*.mlp.ffn_sub_norm": "whole_features",
         "**.layers.*.mlp.down_proj": "row",
         "**.lm_head": "column_gather",
     },
     may_lack=frozenset(
         {
             "**.embed_tokens",
-            "**.layers.*.self_attn.attn_sub_norm",
-            "**.layers.*.mlp.ffn_sub_norm",
             "**.layers.*.self_attn.q_norm",
             "**.layers.*.self_attn.k_norm",
             "**.lm_head",
@@ -77,6 +73,16 @@ LLAMA = Family(
 _HEAD_NORMS = ("**.layers.*.self_attn.query_layernorm", "**.layers.*.self_attn.key_layernorm")
 HUNYUAN = replace(
     LLAMA, name="Hunyuan", plan={**LLAMA.plan, **dict.fromkeys(_HEAD_NORMS, "replicate_sum_grad")}
+)
+
+BITNET = replace(
+    LLAMA,
+    name="BitNet",
+    plan={
+        **LLAMA.plan,
+        "**.layers.*.self_attn.attn_sub_norm": "whole_features",
+        "**.layers.*.mlp.ffn_sub_norm": "whole_features",
+    },
 )
 
 GPT2 = Family(
@@ -155,7 +161,7 @@ GPT_OSS = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    *(HUNYUAN, LLAMA, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
+    *(HUNYUAN, BITNET, LLAMA, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
     *DENSE,
     *PARTIAL,
     *MLPS,
