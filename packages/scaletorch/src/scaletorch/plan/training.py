@@ -32,7 +32,7 @@ def as_trained(cluster: Cluster, *, dtype: torch.dtype, backend: str = "gloo") -
     A small model takes a few steps, data parallel and then tensor parallel. By as much as its
     computing takes longer than its operations alone do (caches are cold, Python runs in between),
     the device is slower; and by as much as what is waited for takes longer than messages alone do
-    (ranks are not ready at once), so are the links.
+    (ranks are not ready at once, whatever the size), latencies are.
 
     Args:
         cluster: Of `calibrate`, for as many ranks as it was measured with.
@@ -49,13 +49,17 @@ def as_trained(cluster: Cluster, *, dtype: torch.dtype, backend: str = "gloo") -
     known = describe(lambda: Llama(MODEL).to(dtype), LENGTH, cuts=[Cut(tp=tp)])
     layouts = [apart, together] if tp > 1 else [apart]
     took = [_median(launch(_train, ranks, each, dtype, backend=backend)) for each in layouts]
-    slower = _longer(took[0], _planned(known, apart, cluster), "computing")
-    device = _slowed(cluster.device, slower)
+    planned = _planned(known, apart, cluster)
+    device = _slowed(cluster.device, _longer(took[0], planned, planned.computing))
     corrected = replace(cluster, device=device)
     if tp == 1:  # nothing that computing waits for
         return corrected
-    waiting = _longer(took[1], _planned(known, together, corrected), "exposed")
-    return replace(corrected, links=tuple(_slower(link, waiting) for link in cluster.links))
+    endless = replace(
+        corrected, links=tuple(_slower(each, 1.0, math.inf) for each in cluster.links)
+    )
+    latencies = sum(_planned(known, together, endless).exposed.values())
+    times = _longer(took[1], _planned(known, together, corrected), latencies)
+    return replace(corrected, links=tuple(_slower(each, times, 1.0) for each in cluster.links))
 
 
 def _planned(known: Description, layout: Layout, cluster: Cluster) -> Time:
@@ -64,10 +68,9 @@ def _planned(known: Description, layout: Layout, cluster: Cluster) -> Time:
     return replace(found, step=found.step - found.update)
 
 
-def _longer(took: float, planned: Time, part: str) -> float:
-    """Return by which factor a part of a step takes longer than planned; 1 at least."""
-    own = planned.computing if part == "computing" else sum(planned.exposed.values())
-    return max(1.0, (took - planned.step + own) / own) if own else 1.0
+def _longer(took: float, planned: Time, part: float) -> float:
+    """Return by which factor a part of a step takes longer, the rest as planned; 1 at least."""
+    return max(1.0, (took - planned.step + part) / part) if part else 1.0
 
 
 def _slowed(device: Device, times: float) -> Device:
@@ -77,9 +80,10 @@ def _slowed(device: Device, times: float) -> Device:
     return replace(device, flops=flops, moving=moving, overhead=overhead, updating=updating)
 
 
-def _slower(link: Link, times: float) -> Link:
-    calls = {name: (alpha * times, each / times) for name, (alpha, each) in link.calls.items()}
-    latency, bandwidth = link.latency * times, link.bandwidth / times
+def _slower(link: Link, times: float, wider: float) -> Link:
+    """Return a link of so many times the latency and the bandwidth."""
+    calls = {name: (alpha * times, each * wider) for name, (alpha, each) in link.calls.items()}
+    latency, bandwidth = link.latency * times, link.bandwidth * wider
     return replace(link, latency=latency, bandwidth=bandwidth, calls=calls)
 
 
