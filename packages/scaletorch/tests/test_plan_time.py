@@ -445,25 +445,27 @@ def test_the_table_names_its_sources() -> None:
         time(replace(ALONE, dtype="float64"), Layout(Grid()), cluster_named("dgx-h100", 8))
 
 
-@pytest.mark.parametrize(("ranks", "tp"), [(3, 1), (12, 4)])
-def test_what_trained_slower_is_planned_so(monkeypatch, ranks: int, tp: int) -> None:
+@pytest.mark.parametrize(("ranks", "sizes"), [(3, [1]), (12, [1, 4]), (4, [1, 4, 2])])
+def test_what_trained_slower_is_planned_so(monkeypatch, ranks: int, sizes: list[int]) -> None:
     """Whatever ranks take for the small model, they are planned to take then."""
-    links = (Link(ranks, 1e-4, 1e9, {"all_reduce": (2e-4, 5e8)}),) if ranks > 1 else ()
+    calls = {"all_reduce": (2e-4, 5e8)}
+    calls |= {"all_reduce 2": (1e-4, 6e8), "all_gather 3": (1e-4, 6e8)} if 2 in sizes else {}
+    links = (Link(ranks, 1e-4, 1e9, calls),)
     given = Cluster(ranks, replace(DEVICE, overhead=1e-6, updating=0.0, hides=0.0), links)
     took = {}
 
     def launched(train, number, layout, dtype, backend) -> list[list[float]]:
         assert (train, number, dtype) == (training._train, ranks, torch.float32)
-        took[layout] = 300.0 if layout.grid.tp == 1 else 700.0
+        took[layout] = {1: 300.0, 4: 700.0, 2: 1100.0}[layout.grid.tp]
         return [[took[layout] / 2, took[layout], took[layout]]] + [[0.1] * 3] * (ranks - 1)
 
     monkeypatch.setattr(training, "launch", launched)
     found = as_trained(given, dtype=torch.float32)
-    known = describe(lambda: Llama(training.MODEL), training.LENGTH, cuts=[Cut(tp=tp)])
-    assert [layout.grid.tp for layout in took] == [1, tp][: 1 + (tp > 1)]
+    known = describe(lambda: Llama(training.MODEL), training.LENGTH, cuts=[*map(Cut, sizes)])
+    assert [layout.grid.tp for layout in took] == sizes
     for layout, step in took.items():
         planned = time(known, layout, found)
-        if tp == 1 or layout.grid.tp > 1:  # what links are slower by is in the other's, too
+        if sizes == [1] or layout.grid.tp > 1:  # what links are slower by is in the other's, too
             assert planned.step - planned.update == pytest.approx(step)
     slow = time(known, next(iter(took)), found).computing
     assert slow == pytest.approx(300, rel=0.01)

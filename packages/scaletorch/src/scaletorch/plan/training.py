@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time as clock
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
 import torch
@@ -16,7 +16,7 @@ from ..models import Llama, LlamaConfig
 from ..parallel.pg_manager import Grid, setup_process_group_manager
 from .clusters import Cluster, Device, Link
 from .describing import describe
-from .description import Cut, Description
+from .description import Description
 from .estimate import Time
 from .layout import Layout
 from .timing import time
@@ -29,10 +29,11 @@ STEPS, WARMING = 9, 2
 def as_trained(cluster: Cluster, *, dtype: torch.dtype, backend: str = "gloo") -> Cluster:
     """Return a cluster with the figures of training: those of single operations, corrected.
 
-    A small model takes a few steps, data parallel and then tensor parallel. By as much as its
-    computing takes longer than its operations alone do (caches are cold, Python runs in between),
-    the device is slower; and by as much as what is waited for takes longer than messages alone do
-    (ranks are not ready at once, whatever the size), latencies are.
+    A small model takes a few steps, data parallel and then tensor parallel, in groups of each size
+    that has figures. By as much as its computing takes longer than its operations alone do (caches
+    are cold, Python runs in between), the device is slower; and by as much as what is waited for
+    takes longer than messages alone do (ranks are not ready at once, whatever the size), the
+    latencies of groups of that size are.
 
     Args:
         cluster: Of `calibrate`, for as many ranks as it was measured with.
@@ -43,23 +44,51 @@ def as_trained(cluster: Cluster, *, dtype: torch.dtype, backend: str = "gloo") -
         RankFailedError: A rank failed.
     """
     ranks = cluster.ranks
-    tp = math.gcd(ranks, MODEL.num_heads)
-    apart = Layout(Grid(dp=ranks), micro_rows=ROWS)
-    together = Layout(Grid(dp=ranks // tp, tp=tp), micro_rows=ROWS)
-    known = describe(lambda: Llama(MODEL).to(dtype), LENGTH, cuts=[Cut(tp=tp)])
-    layouts = [apart, together] if tp > 1 else [apart]
-    took = [_median(launch(_train, ranks, each, dtype, backend=backend)) for each in layouts]
-    planned = _planned(known, apart, cluster)
-    device = _slowed(cluster.device, _longer(took[0], planned, planned.computing))
-    corrected = replace(cluster, device=device)
-    if tp == 1:  # nothing that computing waits for
-        return corrected
-    endless = replace(
-        corrected, links=tuple(_slower(each, 1.0, math.inf) for each in cluster.links)
+    most = math.gcd(ranks, MODEL.num_heads)
+    fewer = [size for size in _measured(cluster) if size < most and most % size == 0]
+    layouts = [
+        Layout(Grid(dp=ranks // tp, tp=tp), micro_rows=ROWS)
+        for tp in sorted({1, most, *fewer}, key=lambda tp: (tp > 1, -tp))
+    ]
+    known = describe(
+        lambda: Llama(MODEL).to(dtype), LENGTH, cuts=[layout.cut for layout in layouts]
     )
-    latencies = sum(_planned(known, together, endless).exposed.values())
-    times = _longer(took[1], _planned(known, together, corrected), latencies)
-    return replace(corrected, links=tuple(_slower(each, times, 1.0) for each in cluster.links))
+    took = [_median(launch(_train, ranks, each, dtype, backend=backend)) for each in layouts]
+    planned = _planned(known, layouts[0], cluster)
+    device = _slowed(cluster.device, _longer(took[0], planned.step, planned.computing))
+    found = replace(cluster, device=device)
+    for layout, seconds in zip(layouts[1:], took[1:], strict=True):
+        found = _waiting(found, known, layout, seconds, fewer)
+    return found
+
+
+def _measured(cluster: Cluster) -> set[int]:
+    """Return the sizes of groups whose calls were measured beside those of all ranks."""
+    names = (name.rpartition(" ")[2] for link in cluster.links for name in link.calls)
+    return {int(size) for size in names if size.isdigit()}
+
+
+def _waiting(
+    cluster: Cluster, known: Description, layout: Layout, took: float, fewer: Sequence[int]
+) -> Cluster:
+    """Return a cluster whose calls in groups as those of a layout have the latencies it took.
+
+    Ranks that share cores wait longer in some groups than in others: those sizes that have
+    figures of their own (`fewer`) are corrected each by its own steps, all others together.
+    """
+    tp = layout.grid.tp
+
+    def of_its(name: str) -> bool:
+        size = name.rpartition(" ")[2]
+        return size == str(tp) if tp in fewer else size not in map(str, fewer)
+
+    def slower(times: float) -> Cluster:
+        links = (_slower(link, times, of_its, tp not in fewer) for link in cluster.links)
+        return replace(cluster, links=tuple(links))
+
+    planned = _planned(known, layout, cluster).step
+    part = planned - _planned(known, layout, slower(0.0)).step
+    return slower(_longer(took, planned, part))
 
 
 def _planned(known: Description, layout: Layout, cluster: Cluster) -> Time:
@@ -68,9 +97,9 @@ def _planned(known: Description, layout: Layout, cluster: Cluster) -> Time:
     return replace(found, step=found.step - found.update)
 
 
-def _longer(took: float, planned: Time, part: float) -> float:
+def _longer(took: float, planned: float, part: float) -> float:
     """Return by which factor a part of a step takes longer, the rest as planned; 1 at least."""
-    return max(1.0, (took - planned.step + part) / part) if part else 1.0
+    return max(1.0, (took - planned + part) / part) if part else 1.0
 
 
 def _slowed(device: Device, times: float) -> Device:
@@ -80,11 +109,13 @@ def _slowed(device: Device, times: float) -> Device:
     return replace(device, flops=flops, moving=moving, overhead=overhead, updating=updating)
 
 
-def _slower(link: Link, times: float, wider: float) -> Link:
-    """Return a link of so many times the latency and the bandwidth."""
-    calls = {name: (alpha * times, each * wider) for name, (alpha, each) in link.calls.items()}
-    latency, bandwidth = link.latency * times, link.bandwidth * wider
-    return replace(link, latency=latency, bandwidth=bandwidth, calls=calls)
+def _slower(link: Link, times: float, chosen: Callable[[str], bool], others: bool) -> Link:
+    """Return a link with so many times the latency of chosen calls, and of `others` if asked."""
+    calls = {
+        name: (alpha * times if chosen(name) else alpha, bandwidth)
+        for name, (alpha, bandwidth) in link.calls.items()
+    }
+    return replace(link, latency=link.latency * (times if others else 1.0), calls=calls)
 
 
 def _train(layout: Layout, dtype: torch.dtype) -> list[float]:
