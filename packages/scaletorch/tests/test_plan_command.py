@@ -34,6 +34,53 @@ def text():
     return "a model"
 
 
+class Block(nn.Module):
+    def __init__(self, fixed):
+        super().__init__()
+        self.up, self.down, self.fixed = nn.Linear(8, 16), nn.Linear(16, 8), fixed
+
+    def forward(self, x):
+        wide = self.up(x)
+        if self.fixed:
+            wide = wide.view(*x.shape[:-1], 4, 4).flatten(-2)
+        return x + self.down(wide.relu())
+
+
+class Own(nn.Module):
+    def __init__(self, fixed=False):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(64, 8), nn.Linear(8, 64)
+        self.layers = nn.ModuleList([Block(fixed), Block(fixed)])
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def fixed():
+    return Own(fixed=True)
+
+
+def broken():
+    found = Own()
+    found.head = nn.Linear(9, 64)
+    return found
+
+
+CUT = {"layers.*.up": "column", "layers.*.down": "row"}
+
+
+def of_images(rows):
+    ids = torch.zeros(rows, 16, dtype=torch.long)
+    return {"input_ids": ids, "labels": ids, "pixels": ids}
+
+
+def without_ids(rows):
+    return {"pixels": torch.zeros(rows, 16)}
+
+
 NUMBER = 3
 """
 CONFIG = {
@@ -120,6 +167,18 @@ def test_one_in_full_and_one_that_does_not_fit(run):
     assert "none fits in 1 KiB" in run(f"{PLAN} --memory 1KiB", code=1)
 
 
+def test_a_model_with_a_plan_of_ones_own(run, folder):
+    """Its code may not run on shards; then that layout is refused, with the line."""
+    words = "--length 16 --tp 1 2 --cp 1 --sequence-parallel off --out own.json"
+    assert "of no known model family" in run(f"describe --model plannable:Own {words}")
+    assert "refused" not in run(f"describe --model plannable:Own --plan plannable:CUT {words}")
+    assert [cut.tp for cut in read(folder / "own.json").cuts] == [1, 2]
+    said = run(f"describe --model plannable:fixed --plan plannable:CUT {words}")
+    line = MODELS[: MODELS.index("wide.view")].count("\n") + 1
+    assert "with tp 2 its code fails: RuntimeError: shape '[" in said
+    assert f"(plannable.py:{line})" in said
+
+
 def test_a_config_of_transformers(run, folder):
     pytest.importorskip("transformers")
     run("describe --model tiny --length 16 --tp 1 --cp 1 --dtype bfloat16 --out hf.json")
@@ -139,6 +198,10 @@ WRONG = {
     f"{MODEL} plannable:text": "has to return a plain nn.Module, and returned str",
     f"{MODEL} plannable:with_data": "cannot be built without data",
     f"{MODEL} plannable:with_values": "cannot be built without data",
+    f"{MODEL} plannable:model --plan plannable:nothing": "'plannable:nothing' is not package",
+    f"{MODEL} plannable:Own --batch plannable:of_images": "has pixels, and the forward of Own takes",
+    f"{MODEL} plannable:Own --batch plannable:without_ids": "[B, L]; what came has pixels",
+    f"{MODEL} plannable:broken": "the model cannot run on the batch: RuntimeError: ",
     f"{MODEL} plannable:model --dtype bfloat17": "dtype 'bfloat17' is none of torch's",
     f"{MODEL} empty": "the folder empty has no config.json",
     f"{PLAN} --memory 80GiBi": "--memory '80GiBi' has the unknown unit 'GiBi'",

@@ -139,11 +139,18 @@ def _with_positions(batch: Batch, model: nn.Module | None) -> Batch:
 def _shape(batch: Batch) -> tuple[int, int]:
     ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
     if not isinstance(ids, Tensor) or ids.ndim != 2:
-        came = list(ids.shape) if isinstance(ids, Tensor) else type(batch).__name__
         raise InvalidArgumentError(
-            f"a global batch is a mapping with input_ids [B, L]; what came has {came}"
+            f"a global batch is a mapping with input_ids [B, L]; what came {_came(batch, ids)}"
         )
     return ids.shape[0], ids.shape[1]
+
+
+def _came(batch: Batch, ids: object) -> str:
+    if isinstance(ids, Tensor):
+        return f"has them in the shape {list(ids.shape)}"
+    if isinstance(batch, Mapping):
+        return f"has {', '.join(map(str, batch)) or 'nothing'}"
+    return f"is a {type(batch).__name__}"
 
 
 def _require_count(num_micro_batches: int) -> None:

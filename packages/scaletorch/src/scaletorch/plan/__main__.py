@@ -137,7 +137,8 @@ def description_of(arguments: Any) -> Description:
     name, build = named(arguments.model, arguments.dtype)
     return describe(
         build, arguments.length, cuts=cuts_of(arguments, experts_of(build)),
-        batch=load(arguments.batch) if arguments.batch else None, name=name,
+        batch=load(arguments.batch) if arguments.batch else None,
+        plan=load(arguments.plan) if arguments.plan else None, name=name,
     )  # fmt: skip
 
 

@@ -103,6 +103,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
     _say("--length", type=_count, metavar="N", help="tokens of a sequence")
     _say("--dtype", help="of parameters, such as bfloat16; else as the model is built")
     _say("--batch", help="package.module:function of rows, what `train_step` takes of a model")
+    _say("--plan", help="package.module:name of a tensor parallel plan")
 
 
 def _count(text: str) -> int:

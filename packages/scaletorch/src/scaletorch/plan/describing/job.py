@@ -18,6 +18,7 @@ from ...parallel.pipeline_parallel import Split
 from ...parallel.tensor_parallel import explain
 from ..description import Behaviour, Block, Cut, Parameter
 from .blocks import block_of, fill, inner, thin_out
+from .failing import own_code
 from .figures import behaviour
 from .hollow import Hollow
 from .observed import Observed
@@ -58,7 +59,7 @@ class Job:
             ScaletorchError: The model cannot be cut so.
         """
         pair = []
-        with pretended(_grid(cut)) as manager:
+        with own_code(cut), pretended(_grid(cut)) as manager:
             for rows in ROWS:
                 seen, model = self._run(cut, manager, rows)
                 pair.append(seen)
