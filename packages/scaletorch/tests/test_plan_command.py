@@ -24,6 +24,10 @@ def with_data():
     return model().load_state_dict(torch.load("weights.pt"))
 
 
+def moved():
+    return model().to("cuda" if not torch.cuda.is_available() else "cpu")
+
+
 def with_values():
     found = model()
     assert found.embed_tokens.weight.sum().item() == 0
@@ -197,6 +201,7 @@ WRONG = {
     f"{MODEL} plannable:NUMBER": "makes nothing: it is a int",
     f"{MODEL} plannable:text": "has to return a plain nn.Module, and returned str",
     f"{MODEL} plannable:with_data": "cannot be built without data",
+    f"{MODEL} plannable:moved": "loads nothing and moves it nowhere",
     f"{MODEL} plannable:with_values": "cannot be built without data",
     f"{MODEL} plannable:model --plan plannable:nothing": "'plannable:nothing' is not package",
     f"{MODEL} plannable:Own --batch plannable:of_images": "has pixels, and the forward of Own",

@@ -103,11 +103,13 @@ def _built(build: Callable[[], nn.Module]) -> nn.Module:
     try:
         with meta_parameters():
             model = build()
-    except (RuntimeError, NotImplementedError, OSError) as error:
+    except ScaletorchError:
+        raise
+    except Exception as error:  # it is the caller's
         raise InvalidArgumentError(
             "the model cannot be built without data: its parameters are on the meta device while "
             f"it is described ({type(error).__name__}: {str(error).partition(chr(10))[0]}); give a "
-            "function that makes the module and loads nothing"
+            "function that makes the module, loads nothing and moves it nowhere"
         ) from error
     if not isinstance(model, nn.Module):
         raise InvalidArgumentError(
