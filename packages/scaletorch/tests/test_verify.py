@@ -152,8 +152,8 @@ class Gpt(nn.Module):
         self.blocks = nn.ModuleList(Block() for _ in range(2))
         self.head = nn.Linear(16, 64)
 
-    def forward(self, input_ids, position_ids=None):
-        x = self.tokens(input_ids)
+    def forward(self, idx, position_ids=None):  # tokens by no name but their place
+        x = self.tokens(idx)
         for block in self.blocks:
             x = block(x)
         return self.head(x)

@@ -146,10 +146,10 @@ def one_process(
 def _one_step(
     model: nn.Module, batch: Batch, phase: Phase, optimizers: Sequence[Optimizer], put: Put
 ) -> Step:
-    labels = batch["labels"]
-    inputs = {name: entry for name, entry in batch.items() if name != "labels"}
+    labels, ids = batch["labels"], batch["input_ids"]  # the first argument, whatever its name
+    inputs = {name: x for name, x in batch.items() if name not in ("labels", "input_ids")}
     with model_precision(next(model.parameters()).dtype), watched() as choices:
-        output = model(**inputs)
+        output = model(ids, **inputs)
         loss = mean_loss(output, labels)
         loss = loss + router_loss(model, output, batch.get("attention_mask"))
     put("loss", loss)
