@@ -20,6 +20,7 @@ from .description import Description
 from .estimate import Time
 from .layout import Layout
 from .timing import time
+from .timing.messages import in_turn
 
 MODEL = LlamaConfig(2048, 384, 1056, 3, 8, 8)
 LENGTH, ROWS = 160, 8
@@ -31,9 +32,9 @@ def as_trained(cluster: Cluster, *, dtype: torch.dtype, backend: str = "gloo") -
 
     A small model takes a few steps, data parallel and then tensor parallel, in groups of each size
     that has figures. By as much as its computing takes longer than its operations alone do (caches
-    are cold, Python runs in between), the device is slower; and by as much as what is waited for
-    takes longer than messages alone do (ranks are not ready at once, whatever the size), the
-    latencies of groups of that size are.
+    are cold, Python runs in between), the device is slower; and as long as a call waits that
+    messages alone do not (ranks are not ready at once, whatever is sent), all calls of groups of
+    that size do.
 
     Args:
         cluster: Of `calibrate`, for as many ranks as it was measured with.
@@ -55,7 +56,8 @@ def as_trained(cluster: Cluster, *, dtype: torch.dtype, backend: str = "gloo") -
     )
     took = [_median(launch(_train, ranks, each, dtype, backend=backend)) for each in layouts]
     planned = _planned(known, layouts[0], cluster)
-    device = _slowed(cluster.device, _longer(took[0], planned.step, planned.computing))
+    longer = max(0.0, took[0] - planned.step) / planned.computing
+    device = _slowed(cluster.device, 1 + longer)
     found = replace(cluster, device=device)
     for layout, seconds in zip(layouts[1:], took[1:], strict=True):
         found = _waiting(found, known, layout, seconds, fewer)
@@ -71,7 +73,7 @@ def _measured(cluster: Cluster) -> set[int]:
 def _waiting(
     cluster: Cluster, known: Description, layout: Layout, took: float, fewer: Sequence[int]
 ) -> Cluster:
-    """Return a cluster whose calls in groups as those of a layout have the latencies it took.
+    """Return a cluster whose calls in groups as those of a layout wait as long as its calls did.
 
     Ranks that share cores wait longer in some groups than in others: those sizes that have
     figures of their own (`fewer`) are corrected each by its own steps, all others together.
@@ -82,24 +84,19 @@ def _waiting(
         size = name.rpartition(" ")[2]
         return size == str(tp) if tp in fewer else size not in map(str, fewer)
 
-    def slower(times: float) -> Cluster:
-        links = (_slower(link, times, of_its, tp not in fewer) for link in cluster.links)
+    def later(wait: float) -> Cluster:
+        links = (_later(link, wait, tp, of_its, tp not in fewer) for link in cluster.links)
         return replace(cluster, links=tuple(links))
 
     planned = _planned(known, layout, cluster).step
-    part = planned - _planned(known, layout, slower(0.0)).step
-    return slower(_longer(took, planned, part))
+    calls = _planned(known, layout, later(1.0)).step - planned  # one waits a second each
+    return later(max(0.0, took - planned) / calls)
 
 
 def _planned(known: Description, layout: Layout, cluster: Cluster) -> Time:
     """Return what a step is planned to take without its update."""
     found = time(known, layout, cluster)
     return replace(found, step=found.step - found.update)
-
-
-def _longer(took: float, planned: float, part: float) -> float:
-    """Return by which factor a part of a step takes longer, the rest as planned; 1 at least."""
-    return max(1.0, (took - planned + part) / part) if part else 1.0
 
 
 def _slowed(device: Device, times: float) -> Device:
@@ -109,13 +106,19 @@ def _slowed(device: Device, times: float) -> Device:
     return replace(device, flops=flops, moving=moving, overhead=overhead, updating=updating)
 
 
-def _slower(link: Link, times: float, chosen: Callable[[str], bool], others: bool) -> Link:
-    """Return a link with so many times the latency of chosen calls, and of `others` if asked."""
+def _later(link: Link, wait: float, size: int, chosen: Callable[[str], bool], others: bool) -> Link:
+    """Return a link on which each chosen call of so many ranks takes longer, and `others` if asked.
+
+    Latencies are those of a step of a call; what a call waits is shared out over its steps.
+    """
     calls = {
-        name: (alpha * times if chosen(name) else alpha, bandwidth)
+        name: (
+            alpha + wait / in_turn(name.partition(" ")[0], size - 1) if chosen(name) else alpha,
+            bandwidth,
+        )
         for name, (alpha, bandwidth) in link.calls.items()
     }
-    return replace(link, latency=link.latency * (times if others else 1.0), calls=calls)
+    return replace(link, latency=link.latency + (wait if others else 0.0), calls=calls)
 
 
 def _train(layout: Layout, dtype: torch.dtype) -> list[float]:

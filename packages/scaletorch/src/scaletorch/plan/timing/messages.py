@@ -96,13 +96,15 @@ def seconds(operation: str, count: float, size: float, way: Route, cluster: Clus
             latency += alpha * hops
             spent += size * share / bandwidth
         else:
-            latency += alpha * _in_turn(operation, hops)
+            latency += alpha * in_turn(operation, hops)
             spent = max(spent, size / (bandwidth * level.inside))
     return count * latency + spent
 
 
-def _in_turn(operation: str, hops: int) -> int:
+def in_turn(operation: str, hops: int) -> int:
     """Return steps one after another at a level: of a ring, or of a tree if that has fewer."""
+    if operation in _ONE:
+        return 1
     if operation == "all_reduce":
         return 2 * min(hops, math.ceil(math.log2(hops + 1)))
     if operation in ("broadcast", "reduce"):
