@@ -242,6 +242,20 @@ def test_what_is_tied_on_one_rank_is_updated_once() -> None:
     assert twice.update == pytest.approx(2 * once)
 
 
+def test_what_is_tied_between_stages_is_summed_between_them() -> None:
+    """Each of two ranks sends whether it has a gradient, and the gradient: 0.5 s each, and 4 MB."""
+    cluster = Cluster(4, DEVICE, (Link(4, 0.5, 1e6),))
+    outer = Behaviour((Parameter("v", 10, 4, (10,)), Parameter("w", 10**6, 4, (10**6,))))
+    apart = replace(described(4, {}), cuts={Cut(): (outer, products(1e7), outer)})
+    tied = replace(apart, tied=(("0.w", "2.w"),))
+    for layout, waits in (
+        (Layout(Grid(pp=2)), 5.0), (Layout(Grid(pp=4)), 5.0), (Layout(Grid(dp=2)), 0.0),
+        (Layout(Grid(pp=2), schedule="zb_v", chunks=2), 0.0),  # one rank has both ends
+    ):  # fmt: skip
+        one, two = (time(each, layout, cluster) for each in (apart, tied))
+        assert two.exposed.get("pp", 0) - one.exposed.get("pp", 0) == pytest.approx(waits)
+
+
 def test_experts_gradients_go_over_their_own_groups() -> None:
     shared = Parameter("w", 2**20, 4, (2**20,))
     expert = Parameter("e", 2**20, 4, (2**19,), expert=True)

@@ -198,7 +198,7 @@ class Holdings:
             for own, chunks in zip(stages, where, strict=True)
             for stage, chunk in zip(own, chunks, strict=True)
         }
-        holders = _holders(self.description, where)
+        holders = holders_of(self.description, where)
         for rank, (own, chunks) in enumerate(zip(stages, where, strict=True)):
             yield Content(
                 chunks=tuple(tuple(kinds[at] for at in chunks[chunk]) for chunk in range(len(own))),
@@ -212,7 +212,7 @@ class Holdings:
             )
 
 
-def _holders(description: Description, where: Places) -> dict[str, set[int]]:
+def holders_of(description: Description, where: Places) -> dict[str, set[int]]:
     """Return the ranks of the pipeline that have a tied parameter, by each of its names."""
     on: dict[int, set[int]] = {}
     for rank, chunks in enumerate(where):

@@ -12,12 +12,14 @@ from ...parallel.pipeline_parallel import Timeline
 from ..clusters import Cluster
 from ..description import Behaviour, Description
 from ..estimate import Time
+from ..holding.holdings import holders_of
 from ..holding.stages import places, stages_of
 from ..layout import Layout
 from .blocks import Spent, spent
 from .gradients import Ended, ended, held
 from .messages import Route, route, seconds
 from .pipelines import Stage, built, ends, simulated
+from .tied import summed_ties, tied_here
 
 AXES = ("tp", "cp", "ep", "pp", "cp_dp", "edp")
 WORLD = "tp_cp_pp_dp"
@@ -208,12 +210,20 @@ def _ranks(
 ) -> list[_Rank]:  # fmt: skip
     alike: dict[tuple[tuple[int, ...], ...], _Rank] = {}
     ranks = []
-    for own in places(description, layout):
+    where = places(description, layout)
+    holders = holders_of(description, where) if description.tied and len(where) > 1 else {}
+    for rank, own in enumerate(where):
         content = tuple(tuple(description.blocks[at].kind for at in chunk) for chunk in own)
         if content not in alike:
             alike[content] = _rank(description, layout, cluster, kinds, content, ways)
-        ranks.append(alike[content])
+        waited = summed_ties(description, layout, rank, holders, cluster, ways["pp"])
+        ranks.append(_with_ties(alike[content], waited) if waited else alike[content])
     return ranks
+
+
+def _with_ties(rank: _Rank, waited: float) -> _Rank:
+    exposed = _sum([(rank.end.exposed, 1), ({"pp": waited}, 1)])
+    return rank._replace(end=rank.end._replace(exposed=exposed))
 
 
 def _rank(
@@ -233,7 +243,7 @@ def _rank(
     behaviours = description.behaviours(layout.cut)
     forward = sum(n * kinds[kind].forward.computing for kind, n in number.items())
     backward = sum(n * kinds[kind].backward.computing for kind, n in number.items())
-    tied = _tied(description, number)
+    tied = tied_here(description, number)
     parameters = (
         (p, n)
         for kind, n in number.items()
@@ -242,14 +252,6 @@ def _rank(
     )
     last = ended(held(parameters), layout, forward, backward, cluster, ways)
     return _Rank(stages, [(kinds[kind], n) for kind, n in number.items()], last)
-
-
-def _tied(description: Description, here: Mapping[int, int]) -> set[str]:
-    """Return names of parameters that another name of them stands for on the same rank."""
-    found: set[str] = set()
-    for names in description.tied:
-        found.update([name for name in names if int(name.partition(".")[0]) in here][1:])
-    return found
 
 
 def _in_order(layout: Layout, ranks: list[_Rank]) -> list[Stage]:
