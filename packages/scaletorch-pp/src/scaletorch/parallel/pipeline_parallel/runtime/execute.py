@@ -1,6 +1,8 @@
 """The runtime: executes one rank's program, whatever the schedule and the model are.
 
-If a stage raises in the middle of a step, every rank of the pipeline learns why, soon.
+If a stage raises in the middle of a step, every rank of the pipeline learns why: soon if there is
+one pipeline, at the end of the step if there are several, since the ranks of one stage may meet
+inside it (tensor parallelism, experts), and each of them has to make the calls that all make.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 
-from ....dist import all_gather, all_gather_object, get_comm_device, guard
+from ....dist import all_gather, all_gather_object, get_comm_device, get_world_size, guard
 from ....dist.errors import RankFaultError
 from ...pg_manager import describe_rank
 from .baton import Work
@@ -140,16 +142,21 @@ class Watch:
         # Another copy of this package, vendored under its own name, may number its steps alike.
         self._group, self._key = group, f"{__name__}/{step}"
         self._store = None if group is None else _store()
+        # Ranks of one stage in several pipelines hear of a failure at different tasks: one that
+        # left there would miss from the calls among them, for which the others wait.
+        self._alone = group is not None and get_world_size(group) == get_world_size()
         self._looked = time.monotonic()
         self._own: str | None = None
 
     def look(self) -> None:
         """Raise if another rank has failed; they are asked at most every `PERIOD` seconds.
 
+        Beside other pipelines nobody is asked, and `settle` tells.
+
         Raises:
             StageError: One has; the message is its own.
         """
-        if time.monotonic() - self._looked < PERIOD:
+        if not self._alone or time.monotonic() - self._looked < PERIOD:
             return
         self._looked = time.monotonic()
         first = self._first()
