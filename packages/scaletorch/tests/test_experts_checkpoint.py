@@ -123,8 +123,8 @@ def test_transformers_files(tmp_path):
     expected = model.state_dict()
     found = theirs.state_dict()
     assert found.keys() == expected.keys()
-    for name, tensor in found.items():
-        assert relative_error(tensor, expected[name]) < 1e-9, name
+    for name, tensor in found.items():  # transformers keeps its routers in float32
+        assert relative_error(tensor, expected[name].to(tensor.dtype)) < 1e-9, name
     theirs.save_pretrained(tmp_path / "theirs")
     for each in run_ranks(imported, 4, str(tmp_path / "theirs"), sizes, timeout=120):
         for name, tensor in each.items():

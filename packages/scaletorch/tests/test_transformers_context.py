@@ -299,8 +299,8 @@ def test_one_process_is_left_as_it_is_outside_of_sequences():
 
 
 def _decode(model, batch):
-    cache = model(**batch, use_cache=True).past_key_values
-    model(**batch, past_key_values=cache)
+    cache = model(**batch, use_cache=True).cache
+    model(**batch, cache=cache)
 
 
 def _packed(model, batch):
