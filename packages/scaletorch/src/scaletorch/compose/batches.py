@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import ShardedSequences
 from ..parallel.context_parallel.building import DEFAULT, layout_of_whole
-from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pg_manager import IGNORED, ProcessGroupManager
 from .forward import terms_of
 
 Batch = Mapping[str, Tensor]
@@ -206,3 +206,20 @@ def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
     if mask is None or mask.shape != ids.shape:
         return None if positions is None else positions.expand(ids.shape)
     return mask != 0 if positions is None else (mask != 0) & positions
+
+
+def token_count(batch: Any) -> int:
+    """Return the number of labels that count.
+
+    Raises:
+        InvalidArgumentError: There are no labels, or none of integers.
+    """
+    labels = batch.get("labels")
+    if labels is None:
+        raise InvalidArgumentError(
+            "a micro-batch without labels does not say how many losses it has: pass "
+            "train_step(..., count_fn=), a function of the micro-batch that returns that"
+        )
+    if labels.is_floating_point() or labels.is_complex():
+        raise InvalidArgumentError(f"labels must be integer tensors, got {labels.dtype}")
+    return int((labels != IGNORED).sum())

@@ -72,8 +72,8 @@ def way_of(
         buffers: Of which the tensor is, if of any.
     """
     if buffers is not None:
-        memory = buffers._way_for(data)
-        if memory is not None:
+        memory = buffers._memory
+        if memory is not None and data.is_cpu and data.numel() >= buffers._least:
             return memory
     try:
         info = infos[group]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -108,6 +108,15 @@ class ProcessGroupManager(AxisAttributes):
             )
             raise StateError(message)
         return None if self._groups is None else self._groups.get(name)
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> ProcessGroup | None:
+            """Return the group of an axis by its flat name, `{axis}_group`."""
+            if name.endswith("_group") and name in AxisAttributes.__annotations__:
+                return self.group(name.removesuffix("_group"))
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=self)
 
     @property
     def device_mesh(self) -> DeviceMesh:

@@ -218,7 +218,7 @@ class PipelineParallel(ModuleWrapper):
         """
         if isinstance(output_tensor, WeightGradients):
             return output_tensor.accumulate()
-        parameters, deferral = self.runtime.parameters, self.runtime.deferral
+        parameters, into = self.runtime.parameters, self.runtime.deferral.into
         before = [parameter.grad for parameter in parameters]
         outputs = [tensor for tensor in tensors_in(output_tensor) if tensor.requires_grad]
         if outputs:  # none where everything up to here is frozen
@@ -228,7 +228,7 @@ class PipelineParallel(ModuleWrapper):
         made = [_gradient(tensor) for tensor in leaves if tensor.requires_grad]
         pairs = zip(parameters, before, strict=True)
         fresh = [parameter for parameter, gradient in pairs if parameter.grad is not gradient]
-        _give_own_memory(fresh, [*made, *deferral.gradients()])
+        _give_own_memory(fresh, made if into is None else [*made, *into.gradients()])
         if input_tensor is None:
             return None
         return made[0] if isinstance(input_tensor, Tensor) and made else made
