@@ -56,14 +56,9 @@ class ProcessGroupManager(AxisAttributes):
     """
 
     def __init__(
-        self,
-        tp_size: int = 1,
-        cp_size: int = 1,
-        pp_size: int = 1,
-        dp_size: int = 1,
-        ep_size: int = 1,
-        etp_size: int | None = None,
-    ) -> None:
+        self, tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1,
+        ep_size: int = 1, etp_size: int | None = None,
+    ) -> None:  # fmt: skip
         self.grid, first_number = _agreed_grid(
             lambda: Grid(tp_size, cp_size, pp_size, dp_size, ep_size, etp_size)
         )
@@ -186,13 +181,9 @@ class ProcessGroupManager(AxisAttributes):
 
 
 def setup_process_group_manager(
-    tp_size: int = 1,
-    cp_size: int = 1,
-    pp_size: int = 1,
-    dp_size: int = 1,
-    ep_size: int = 1,
-    etp_size: int | None = None,
-) -> ProcessGroupManager:
+    tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1,
+    ep_size: int = 1, etp_size: int | None = None,
+) -> ProcessGroupManager:  # fmt: skip
     """Make the current manager; all ranks call this, once.
 
     Raises:

@@ -19,7 +19,7 @@ from .alike import computes_as_linear
 from .base import TensorParallelLayer
 
 
-class ParallelLinear(TensorParallelLayer):
+class _Linear(TensorParallelLayer):
     """What both layers have in common."""
 
     plain_class = nn.Linear
@@ -39,7 +39,7 @@ class ParallelLinear(TensorParallelLayer):
         return self.weight
 
 
-class ColumnParallelLinear(ParallelLinear):
+class ColumnParallelLinear(_Linear):
     """`nn.Linear` whose output features are divided over the ranks.
 
     A new layer holds the shard of what `nn.Linear` would draw in one process from the same seed.
@@ -113,7 +113,7 @@ class ColumnParallelLinear(ParallelLinear):
         )
 
 
-class RowParallelLinear(ParallelLinear):
+class RowParallelLinear(_Linear):
     """`nn.Linear` whose input features are divided over the ranks; the output is whole.
 
     A new layer holds the shard of what `nn.Linear` would draw in one process from the same seed.
