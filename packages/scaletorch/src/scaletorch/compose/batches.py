@@ -181,15 +181,15 @@ def _has_rows(name: str, entry: Tensor, rows: int) -> bool:
     return fits and (entry.ndim > 1 or name.startswith(OF_LOSS))
 
 
-def real_positions(batch: Batch, manager: ProcessGroupManager) -> Tensor | None:
+def real_positions(batch: Batch) -> Tensor | None:
     """Return which positions of this rank are no padding, bool [L]; None if none is.
 
     `shard_global_batch` puts padding behind sequences whose length does not divide over cp ranks.
     """
-    if not isinstance(batch, MicroBatch) or manager.cp_size == 1:
+    if not isinstance(batch, MicroBatch):
         return None
-    length = batch.cut.whole["input_ids"].shape[1]
-    sequences = ShardedSequences(length, layout=batch.cut.layout, group=manager.cp_group)
+    sequences = batch.cut.sequences
+    length = sequences.layout.length
     if sequences.layout.padded_length == length:
         return None
     return sequences.positions(batch["input_ids"].device) < length

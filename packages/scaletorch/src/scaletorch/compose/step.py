@@ -81,7 +81,7 @@ def train_step(
     called, count = ready(model, micro_batches, manager, terms, own)
     if own is not None and not count:
         raise InvalidArgumentError("no rank's micro-batches have anything that the loss counts")
-    terms.real_positions = real_positions(called[0].micro_batch, manager)
+    terms.real_positions = real_positions(called[0].micro_batch)
     if terms.seen:
         return _step(model, called, count, manager, terms, scaler, own)
     with failures_named(model, manager):
