@@ -1,9 +1,8 @@
 """The core of `scaletorch.dist`: every collective, on one process or many, on every backend.
 
-Tensors are reduced by `reductions`, collected by `gathers`, moved by `moves`, `swaps` and `p2p`;
-objects go by `objects` and `collect`, whole models by `params`. All take `group=None`, the default
-group; `src`, `dst` and peers are global ranks. With one process nothing is sent, and the result is
-what N ranks would get.
+Tensors go by `collectives`, objects by `objects`, whole models by `params`. All take `group=None`,
+the default group; `src`, `dst` and peers are global ranks. With one process nothing is sent, and
+the result is what N ranks would get.
 """
 
 from .collectives.all_to_all import all_to_all

@@ -151,13 +151,13 @@ def gather(
     """Return every rank's `x` joined along `dim`; the gradient is cut to the own piece.
 
     Args:
-        x: The same shape on every rank, but for `dim` where `sizes` is given.
-        dim: The dim to join along; may be negative.
-        group: The ranks; the default group by default.
-        sizes: The length along `dim` on each rank, if they differ.
+        x: As in `all_gather`.
+        dim: As there.
+        group: As there.
+        sizes: As there.
 
     Raises:
-        InvalidArgumentError: No such dim, or `sizes` do not fit.
+        InvalidArgumentError: As there.
     """
     if _stays(x, group):
         return pieces.joined(x, dim, group, sizes)
@@ -171,12 +171,12 @@ def split(
 
     Args:
         x: The same on every rank.
-        dim: The dim to cut; the number of ranks divides it, or `sizes` is given.
-        group: The ranks; the default group by default.
-        sizes: The length along `dim` of each rank's piece, if they differ.
+        dim: As in `reduce_scatter`.
+        group: As there.
+        sizes: As there.
 
     Raises:
-        InvalidArgumentError: No such dim, it does not divide, or `sizes` do not fit.
+        InvalidArgumentError: As there.
     """
     if _stays(x, group):
         return pieces.own_piece(x, dim, group, sizes)

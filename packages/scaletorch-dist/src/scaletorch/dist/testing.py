@@ -59,17 +59,17 @@ def run_ranks(
     Args:
         fn: A module-level function, of a test file or of an importable module.
         world_size: Number of ranks.
-        args: What `fn` is given; must pickle.
+        args: As for `launch`.
         timeout: Seconds; ranks that hang are killed and their stacks shown.
         init: False for ranks without a group, in the environment that torchrun would give them.
-        env: Variables to set in each rank; None as a value removes one.
-        kwargs: What `fn` is given by name; must pickle.
+        env: As for `launch`.
+        kwargs: As there.
 
     Returns:
         What each rank returned, by rank.
 
     Raises:
-        InvalidArgumentError: Ranks could not find `fn`, or its arguments do not pickle.
+        InvalidArgumentError: As for `launch`.
         RankFailedError: With the traceback of every rank that failed, the first failure first.
     """
     __tracebackhide__ = True  # of pytest: the ranks' tracebacks tell

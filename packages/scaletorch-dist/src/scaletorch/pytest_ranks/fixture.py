@@ -22,12 +22,12 @@ class Ranks:
         """Run `fn(*args, **kwargs)` on `world_size` ranks that share a gloo group.
 
         Args:
-            fn: A module-level function, of a test file or of an importable module.
+            fn: As for `scaletorch.dist.testing.run_ranks`, and so the others.
             world_size: Number of ranks.
             args: What `fn` is given; must pickle.
-            timeout: Seconds; ranks that hang are killed and their stacks shown.
-            init: False for ranks without a group, in the environment that torchrun would give them.
-            env: Variables to set in each rank; None as a value removes one.
+            timeout: Seconds for the call.
+            init: Whether ranks have a group.
+            env: Variables to set in each rank, or to remove: None.
             kwargs: What `fn` is given by name; must pickle.
 
         Returns:

@@ -13,8 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..compose.naming import parse_layout
-from ..dist.errors import ScaletorchError
-from ..verify.__main__ import problem_of, training_of
+from ..verify.__main__ import problem_of, report_of, training_of
 from ..verify.cases import KNOWN_DTYPES, OPTIONS
 from ..verify.phases import STEPS
 from .between import bisect
@@ -75,10 +74,8 @@ def run(arguments: argparse.Namespace) -> Report:
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command; 1 where two runs part, 2 for what cannot be compared."""
     arguments = parse(given)
-    try:
-        report = run(arguments)
-    except ScaletorchError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    report = report_of(run, arguments)
+    if report is None:
         return 2
     words = sys.argv[1:] if given is None else given
     report = replace(report, command=f"again: python -m {__package__} {shlex.join(words)}")

@@ -62,13 +62,13 @@ def read_router_loss(model: nn.Module, manager: ProcessGroupManager) -> RouterLo
     return None
 
 
-def require_one_micro_batch(wanted: RouterLoss | None, micro_batches: Sequence[object]) -> None:
+def require_one_micro_batch(micro_batches: Sequence[object]) -> None:
     """Refuse several micro-batches, of which none knows what experts the others' tokens choose.
 
     Raises:
-        InvalidArgumentError: There are several, and the loss is wanted.
+        InvalidArgumentError: There are several.
     """
-    if wanted is not None and len(micro_batches) > 1:
+    if len(micro_batches) > 1:
         raise InvalidArgumentError(
             f"{describe_rank()}: the router's auxiliary loss is a product of two means over the "
             f"global batch, which {len(micro_batches)} micro-batches cannot compute one by one: "

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import ShardedSequences
 from ..parallel.context_parallel.building import DEFAULT, layout_of_whole
-from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pg_manager import IGNORED, ProcessGroupManager
 from .forward import terms_of
 
 Batch = Mapping[str, Tensor]
@@ -181,15 +181,15 @@ def _has_rows(name: str, entry: Tensor, rows: int) -> bool:
     return fits and (entry.ndim > 1 or name.startswith(OF_LOSS))
 
 
-def real_positions(batch: Batch, manager: ProcessGroupManager) -> Tensor | None:
+def real_positions(batch: Batch) -> Tensor | None:
     """Return which positions of this rank are no padding, bool [L]; None if none is.
 
     `shard_global_batch` puts padding behind sequences whose length does not divide over cp ranks.
     """
-    if not isinstance(batch, MicroBatch) or manager.cp_size == 1:
+    if not isinstance(batch, MicroBatch):
         return None
-    length = batch.cut.whole["input_ids"].shape[1]
-    sequences = ShardedSequences(length, layout=batch.cut.layout, group=manager.cp_group)
+    sequences = batch.cut.sequences
+    length = sequences.layout.length
     if sequences.layout.padded_length == length:
         return None
     return sequences.positions(batch["input_ids"].device) < length
@@ -206,3 +206,20 @@ def real_tokens(batch: Batch, positions: Tensor | None) -> Tensor | None:
     if mask is None or mask.shape != ids.shape:
         return None if positions is None else positions.expand(ids.shape)
     return mask != 0 if positions is None else (mask != 0) & positions
+
+
+def token_count(batch: Any) -> int:
+    """Return the number of labels that count.
+
+    Raises:
+        InvalidArgumentError: There are no labels, or none of integers.
+    """
+    labels = batch.get("labels")
+    if labels is None:
+        raise InvalidArgumentError(
+            "a micro-batch without labels does not say how many losses it has: pass "
+            "train_step(..., count_fn=), a function of the micro-batch that returns that"
+        )
+    if labels.is_floating_point() or labels.is_complex():
+        raise InvalidArgumentError(f"labels must be integer tensors, got {labels.dtype}")
+    return int((labels != IGNORED).sum())

@@ -15,11 +15,11 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pg_manager.building import evaluating
 from ..parallel.pipeline_parallel import pipeline_forward
-from .batches import Batch
+from .batches import Batch, token_count
 from .forward import manager_of, terms_of
 from .loss import find_sharded_head, require_logits_alone
 from .loss_batch import LossBatch
-from .own_loss import LossFunction, OwnLoss, token_count
+from .own_loss import LossFunction, OwnLoss
 from .ready import look_first, ready
 from .token_values import token_losses
 

@@ -62,7 +62,7 @@ def clip_grad_norm_(
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
 ) -> Tensor:
-    """Scale gradients in place so that their norm is at most `max_norm`; return the norm before.
+    """Scale a parallelized model's gradients in place so that their norm is at most `max_norm`.
 
     Args:
         model: As in `global_grad_norm`.

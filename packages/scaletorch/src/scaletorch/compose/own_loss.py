@@ -18,7 +18,7 @@ from ..dist.building import agree, caught, tensors_in
 from ..dist.errors import InvalidArgumentError, MismatchError
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager
 from ..parallel.tensor_parallel import ColumnParallelLinear
-from .batches import Batch
+from .batches import Batch, token_count
 from .called import Called
 from .loss_batch import LossBatch
 
@@ -110,23 +110,6 @@ class OwnLoss:
                     "train_step(..., count_fn=), a function of the micro-batch that returns the "
                     "count which loss_fn returns; drop this step's gradients"
                 )
-
-
-def token_count(batch: Any) -> int:
-    """Return the number of labels that count.
-
-    Raises:
-        InvalidArgumentError: There are no labels, or none of integers.
-    """
-    labels = batch.get("labels")
-    if labels is None:
-        raise InvalidArgumentError(
-            "a micro-batch without labels does not say how many losses it has: pass "
-            "train_step(..., count_fn=), a function of the micro-batch that returns that"
-        )
-    if labels.is_floating_point() or labels.is_complex():
-        raise InvalidArgumentError(f"labels must be integer tensors, got {labels.dtype}")
-    return int((labels != IGNORED).sum())
 
 
 def checked_count(count: Any) -> float:

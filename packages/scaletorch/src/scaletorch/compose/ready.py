@@ -14,13 +14,13 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel.building import read
 from .balance import require_one_micro_batch
-from .batches import Batch, MicroBatch
+from .batches import Batch, MicroBatch, token_count
 from .before.batch_norm import require_whole_batches
 from .before.initial import require_one_batch
 from .before.mixing import require_apart
 from .called import Called, as_called
 from .forward import Terms, pipeline_of
-from .own_loss import OwnLoss, token_count
+from .own_loss import OwnLoss
 
 
 def ready(
@@ -100,7 +100,8 @@ def _called(
         own.require_functions()
     batches = read(micro_batches, with_labels=own is None and trains)
     if trains:
-        require_one_micro_batch(terms.router_loss, batches)
+        if terms.router_loss is not None:
+            require_one_micro_batch(batches)
         if terms.has_batch_norms:
             require_whole_batches(model, len(batches), manager)
         model.wrapped.refuse_others(model.module)

@@ -10,20 +10,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from ..dist import all_reduce
-from ..dist.errors import InvalidArgumentError
+from ..dist import all_gather_object, all_reduce, get_comm_device
+from ..dist.errors import InvalidArgumentError, NonFiniteError
 from ..parallel.data_parallel import DataParallelBucket
-from ..parallel.pg_manager import ProcessGroupManager
+from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
 from .balance import router_loss
 from .batches import Batch, real_positions, real_tokens
 from .before.buffers import buffers_followed
 from .before.failures import failures_named
 from .called import Called
-from .finite import refused_together
 from .forward import Terms, manager_of, terms_of
 from .loss import find_sharded_head, require_logits_alone, token_loss_sum
 from .own_loss import CountFunction, LossFunction, OwnLoss
@@ -81,7 +81,7 @@ def train_step(
     called, count = ready(model, micro_batches, manager, terms, own)
     if own is not None and not count:
         raise InvalidArgumentError("no rank's micro-batches have anything that the loss counts")
-    terms.real_positions = real_positions(called[0].micro_batch, manager)
+    terms.real_positions = real_positions(called[0].micro_batch)
     if terms.seen:
         return _step(model, called, count, manager, terms, scaler, own)
     with failures_named(model, manager):
@@ -115,11 +115,38 @@ def _step(
             loss.register_hook(scaler.scale)  # of the gradient with which backward begins
         return loss
 
-    with refused_together(model, manager):
+    with _refused_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
     if own is not None:
         own.settle(loss)
     return _summed(loss, manager)
+
+
+@contextmanager
+def _refused_together(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[None]:
+    """Let a step end before gradients are refused that are not finite; then all ranks raise.
+
+    Only the ranks that sum a gradient can see that it is not finite: those of an expert, of a
+    stage, of a tp rank. The others would wait for them in the middle of the step.
+
+    Raises:
+        NonFiniteError: On every rank, if the model checks gradients and any is not finite.
+    """
+    if not model.checks_finite:
+        yield
+        return
+    with model.nonfinite_held() as found:
+        yield
+    told = torch.tensor([len(found)], device=get_comm_device(manager.world_group))
+    all_reduce(told, "max", group=manager.world_group)
+    if not int(told):
+        return
+    texts = all_gather_object([str(error) for error in found], manager.world_group)
+    model.reset()
+    if found:
+        raise found[0]
+    first = next(text for each in texts for text in each)
+    raise NonFiniteError(f"{describe_rank()}: gradients of other ranks are not finite. {first}")
 
 
 def _summed(loss: Tensor, manager: ProcessGroupManager) -> Tensor:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Mapping
 from itertools import count
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TextIO
 
 LOG, CURVE = "log.jsonl", "loss.png"
@@ -82,12 +81,7 @@ class Reporter:
         numbers = f"loss {row['loss']:.4f}  {row['tokens_per_s']:,.0f} tokens/s  {row['mfu']:.1%}"
         self.progress.update(self.task, advance=1, numbers=numbers)
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.log is not None:
             self.log.close()
             self.progress.stop()

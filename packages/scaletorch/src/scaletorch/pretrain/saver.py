@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from types import TracebackType
 
 from ..checkpoint import CheckpointError, Saving
 from ..dist.errors import MismatchError, NonFiniteError
@@ -36,12 +35,7 @@ class Saver:
         if self._every and step > self._saved:
             self._saving, self._saved = self._save(step), step
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._saving is None:
             return
         if error is None:

@@ -6,10 +6,10 @@ import argparse
 import ast
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from ..compose.experts import count_experts
 from ..compose.naming import load, parse_layout
@@ -36,6 +36,8 @@ from .problem import (
 )
 from .report import CaseResult, Report
 from .verify import verify
+
+R = TypeVar("R")
 
 BISECTED = 3  # failing cases of which the fault is looked for
 
@@ -196,16 +198,23 @@ def again(arguments: argparse.Namespace) -> list[str]:
     return found + [f"--optimizer-args {given_args}"] * bool(given_args)
 
 
+def report_of(run: Callable[[argparse.Namespace], R], arguments: argparse.Namespace) -> R | None:
+    """Return what a command finds; None if the library refuses it, which is said on stderr."""
+    try:
+        return run(arguments)
+    except ScaletorchError as error:
+        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        return None
+
+
 def main(given: Sequence[str] | None = None) -> int:
     """Run the command; 1 where a layout trains otherwise than one process, 2 for wrong usage.
 
     What the library refuses is wrong too, if it was named or nothing else was tried.
     """
     arguments = parse(given)
-    try:
-        report = run(arguments)
-    except ScaletorchError as error:
-        print(f"{type(error).__name__}: {error}", file=sys.stderr)
+    report = report_of(run, arguments)
+    if report is None:
         return 2
     named = [f"--model {arguments.model}"] * bool(arguments.model)
     named += [f"--batch {arguments.batch}"] * bool(arguments.batch)

@@ -7,7 +7,7 @@ be compared. That is a flip and no fault. Scores are seen where a model calls `t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -35,13 +35,7 @@ class _Watch(TorchFunctionMode):
         super().__init__()
         self.choices: list[Choice] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make the call, and note it."""
         found = func(*args, **(kwargs or {}))
         if func in _CALLS:

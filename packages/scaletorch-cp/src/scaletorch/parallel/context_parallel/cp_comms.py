@@ -63,7 +63,7 @@ def ring_of(group: ProcessGroup | Ring | None = None) -> Ring:
     """
     if isinstance(group, Ring):
         return group
-    group = axis_group("cp", group)
+    group = axis_group("cp") if group is None else group
     if group is None:
         return Ring(None, (get_rank(),), 0)
     ranks = group_ranks(group)

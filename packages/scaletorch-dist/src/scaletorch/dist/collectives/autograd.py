@@ -1,8 +1,13 @@
-"""The autograd functions behind `functional`: each one's backward applies another's forward."""
+"""The autograd functions behind `functional`: each one's backward applies another's forward.
+
+What they gather can be made again: they tell whoever would not keep it how.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -12,9 +17,26 @@ from torch.distributed import ProcessGroup
 
 from ..wire.backend import process_group
 from . import pieces
-from .made import tell_made
 
 Group = ProcessGroup | None
+Made = Callable[[Tensor, Callable[[Tensor], Tensor], Tensor], None]
+
+_listener: ContextVar[Made | None] = ContextVar("_listener", default=None)
+
+
+@contextmanager
+def hear_made(listener: Made) -> Iterator[None]:
+    """Hear, while the body runs, of tensors that ranks could make again.
+
+    Args:
+        listener: Called with a tensor, what makes it of its source, and the source. Every rank of
+            the group makes it again, in the same order, or none does.
+    """
+    token = _listener.set(listener)
+    try:
+        yield
+    finally:
+        _listener.reset(token)
 
 
 def apply(function: type[Function], *args: Any) -> Tensor:
@@ -42,56 +64,63 @@ def _back(function: type[Function], grad: Tensor, group: Group, *args: Any) -> T
 
 def _joined(x: Tensor, dim: int, group: Group, sizes: Sequence[int] | None) -> Tensor:
     whole = pieces.joined(x, dim, group, sizes)
-    tell_made(whole, lambda own: pieces.joined(own, dim, group, sizes), x)
+    listener = _listener.get()
+    if listener is not None:
+        listener(whole, lambda own: pieces.joined(own, dim, group, sizes), x)
     return whole
 
 
-class Copy(Function):
+class _Whole(Function):
+    """Base of those of whole tensors; the gradient takes the way that forward has noted."""
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        """Let the gradient go that way."""
+        way, group = ctx.way
+        return _back(way, grads[0], group, group), None
+
+
+class Copy(_Whole):
     """Identity forward, sum over the ranks backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group = None) -> Tensor:
         """Return `x`."""
-        ctx.group = group
+        ctx.way = Reduce, group
         return x.view_as(x)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Sum the gradient over the ranks."""
-        return _back(Reduce, grads[0], ctx.group, ctx.group), None
 
-
-class Reduce(Function):
+class Reduce(_Whole):
     """Sum over the ranks forward, identity backward."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group = None) -> Tensor:
         """Return the sum of every rank's `x`."""
-        ctx.group = group
+        ctx.way = Copy, group
         return pieces.total(x, group)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Hand the gradient on."""
-        return _back(Copy, grads[0], ctx.group, ctx.group), None
 
-
-class AllReduce(Function):
+class AllReduce(_Whole):
     """Sum over the ranks in both directions."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group = None) -> Tensor:
         """Return the sum of every rank's `x`."""
-        ctx.group = group
+        ctx.way = AllReduce, group
         return pieces.total(x, group)
+
+
+class _Pieces(Function):
+    """Base of those of pieces along a dim; the gradient takes the way that forward has noted."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Sum the gradient over the ranks."""
-        return _back(AllReduce, grads[0], ctx.group, ctx.group), None
+        """Let the gradient go that way, along the same dim."""
+        way, dim, group, sizes = ctx.way
+        return _back(way, grads[0], group, dim, group, sizes), None, None, None
 
 
-class AllGather(Function):
+class AllGather(_Pieces):
     """Join along a dim forward; sum and own piece backward."""
 
     @staticmethod
@@ -99,17 +128,11 @@ class AllGather(Function):
         ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """Return every rank's `x` joined along `dim`."""
-        ctx.args = dim, group, sizes
+        ctx.way = ReduceScatter, dim, group, sizes
         return _joined(x, dim, group, sizes)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Sum the gradients of the ranks and keep the own piece."""
-        dim, group, sizes = ctx.args
-        return _back(ReduceScatter, grads[0], group, dim, group, sizes), None, None, None
 
-
-class ReduceScatter(Function):
+class ReduceScatter(_Pieces):
     """Sum and own piece forward; join along the dim backward."""
 
     @staticmethod
@@ -117,17 +140,11 @@ class ReduceScatter(Function):
         ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """Return this rank's piece along `dim` of the sum of every rank's `x`."""
-        ctx.args = dim, group, sizes
+        ctx.way = AllGather, dim, group, sizes
         return pieces.summed_piece(x, dim, group, sizes)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Join the gradients of the pieces."""
-        dim, group, sizes = ctx.args
-        return _back(AllGather, grads[0], group, dim, group, sizes), None, None, None
 
-
-class Gather(Function):
+class Gather(_Pieces):
     """Join along a dim forward; own piece backward."""
 
     @staticmethod
@@ -135,17 +152,11 @@ class Gather(Function):
         ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """Return every rank's `x` joined along `dim`."""
-        ctx.args = dim, group, sizes
+        ctx.way = Split, dim, group, sizes
         return _joined(x, dim, group, sizes)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Keep the own piece of the gradient."""
-        dim, group, sizes = ctx.args
-        return _back(Split, grads[0], group, dim, group, sizes), None, None, None
 
-
-class Split(Function):
+class Split(_Pieces):
     """Own piece along a dim forward; join backward."""
 
     @staticmethod
@@ -153,14 +164,8 @@ class Split(Function):
         ctx: Any, x: Tensor, dim: int, group: Group = None, sizes: Sequence[int] | None = None
     ) -> Tensor:
         """Return this rank's piece of `x` along `dim`."""
-        ctx.args = dim, group, sizes
+        ctx.way = Gather, dim, group, sizes
         return pieces.own_piece(x, dim, group, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Join the gradients of the pieces."""
-        dim, group, sizes = ctx.args
-        return _back(Gather, grads[0], group, dim, group, sizes), None, None, None
 
 
 class AllToAll(Function):

@@ -56,21 +56,14 @@ def broadcast(
 
 @overload
 def scatter(
-    data: Tensor,
-    scatter_list: Sequence[Tensor] | None = ...,
-    src: int = ...,
-    group: Group = ...,
+    data: Tensor, scatter_list: Sequence[Tensor] | None = ..., src: int = ..., group: Group = ...,
     async_op: Literal[False] = ...,
-) -> None: ...
+) -> None: ...  # fmt: skip
 @overload
 def scatter(
-    data: Tensor,
-    scatter_list: Sequence[Tensor] | None = ...,
-    src: int = ...,
-    group: Group = ...,
-    *,
-    async_op: Literal[True],
-) -> Work[None]: ...
+    data: Tensor, scatter_list: Sequence[Tensor] | None = ..., src: int = ..., group: Group = ...,
+    *, async_op: Literal[True],
+) -> Work[None]: ...  # fmt: skip
 @tells_failure
 def scatter(
     data: Tensor,

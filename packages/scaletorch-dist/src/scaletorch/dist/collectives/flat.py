@@ -26,14 +26,9 @@ SCALED = {"sum": False, "mean": True}
 
 @tells_failure
 def all_reduce_flat(
-    data: Tensor,
-    op: str = "sum",
-    group: ProcessGroup | None = None,
-    *,
-    ordered: bool = False,
-    start: Tensor | None = None,
-    buffers: FlatBuffers | None = None,
-) -> Work[Tensor]:
+    data: Tensor, op: str = "sum", group: ProcessGroup | None = None, *, ordered: bool = False,
+    start: Tensor | None = None, buffers: FlatBuffers | None = None,
+) -> Work[Tensor]:  # fmt: skip
     """Sum a flat buffer over the ranks, in place and asynchronously.
 
     Args:
@@ -72,32 +67,26 @@ def all_reduce_flat(
     if way is None or size == 1 or not data.numel():
         return Work((), partial(given, data))
     recipe = recipe_for(op, wire.dtype)
+    packed = wire if recipe.plain else recipe.pack(wire)
     done = partial(_unpacked_into, data, recipe, size)
-    return cast(Work[Tensor], way.all_reduce(recipe.pack(wire), recipe, done, True))
+    return cast(Work[Tensor], way.all_reduce(packed, recipe, done, True))
 
 
 @tells_failure
 def reduce_scatter_flat(
-    data: Tensor,
-    counts: Sequence[int],
-    op: str = "sum",
-    group: ProcessGroup | None = None,
-    *,
-    ordered: bool = False,
-    start: Tensor | None = None,
-    buffers: FlatBuffers | None = None,
-) -> Work[Tensor]:
+    data: Tensor, counts: Sequence[int], op: str = "sum", group: ProcessGroup | None = None, *,
+    ordered: bool = False, start: Tensor | None = None, buffers: FlatBuffers | None = None,
+) -> Work[Tensor]:  # fmt: skip
     """Sum each rank's part of a flat buffer over the ranks, asynchronously.
 
     Args:
         data: Flat floating-point or complex tensor; read until the work is waited for.
         counts: Elements of each rank's part; the parts lie in rank order.
-        op: `"sum"` or `"mean"`.
-        group: The default group by default.
-        ordered: Add in rank order on every backend, so that the bits depend on no partition.
-        start: What the sum begins with (after division for `"mean"`), this rank's part; only
-            with `ordered`.
-        buffers: Of which `data` is, if of any.
+        op: As in `all_reduce_flat`.
+        group: As there.
+        ordered: As there.
+        start: As there, but this rank's part.
+        buffers: As there.
 
     Returns:
         The work; its `wait()` gives this rank's part of the sum, new memory, 16-bit floats as

@@ -114,21 +114,14 @@ def reduce(
 
 @overload
 def reduce_scatter(
-    output: Tensor,
-    input_list: Sequence[Tensor],
-    op: Op = ...,
-    group: Group = ...,
+    output: Tensor, input_list: Sequence[Tensor], op: Op = ..., group: Group = ...,
     async_op: Literal[False] = ...,
-) -> None: ...
+) -> None: ...  # fmt: skip
 @overload
 def reduce_scatter(
-    output: Tensor,
-    input_list: Sequence[Tensor],
-    op: Op = ...,
-    group: Group = ...,
-    *,
-    async_op: Literal[True],
-) -> Work[None]: ...
+    output: Tensor, input_list: Sequence[Tensor], op: Op = ..., group: Group = ...,
+    *, async_op: Literal[True],
+) -> Work[None]: ...  # fmt: skip
 @tells_failure
 def reduce_scatter(
     output: Tensor,
@@ -188,6 +181,6 @@ def unpack_into(data: Tensor, recipe: Recipe, size: int, reduced: Tensor) -> Non
         size: Ranks whose tensors were reduced.
         reduced: The packed result.
     """
-    result = recipe.unpack(reduced, size)
+    result = reduced if recipe.plain else recipe.unpack(reduced, size)
     if result.data_ptr() != data.data_ptr():
         data.copy_(result.view(data.shape))

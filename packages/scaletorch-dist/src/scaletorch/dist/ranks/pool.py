@@ -13,7 +13,6 @@ import tempfile
 import weakref
 from collections.abc import Callable, Mapping
 from datetime import timedelta
-from types import TracebackType
 from typing import Any
 
 from ..errors import InvalidArgumentError, StateError
@@ -140,12 +139,7 @@ class RankPool:
     def __enter__(self) -> RankPool:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
 

@@ -21,6 +21,7 @@ from .neighbours import MOST, Addresses, Neighbours
 
 T = TypeVar("T")
 Done = Callable[[Tensor], T]
+Entries = Sequence[Tensor] | None  # one for each rank, on the rank that has them
 
 PIECE = 1 << 16  # elements that are reduced at a time: few enough to stay in a cache
 
@@ -160,12 +161,7 @@ class MemoryWay:
         return done(buffer)
 
     def scatter(
-        self,
-        buffer: Tensor,
-        entries: Sequence[Tensor] | None,
-        src: int,
-        done: Done[T],
-        async_op: bool,
+        self, buffer: Tensor, entries: Entries, src: int, done: Done[T], async_op: bool
     ) -> T:
         """Fill a tensor with this rank's entry of the list of global rank `src`."""
         root, me = group_ranks(self.group).index(src), self.group.rank()

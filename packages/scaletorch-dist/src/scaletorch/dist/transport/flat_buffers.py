@@ -7,7 +7,6 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from .joining import node_memory
-from .node_memory import NodeMemory
 
 LEAST = 2**16  # elements for which memory is quicker than messages
 
@@ -25,6 +24,7 @@ class FlatBuffers:
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
         self._memory = node_memory(group)
+        self._least = LEAST
 
     @property
     def shared(self) -> bool:
@@ -46,13 +46,9 @@ class FlatBuffers:
             device: Where.
             slot: As `slot` returns it, if such a tensor is made again and again.
         """
-        if self._memory is None or device.type != "cpu" or elements < LEAST:
+        if self._memory is None or device.type != "cpu" or elements < self._least:
             return torch.empty(elements, dtype=dtype, device=device)
         return self._memory.empty(elements, dtype, slot)
-
-    def _way_for(self, data: Tensor) -> NodeMemory | None:
-        """Return the way by memory, or None if messages are as good for a tensor."""
-        return self._memory if data.is_cpu and data.numel() >= LEAST else None
 
     def forget(self) -> None:
         """Drop what is kept of others' tensors; nothing may be under way."""

@@ -28,7 +28,8 @@ from ..wire.sums import as_one, even_parts
 from ..wire.work import Work
 from ..world.hosts import ranks_by_node
 from ..world.info import get_timeout, group_ranks, info_of
-from .ways import Done, T, Way, arrived, way_of
+from .by_memory import Done
+from .ways import T, Way, arrived, way_of
 
 LEAST = 4096  # bytes; gloo reduces smaller tensors in fewer steps than there are ranks
 

@@ -8,7 +8,7 @@ call returns a `Work` that does both, a synchronous one returns what `done` does
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Literal, TypeVar, overload
 
@@ -35,14 +35,13 @@ from ..wire.sums import fold
 from ..wire.work import Work, settled
 from ..world.info import group_ranks, info_of, infos
 from . import neighbours
-from .by_memory import MemoryWay, memory_way
+from .by_memory import Done, Entries, MemoryWay, memory_way
 
 if TYPE_CHECKING:  # only builders of strategies have them
     from .flat_buffers import FlatBuffers
     from .node_memory import NodeMemory
 
 T = TypeVar("T")
-Done = Callable[[Tensor], T]
 
 
 @overload
@@ -72,8 +71,8 @@ def way_of(
         buffers: Of which the tensor is, if of any.
     """
     if buffers is not None:
-        memory = buffers._way_for(data)
-        if memory is not None:
+        memory = buffers._memory
+        if memory is not None and data.is_cpu and data.numel() >= buffers._least:
             return memory
     try:
         info = infos[group]
@@ -216,12 +215,7 @@ class Way:
         return settled((handle,), partial(done, buffer), async_op)
 
     def scatter(
-        self,
-        buffer: Tensor,
-        entries: Sequence[Tensor] | None,
-        src: int,
-        done: Done[T],
-        async_op: bool,
+        self, buffer: Tensor, entries: Entries, src: int, done: Done[T], async_op: bool
     ) -> T | Work[T]:
         """Fill a tensor with this rank's entry of the list of global rank `src`."""
         raw = None if entries is None else [movable(entry) for entry in entries]

@@ -26,15 +26,13 @@ class DataParallelNaive(_DataParallel):
     Args:
         module: Any module.
         group: The ranks to reduce over, by default the `cp_dp` axis.
-        op: `"sum"`, for losses already divided by the global token count, or `"mean"`, which
-            divides by the group's size as DistributedDataParallel does.
-        init_sync: As for `DataParallelBucket`.
+        op: As for `DataParallelBucket`.
+        init_sync: As there.
 
     Raises:
         InvalidArgumentError: An unknown `op` or `init_sync`, or something that is no module.
-        MismatchError: The ranks' parameters differ in name, shape, dtype, order, frozenness or,
-            if they are to be compared, values.
-        StateError: No group to be found, or a live wrapper has a parameter already.
+        MismatchError: As for `DataParallelBucket`.
+        StateError: As there.
     """
 
     def __init__(

@@ -172,7 +172,8 @@ class _DataParallel(ModuleWrapper):
         for sync, before in zip(self._syncs, completed, strict=True):
             if sync.completed == before:
                 sync.finish_if_due()
-        raise_failed(self._syncs)
+        if any(sync.failed for sync in self._syncs):
+            raise_failed(self._syncs)
         return result
 
     @property

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING
-
 from torch.distributed import ProcessGroup
 
 from .grid import Grid
 
 
-class AxisAttributes(ABC):
+class AxisAttributes:
     """For each axis: group, size, rank in the group, and the group's global ranks.
 
     `{axis}_size` and `{axis}_world_size` are the same number, `{axis}_rank` counts from 0
@@ -111,15 +108,3 @@ class AxisAttributes(ABC):
         for name, value in values.items():
             if f"{axis}_{name}" != "world_world_size":
                 setattr(self, f"{axis}_{name}", value)
-
-    @abstractmethod
-    def group(self, axis: str) -> ProcessGroup | None:
-        """Return the process group of `axis`, as the attributes `{axis}_group` do."""
-
-    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
-
-        def __getattr__(self, name: str) -> ProcessGroup | None:
-            if name.endswith("_group") and name in AxisAttributes.__annotations__:
-                return self.group(name.removesuffix("_group"))
-            message = f"{type(self).__name__!r} object has no attribute {name!r}"
-            raise AttributeError(message, name=name, obj=self)

@@ -27,6 +27,8 @@ def grouped_axis(axis: str) -> str:
     Raises:
         InvalidArgumentError: Not an axis, or one that has no process group.
     """
+    if axis in AXES:
+        return axis
     name = _AXIS_OF.get(axis_names(axis))
     if name is None:
         message = f"axis {axis!r} has no process group: expected one of {', '.join(AXES)}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
@@ -56,14 +56,9 @@ class ProcessGroupManager(AxisAttributes):
     """
 
     def __init__(
-        self,
-        tp_size: int = 1,
-        cp_size: int = 1,
-        pp_size: int = 1,
-        dp_size: int = 1,
-        ep_size: int = 1,
-        etp_size: int | None = None,
-    ) -> None:
+        self, tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1,
+        ep_size: int = 1, etp_size: int | None = None,
+    ) -> None:  # fmt: skip
         self.grid, first_number = _agreed_grid(
             lambda: Grid(tp_size, cp_size, pp_size, dp_size, ep_size, etp_size)
         )
@@ -108,6 +103,15 @@ class ProcessGroupManager(AxisAttributes):
             )
             raise StateError(message)
         return None if self._groups is None else self._groups.get(name)
+
+    if not TYPE_CHECKING:  # a type checker would take every name for an attribute
+
+        def __getattr__(self, name: str) -> ProcessGroup | None:
+            """Return the group of an axis by its flat name, `{axis}_group`."""
+            if name.endswith("_group") and name in AxisAttributes.__annotations__:
+                return self.group(name.removesuffix("_group"))
+            message = f"{type(self).__name__!r} object has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=self)
 
     @property
     def device_mesh(self) -> DeviceMesh:
@@ -177,13 +181,9 @@ class ProcessGroupManager(AxisAttributes):
 
 
 def setup_process_group_manager(
-    tp_size: int = 1,
-    cp_size: int = 1,
-    pp_size: int = 1,
-    dp_size: int = 1,
-    ep_size: int = 1,
-    etp_size: int | None = None,
-) -> ProcessGroupManager:
+    tp_size: int = 1, cp_size: int = 1, pp_size: int = 1, dp_size: int = 1,
+    ep_size: int = 1, etp_size: int | None = None,
+) -> ProcessGroupManager:  # fmt: skip
     """Make the current manager; all ranks call this, once.
 
     Raises:

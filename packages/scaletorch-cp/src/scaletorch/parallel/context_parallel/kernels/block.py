@@ -48,6 +48,11 @@ class Operands(NamedTuple):
         grad_out, q, out, lse = (x[:, :, rows] for x in (self.grad_out, self.q, self.out, self.lse))
         return Operands(grad_out, q, self.k[:, :, keys], self.v[:, :, keys], out, lse)
 
+    def expanded(self) -> Operands:
+        """Return them with keys and values once for every query head."""
+        heads = self.q.shape[1]
+        return self._replace(k=expanded(self.k, heads), v=expanded(self.v, heads))
+
 
 def readable(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Return x in this dtype and with stride 1 in the last dim, which kernels take for granted."""

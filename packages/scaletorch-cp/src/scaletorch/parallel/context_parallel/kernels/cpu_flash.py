@@ -31,15 +31,7 @@ import torch
 from torch import Tensor
 
 from ..masks.blocks import CAUSAL, FULL, Band
-from .block import (
-    Gradients,
-    Operands,
-    expanded,
-    readable,
-    statistics_dtype,
-    summed,
-    without_unseeing_rows,
-)
+from .block import Gradients, Operands, readable, statistics_dtype, summed, without_unseeing_rows
 from .strips import Strip, hide_, sees_all, strips
 
 _forward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -79,10 +71,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, band: Band) -> tuple[
 
 def backward(x: Operands, scale: float, band: Band) -> Gradients:
     """Return one block's share of the gradients; as `table.backward`."""
-    heads, kv_heads, one_call = x.q.shape[1], x.k.shape[1], _is_one_call(x.q, x.k, scale, band)
+    kv_heads, one_call = x.k.shape[1], _is_one_call(x.q, x.k, scale, band)
     dtype = kept = statistics_dtype(x.q.dtype)
     if one_call and x.q.dtype == torch.bfloat16 and _is_large(x.q, x.k):
-        dtype, x = x.q.dtype, x._replace(k=expanded(x.k, heads), v=expanded(x.v, heads))
+        dtype, x = x.q.dtype, x.expanded()
     grad_out, q, k, v, out = (readable(each, dtype) for each in x[:-1])
     x = Operands(grad_out, q, k, v, out, without_unseeing_rows(x.lse))
     if not one_call:

@@ -78,8 +78,8 @@ def forward(
 
 def backward(operator: Operator, x: Operands, scale: float, band: Band) -> Gradients:
     """Return one block's share of the gradients; as `table.backward`."""
-    heads, kv_heads, dtype = x.q.shape[1], x.k.shape[1], x.q.dtype
-    q, k, v = (readable(expanded(each, heads), dtype) for each in (x.q, x.k, x.v))
+    kv_heads, dtype, x = x.k.shape[1], x.q.dtype, x.expanded()
+    q, k, v = (readable(each, dtype) for each in (x.q, x.k, x.v))
     grad_out, out = (each.to(dtype).contiguous() for each in (x.grad_out, x.out))
     lse = without_unseeing_rows(x.lse).contiguous()
     whole = Operands(grad_out, q, k, v, out, lse)

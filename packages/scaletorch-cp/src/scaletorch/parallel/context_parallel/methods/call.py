@@ -132,7 +132,7 @@ def no_gradient(x: Tensor, *leading: int) -> Tensor:
     return torch.zeros((*leading, *x.shape), dtype=statistics_dtype(x.dtype), device=x.device)
 
 
-def attend_to_all(
+def attend_all(
     arriving: Arriving, q: Tensor, k: Tensor, v: Tensor, call: Call
 ) -> tuple[Tensor, Saved]:
     """Attend to the keys and values of all ranks as they arrive.

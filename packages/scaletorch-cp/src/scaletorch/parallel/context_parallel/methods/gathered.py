@@ -18,21 +18,12 @@ from torch import Tensor
 from ....dist import Work, all_gather
 from ....dist.building import reduce_scatter_flat
 from ..cp_comms import Ring
-from .call import (
-    Call,
-    Saved,
-    WithSinks,
-    attend_to_all,
-    early_half,
-    late_half,
-    no_gradient,
-    of_sinks,
-)
+from .call import Call, Saved, WithSinks, attend_all, early_half, late_half, no_gradient, of_sinks
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, call: Call) -> tuple[Tensor, Saved]:
     """Return this rank's output [B, H, L, D] in q's dtype, and what backward needs."""
-    return attend_to_all(_gathered(k, v, call.ring), q, k, v, call)
+    return attend_all(_gathered(k, v, call.ring), q, k, v, call)
 
 
 def backward(grad_out: Tensor, saved: Saved, call: Call) -> WithSinks:

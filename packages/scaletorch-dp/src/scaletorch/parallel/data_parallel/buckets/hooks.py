@@ -104,7 +104,7 @@ class GradientSync:
         What it finds wrong is raised by `raise_failed`.
         """
         if self._attached and self.syncs:
-            self._open()
+            self.manager.open()
             self._finish()
 
     def reset(self) -> None:
@@ -169,7 +169,7 @@ class GradientSync:
             self._crowded = any(
                 other is not self and other.group is self.group for other in self._alive
             )
-            self._open()
+            self.manager.open()
         # Each backward gets a callback, inner ones too: if the root has raised, its own callback
         # never runs, and that of the next backward is the first to see it.
         self._tasks.add(task)
@@ -195,7 +195,9 @@ class GradientSync:
         ending.sort(key=lambda each: each._serial)
         for each in ending:  # all of them, whatever one finds: other ranks end theirs too
             each._end()
-        raise_failed(each for each in ending if isinstance(each, GradientSync))
+        failed = [each for each in ending if isinstance(each, GradientSync) and each.failed]
+        if failed:
+            raise_failed(failed)
 
     def _end(self) -> None:
         if self._touched and self.syncs:
@@ -210,9 +212,6 @@ class GradientSync:
         except NonFiniteError as error:
             self.failed = error
         self.completed += 1
-
-    def _open(self) -> None:
-        self.manager.open()
 
     def _close(self) -> None:
         self._forget_backward()

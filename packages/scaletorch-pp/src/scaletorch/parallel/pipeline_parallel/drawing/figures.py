@@ -1,11 +1,42 @@
-"""The basis of all pictures: titles, and makespan, bubble and times in words."""
+"""The basis of all pictures: titles, how actions look, and makespan, bubble and times in words."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from ....dist.errors import InvalidArgumentError
-from ..schedules.schedule import Schedule, Timeline
+from ..schedules.schedule import (
+    BACKWARD,
+    BACKWARD_INPUT,
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Schedule,
+    Timeline,
+)
+
+
+class Look(NamedTuple):
+    """How actions of a kind look.
+
+    Attributes:
+        name: What they are, in words.
+        colour: Red, green and blue.
+        code: The terminal's.
+    """
+
+    name: str
+    colour: tuple[int, int, int]
+    code: str
+
+
+# Paul Tol's bright scheme: told apart by colour-blind readers too.
+LOOKS = {
+    FORWARD: Look("forward", (0x44, 0x77, 0xAA), "7;34"),
+    BACKWARD: Look("backward", (0x22, 0x88, 0x33), "7;32"),
+    BACKWARD_INPUT: Look("backward of inputs", (0x66, 0xCC, 0xEE), "7;36"),
+    BACKWARD_WEIGHT: Look("backward of weights", (0xCC, 0xBB, 0x44), "7;33"),
+}
 
 
 def named(timelines: Sequence[Timeline], titles: Sequence[str]) -> Sequence[str]:

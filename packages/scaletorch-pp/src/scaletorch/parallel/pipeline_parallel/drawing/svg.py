@@ -6,16 +6,8 @@ import math
 from collections.abc import Sequence
 from xml.etree import ElementTree as Xml
 
-from ..schedules.schedule import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    Action,
-    Span,
-    Timeline,
-)
-from .figures import busy, figures, named, num_chunks, with_unit
+from ..schedules.schedule import Action, Span, Timeline
+from .figures import LOOKS, busy, figures, named, num_chunks, with_unit
 
 WIDTH, LEFT, RIGHT = 1000, 60, 20
 ROW, GAP, TITLE, FONT = 24, 4, 34, 11
@@ -24,19 +16,6 @@ _DIGIT = 0.62 * FONT  # width of a character, roughly
 _EDGED = 2  # edges of narrower boxes would hide them
 _TICKS = 12  # at most
 
-KIND_NAMES = {
-    FORWARD: "forward",
-    BACKWARD: "backward",
-    BACKWARD_INPUT: "backward of inputs",
-    BACKWARD_WEIGHT: "backward of weights",
-}
-# Paul Tol's bright scheme: told apart by colour-blind readers too.
-_COLOURS = {
-    FORWARD: (0x44, 0x77, 0xAA),
-    BACKWARD: (0x22, 0x88, 0x33),
-    BACKWARD_INPUT: (0x66, 0xCC, 0xEE),
-    BACKWARD_WEIGHT: (0xCC, 0xBB, 0x44),
-}
 _PALEST = 0.6  # fraction of white in the last chunk
 # What is no colour of an action has a class too, so that a page can show it on a dark ground.
 _PAPER, _IDLE, _INK = ("#ffffff", "paper"), ("#eeeeee", "idle"), ("#000000", "ink")
@@ -95,15 +74,15 @@ def ticks(end: float) -> list[float]:
 def _legend(root: Xml.Element, timelines: Sequence[Timeline]) -> float:
     """Draw one box for each kind and chunk, in lines; return the top of the next thing."""
     drawn_in = {
-        (list(KIND_NAMES).index(span.action.kind), span.action.chunk, num_chunks(each.schedule))
+        (list(LOOKS).index(span.action.kind), span.action.chunk, num_chunks(each.schedule))
         for each in timelines
         for span in each.spans
     }
     several = any(chunk for _, chunk, _ in drawn_in)
     found: dict[tuple[int, int, str], str] = {}
     for place, chunk, chunks in drawn_in:
-        kind, text = list(KIND_NAMES.items())[place]
-        name = f"{kind} {text}" + (f", chunk {chunk}" if several else "")
+        kind, look = list(LOOKS.items())[place]
+        name = f"{kind} {look.name}" + (f", chunk {chunk}" if several else "")
         found[place, chunk, _colours(Action(kind, 0, chunk), chunks)[0]] = name
     left, top = float(LEFT), 10.0
     for (_, _, fill), name in sorted(found.items()):
@@ -148,7 +127,7 @@ def _box(root: Xml.Element, span: Span, stage: int, chunks: int, top: float, sca
 def _colours(action: Action, chunks: int) -> tuple[str, str]:
     """Return fill and ink; later chunks are paler."""
     white = _PALEST * action.chunk / max(chunks - 1, 1)
-    red, green, blue = (round(c + (255 - c) * white) for c in _COLOURS[action.kind])
+    red, green, blue = (round(c + (255 - c) * white) for c in LOOKS[action.kind].colour)
     ink = "#000000" if 0.3 * red + 0.59 * green + 0.11 * blue > 130 else "#ffffff"
     return f"#{red:02x}{green:02x}{blue:02x}", ink
 

@@ -6,19 +6,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ....dist.errors import InvalidArgumentError
-from ..schedules.schedule import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    Action,
-    Span,
-    Timeline,
-)
-from .figures import busy, figures, num_chunks, with_unit
+from ..schedules.schedule import Action, Span, Timeline
+from .figures import LOOKS, busy, figures, num_chunks, with_unit
 
 WIDTH = 120  # if times have no common unit and no width is given
-_ANSI = {FORWARD: "7;34", BACKWARD: "7;32", BACKWARD_INPUT: "7;36", BACKWARD_WEIGHT: "7;33"}
 _CLOSE = 1e-6  # of a unit: rounding of floats
 
 
@@ -117,7 +108,7 @@ def _action(span: Span, columns: int, scale: _Scale, colour: bool) -> str:
     if len(label) > columns - gap:
         label = label[0]
     text = label.ljust(columns - gap, "-" if columns > scale.cell else " ")
-    return (f"\x1b[{_ANSI[span.action.kind]}m{text}\x1b[0m" if colour else text) + " " * gap
+    return (f"\x1b[{LOOKS[span.action.kind].code}m{text}\x1b[0m" if colour else text) + " " * gap
 
 
 def _label(action: Action, chunks: int) -> str:

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from .schedule import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    Action,
-    Schedule,
-    looped_stages,
-    of_kind,
-    one_stage_each,
-    require_sizes,
-)
+from .making import looped_stages, of_kind, one_stage_each, require_sizes
+from .schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
 
 
 def one_f_one_b(num_ranks: int, num_micro_batches: int) -> Schedule:

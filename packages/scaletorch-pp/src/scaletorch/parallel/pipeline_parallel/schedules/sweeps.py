@@ -4,16 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .schedule import (
-    BACKWARD,
-    FORWARD,
-    Action,
-    Schedule,
-    looped_stages,
-    of_kind,
-    one_stage_each,
-    require_sizes,
-)
+from .making import looped_stages, of_kind, one_stage_each, require_sizes
+from .schedule import BACKWARD, FORWARD, Action, Schedule
 
 
 def forward_only(

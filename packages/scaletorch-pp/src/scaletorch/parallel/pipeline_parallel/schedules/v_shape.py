@@ -7,16 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import count, pairwise
 
-from .schedule import (
-    BACKWARD,
-    BACKWARD_INPUT,
-    BACKWARD_WEIGHT,
-    FORWARD,
-    Action,
-    Schedule,
-    require_sizes,
-    v_stages,
-)
+from .making import require_sizes, v_stages
+from .schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, FORWARD, Action, Schedule
 
 
 def zb_v(num_ranks: int, num_micro_batches: int) -> Schedule:

@@ -6,7 +6,6 @@ import inspect
 from collections.abc import Iterable, Iterator
 
 from torch import nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from ....dist.errors import InvalidArgumentError
 from .call_order import calls_around
@@ -37,12 +36,6 @@ def is_placed(module: nn.Module) -> bool:
     """
     own_layer = type(module).__module__.startswith("torch.nn.") and not module._modules
     return has_parameters(module) or (own_layer and not isinstance(module, CONTAINERS))
-
-
-def changes_nothing(module: nn.Module) -> bool:
-    """Return whether a module returns its argument as it is, as a dropout that drops nothing."""
-    drops = isinstance(module, _DropoutNd) and module.training and module.p
-    return isinstance(module, nn.Identity | _DropoutNd) and not drops
 
 
 def called_modules(name: str, module: nn.Module) -> Iterator[str]:

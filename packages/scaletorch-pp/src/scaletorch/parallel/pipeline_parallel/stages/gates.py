@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..splitting.modules import changes_nothing
 from .passage import Passage
 from .stand_ins import stands
 
@@ -90,7 +90,7 @@ class Gates:
 
         def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             passage = self._passage
-            if torch.compiler.is_compiling() or changes_nothing(module):
+            if torch.compiler.is_compiling() or _changes_nothing(module):
                 return None
             if self._runs():
                 passage.reach(self._stage, where)
@@ -114,14 +114,14 @@ class Gates:
 
         def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
             passage = self._passage
-            if torch.compiler.is_compiling() or changes_nothing(module) or not self._runs():
+            if torch.compiler.is_compiling() or _changes_nothing(module) or not self._runs():
                 return
             passage.inside -= 1
             if stands(output):  # it came by another way than an argument
                 raise InvalidArgumentError(f"{describe_rank()}: {name} computes with {_BESIDE}")
             if not self._last:
                 passage.left = passage.samples[siblings] = output
-                passage.over = all(changes_nothing(self._modules[other]) for other in others)
+                passage.over = all(_changes_nothing(self._modules[other]) for other in others)
 
         return note
 
@@ -160,3 +160,9 @@ class _Outside:
         output = self._compiled(*args, **kwargs)
         self._after(self._module, args, output)
         return output
+
+
+def _changes_nothing(module: nn.Module) -> bool:
+    """Return whether a module returns its argument as it is, as a dropout that drops nothing."""
+    drops = isinstance(module, _DropoutNd) and module.training and module.p
+    return isinstance(module, nn.Identity | _DropoutNd) and not drops

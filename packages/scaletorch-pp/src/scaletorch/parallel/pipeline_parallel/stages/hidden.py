@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import Node, get_gradient_edge
 
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import Hidden, is_hidden, strangers
 from .gates import Gates
-from .gradient import trained_beside
 from .passage import Passage, versions
 
 
@@ -83,7 +83,7 @@ class HiddenFlow:
         passed = list(tensors_in(left))
         own: set[int] | None = None
         for tensor in tensors_in(output):
-            leaves = {id(leaf) for leaf in trained_beside([tensor], passed)}
+            leaves = {id(leaf) for leaf in _trained_beside([tensor], passed)}
             if leaves and own is None:
                 received = tensors_in(self._passage.source[1])
                 own = {*map(id, self.gates.parameters()), *map(id, received)}
@@ -143,3 +143,21 @@ def _collected_message(tensor: Tensor) -> str:
 def _hooks_on(tensors: Iterable[Tensor]) -> int:
     """Count the hooks that change or see the gradients of tensors."""
     return sum(len(tensor._backward_hooks or ()) for tensor in tensors)
+
+
+def _trained_beside(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> list[Tensor]:
+    """Return the leaves, mostly parameters, that outputs depend on not through inputs."""
+    nodes = _between(outputs, inputs)
+    return [node.variable for node in nodes if hasattr(node, "variable")]
+
+
+def _between(outputs: Iterable[Tensor], inputs: Iterable[Tensor]) -> Iterator[Node]:
+    """Yield the nodes of the graph from outputs back to inputs, or to leaves."""
+    seen = {get_gradient_edge(tensor).node for tensor in inputs if tensor.requires_grad}
+    todo = [get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad]
+    while todo:
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            todo += [following for following, _ in node.next_functions if following is not None]

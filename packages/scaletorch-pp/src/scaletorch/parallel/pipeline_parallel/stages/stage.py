@@ -152,8 +152,7 @@ class PipelineParallel(ModuleWrapper):
         if len(runtime.examined) > MANY_FORMS:
             runtime.examined.clear()
         # Modules may have been replaced since, as by adapters.
-        names = self.placement.stages[stage]
-        modules = {name: self.module.get_submodule(name) for name in names}
+        modules = {name: self.module.get_submodule(name) for name in self.placement.stages[stage]}
         flow.gates.watch(modules, self._siblings)
         output = self._run(flow, stage, input_or_hidden, kwargs, kind not in runtime.examined)
         runtime.examined.add(kind)
@@ -218,17 +217,16 @@ class PipelineParallel(ModuleWrapper):
         """
         if isinstance(output_tensor, WeightGradients):
             return output_tensor.accumulate()
-        parameters, deferral = self.runtime.parameters, self.runtime.deferral
+        parameters, into = self.runtime.parameters, self.runtime.deferral.into
         before = [parameter.grad for parameter in parameters]
         outputs = [tensor for tensor in tensors_in(output_tensor) if tensor.requires_grad]
         if outputs:  # none where everything up to here is frozen
             gradients = None if output_tensor_grad is None else list(tensors_in(output_tensor_grad))
             torch.autograd.backward(outputs, gradients)
-        leaves = [] if input_tensor is None else tensors_in(input_tensor)
-        made = [_gradient(tensor) for tensor in leaves if tensor.requires_grad]
+        made = [_gradient(tensor) for tensor in tensors_in(input_tensor) if tensor.requires_grad]
         pairs = zip(parameters, before, strict=True)
         fresh = [parameter for parameter, gradient in pairs if parameter.grad is not gradient]
-        _give_own_memory(fresh, [*made, *deferral.gradients()])
+        _give_own_memory(fresh, made if into is None else [*made, *into.gradients()])
         if input_tensor is None:
             return None
         return made[0] if isinstance(input_tensor, Tensor) and made else made
@@ -239,7 +237,8 @@ class PipelineParallel(ModuleWrapper):
         Raises:
             StateError: Another parameter is in the place of one of them.
         """
-        self.runtime.tied.check(self.parameters())
+        if self.ties:
+            self.runtime.tied.check(self.parameters())
 
     def sync_tied_gradients(self) -> None:
         """Sum the gradients of parameters that several stages hold; equal bits on every owner.
@@ -247,7 +246,8 @@ class PipelineParallel(ModuleWrapper):
         The train steps do so. A loop of one's own calls it once, on every stage, after the last
         backward of an accumulation that began without gradients.
         """
-        self.runtime.tied.sync()
+        if self.ties:
+            self.runtime.tied.sync()
 
 
 def _give_own_memory(parameters: Iterable[nn.Parameter], kept: Iterable[Tensor]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -61,23 +61,14 @@ class Deferral:
     def __init__(self) -> None:
         self.into: WeightGradients | None = None
 
-    def gradients(self) -> list[Tensor]:
-        """Return the tensors that the running backward keeps for weights."""
-        return [] if self.into is None else self.into.gradients()
-
-    def to(
-        self, into: WeightGradients | None, *, backward: bool = False
-    ) -> AbstractContextManager[object]:
+    @contextmanager
+    def to(self, into: WeightGradients, *, backward: bool = False) -> Iterator[None]:
         """Let the forwards in this context leave their weight gradients for later.
 
         Args:
-            into: Collects them; None computes them at once.
+            into: Collects them.
             backward: Whether it is their backward that runs in this context.
         """
-        return nullcontext() if into is None else self._collect(into, backward)
-
-    @contextmanager
-    def _collect(self, into: WeightGradients, backward: bool) -> Iterator[None]:
         self.into, into.open = into, backward
         try:
             yield

@@ -136,7 +136,8 @@ def _train_step(
         group = _same_ranks(pipeline, arguments.group)
         loss_fn = token_mean_loss(inputs.batches, inputs.device, group)
     with deferred_sync(wrappers) as switches:
-        pipeline.runtime.tied.begin()
+        if pipeline.ties:
+            pipeline.runtime.tied.begin()
         stages = stages_of_step(arguments, inputs)
         training = Training(stages, loss_fn, switches, plan.schedule.ranks[pipeline.rank])
         execute_plan(plan, stages, training.run)

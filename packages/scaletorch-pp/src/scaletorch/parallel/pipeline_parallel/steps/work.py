@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,7 +110,7 @@ class Training:
 
     def _forward(self, task: Task, into: WeightGradients | None) -> None:
         _, micro_batch, chunk = task.action
-        with self.stages.pipeline.runtime.deferral.to(into):
+        with self._leaving(into):
             hidden, output = self.stages.forward(task)
         if task.makes is None and self.loss_fn is not None:
             output = checked_loss(self.loss_fn(output, self.stages.inputs.batches[micro_batch]))
@@ -124,10 +124,18 @@ class Training:
         gradients = None if task.needs is None else mail.take_gradients(task.needs)
         hidden, output = self._live.pop((micro_batch, chunk))
         pipeline.select(chunk)  # a recomputed forward may look for its modules
-        with pipeline.runtime.deferral.to(into, backward=True):
+        with self._leaving(into, backward=True):
             made = self._backward(hidden, output, gradients)
         if task.makes is not None:
             mail.put(task.makes, made)
+
+    def _leaving(
+        self, into: WeightGradients | None, *, backward: bool = False
+    ) -> AbstractContextManager[None]:
+        """Return a context that leaves weight gradients for later, if some are to be left."""
+        if into is None:
+            return nullcontext()
+        return self.stages.pipeline.runtime.deferral.to(into, backward=backward)
 
     def _backward(self, hidden: Hidden | None, output: Any, gradient: Any) -> Any:
         backward: Any = self.stages.model.backward

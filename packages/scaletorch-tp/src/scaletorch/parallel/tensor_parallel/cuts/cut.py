@@ -38,6 +38,11 @@ class Cut:
         return len(self.parts) < len(self.ranks)
 
     @property
+    def in_order(self) -> bool:
+        """Whether the ranks' parts, one after another, are the whole as it is."""
+        return not self.replicated
+
+    @property
     def packed(self) -> tuple[Cut, ...]:
         """How each of several packed lengths is cut; this cut itself if there is one length."""
         return (self,)
@@ -66,7 +71,7 @@ class Cut:
 
     def arrange(self, joined: Tensor, dim: int) -> Tensor:
         """Return the whole, given all ranks' parts in their order."""
-        if not self.replicated:
+        if self.in_order:
             return joined
         pieces = joined.split(self.sizes, dim)
         return torch.cat([pieces[rank] for rank in self.owners], dim)

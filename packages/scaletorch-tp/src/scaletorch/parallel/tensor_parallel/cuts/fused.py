@@ -89,6 +89,11 @@ class FusedCut(Cut):
         return any(cut.replicated for cut in self.cuts)
 
     @property
+    def in_order(self) -> bool:
+        """Whether the ranks' parts are the whole as it is: never, as each has some of all."""
+        return False
+
+    @property
     def packed(self) -> tuple[Cut, ...]:
         """How each part is cut."""
         return self.cuts

@@ -22,6 +22,9 @@ from ..regions.uncompiled import gather, reduce
 # A whole parameter -> the dim it was cut along, how, and this rank's shard: tied ones stay tied.
 Memo = MutableMapping[Tensor, tuple[int, Cut, nn.Parameter]]
 
+Group = ProcessGroup | None
+Options = Mapping[str, Any]
+
 _OWN = frozenset({"weight", "bias"})
 
 
@@ -33,6 +36,7 @@ class TensorParallelLayer(nn.Module):
         tp_size: Number of these ranks; with 1 the layer is a plain one.
         tp_rank: This rank's place among them.
         cut: How the divided size is cut, and which part each rank has.
+        shard_sizes: Length of each rank's share of the divided size.
         sequence: How sequences are shared out between regions; None if every rank has them whole.
     """
 
@@ -46,12 +50,8 @@ class TensorParallelLayer(nn.Module):
     tp_size: int
     tp_rank: int
     cut: Cut
+    shard_sizes: tuple[int, ...]
     sequence: SequenceShares | None = None
-
-    @property
-    def shard_sizes(self) -> tuple[int, ...]:
-        """Length of each rank's share of the divided size."""
-        return self.cut.sizes
 
     @classmethod
     def from_plain(
@@ -95,15 +95,30 @@ class TensorParallelLayer(nn.Module):
         **options: Any,
     ) -> Self:
         """Turn a plain module itself into this rank's shard: its owners and hooks keep it."""
-        reason = cls.misfit(module)
-        if reason is not None:
-            raise InvalidArgumentError(f"{cls.__name__} cannot be made of this module: {reason}")
-        cls._check(getattr(module, cls.sharded_size), group, options, cut)
+        layer, size = cls._taken(module, group, cut, options)
+        layer._shard(group, memo, options, cut or share_cut(size, get_world_size(group)))
+        return layer
+
+    @classmethod
+    def _taken(
+        cls, module: nn.Module, group: Group, cut: Cut | None, options: Options
+    ) -> tuple[Self, int]:
+        """Return a plain module as one of this class, whole as yet, and the size to be divided.
+
+        Raises:
+            InvalidArgumentError: It cannot become one.
+        """
+        cls._refuse(cls.misfit(module))
+        size = getattr(module, cls.sharded_size)
+        cls._check(size, group, options, cut)
         layer: Any = module
         layer.__class__ = cls
-        layer._shard(group, memo, options, cut)
-        converted: Self = layer
-        return converted
+        return layer, size
+
+    @classmethod
+    def _refuse(cls, reason: str | None) -> None:
+        if reason is not None:
+            raise InvalidArgumentError(f"{cls.__name__} cannot be made of this module: {reason}")
 
     @classmethod
     def takes(cls, module: nn.Module) -> bool:
@@ -127,13 +142,7 @@ class TensorParallelLayer(nn.Module):
         return None
 
     @classmethod
-    def _check(
-        cls,
-        size: int,
-        group: ProcessGroup | None,
-        options: Mapping[str, Any],
-        cut: Cut | None = None,
-    ) -> None:
+    def _check(cls, size: int, group: Group, options: Options, cut: Cut | None = None) -> None:
         unknown = sorted(set(options) - set(cls.options))
         if unknown:
             raise InvalidArgumentError(
@@ -155,11 +164,7 @@ class TensorParallelLayer(nn.Module):
             )
 
     def _build(
-        self,
-        draw: Callable[[], nn.Module],
-        size: int,
-        group: ProcessGroup | None,
-        options: Mapping[str, Any],
+        self, draw: Callable[[], nn.Module], size: int, group: Group, options: Options
     ) -> None:
         """Become this rank's shard of a new layer.
 
@@ -173,20 +178,16 @@ class TensorParallelLayer(nn.Module):
         group = axis_group("tp", group)
         self._check(size, group, {})
         vars(self).update(vars(draw()))
-        self._shard(group, {}, options)
+        self._shard(group, {}, options, share_cut(size, get_world_size(group)))
 
-    def _shard(
-        self,
-        group: ProcessGroup | None,
-        memo: Memo,
-        options: Mapping[str, Any],
-        cut: Cut | None = None,
-    ) -> None:
+    def _shard(self, group: Group, memo: Memo, options: Options, cut: Cut) -> None:
         vars(self).update({**self.options, **options})
         self.group, self.tp_size, self.tp_rank = group, get_world_size(group), get_rank(group)
         if self.tp_size > 1:
             watch(self)
-        self.cut = cut or share_cut(getattr(self, self.sharded_size), self.tp_size)
+        # What every forward asks of the cut is worked out once.
+        self.cut, self.shard_sizes, self._first = cut, cut.sizes, cut.start(self.tp_rank)
+        self._replicated, self._in_order = cut.replicated, cut.in_order
         for name, dim in self.shard_dims.items():
             whole = self._parameters.get(name)
             if whole is not None and self.tp_size > 1:
@@ -230,8 +231,8 @@ class TensorParallelLayer(nn.Module):
 
     def join(self, shard: Tensor, dim: int, group: ProcessGroup | None = None) -> Tensor:
         """Return the whole tensor on every rank; all ranks call it."""
-        joined = gather(shard, dim, self.group if group is None else group, sizes=self.cut.sizes)
-        return self.cut.arrange(joined, dim)
+        joined = gather(shard, dim, self.group if group is None else group, sizes=self.shard_sizes)
+        return joined if self._in_order else self.cut.arrange(joined, dim)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         memo[id(self.group)] = self.group  # a process group cannot be copied, only shared

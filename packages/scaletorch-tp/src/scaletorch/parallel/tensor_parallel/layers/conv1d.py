@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
 
 from ..cuts.cut import Cut
-from .base import Memo, TensorParallelLayer
+from .base import Group, Memo, Options, TensorParallelLayer
 from .linear import ColumnParallelLinear, RowParallelLinear
 
 
@@ -30,13 +28,7 @@ class Transposed(TensorParallelLayer):
     def _matrix(self) -> Tensor:
         return self.weight.t()
 
-    def _shard(
-        self,
-        group: ProcessGroup | None,
-        memo: Memo,
-        options: Mapping[str, Any],
-        cut: Cut | None = None,
-    ) -> None:
+    def _shard(self, group: Group, memo: Memo, options: Options, cut: Cut) -> None:
         vars(self).update(in_features=self.nx, out_features=self.nf)
         super()._shard(group, memo, options, cut)
 

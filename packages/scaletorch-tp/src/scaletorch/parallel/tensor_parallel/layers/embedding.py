@@ -80,8 +80,8 @@ class VocabParallelEmbedding(TensorParallelLayer):
         if self.tp_size == 1:
             norm = self.max_norm, self.norm_type
             return functional.embedding(ids, self.weight, self.padding_idx, *norm)
-        first = self.cut.start(self.tp_rank)
-        last = first + self.cut.sizes[self.tp_rank]
+        first = self._first
+        last = first + self.shard_sizes[self.tp_rank]
         # Another rank's ids look up row 0 and count as zero. An id that is no rank's is left
         # out of range on all of them, and fails as it does in one process.
         elsewhere = ((ids >= 0) & (ids < first)) | ((ids >= last) & (ids < self.num_embeddings))

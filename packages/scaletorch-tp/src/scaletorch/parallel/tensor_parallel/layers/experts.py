@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 
 from ....dist import get_world_size
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..cuts.cut import Cut, require_shares, share_cut
+from ..cuts.cut import Cut, require_shares
 from ..cuts.stacked import Stacked
 from ..regions.region import in_region
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import Surrounded, own_class, surround
 from ..regions.uncompiled import around_compiled, copy, reduce, uncompiled
-from .base import Memo, TensorParallelLayer
+from .base import Group, Options, TensorParallelLayer
 
 # What names of attributes that hold the width of experts contain.
 _OF_WIDTH = ("intermediate", "ffn", "expert_dim")
@@ -43,27 +42,24 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
     stacked: Stacked
 
     @classmethod
-    def convert(
-        cls,
-        module: nn.Module,
-        group: ProcessGroup | None,
-        memo: Memo,
-        cut: Cut | None = None,
-        **options: Any,
-    ) -> Any:
-        """Turn a module itself into this rank's shard, which stays an instance of its class."""
-        stacked: Stacked = options["stacked"]
-        reason = stacked.misfit(module)
-        if reason is not None:
-            raise InvalidArgumentError(f"{cls.__name__} cannot be made of this module: {reason}")
-        width, tp_size = stacked.width(module), get_world_size(group)
-        require_shares(f"{cls.__name__}: {cls.sharded_size}", width, tp_size)
-        vars(module)["shard_dims"] = stacked.dims
-        layer: Any = surround(module, cls, group)
-        layer._shard(group, memo, options, cut or share_cut(width, tp_size))
-        if tp_size > 1:
-            _set_widths(layer, width, layer.cut.sizes[layer.tp_rank])
+    def convert(cls, module: nn.Module, *where: Any, **options: Any) -> Self:
+        """Turn a module itself into this rank's shard: see the base; it says its width here."""
+        layer = super().convert(module, *where, **options)
+        if layer.tp_size > 1:
+            _set_widths(layer, layer.cut.whole, layer.shard_sizes[layer.tp_rank])
         return layer
+
+    @classmethod
+    def _taken(
+        cls, module: nn.Module, group: Group, cut: Cut | None, options: Options
+    ) -> tuple[Any, int]:
+        """Return a module, which stays an instance of its class, and its experts' width."""
+        stacked: Stacked = options["stacked"]
+        cls._refuse(stacked.misfit(module))
+        width = stacked.width(module)
+        require_shares(f"{cls.__name__}: {cls.sharded_size}", width, get_world_size(group))
+        vars(module)["shard_dims"] = stacked.dims
+        return surround(module, cls, group), width
 
     def cut_of(self, name: str) -> Cut:
         """Return how a parameter is cut along its dim."""

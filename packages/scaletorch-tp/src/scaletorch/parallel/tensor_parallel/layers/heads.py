@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from torch import nn
-from torch.distributed import ProcessGroup
 
 from ....dist import get_world_size
-from ..cuts.cut import Cut, require_shares, share_cut
+from ..cuts.cut import Cut, require_shares
 from ..cuts.per_head import PerHead
 from ..regions.surround import Surrounded, surround
-from .base import Memo, TensorParallelLayer
+from .base import Group, Options, TensorParallelLayer
 
 
 class HeadParameters(TensorParallelLayer, Surrounded):
@@ -27,19 +26,12 @@ class HeadParameters(TensorParallelLayer, Surrounded):
     options: ClassVar[dict[str, Any]] = {"per_head": None}
 
     @classmethod
-    def convert(
-        cls,
-        module: nn.Module,
-        group: ProcessGroup | None,
-        memo: Memo,
-        cut: Cut | None = None,
-        **options: Any,
-    ) -> Any:
-        """Turn a module itself into this rank's shard, which stays an instance of its class."""
+    def _taken(
+        cls, module: nn.Module, group: Group, cut: Cut | None, options: Options
+    ) -> tuple[Any, int]:
+        """Return a module, which stays an instance of its class, and how many heads it has."""
         style: PerHead = options["per_head"]
-        heads, tp_size = style.heads(module), get_world_size(group)
-        require_shares(f"{cls.__name__}: {cls.sharded_size}", heads, tp_size)
+        heads = style.heads(module)
+        require_shares(f"{cls.__name__}: {cls.sharded_size}", heads, get_world_size(group))
         vars(module)["shard_dims"] = dict.fromkeys(style.names, 0)
-        layer: Any = surround(module, cls, group)
-        layer._shard(group, memo, options, cut or share_cut(heads, tp_size))
-        return layer
+        return surround(module, cls, group), heads

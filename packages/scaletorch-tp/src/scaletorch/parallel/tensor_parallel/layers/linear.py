@@ -19,7 +19,27 @@ from .alike import computes_as_linear
 from .base import TensorParallelLayer
 
 
-class ColumnParallelLinear(TensorParallelLayer):
+class _Linear(TensorParallelLayer):
+    """What both layers have in common."""
+
+    plain_class = nn.Linear
+
+    in_features: int
+    out_features: int
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    @classmethod
+    def takes(cls, module: nn.Module) -> bool:
+        """Return whether `module` is a linear layer, or computes as one."""
+        return computes_as_linear(module)
+
+    def _matrix(self) -> Tensor:
+        """Return the weight as [out_features, in_features], of which one is this rank's share."""
+        return self.weight
+
+
+class ColumnParallelLinear(_Linear):
     """`nn.Linear` whose output features are divided over the ranks.
 
     A new layer holds the shard of what `nn.Linear` would draw in one process from the same seed.
@@ -39,23 +59,13 @@ class ColumnParallelLinear(TensorParallelLayer):
         InvalidArgumentError: `out_features` is less than tp.
     """
 
-    plain_class = nn.Linear
     sharded_size = "out_features"
     replicable = True
     shard_dims: ClassVar[dict[str, int]] = {"weight": 0, "bias": 0}
     options: ClassVar[dict[str, bool]] = {"gather_output": False, "async_all_reduce": False}
 
-    in_features: int
-    out_features: int
-    weight: nn.Parameter
-    bias: nn.Parameter | None
     gather_output: bool
     async_all_reduce: bool
-
-    @classmethod
-    def takes(cls, module: nn.Module) -> bool:
-        """Return whether `module` is a linear layer, or computes as one."""
-        return computes_as_linear(module)
 
     def __init__(
         self,
@@ -90,14 +100,10 @@ class ColumnParallelLinear(TensorParallelLayer):
         The gradients of what other ranks have too are summed over these.
         """
         weight, bias = self._matrix(), self.bias
-        if not self.cut.replicated:
+        if not self._replicated:
             return weight, bias
         where = self.cut, self.tp_rank, self.group
         return sum_replicas(weight, *where), None if bias is None else sum_replicas(bias, *where)
-
-    def _matrix(self) -> Tensor:
-        """Return the weight as [out_features, in_features], of which one is this rank's share."""
-        return self.weight
 
     def extra_repr(self) -> str:
         """Describe the whole layer and its division."""
@@ -107,7 +113,7 @@ class ColumnParallelLinear(TensorParallelLayer):
         )
 
 
-class RowParallelLinear(TensorParallelLayer):
+class RowParallelLinear(_Linear):
     """`nn.Linear` whose input features are divided over the ranks; the output is whole.
 
     A new layer holds the shard of what `nn.Linear` would draw in one process from the same seed.
@@ -126,21 +132,11 @@ class RowParallelLinear(TensorParallelLayer):
         InvalidArgumentError: `in_features` is less than tp.
     """
 
-    plain_class = nn.Linear
     sharded_size = "in_features"
     shard_dims: ClassVar[dict[str, int]] = {"weight": 1}
     options: ClassVar[dict[str, bool]] = {"input_is_parallel": True}
 
-    in_features: int
-    out_features: int
-    weight: nn.Parameter
-    bias: nn.Parameter | None
     input_is_parallel: bool
-
-    @classmethod
-    def takes(cls, module: nn.Module) -> bool:
-        """Return whether `module` is a linear layer, or computes as one."""
-        return computes_as_linear(module)
 
     def __init__(
         self,
@@ -159,14 +155,14 @@ class RowParallelLinear(TensorParallelLayer):
     def forward(self, x: Tensor) -> Tensor:
         """Map [..., in_features / tp], or the whole input, to the whole [..., out_features]."""
         if self.input_is_parallel:
-            length = self.cut.sizes[self.tp_rank]
+            length = self.shard_sizes[self.tp_rank]
             self._check_input(x, length, "input_is_parallel=False cuts a whole input")
         else:
             self._check_input(x, self.in_features, "input_is_parallel=True takes a shard")
         if self.tp_size == 1:
             return functional.linear(x, self._matrix(), self.bias)
         if not self.input_is_parallel:
-            x = split(x, -1, self.group, sizes=self.cut.sizes)
+            x = split(x, -1, self.group, sizes=self.shard_sizes)
         out = self._leave(linear_to_main_grad(x, self._matrix()))
         bias: Tensor | None = self.bias
         if self.sequence is None:
@@ -175,10 +171,6 @@ class RowParallelLinear(TensorParallelLayer):
             bias = copy(bias, self.group)  # it is added to a share of the tokens
         # Under autocast the output is narrower than the bias, and must stay so.
         return out if bias is None else out + bias.to(out.dtype)
-
-    def _matrix(self) -> Tensor:
-        """Return the weight as [out_features, in_features], of which one is this rank's share."""
-        return self.weight
 
     def extra_repr(self) -> str:
         """Describe the whole layer and its division."""

@@ -46,7 +46,7 @@ def sharded_random(group: ProcessGroup | None = None) -> Iterator[None]:
         >>> with sharded_random():
         ...     hidden = dropout(column_parallel(x))
     """
-    group = axis_group("tp", group)
+    group = axis_group("tp") if group is None else group
     size = get_world_size(group)
     if size == 1:
         yield

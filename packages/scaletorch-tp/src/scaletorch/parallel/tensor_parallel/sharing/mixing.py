@@ -33,13 +33,7 @@ class RefuseMixing(TorchFunctionMode):
         self._own = own
         self._exempt = exempt
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Look at the call, and make it."""
         kwargs = kwargs or {}
         seen = _MIXING.get(func)
