@@ -6,7 +6,7 @@ import contextlib
 
 import torch
 import torch.distributed as c10d
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -92,7 +92,12 @@ def play(events, naive, bucket_size):
             assert found == [None if value is None else [value] for value in rule.synced], events
 
 
+BEHIND = ("backward", False, ([0], [0, 1]))  # rank 1 alone has a gradient that no sum is held beside
+TWICE = [("backward", False, ([0], [0])), ("backward", True, ([0], [0])), BEHIND, ("zero", False)]
+
+
 @settings(max_examples=60, deadline=None)
+@example(TWICE, False, 1)
 @given(st.lists(EVENTS, max_size=9), st.booleans(), st.sampled_from([1, 3, 100]))
 def test_any_sequence_follows_the_rule(events, naive, bucket_size):
     run_ranks(play, RANKS, events, naive, bucket_size)

@@ -255,11 +255,12 @@ def backward(model, *, synced=True):
         model(rows(c10d.get_rank())).sum().backward()
 
 
-def check_no_sync_alone(none):
+def check_no_sync_alone(none, first):
     """A rank that was in no_sync alone is a step ahead of the others when it next meets them."""
     model, alone = wrap(net()), c10d.get_rank() == 0
-    backward(model)
-    model.zero_grad(none)
+    if not first:
+        backward(model)
+        model.zero_grad(none)
     if alone:
         backward(model, synced=False)
         model.zero_grad(none)
@@ -271,8 +272,9 @@ def check_no_sync_alone(none):
 
 
 @pytest.mark.parametrize("none", [True, False])
-def test_no_sync_on_some_ranks_is_told(none):
-    run_ranks(check_no_sync_alone, 2, none)
+@pytest.mark.parametrize("first", [True, False])
+def test_no_sync_on_some_ranks_is_told(none, first):
+    run_ranks(check_no_sync_alone, 2, none, first)
 
 
 def check_no_sync_unevenly():

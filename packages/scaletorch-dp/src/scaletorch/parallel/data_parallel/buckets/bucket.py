@@ -60,10 +60,13 @@ class Bucket:
         self._used, self._work, self._before = {}, None, None
         self._buffer = self._sent = None
 
-    def open(self) -> None:
-        """Follow, when a backward begins, what the user did to the gradients since the last."""
-        for slot in self.slots:
-            slot.open()
+    def open(self) -> int:
+        """Follow, when a backward begins, what the user did to the gradients since the last.
+
+        Returns:
+            How many of this rank's own were dropped or zeroed.
+        """
+        return sum([slot.open() for slot in self.slots])
 
     def clear(self) -> None:
         """Forget all gradients."""

@@ -65,10 +65,9 @@ class BucketManager:
 
     def open(self) -> None:
         """Follow, when a backward begins, what the user did to the gradients since the last."""
-        own = [slot for slot in self.slots if slot.local]
-        for bucket in self.buckets:
-            bucket.open()
-        self._dropped += bool(own) and not any(slot.local for slot in own)
+        own = sum(slot.local for slot in self.slots)
+        dropped = sum(bucket.open() for bucket in self.buckets)
+        self._dropped += 0 < own == dropped  # of all: ranks may have used other parameters
         self._adds = any(slot.has_synchronised for slot in self.slots)
 
     def place(self, slot: Slot) -> Tensor:

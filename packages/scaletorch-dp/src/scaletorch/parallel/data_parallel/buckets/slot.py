@@ -54,30 +54,35 @@ class Slot:
         self._shown: Tensor | None = None
         self._version = 0
 
-    def open(self) -> None:
+    def open(self) -> bool:
         """Follow, when a backward begins, changes of this rank's own gradient since `close`.
 
         A `zero_grad` between an unsynchronised backward and the next is meant for the held sum too,
         but reaches the visible gradient alone.
+
+        Returns:
+            Whether there was one, and somebody has dropped or zeroed it.
         """
         grad = self.parameter.grad
         if grad is None:
-            self.local, self._held = False, None
-        elif self.local and (grad is not self._shown or grad._version != self._version):
-            # Every write raises the version, so values are only read after one.
-            self._follow(grad)
+            dropped, self.local, self._held = self.local, False, None
+            return dropped
+        # Every write raises the version, so values are only read after one.
+        changed = grad is not self._shown or grad._version != self._version
+        return self.local and changed and self._follow(grad)
 
-    def _follow(self, grad: Tensor) -> None:
-        """Take over a change that somebody made to the visible gradient."""
+    def _follow(self, grad: Tensor) -> bool:
+        """Take over a change that somebody made to the visible gradient; return whether to zero."""
         zeroed = not grad.any()
         if zeroed and self._held is not None:
             self._held.zero_()  # as on ranks that have not used the parameter since
             self.local = False
             self.give(None)
-            return
+            return True
         replaced = zeroed or grad is not self._shown
         if replaced and self._view is not None and grad is not self._view:
             self._view.copy_(grad)
+        return zeroed
 
     def close(self) -> None:
         """Put the gradient in order when a backward that is not synchronised ends."""

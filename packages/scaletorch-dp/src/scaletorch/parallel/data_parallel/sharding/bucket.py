@@ -49,12 +49,13 @@ class ShardedBucket(Bucket):
         for slot in self.slots:
             self.adopt(slot)
 
-    def open(self) -> None:
+    def open(self) -> int:
         """Follow changes of the parameters' gradients as well, which shards do not see."""
-        super().open()
+        dropped = super().open()
         for slot in self.slots:
             if not (slot.local or isinstance(slot.parameter.grad, ShardedGradient)):
                 self.adopt(slot)
+        return dropped
 
     def clear(self) -> None:
         """Forget all gradients, those in shards too."""
