@@ -15,6 +15,7 @@ from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from .dispatch import Dispatched
 from .functions import add_pairs, apply
+from .taking import call_taking
 
 # experts(hidden [P, H], top_k_index [P, 1], top_k_weights [P, 1]) -> [P, H]
 Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -43,7 +44,8 @@ def compute(
     most = min(count, index.shape[1])  # experts of a row
     taken = hidden if single else apply(_Spread, hidden, row, most)
     at = row, slot
-    results = experts(taken, index[at].unsqueeze(1), weights[at].unsqueeze(1))
+    given = index[at].unsqueeze(1), weights[at].unsqueeze(1)
+    results = call_taking(experts, taken, given, parameters)
     wrong = _wrong(results, taken)
     if wrong is not None:
         results = taken * 0
