@@ -32,7 +32,7 @@ from scaletorch.plan import traffic as traffic_module
 from scaletorch.plan.applying import arguments
 from scaletorch.plan.holding import holdings
 from scaletorch.plan.holding.buckets import Held, fill
-from scaletorch.plan.holding.live import backwards, most_live
+from scaletorch.plan.holding.live import backwards, fullest, most_live
 from scaletorch.plan.holding.stages import places, schedule_of, stages_of
 from scaletorch.plan.memory import memory
 from scaletorch.plan.traffic import traffic
@@ -41,7 +41,7 @@ SCHEDULES = [
     ("1f1b", 1), ("afab", 1), ("zb_h1", 1), ("looped_bfs", 3), ("interleaved_1f1b", 1),
     ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zb_v", 2), ("dualpipe_v", 2),
 ]  # fmt: skip
-KEPT = {"F": 1, "B": -1, "I": 0, "W": -1}
+CHANGES = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}  # micro-batches, halves
 
 
 def parameter(name, elements, tp):
@@ -94,23 +94,27 @@ def test_what_is_alive_is_what_the_checked_schedule_keeps(name, chunks):
             built = schedule_of(layout)
             live = most_live(name, ranks, micro_batches, chunks)
             assert stages_of(name, ranks, chunks) == built.stages
-            peaks = tuple(max(map(sum, each)) for each in live)
+            peaks = tuple(max(sum(now) for each in own for now in each.moments) for own in live)
             assert peaks == check(built).peak_live
-            weights = [random_.randint(1, 9) for _ in range(chunks)]
+            weights = [random_.randint(1, 9) for _ in range(2 * chunks)]
             for own, actions in zip(live, built.ranks, strict=True):
-                most = max(sum(a * b for a, b in zip(now, weights, strict=True)) for now in own)
-                assert most == heaviest(actions, weights)
+                found = {(e.kind, e.chunk): fullest(e.moments, weights) for e in own}
+                assert found == heaviest(actions, weights)
             assert backwards(name, ranks, micro_batches, chunks) == tuple(
                 sum(action.kind != "F" for action in actions) for actions in built.ranks
             )
 
 
 def heaviest(actions, weights):
-    now = most = 0
-    for action in actions:
-        now += KEPT[action.kind] * weights[action.chunk]
-        most = max(most, now)
-    return most
+    """Return the most that is kept when actions of each kind and chunk are about to run."""
+    found = Counter()
+    now = 0
+    for kind, _, chunk in actions:
+        if kind != "F":
+            found[kind, chunk] = max(found[kind, chunk], now)
+        whole, half = CHANGES[kind]
+        now += whole * weights[chunk] + half * weights[chunk + len(weights) // 2]
+    return found
 
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
@@ -192,7 +196,9 @@ def test_activations_are_those_of_micro_batches_under_way():
     layout = Layout(Grid(pp=2), micro_rows=3, micro_batches=8)
     layers, hand = 4 * (8 + 3000), 3 * 40
     first, last = memory(known, layout)
-    assert (first.buffers, last.buffers) == (hand + 2 * hand, hand)  # what was sent on, and moves
+    # Two kept until their backward, and six sent before, or five and a gradient more; and a
+    # gradient that is used, one to come. Six gradients sent, or five and a hidden state to come.
+    assert (first.buffers, last.buffers) == (10 * hand, 7 * hand)
     assert first.activations == 2 * (150 + layers + 5)
     assert last.activations == layers + 5 + 600
     assert (first.working, last.working) == (90, 300)

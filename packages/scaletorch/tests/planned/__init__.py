@@ -1,7 +1,8 @@
 """What a plan says of a layout, held against ranks that run it."""
 
-from .comparing import differences
-from .drawing import Case, drawn
+from .comparing import differences, higher
+from .drawing import Case, drawn, drawn_wide
+from .peaks import peaks
 from .ranks import measured
 
-__all__ = ["Case", "differences", "drawn", "measured"]
+__all__ = ["Case", "differences", "drawn", "drawn_wide", "higher", "measured", "peaks"]

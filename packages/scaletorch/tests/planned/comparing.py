@@ -6,12 +6,16 @@ from collections import Counter
 from collections.abc import Iterator
 
 from scaletorch.parallel.pg_manager import Grid
+from scaletorch.plan import Layout
 from scaletorch.plan.holding.holdings import Holdings
-from scaletorch.plan.memory.ranks import SPLIT, state
+from scaletorch.plan.holding.live import SPLIT, fullest, most_live
+from scaletorch.plan.memory import memory
+from scaletorch.plan.memory.ranks import activations, state
 from scaletorch.plan.traffic import calls
 
 from .drawing import Case
 from .models import described
+from .peaks import Peak
 from .ranks import AXES, Sends
 
 Found = tuple[list[int], Sends, Sends]
@@ -49,6 +53,31 @@ def differences(case: Case, ranks: list[Found]) -> Iterator[str]:
             for key in sorted({*own, *found}):
                 if own[key] != found[key] and not _by_routes(case, key[0], rank):
                     yield f"{case}: rank {rank} {found[key]} {what} of {key}, planned {own[key]}"
+
+
+def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
+    """Yield what autograd keeps on ranks otherwise than planned, and peaks that are 2 % off."""
+    layout = case.layout
+    holdings = Holdings(described(case))
+    planned = memory(holdings.description, layout, holdings=holdings)
+    for rank, own in enumerate(ranks):
+        place = layout.grid.coordinates(rank).pp
+        kept = _kept(holdings, layout, place)
+        if own.kept != kept:
+            yield f"{case}: autograd keeps {own.kept} bytes on rank {rank}, planned {kept}"
+        found, at_most = planned[place].total, 1.02 * (own.before + own.taken)
+        if layout.grid.cp * layout.grid.dp == 1:  # gradients that the first backward brings
+            at_most += planned[place].gradients
+        if not 0.98 * (own.before + own.taken - own.rest) <= found <= at_most:
+            yield f"{case}: rank {rank} holds {own}, planned {planned[place]}: {found}"
+
+
+def _kept(holdings: Holdings, layout: Layout, place: int) -> int:
+    """Return the most that autograd keeps: nothing between the halves of a backward."""
+    number = holdings.numbers(layout)[place]
+    sizes = [activations(holdings, layout, number, chunk) for chunk in range(layout.chunks)]
+    live = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)[place]
+    return max(fullest(before.moments, sizes) for before in live)
 
 
 def _by_routes(case: Case, axis: str, rank: int) -> bool:

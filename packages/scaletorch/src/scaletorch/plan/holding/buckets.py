@@ -42,6 +42,7 @@ class Held:
         others: How many other ranks of the pipeline hold it too.
         expert: Whether its gradient is summed over edp, and not over cp x dp.
         chunk: Of the rank, the first that has it.
+        late: Whether the second half of a backward makes its gradient, where there are halves.
     """
 
     elements: int
@@ -49,6 +50,7 @@ class Held:
     others: int = 0
     expert: bool = False
     chunk: int = 0
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,6 +78,7 @@ class Holdings:
         self._held: dict[object, tuple[Held, ...]] = {}
         self._buckets: dict[object, dict[str, tuple[tuple[Bucket, int], ...]]] = {}
         self._places: dict[object, int] = {}
+        self._latest: dict[object, list[int]] = {}
         self._sums: dict[tuple[int, int, int], list[int]] = {}
 
     def numbers(self, layout: Layout) -> tuple[int, ...]:
@@ -132,6 +133,16 @@ class Holdings:
                 for p, others, chunk in self._listed(layout, number)
             )
         return self._held[key]
+
+    def latest(self, layout: Layout, number: int) -> list[int]:
+        """Return by chunk the bytes of the largest gradient that a backward makes in its end."""
+        key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number
+        if key not in self._latest:
+            found = self._latest[key] = [0] * len(self._all[number].chunks)
+            for each in self.parameters(layout, number):
+                if each.late:
+                    found[each.chunk] = max(found[each.chunk], each.elements * each.item)
+        return self._latest[key]
 
     def buckets(
         self, layout: Layout, number: int, tp: int | None = None
@@ -227,4 +238,5 @@ def holders_of(description: Description, where: Places) -> dict[str, set[int]]:
 
 def _of(parameter: Parameter, at: int, others: int, apart: bool, chunk: int) -> Held:
     local = parameter.local[min(at, len(parameter.local) - 1)]
-    return Held(local, parameter.item, others, parameter.expert and apart, chunk)
+    expert = parameter.expert and apart
+    return Held(local, parameter.item, others, expert, chunk, parameter.late)

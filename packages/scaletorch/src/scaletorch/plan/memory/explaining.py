@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 from ..description import Description
 from ..holding import Holdings, Optimizer
-from ..holding.live import most_live
+from ..holding.live import SPLIT, fullest, most_live
+from ..holding.under_way import under_way
 from ..layout import Layout
-from .ranks import kept_of, memory, messages, passed_on, state, working
+from .ranks import fixed, fullest_before, kept_of, left_of, memory, messages, passed_on, state
 
 
 class Line(NamedTuple):
@@ -61,19 +62,21 @@ def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     yield Line("parameters", f"{count} tensors of {blocks} blocks", held.parameters)
     yield Line("gradients", f"zero {layout.zero}", held.gradients)
     yield Line("optimizer", known.optimizer.name, held.optimizer)
-    kept = [list(kept_of(known, layout, number, chunk)) for chunk in range(layout.chunks)]
+    chunks = range(layout.chunks)
+    kept = [list(kept_of(known, layout, number, chunk)) for chunk in chunks]
+    if layout.schedule in SPLIT:
+        kept += [list(left_of(known, layout, number, chunk)) for chunk in chunks]
+    own = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)[rank]
+    before, running = fullest_before(fixed(known, layout, number), own)
     sizes = [sum(size for _, size in chunk) for chunk in kept]
-    live = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)[rank]
-    fullest = max(live, key=lambda now: sum(n * s for n, s in zip(now, sizes, strict=True)))
-    for chunk, (times, parts) in enumerate(zip(fullest, kept, strict=True)):
-        where = f"chunk {chunk}: " if layout.chunks > 1 else ""
+    now = max(before.moments, key=lambda now: sum(n * s for n, s in zip(now, sizes, strict=False)))
+    for place, (times, parts) in enumerate(zip(now, kept, strict=False)):
+        where = f"chunk {place % layout.chunks}: " if layout.chunks > 1 else ""
         for what, size in parts:
             yield Line("activations", f"{where}{times} micro-batches of {what}", times * size)
-    yield Line(
-        "working", "the block that needs the most while it runs", working(known, layout, number)
-    )
+    yield Line("working", "the block that needs the most while it runs", running)
     yield Line("buffers", "gradients on their way", held.buffers)
-    yield Line("buffers", "messages between stages", messages(known, layout, number))
-    passed = [passed_on(known, layout, number, chunk) for chunk in range(layout.chunks)]
-    sent = max(sum(n * s for n, s in zip(now, passed, strict=True)) for now in live)
-    yield Line("buffers", "what was sent on, until its backward", sent)
+    moving = messages(known, layout, number, under_way(layout)[rank])
+    yield Line("buffers", "messages between stages", moving)
+    passed = [passed_on(known, layout, number, chunk) for chunk in chunks]
+    yield Line("buffers", "what was sent on, until its backward", fullest(before.moments, passed))

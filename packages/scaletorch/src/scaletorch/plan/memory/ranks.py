@@ -10,10 +10,9 @@ from ..description import Description
 from ..estimate import Memory
 from ..holding import Holdings
 from ..holding.buckets import Bucket, Optimizer
-from ..holding.live import Live, fullest, most_live
+from ..holding.live import SPLIT, Before, Live, fullest, most_live
+from ..holding.under_way import UnderWay, under_way
 from ..layout import Layout
-
-SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # schedules whose backwards may come in two halves
 
 
 class State(NamedTuple):
@@ -57,24 +56,50 @@ def memory(
     known = holdings or Holdings(description, optimizer)
     live = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
     numbers = known.numbers(layout)
-    fixed = {number: _fixed(known, layout, number) for number in {*numbers}}
-    found: dict[tuple[int, Live], Memory] = {}
-    for number, own in zip(numbers, live, strict=True):
-        if (number, own) not in found:
-            held, kept, passed, run, moving = fixed[number]
-            buffers = held.buffers + moving + fullest(own, passed)
-            found[number, own] = Memory(*held[:3], fullest(own, kept), run, buffers)
-    return tuple(found[each] for each in zip(numbers, live, strict=True))
+    each_of = {number: fixed(known, layout, number) for number in {*numbers}}
+    found: dict[tuple[int, Live, UnderWay], Memory] = {}
+    places = list(zip(numbers, live, under_way(layout), strict=True))
+    for each in places:
+        if each not in found:
+            found[each] = _memory(each_of[each[0]], each[1], messages(known, layout, each[0], each[2]))
+    return tuple(found[each] for each in places)
 
 
-def _fixed(
-    known: Holdings, layout: Layout, number: int
-) -> tuple[State, list[int], list[int], int, int]:
-    """Return what does not go by micro-batches under way: state, sizes by chunk, the rest."""
-    kept = [activations(known, layout, number, chunk) for chunk in range(layout.chunks)]
-    passed = [passed_on(known, layout, number, chunk) for chunk in range(layout.chunks)]
-    run, moving = working(known, layout, number), messages(known, layout, number)
-    return state(known, layout, number), kept, passed, run, moving
+class Fixed(NamedTuple):
+    """What a rank holds whatever micro-batches are under way, and of each of them, by chunk."""
+
+    state: State
+    kept: list[int]  # of a micro-batch, then of a half
+    passed: list[int]
+    working: dict[str, list[int]]  # while an action of a kind runs
+
+
+def fixed(known: Holdings, layout: Layout, number: int) -> Fixed:
+    """Return what a rank of this number holds whatever micro-batches are under way."""
+    chunks = range(layout.chunks)
+    kept = [activations(known, layout, number, chunk) for chunk in chunks]
+    passed = [passed_on(known, layout, number, chunk) for chunk in chunks]
+    held = state(known, layout, number)
+    running = {"B": [working(known, layout, number, chunk) for chunk in chunks]}
+    if layout.schedule in SPLIT:
+        kept += [sum(size for _, size in left_of(known, layout, number, c)) for c in chunks]
+        running["I"] = [working(known, layout, number, c, split=True) for c in chunks]
+        running["W"] = known.latest(layout, number)
+    return Fixed(held, kept, passed, running)
+
+
+def fullest_before(own: Fixed, live: Live) -> tuple[Before, int]:
+    """Return when a rank holds the most, and what works then."""
+    if len(live) == 1:
+        return live[0], own.working[live[0].kind][0]
+    each = [(before, own.working[before.kind][before.chunk]) for before in live]
+    return max(each, key=lambda part: fullest(part[0].moments, own.kept) + part[1])
+
+
+def _memory(own: Fixed, live: Live, moving: int) -> Memory:
+    before, running = fullest_before(own, live)
+    kept, passed = (fullest(before.moments, sizes) for sizes in (own.kept, own.passed))
+    return Memory(*own.state[:3], kept, running, own.state.buffers + passed + moving)
 
 
 def state(
@@ -202,6 +227,14 @@ def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterato
         yield "shared", max((round(behaviours[kind].shared.at(rows)) for kind in kinds), default=0)
 
 
+def left_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterator[tuple[str, int]]:
+    """Yield what the first half of a backward of a chunk leaves for the second, by kinds."""
+    behaviours = known.description.behaviours(layout.cut)
+    for kind, times in known.runs(number)[chunk]:
+        size = round(behaviours[kind].left.at(layout.micro_rows))
+        yield f"halves of {times} x {known.name(kind)}", size * times
+
+
 def passed_on(known: Holdings, layout: Layout, number: int, chunk: int) -> int:
     """Return the bytes of messages that the pipeline keeps of a micro-batch until its backward.
 
@@ -216,40 +249,55 @@ def passed_on(known: Holdings, layout: Layout, number: int, chunk: int) -> int:
     return sum(round(behaviours[kind].handed.at(layout.micro_rows)) for kind in ends if kind >= 0)
 
 
-def working(known: Holdings, layout: Layout, number: int) -> int:
-    """Return the most that a block needs while it runs, above what all keep of its micro-batch.
+def working(
+    known: Holdings, layout: Layout, number: int, chunk: int, *, split: bool = False
+) -> int:
+    """Return the most that a block of a chunk needs while it runs, above what all of them keep.
 
-    While a block runs, those behind it in the chunk keep nothing yet, or no more.
+    While a block runs, those behind it keep nothing yet, or no more: but for what the first half of
+    a backward leaves.
     """
-    key = (layout.cut, number, layout.recompute, layout.micro_rows)
+    key = (layout.cut, number, chunk, layout.recompute, layout.micro_rows, split)
     found: int | None = known.workings.get(key)
     if found is None:
-        found = max(_working(known, layout, runs) for runs in known.runs(number))
-        known.workings[key] = found
+        runs = known.runs(number)[chunk]
+        found = known.workings[key] = _working(known, layout, runs, split)
     return found
 
 
-def _working(known: Holdings, layout: Layout, runs: Sequence[tuple[int, int]]) -> int:
+def _working(
+    known: Holdings, layout: Layout, runs: Sequence[tuple[int, int]], split: bool
+) -> int:
     rows, behaviours = layout.micro_rows, known.description.behaviours(layout.cut)
+    behind = sum(behaviours[kind].left.at(rows) * times for kind, times in runs) * split
     kept, most = 0.0, 0.0
-    for kind, times in runs:  # of equal blocks the last has the most before it
+    for kind, times in runs:
         own, is_layer = behaviours[kind], kind in known.layers
-        forward, backward = own.forward_peak.at(rows), own.backward_peak.at(rows)
+        backward = (own.parted_peak if split else own.backward_peak).at(rows)
+        keeps = own.kept.at(rows)
         if is_layer and layout.recompute == "full":  # all of it is there while it runs again
-            kept += own.entered.at(rows) * times
-            backward += own.kept.at(rows)
-        elif not is_layer or layout.recompute != "offload":
-            kept += own.kept.at(rows) * times
-        most = max(most, kept + max(forward, backward))
+            backward += keeps
+            keeps = own.entered.at(rows)
+        elif is_layer and layout.recompute == "offload":
+            keeps = 0.0
+        leaves = own.left.at(rows) * split
+        behind -= leaves * times
+        # Of equal blocks the last has the most before it, and the first the most behind it.
+        first = kept + keeps + leaves * (times - 1) + behind + backward
+        kept += keeps * times
+        most = max(most, first, kept + behind + backward, kept + own.forward_peak.at(rows))
     return round(max(most - kept, 0))
 
 
-def messages(known: Holdings, layout: Layout, number: int) -> int:
-    """Return the bytes of gradients between stages: one that has come, and one on its way."""
+def messages(known: Holdings, layout: Layout, number: int, moving: UnderWay) -> int:
+    """Return the bytes of messages between stages that are under way."""
     behaviours = known.description.behaviours(layout.cut)
     content = known.content(number)
-    sizes = [
-        max((round(behaviours[kind].handed.at(layout.micro_rows)) for kind in kinds), default=0)
-        for kinds in (content.sent, content.returned)
-    ]
-    return sum(sizes)
+    return sum(
+        round(behaviours[kind].handed.at(layout.micro_rows)) * count
+        for counts, kinds in zip(
+            moving, (content.left, content.entered, content.entered, content.left), strict=True
+        )
+        for count, kind in zip(counts, kinds, strict=True)
+        if count
+    )
