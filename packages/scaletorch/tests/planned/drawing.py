@@ -74,7 +74,6 @@ def drawn_wide(seed: int, ranks: int) -> Iterator[Case]:
             grid,
             sequence_parallel=grid.tp > 1 and random_.random() < 0.5,
             recompute=random_.choice(("none", "full", "selective")),
-            zero=random_.choice((0, 1, 2)) if grid.cp * grid.dp > 1 else 0,
             schedule=schedule,
             chunks=chunks,
             micro_rows=random_.choice((2, 3, 4)),

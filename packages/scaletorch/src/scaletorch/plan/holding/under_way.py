@@ -25,25 +25,29 @@ Message = Send | Receive
 
 
 class UnderWay(NamedTuple):
-    """How many messages of a rank, by chunk.
+    """How many messages of a rank when an action is about to run and it keeps the most, by chunk.
 
     Attributes:
+        kind: Of the action.
+        chunk: Of the action.
         forward: Hidden states that it has sent, and whose backward is over.
         backward: Gradients that it has sent.
         entering: Hidden states that have come, or are to come, for later forwards.
         returning: Gradients that have come, or are to come, for this backward and later ones.
     """
 
+    kind: str
+    chunk: int
     forward: tuple[int, ...]
     backward: tuple[int, ...]
     entering: tuple[int, ...]
     returning: tuple[int, ...]
 
 
-def under_way(layout: Layout) -> tuple[UnderWay, ...]:
-    """Return for each rank of the pipeline the messages that it holds while it keeps the most.
+def under_way(layout: Layout) -> tuple[tuple[UnderWay, ...], ...]:
+    """Return for each rank of the pipeline the messages that it holds when it keeps the most.
 
-    Of several such moments it is the one with the most messages. No more micro-batches are followed
+    For each kind and chunk of backwards. Of several such moments it is the one with the most messages. No more micro-batches are followed
     than it takes until all repeats itself, and no more ranks: those in the middle are alike.
     """
     pp, schedule, count = min(layout.grid.pp, LONG), layout.schedule, layout.micro_batches
@@ -58,26 +62,32 @@ def under_way(layout: Layout) -> tuple[UnderWay, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _under_way(schedule: str, pp: int, chunks: int, count: int) -> tuple[UnderWay, ...]:
+def _under_way(
+    schedule: str, pp: int, chunks: int, count: int
+) -> tuple[tuple[UnderWay, ...], ...]:
     layout = Layout(Grid(pp=pp), schedule=schedule, chunks=chunks, micro_batches=count)
     built = schedule_of(layout)
     found = zip(derive_messages(built), built.stages, strict=True)
-    return tuple(_of_rank(program, stages) for program, stages in found)
+    return tuple(tuple(_of_rank(program, stages)) for program, stages in found)
 
 
-def _of_rank(program: Sequence[Action | Message], stages: Sequence[int]) -> UnderWay:
+def _of_rank(program: Sequence[Action | Message], stages: Sequence[int]) -> Iterator[UnderWay]:
+    most: dict[tuple[str, int], tuple[int, int]] = {}
+    chosen: dict[tuple[str, int], list[Message]] = {}
+    for action, live, messages in _moments(program, stages):
+        key, size = (action.kind, action.chunk), (live, len(messages))
+        if size > most.get(key, (-1, -1)):
+            most[key], chosen[key] = size, messages
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
-    found = max(_moments(program, stages), key=lambda now: (now[0], len(now[1])))[1]
-    counts = Counter(
-        (type(each), each.gradient, chunk_of[_own(each)]) for each in found
-    )
-    chunks = range(len(stages))
-    return UnderWay(
-        *(
-            tuple(counts[kind, gradient, chunk] for chunk in chunks)
-            for kind, gradient in ((Send, False), (Send, True), (Receive, False), (Receive, True))
+    for key, messages in chosen.items():
+        counts = Counter((type(m), m.gradient, chunk_of[_own(m)]) for m in messages)
+        yield UnderWay(
+            *key,
+            *(
+                tuple(counts[sort, gradient, chunk] for chunk in range(len(stages)))
+                for sort, gradient in ((Send, False), (Send, True), (Receive, False), (Receive, True))
+            ),
         )
-    )
 
 
 def _own(message: Message) -> int:
@@ -89,8 +99,8 @@ def _own(message: Message) -> int:
 
 def _moments(
     program: Sequence[Action | Message], stages: Sequence[int]
-) -> Iterator[tuple[int, list[Message]]]:
-    """Yield before each backward how many micro-batches are kept, halves too, and the messages."""
+) -> Iterator[tuple[Action, int, list[Message]]]:
+    """Yield each backward, how many micro-batches are kept then, halves too, and the messages."""
     sent: deque[Message] = deque(maxlen=IN_FLIGHT)
     come: dict[tuple[int, int, bool], Message] = {}
     live: set[tuple[int, int]] = set()
@@ -107,7 +117,7 @@ def _moments(
             live.add(here)
             continue
         held = [m for m in sent if m.gradient or (m.stage, m.micro_batch) not in live]
-        yield len(live) + halves, [*held, *come.values()]
+        yield action, len(live) + halves, [*held, *come.values()]
         come.pop((*here, True), None)
         live.discard(here)
         halves += {"I": 1, "W": -1}.get(action.kind, 0)

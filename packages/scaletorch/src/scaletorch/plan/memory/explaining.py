@@ -67,7 +67,8 @@ def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     if layout.schedule in SPLIT:
         kept += [list(left_of(known, layout, number, chunk)) for chunk in chunks]
     own = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)[rank]
-    before, running = fullest_before(fixed(known, layout, number), own)
+    moving = messages(known, layout, number, under_way(layout)[rank])
+    before, running, sent = fullest_before(fixed(known, layout, number), own, moving)
     sizes = [sum(size for _, size in chunk) for chunk in kept]
     now = max(before.moments, key=lambda now: sum(n * s for n, s in zip(now, sizes, strict=False)))
     for place, (times, parts) in enumerate(zip(now, kept, strict=False)):
@@ -76,7 +77,6 @@ def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
             yield Line("activations", f"{where}{times} micro-batches of {what}", times * size)
     yield Line("working", "the block that needs the most while it runs", running)
     yield Line("buffers", "gradients on their way", held.buffers)
-    moving = messages(known, layout, number, under_way(layout)[rank])
-    yield Line("buffers", "messages between stages", moving)
+    yield Line("buffers", "messages between stages", sent)
     passed = [passed_on(known, layout, number, chunk) for chunk in chunks]
     yield Line("buffers", "what was sent on, until its backward", fullest(before.moments, passed))

@@ -15,6 +15,9 @@ from ..holding.under_way import UnderWay, under_way
 from ..layout import Layout
 
 
+Messages = dict[tuple[str, int], int]  # bytes when an action of a kind and chunk is about to run
+
+
 class State(NamedTuple):
     """Bytes of parameters and of what goes with them."""
 
@@ -57,11 +60,12 @@ def memory(
     live = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
     numbers = known.numbers(layout)
     each_of = {number: fixed(known, layout, number) for number in {*numbers}}
-    found: dict[tuple[int, Live, UnderWay], Memory] = {}
+    found: dict[tuple[int, Live, tuple[UnderWay, ...]], Memory] = {}
     places = list(zip(numbers, live, under_way(layout), strict=True))
     for each in places:
         if each not in found:
-            found[each] = _memory(each_of[each[0]], each[1], messages(known, layout, each[0], each[2]))
+            number, own, moving = each
+            found[each] = _memory(each_of[number], own, messages(known, layout, number, moving))
     return tuple(found[each] for each in places)
 
 
@@ -88,18 +92,30 @@ def fixed(known: Holdings, layout: Layout, number: int) -> Fixed:
     return Fixed(held, kept, passed, running)
 
 
-def fullest_before(own: Fixed, live: Live) -> tuple[Before, int]:
-    """Return when a rank holds the most, and what works then."""
+def fullest_before(own: Fixed, live: Live, moving: Messages) -> tuple[Before, int, int]:
+    """Return when a rank holds the most, what works then, and the bytes of messages."""
+
+    def size(before: Before) -> tuple[int, int]:
+        key = before.kind, before.chunk
+        messages = moving[key] if key in moving else max(moving.values())
+        return own.working[before.kind][before.chunk], messages
+
     if len(live) == 1:
-        return live[0], own.working[live[0].kind][0]
-    each = [(before, own.working[before.kind][before.chunk]) for before in live]
-    return max(each, key=lambda part: fullest(part[0].moments, own.kept) + part[1])
+        return live[0], *size(live[0])
+    return max(
+        ((before, *size(before)) for before in live),
+        key=lambda each: sum(_sizes(own, each[0])) + each[1] + each[2],
+    )
 
 
-def _memory(own: Fixed, live: Live, moving: int) -> Memory:
-    before, running = fullest_before(own, live)
-    kept, passed = (fullest(before.moments, sizes) for sizes in (own.kept, own.passed))
-    return Memory(*own.state[:3], kept, running, own.state.buffers + passed + moving)
+def _memory(own: Fixed, live: Live, moving: Messages) -> Memory:
+    before, running, messages = fullest_before(own, live, moving)
+    kept, passed = _sizes(own, before)
+    return Memory(*own.state[:3], kept, running, own.state.buffers + passed + messages)
+
+
+def _sizes(own: Fixed, before: Before) -> tuple[int, int]:
+    return fullest(before.moments, own.kept), fullest(before.moments, own.passed)
 
 
 def state(
@@ -289,15 +305,23 @@ def _working(
     return round(max(most - kept, 0))
 
 
-def messages(known: Holdings, layout: Layout, number: int, moving: UnderWay) -> int:
+def messages(
+    known: Holdings, layout: Layout, number: int, moving: Sequence[UnderWay]
+) -> Messages:
     """Return the bytes of messages between stages that are under way."""
-    behaviours = known.description.behaviours(layout.cut)
     content = known.content(number)
-    return sum(
-        round(behaviours[kind].handed.at(layout.micro_rows)) * count
-        for counts, kinds in zip(
-            moving, (content.left, content.entered, content.entered, content.left), strict=True
+    sizes = [_handed(known, layout, kinds) for kinds in (content.left, content.entered)]
+    ways = (sizes[0], sizes[1], sizes[1], sizes[0])
+    return {
+        (each.kind, each.chunk): sum(
+            n * size
+            for counts, own in zip(each[2:], ways, strict=True)
+            for n, size in zip(counts, own, strict=True)
         )
-        for count, kind in zip(counts, kinds, strict=True)
-        if count
-    )
+        for each in moving
+    }
+
+
+def _handed(known: Holdings, layout: Layout, kinds: Sequence[int]) -> list[int]:
+    behaviours = known.description.behaviours(layout.cut)
+    return [round(behaviours[k].handed.at(layout.micro_rows)) if k >= 0 else 0 for k in kinds]
