@@ -61,13 +61,14 @@ class Bucket:
         sizes: Elements of its parameters, in order.
         item: Bytes of an element of a parameter.
         sharded: Whether each rank has its shard of them (ZeRO).
-        chunks: Of the rank that its parameters are of, in order.
+        backwards: Which backward makes each of its gradients, in order: its chunk of the rank, and
+            whether the second half of it does where there are halves.
     """
 
     sizes: tuple[int, ...]
     item: int
     sharded: bool
-    chunks: tuple[int, ...]
+    backwards: tuple[tuple[int, bool], ...]
 
     @property
     def elements(self) -> int:
@@ -78,16 +79,16 @@ class Bucket:
         """Return the elements of its memory: shards have equal lengths."""
         return -(-self.elements // ranks) * ranks if self.sharded else self.elements
 
-    def shards(self, ranks: int, rank: int) -> list[tuple[int, int]]:
-        """Return elements and chunk of each tensor that a rank's optimizer has of it."""
+    def shards(self, ranks: int, rank: int) -> list[tuple[int, tuple[int, bool]]]:
+        """Return elements and backward of each tensor that a rank's optimizer has of it."""
         if not self.sharded:
-            return list(zip(self.sizes, self.chunks, strict=True))
+            return list(zip(self.sizes, self.backwards, strict=True))
         share = self.padded(ranks) // ranks
         start, stop, at, found = share * rank, share * (rank + 1), 0, []
-        for size, chunk in zip(self.sizes, self.chunks, strict=True):
-            found.append((min(stop, at + size) - max(start, at), chunk))
+        for size, backward in zip(self.sizes, self.backwards, strict=True):
+            found.append((min(stop, at + size) - max(start, at), backward))
             at += size
-        return [(size, chunk) for size, chunk in found if size > 0]
+        return [(size, backward) for size, backward in found if size > 0]
 
 
 def fill(held: Sequence[Held], bucket_size: int, *, sharded: bool) -> list[Bucket]:
@@ -113,6 +114,9 @@ def fill(held: Sequence[Held], bucket_size: int, *, sharded: bool) -> list[Bucke
         ends[id(current[each.item])] = place
     members.sort(key=lambda own: ends[id(own)])
     return [
-        Bucket(tuple(p.elements for p in own), own[0].item, sharded, tuple(p.chunk for p in own))
+        Bucket(
+            tuple(p.elements for p in own), own[0].item, sharded,
+            tuple((p.chunk, p.late) for p in own),
+        )
         for own in members
-    ]
+    ]  # fmt: skip

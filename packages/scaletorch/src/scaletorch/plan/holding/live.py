@@ -65,6 +65,20 @@ def backwards(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[
     return (whole,) * pp
 
 
+def halved(schedule: str, pp: int, micro_batches: int) -> tuple[tuple[bool, ...], ...]:
+    """Return for each rank and chunk whether its first backward comes in halves; () if none does."""
+    if schedule not in SPLIT:
+        return ((),) * pp
+    return _halved(schedule, pp, min(micro_batches, 2 * pp + 1))
+
+
+@lru_cache(maxsize=4096)
+def _halved(schedule: str, pp: int, m: int) -> tuple[tuple[bool, ...], ...]:
+    built = SCHEDULES[schedule](pp, m)
+    first = [{a.chunk: a.kind for a in reversed(rank) if a.kind in "BI"} for rank in built.ranks]
+    return tuple(tuple(own[chunk] == "I" for chunk in sorted(own)) for own in first)
+
+
 @lru_cache(maxsize=4096)
 def _halves(pp: int, m: int) -> tuple[int, ...]:
     built = SCHEDULES["dualpipe_v"](pp, m)

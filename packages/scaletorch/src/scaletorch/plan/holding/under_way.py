@@ -62,9 +62,7 @@ def under_way(layout: Layout) -> tuple[tuple[UnderWay, ...], ...]:
 
 
 @lru_cache(maxsize=4096)
-def _under_way(
-    schedule: str, pp: int, chunks: int, count: int
-) -> tuple[tuple[UnderWay, ...], ...]:
+def _under_way(schedule: str, pp: int, chunks: int, count: int) -> tuple[tuple[UnderWay, ...], ...]:
     layout = Layout(Grid(pp=pp), schedule=schedule, chunks=chunks, micro_batches=count)
     built = schedule_of(layout)
     found = zip(derive_messages(built), built.stages, strict=True)
@@ -85,7 +83,12 @@ def _of_rank(program: Sequence[Action | Message], stages: Sequence[int]) -> Iter
             *key,
             *(
                 tuple(counts[sort, gradient, chunk] for chunk in range(len(stages)))
-                for sort, gradient in ((Send, False), (Send, True), (Receive, False), (Receive, True))
+                for sort, gradient in (
+                    (Send, False),
+                    (Send, True),
+                    (Receive, False),
+                    (Receive, True),
+                )
             ),
         )
 

@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 from ..description import Description
 from ..holding import Holdings, Optimizer
-from ..holding.live import SPLIT, fullest, most_live
+from ..holding.live import SPLIT, fullest, halved, most_live
 from ..holding.under_way import under_way
 from ..layout import Layout
-from .ranks import fixed, fullest_before, kept_of, left_of, memory, messages, passed_on, state
+from .passing import kept_of, left_of, messages
+from .ranks import fixed, fullest_before, memory
 
 
 class Line(NamedTuple):
@@ -56,7 +57,9 @@ def lines(
 
 def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     number = known.numbers(layout)[rank]
-    held = state(known, layout, number)
+    halves = halved(layout.schedule, layout.grid.pp, layout.micro_batches)[rank]
+    whole = fixed(known, layout, number, halves)
+    held = whole.state
     count = len(known.parameters(layout, number))
     blocks = known.content(number).blocks
     yield Line("parameters", f"{count} tensors of {blocks} blocks", held.parameters)
@@ -68,7 +71,7 @@ def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
         kept += [list(left_of(known, layout, number, chunk)) for chunk in chunks]
     own = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)[rank]
     moving = messages(known, layout, number, under_way(layout)[rank])
-    before, running, sent = fullest_before(fixed(known, layout, number), own, moving)
+    before, running, sent = fullest_before(whole, own, moving)
     sizes = [sum(size for _, size in chunk) for chunk in kept]
     now = max(before.moments, key=lambda now: sum(n * s for n, s in zip(now, sizes, strict=False)))
     for place, (times, parts) in enumerate(zip(now, kept, strict=False)):
@@ -78,5 +81,6 @@ def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     yield Line("working", "the block that needs the most while it runs", running)
     yield Line("buffers", "gradients on their way", held.buffers)
     yield Line("buffers", "messages between stages", sent)
-    passed = [passed_on(known, layout, number, chunk) for chunk in chunks]
-    yield Line("buffers", "what was sent on, until its backward", fullest(before.moments, passed))
+    yield Line(
+        "buffers", "what was sent on, until its backward", fullest(before.moments, whole.passed)
+    )

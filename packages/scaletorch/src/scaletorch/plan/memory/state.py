@@ -1,0 +1,134 @@
+"""Bytes that stay from step to step: parameters, summed gradients, the optimizer's state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from ..holding import Holdings
+from ..holding.buckets import Bucket, Optimizer
+from ..layout import Layout
+
+
+class State(NamedTuple):
+    """Bytes of parameters and of what goes with them."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+
+    def plus(self, other: State) -> State:
+        """Return the sum."""
+        return State(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, number: int) -> State:
+        """Return so many of it."""
+        return State(*(each * number for each in self))
+
+
+def state(
+    known: Holdings,
+    layout: Layout,
+    number: int,
+    tp: int | None = None,
+    replica: tuple[int, int] = (0, 0),
+    halves: tuple[bool, ...] = (),
+) -> State:
+    """Return what a rank keeps of parameters, gradients and the optimizer's state.
+
+    Args:
+        known: Of the description.
+        layout: The layout.
+        number: Of `known.numbers(layout)`.
+        tp: The tp rank, and the ep rank of experts; None is the one that has the most.
+        replica: Its place among the ranks that sum its gradients, and those of its experts.
+        halves: Of `halved`, of its place in the pipeline.
+    """
+    grid = layout.grid
+    halves = halves if layout.zero == 2 else ()
+    key = (grid.tp, grid.ep, grid.etp, number, tp, replica, layout.zero, grid.cp * grid.dp, halves)
+    found: State | None = known.states.get(key)
+    if found is None:
+        found = _of_ties(known, layout, number, tp)
+        for axis, buckets in known.buckets(layout, number, tp).items():
+            ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
+            place = replica[axis == "edp"]
+            own = _of_group(buckets, layout, ranks, place, known.optimizer, halves)
+            found = found.plus(own)
+        known.states[key] = found
+    return found
+
+
+def _of_group(
+    buckets: Sequence[tuple[Bucket, int]],
+    layout: Layout,
+    ranks: int,
+    replica: int,
+    optimizer: Optimizer,
+    halves: tuple[bool, ...],
+) -> State:
+    total = State()
+    for bucket, times in buckets:
+        own = _of_bucket(bucket, layout, ranks, replica, optimizer, halves)
+        total = total.plus(own.times(times))
+    moving = sorted(
+        b.elements * _sum_item(b, optimizer)
+        for b, times in buckets
+        for _ in range(min(times, 2))
+        if b.sharded
+    )
+    if layout.zero >= 2 and ranks > 1:  # one is filled while the one before it travels
+        total = total.plus(State(buffers=sum(moving[-2:])))
+    return total
+
+
+def _of_bucket(
+    bucket: Bucket,
+    layout: Layout,
+    ranks: int,
+    replica: int,
+    optimizer: Optimizer,
+    halves: tuple[bool, ...],
+) -> State:
+    shards = bucket.shards(ranks, replica)
+    own, sums = sum(size for size, _ in shards), _sum_item(bucket, optimizer)
+    if not bucket.sharded:
+        # Sums of another dtype are kept beside the gradients that the optimizer takes.
+        item = bucket.item if sums == bucket.item else bucket.item + sums
+        state = own * optimizer.moments * (optimizer.item or bucket.item)
+        state += optimizer.per_tensor * len(shards)
+        return State(own * bucket.item, own * item, state)
+    master = max(bucket.item, 4)  # float32 at least
+    length = bucket.padded(ranks)
+    share = length // ranks
+    # Each backward's sum is memory of its own. With ZeRO 2 that of the first one stays which makes
+    # any gradient of the shard: of each chunk, and of both halves of a backward.
+    zero = layout.zero
+    passes = 1
+    if zero == 2:
+        made = {
+            (chunk, late and chunk < len(halves) and halves[chunk]) for _, (chunk, late) in shards
+        }
+        passes = max(len(made), 1)
+    gradients = share * passes * master + (length * sums if zero == 1 else 0)
+    state = own * optimizer.moments * (optimizer.item or master)
+    state += own * master * (master != bucket.item) + optimizer.per_tensor * len(shards)
+    return State((share if zero == 3 else length) * bucket.item, gradients, state)
+
+
+def _sum_item(bucket: Bucket, optimizer: Optimizer) -> int:
+    return optimizer.sum_item or bucket.item
+
+
+def _of_ties(known: Holdings, layout: Layout, number: int, tp: int | None) -> State:
+    """Return what stages with a tied weight need besides: its total, and the others' gradients."""
+    grid, buffers, totals = layout.grid, 0, 0
+    if not any(others for _, others in known.content(number).ties):
+        return State()
+    for each in known.parameters(layout, number, tp):
+        size = each.elements * each.item
+        if each.others:
+            buffers += size * each.others
+            totals += size if grid.cp * grid.dp > 1 else 0  # beside its bucket
+    return State(gradients=totals, buffers=buffers)
