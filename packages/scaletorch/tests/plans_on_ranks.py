@@ -6,7 +6,17 @@ import argparse
 import os
 from itertools import islice
 
-from planned import differences, drawn, drawn_wide, higher, measured, peaks
+from planned import (
+    differences,
+    drawn,
+    drawn_sharded,
+    drawn_wide,
+    higher,
+    measured,
+    peaks,
+    sharded,
+    unlike,
+)
 
 from scaletorch.dist import launch
 
@@ -14,6 +24,7 @@ SHARES = {2: 0.3, 4: 0.5, 8: 0.2}  # of the layouts, by ranks
 KINDS = {  # what is held and sent after a step, and what is held at most in one
     "state": (drawn, measured, differences),
     "peak": (drawn_wide, peaks, higher),
+    "zero 3": (drawn_sharded, sharded, unlike),
 }
 
 

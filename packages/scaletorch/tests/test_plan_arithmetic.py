@@ -170,7 +170,10 @@ def test_zero_divides_what_it_says():
     assert (whole.parameters, whole.gradients) == (4 * elements, 4 * elements)
     assert whole.optimizer == 8 * elements + 4 * 19
     assert (first.parameters, first.gradients) == (4 * padded, 4 * padded + padded)
-    assert (second.gradients, third.parameters) == (padded, padded)
+    parts = 75 + 8 * (26 + 3) + 3 + 75  # of each parameter, of 4 ranks
+    assert (second.gradients, third.parameters) == (padded, 4 * parts)
+    assert third.optimizer == 8 * parts + 4 * 19
+    assert third.buffers == 4 * (300 + 12 + 300) + 3 * 4 * (104 + 12)  # the rest and a layer
     assert 8 * padded // 4 < first.optimizer < 8 * padded // 4 + 4 * 19
     assert first.activations == whole.activations == second.activations
     wide = memory(known, Layout(Grid(dp=4)), Optimizer(sum_item=8))[0]

@@ -4,5 +4,9 @@ from .comparing import differences, higher
 from .drawing import Case, drawn, drawn_wide
 from .peaks import peaks
 from .ranks import measured
+from .sharded import drawn_sharded, sharded, unlike
 
-__all__ = ["Case", "differences", "drawn", "drawn_wide", "higher", "measured", "peaks"]
+__all__ = [
+    "Case", "differences", "drawn", "drawn_sharded", "drawn_wide", "higher", "measured", "peaks",
+    "sharded", "unlike",
+]  # fmt: skip

@@ -99,7 +99,7 @@ def on_grid(case: Case, run):
 def _trained(case: Case, manager: ProcessGroupManager) -> tuple[list[int], Sends, Sends]:
     model, optimizer = prepared(case, manager)
     step(case, model, optimizer, manager)  # learns the order of buckets, the forms of messages
-    with Ledger(_axes(manager)) as ledger:
+    with Ledger(axes_of(manager)) as ledger:
         step(case, model, optimizer, manager)
     return held(model, optimizer), ledger.counts, ledger.bytes
 
@@ -151,7 +151,7 @@ def held(model, optimizer) -> list[int]:
     ]
 
 
-def _axes(manager: ProcessGroupManager) -> dict[str, str]:
+def axes_of(manager: ProcessGroupManager) -> dict[str, str]:
     found: dict[str, str] = {}
     first: dict[tuple[int, ...], str] = {}
     for axis in AXES:

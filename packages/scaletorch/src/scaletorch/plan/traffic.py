@@ -179,7 +179,9 @@ def _gradients(
             own, calls = whole * (ranks - 1) // ranks, sums * alike
             yield Traffic(axis, "reduce_scatter", calls, own * calls)
             fetched = bucket.padded(ranks) * bucket.item * (ranks - 1) // ranks
-            times = alike * (2 * layout.micro_batches if layout.zero == 3 else 1)
+            times = alike
+            if layout.zero == 3:
+                times *= layout.micro_batches * (2 if bucket.gathered == "layer" else 1)
             yield Traffic(axis, "all_gather", times, fetched * times)
         else:
             yield from _reduced(axis, ranks, whole, sums * alike)

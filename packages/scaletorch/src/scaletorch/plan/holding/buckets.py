@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 BUCKET_SIZE = 2**24  # elements, the default of `parallelize`
 SMALL = 2**18  # elements of a bucket that costs little more to start than to send
@@ -63,12 +64,15 @@ class Bucket:
         sharded: Whether each rank has its shard of them (ZeRO).
         backwards: Which backward makes each of its gradients, in order: its chunk of the rank, and
             whether the second half of it does where there are halves.
+        gathered: With ZeRO 3, what is gathered together: "layer", for its forward and again for its
+            backward, or "rest", once for both.
     """
 
     sizes: tuple[int, ...]
     item: int
     sharded: bool
     backwards: tuple[tuple[int, bool], ...]
+    gathered: Literal["", "layer", "rest"] = ""
 
     @property
     def elements(self) -> int:
@@ -76,13 +80,18 @@ class Bucket:
         return sum(self.sizes)
 
     def padded(self, ranks: int) -> int:
-        """Return the elements of its memory: shards have equal lengths."""
+        """Return the elements of its memory: shards, of each parameter with ZeRO 3, are equal."""
+        if self.gathered:
+            return sum(-(-size // ranks) for size in self.sizes) * ranks
         return -(-self.elements // ranks) * ranks if self.sharded else self.elements
 
     def shards(self, ranks: int, rank: int) -> list[tuple[int, tuple[int, bool]]]:
         """Return elements and backward of each tensor that a rank's optimizer has of it."""
         if not self.sharded:
             return list(zip(self.sizes, self.backwards, strict=True))
+        if self.gathered:
+            each = (-(-size // ranks) for size in self.sizes)
+            return list(zip(each, self.backwards, strict=True))
         share = self.padded(ranks) // ranks
         start, stop, at, found = share * rank, share * (rank + 1), 0, []
         for size, backward in zip(self.sizes, self.backwards, strict=True):

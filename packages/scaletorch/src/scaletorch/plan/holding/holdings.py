@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..description import Behaviour, Description, Parameter
 from ..layout import Layout
@@ -49,6 +49,24 @@ class Content:
     def kinds(self) -> Iterator[int]:
         """Kinds of all its blocks."""
         return (kind for chunk in self.chunks for kind in chunk)
+
+
+class Listed(NamedTuple):
+    """A parameter of a rank.
+
+    Attributes:
+        parameter: What is known of it.
+        others: How many other ranks of the pipeline have it.
+        chunk: Of the rank, the first that has it.
+        block: Of the rank, its number.
+        kind: Of the block.
+    """
+
+    parameter: Parameter
+    others: int
+    chunk: int
+    block: int
+    kind: int
 
 
 class Holdings:
@@ -130,7 +148,7 @@ class Holdings:
             apart = layout.grid.ep * layout.grid.etp != layout.grid.tp  # else edp is cp x dp
             self._held[key] = tuple(
                 _of(p, at, others, apart, chunk)
-                for p, others, chunk in self._listed(layout, number)
+                for p, others, chunk, _, _ in self._listed(layout, number)
             )
         return self._held[key]
 
@@ -148,16 +166,37 @@ class Holdings:
         self, layout: Layout, number: int, tp: int | None = None
     ) -> dict[str, tuple[tuple[Bucket, int], ...]]:
         """Return a rank's gradients as they travel, by axis: buckets, and how often each occurs."""
-        key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, tp, layout.zero > 0
+        zero = min(layout.zero, 1) if layout.zero < 3 else 3
+        key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, tp, zero
         if key not in self._buckets:
+            if zero == 3:
+                self._buckets[key] = self._by_block(layout, number, tp)
+                return self._buckets[key]
             held = self.parameters(layout, number, tp)
             plain = [p for p in held if not p.expert]
             experts = [p for p in held if p.expert]
-            found = {"cp_dp": self._filled(plain, layout.zero > 0)}
+            found = {"cp_dp": self._filled(plain, zero > 0)}
             if experts:
-                found["edp"] = self._filled(experts, layout.zero > 0)
+                found["edp"] = self._filled(experts, zero > 0)
             self._buckets[key] = found
         return self._buckets[key]
+
+    def _by_block(
+        self, layout: Layout, number: int, tp: int | None
+    ) -> dict[str, tuple[tuple[Bucket, int], ...]]:
+        """Return what `fully_shard` gathers together: each layer, and all the rest."""
+        groups: dict[tuple[bool, int], list[Held]] = {}
+        listed = zip(self.parameters(layout, number, tp), self._listed(layout, number), strict=True)
+        for held, (_, _, _, place, kind) in listed:
+            at = place if kind in self.layers else -1
+            groups.setdefault((held.expert, at), []).append(held)
+        found: dict[str, Counter[Bucket]] = {"cp_dp": Counter()}
+        for (expert, at), own in groups.items():
+            sizes = tuple(p.elements for p in own)
+            halves = tuple((p.chunk, p.late) for p in own)
+            bucket = Bucket(sizes, own[0].item, True, halves, "rest" if at < 0 else "layer")
+            found.setdefault("edp" if expert else "cp_dp", Counter())[bucket] += 1
+        return {axis: tuple(own.items()) for axis, own in found.items()}
 
     def _filled(self, held: list[Held], zero: bool) -> tuple[tuple[Bucket, int], ...]:
         size = self.optimizer.bucket_size
@@ -188,18 +227,36 @@ class Holdings:
             ]
         return self._sums[key]
 
-    def _listed(self, layout: Layout, number: int) -> Iterator[tuple[Parameter, int, int]]:
-        """Yield a rank's parameters, how many other ranks of the pipeline have each, its chunk."""
+    def _listed(self, layout: Layout, number: int) -> Iterator[Listed]:
+        """Yield a rank's parameters."""
         behaviours: tuple[Behaviour, ...] = self.description.behaviours(layout.cut)
         content = self._all[number]
         others = dict(content.ties)
+        latest = self._latest_ties(number, behaviours)
         seen: set[str] = set()
-        for chunk, kind in ((at, kind) for at, own in enumerate(content.chunks) for kind in own):
+        blocks = ((at, kind) for at, own in enumerate(content.chunks) for kind in own)
+        for place, (chunk, kind) in enumerate(blocks):
             for each in behaviours[kind].parameters:
                 name = f"{kind}.{each.name}"
+                if name in latest:  # backward comes to the last chunk first
+                    chunk, each = latest[name][0], replace(each, late=latest[name][1])
                 if name not in seen:
-                    yield each, others.get(name, 0), chunk
+                    yield Listed(each, others.get(name, 0), chunk, place, kind)
                 seen.update(next((names for names in self.description.tied if name in names), ()))
+
+    def _latest_ties(
+        self, number: int, behaviours: Sequence[Behaviour]
+    ) -> dict[str, tuple[int, bool]]:
+        """Return for tied parameters of a rank the last chunk, and whether they are late there."""
+        found: dict[str, tuple[int, bool]] = {}
+        if self.description.tied:
+            chunks = self._all[number].chunks
+            for chunk, kind in ((at, kind) for at, own in enumerate(chunks) for kind in own):
+                names = {f"{kind}.{each.name}": each.late for each in behaviours[kind].parameters}
+                for tied in self.description.tied:
+                    for name in names.keys() & {*tied}:
+                        found |= dict.fromkeys(tied, (chunk, names[name]))
+        return found
 
     def _read(self, where: Places, stages: tuple[tuple[int, ...], ...]) -> Iterator[Content]:
         kinds = [block.kind for block in self.description.blocks]

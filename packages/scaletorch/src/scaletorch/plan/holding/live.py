@@ -1,7 +1,7 @@
 """How many micro-batches of each chunk a rank of the pipeline keeps at a time.
 
-Of a backward in two halves the first ends what autograd keeps. What the second one needs stays until
-then: so a rank keeps whole micro-batches, and halves of some.
+Of a backward in two halves the first ends what autograd keeps. What the second one needs stays
+until then: so a rank keeps whole micro-batches, and halves of some.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def backwards(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[
 
 
 def halved(schedule: str, pp: int, micro_batches: int) -> tuple[tuple[bool, ...], ...]:
-    """Return for each rank and chunk whether its first backward comes in halves; () if none does."""
+    """Return for each rank and chunk whether its first backward has halves; () if none has."""
     if schedule not in SPLIT:
         return ((),) * pp
     return _halved(schedule, pp, min(micro_batches, 2 * pp + 1))

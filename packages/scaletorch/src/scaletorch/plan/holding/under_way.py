@@ -1,7 +1,7 @@
 """Messages between stages that a rank holds at the moment at which it keeps the most.
 
-As the pipeline's runtime has them on the CPU: a rank begins to receive some actions early, and holds
-the latest of what it has sent. Outputs that are kept until their backward are no part of it.
+As the pipeline's runtime has them on the CPU: a rank begins to receive some actions early, and
+holds the latest of what it has sent. Outputs that are kept until their backward are no part of it.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class UnderWay(NamedTuple):
 def under_way(layout: Layout) -> tuple[tuple[UnderWay, ...], ...]:
     """Return for each rank of the pipeline the messages that it holds when it keeps the most.
 
-    For each kind and chunk of backwards. Of several such moments it is the one with the most messages. No more micro-batches are followed
-    than it takes until all repeats itself, and no more ranks: those in the middle are alike.
+    For each kind and chunk of backwards. Of several such moments it is the one with the most
+    messages. No more micro-batches are followed than it takes until all repeats itself, and no more
+    ranks than `LONG`: those in the middle are alike.
     """
     pp, schedule, count = min(layout.grid.pp, LONG), layout.schedule, layout.micro_batches
     enough = pp + 2 * IN_FLIGHT

@@ -78,9 +78,21 @@ def _of_group(
         for _ in range(min(times, 2))
         if b.sharded
     )
-    if layout.zero >= 2 and ranks > 1:  # one is filled while the one before it travels
+    if layout.zero == 3 and ranks > 1:
+        total = total.plus(State(buffers=_gathered(buckets, ranks)))
+    if layout.zero == 2 and ranks > 1:  # one is filled while the one before it travels
         total = total.plus(State(buffers=sum(moving[-2:])))
     return total
+
+
+def _gathered(buckets: Sequence[tuple[Bucket, int]], ranks: int) -> int:
+    """Return what `fully_shard` has whole while a layer runs backward, at most.
+
+    All that is outside of layers, the layer itself, the one that is fetched ahead, and gradients.
+    """
+    whole = [(bucket.padded(ranks) * bucket.item, bucket.gathered) for bucket, _ in buckets]
+    layers = max((size for size, of in whole if of == "layer"), default=0)
+    return sum(size for size, of in whole if of == "rest") + 3 * layers
 
 
 def _of_bucket(
