@@ -186,6 +186,8 @@ class Description:
         refused: Cuts that the model cannot have, and why.
         tied: Names of parameters, as "kind.parameter", that are one tensor.
         source: What it was made with: versions, or a paper.
+        early: Whether messages between stages begin early and are held as this library's runtime
+            does it; in another program there is one that has come, and one on its way.
     """
 
     name: str
@@ -196,6 +198,7 @@ class Description:
     refused: dict[Cut, str] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
     source: str = ""
+    early: bool = True
 
     def behaviours(self, cut: Cut) -> tuple[Behaviour, ...]:
         """Return how the kinds behave in a cut.

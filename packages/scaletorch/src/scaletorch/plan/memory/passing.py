@@ -106,6 +106,8 @@ def messages(known: Holdings, layout: Layout, number: int, moving: Sequence[Unde
     """Return the bytes of messages between stages that are under way."""
     content = known.content(number)
     sizes = [_handed(known, layout, kinds) for kinds in (content.left, content.entered)]
+    if not known.description.early:
+        return {(each.kind, each.chunk): sum(map(max, sizes)) for each in moving}
     ways = (sizes[0], sizes[1], sizes[1], sizes[0])
     return {
         (each.kind, each.chunk): sum(
