@@ -39,7 +39,7 @@ class Parameter:
         item: Bytes of an element.
         local: Elements on each tp rank.
         expert: Whether it belongs to experts, which are shared out over ep (`local` is by ep then).
-        late: Whether the second half of a backward makes its gradient, where there are halves.
+        late: Whether the second half of a backward makes its gradient, if it has halves.
     """
 
     name: str

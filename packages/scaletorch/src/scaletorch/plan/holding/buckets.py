@@ -43,7 +43,7 @@ class Held:
         others: How many other ranks of the pipeline hold it too.
         expert: Whether its gradient is summed over edp, and not over cp x dp.
         chunk: Of the rank, the first that has it.
-        late: Whether the second half of a backward makes its gradient, where there are halves.
+        late: Whether the second half of a backward makes its gradient, if it has halves.
     """
 
     elements: int
@@ -63,7 +63,7 @@ class Bucket:
         item: Bytes of an element of a parameter.
         sharded: Whether each rank has its shard of them (ZeRO).
         backwards: Which backward makes each of its gradients, in order: its chunk of the rank, and
-            whether the second half of it does where there are halves.
+            whether the second half of it does, if it has halves.
         gathered: With ZeRO 3, what is gathered together: "layer", for its forward and again for its
             backward, or "rest", once for both.
     """

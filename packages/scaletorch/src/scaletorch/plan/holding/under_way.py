@@ -49,7 +49,7 @@ def under_way(layout: Layout) -> tuple[tuple[UnderWay, ...], ...]:
 
     For each kind and chunk of backwards. Of several such moments it is the one with the most
     messages. No more micro-batches are followed than it takes until all repeats itself, and no more
-    ranks than `LONG`: those in the middle are alike.
+    ranks than `LONG`: those in the middle hold the same.
     """
     pp, schedule, count = min(layout.grid.pp, LONG), layout.schedule, layout.micro_batches
     enough = pp + 2 * IN_FLIGHT
