@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import product
 
 from ..dist.errors import InvalidArgumentError
@@ -105,12 +106,18 @@ def ladder(
         found: Steps that fit, which the caller adds to; those with more of both are left out.
     """
     zeros = options.zero if _shared(layout.grid) else (0,)
-    steps = product(range(len(options.recompute)), range(len(zeros)))
-    for recompute, zero in sorted(steps, key=lambda step: (sum(step), step)):
+    for recompute, zero in _steps(len(options.recompute), len(zeros)):
         if any(a <= recompute and b <= zero for a, b in found):
             continue
         own = replace(layout, recompute=options.recompute[recompute], zero=zeros[zero])
         yield (recompute, zero), own
+
+
+@cache
+def _steps(recomputes: int, zeros: int) -> list[tuple[int, int]]:
+    """Return places in both, those with little of both first."""
+    steps = product(range(recomputes), range(zeros))
+    return sorted(steps, key=lambda step: (sum(step), step))
 
 
 def _shared(grid: Grid) -> bool:

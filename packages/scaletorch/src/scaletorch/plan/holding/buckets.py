@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 BUCKET_SIZE = 2**24  # elements, the default of `parallelize`
 SMALL = 2**18  # elements of a bucket that costs little more to start than to send
@@ -32,8 +33,7 @@ class Optimizer:
     bucket_size: int = BUCKET_SIZE
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """A parameter on a rank.
 
     Attributes:
@@ -88,6 +88,17 @@ class Bucket:
         return [(size, chunk) for size, chunk in found if size > 0]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Buckets:
+    """The buckets of a rank that are summed over the same ranks; a key by identity.
+
+    Attributes:
+        each: Buckets, and how often each occurs.
+    """
+
+    each: tuple[tuple[Bucket, int], ...]
+
+
 def fill(held: Sequence[Held], bucket_size: int, *, sharded: bool) -> list[Bucket]:
     """Part gradients into buckets as `DataParallelBucket` does if they travel in messages.
 
@@ -102,15 +113,19 @@ def fill(held: Sequence[Held], bucket_size: int, *, sharded: bool) -> list[Bucke
     room: dict[int, int] = {}
     ends: dict[int, int] = {}
     for place, each in enumerate(held):
-        if each.elements > room.get(each.item, -1):
-            current[each.item] = []
-            room[each.item] = usual if members else min(usual, SMALL)
-            members.append(current[each.item])
-        current[each.item].append(each)
-        room[each.item] -= each.elements
-        ends[id(current[each.item])] = place
+        item = each.item
+        if each.elements > room.get(item, -1):
+            current[item] = []
+            room[item] = usual if members else min(usual, SMALL)
+            members.append(current[item])
+        own = current[item]
+        own.append(each)
+        room[item] -= each.elements
+        ends[id(own)] = place
     members.sort(key=lambda own: ends[id(own)])
-    return [
-        Bucket(tuple(p.elements for p in own), own[0].item, sharded, tuple(p.chunk for p in own))
-        for own in members
-    ]
+    return [_bucket(own, sharded) for own in members]
+
+
+def _bucket(held: Sequence[Held], sharded: bool) -> Bucket:
+    sizes, items, _, _, chunks = zip(*held, strict=True)
+    return Bucket(sizes, items[0], sharded, chunks)

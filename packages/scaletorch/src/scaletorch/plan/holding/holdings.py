@@ -10,8 +10,11 @@ from typing import Any
 
 from ..description import Behaviour, Description, Parameter
 from ..layout import Layout
-from .buckets import Bucket, Held, Optimizer, fill
+from .buckets import Buckets, Held, Optimizer, fill
 from .stages import Places, places, stages_of
+
+Alike = tuple[tuple[tuple[Held, ...], int], ...]
+"""Parameters of a block, and how many blocks with such follow one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,11 +48,6 @@ class Content:
         """How many blocks."""
         return sum(map(len, self.chunks))
 
-    @property
-    def kinds(self) -> Iterator[int]:
-        """Kinds of all its blocks."""
-        return (kind for chunk in self.chunks for kind in chunk)
-
 
 class Holdings:
     """What the ranks of a description hold.
@@ -66,17 +64,25 @@ class Holdings:
         self._names: dict[int, str] = {}
         for block in description.blocks:
             self._names.setdefault(block.kind, block.name)
-        self.states: dict[Any, Any] = {}  # of memory.py
-        self.activations: dict[Any, int] = {}
-        self.workings: dict[Any, int] = {}
-        self.sends: dict[Any, Any] = {}  # of traffic.py
+        self.states: dict[Any, Any] = {}  # of memory/
+        self.groups: dict[Any, Any] = {}
+        self.running: dict[Any, Any] = {}
+        self.sizes: dict[Any, Any] = {}
+        self.peaks: dict[Any, Any] = {}
+        self.sent: dict[Any, Any] = {}  # of traffic.py
+        self.sends: dict[Any, Any] = {}
+        self.ends: dict[Any, Any] = {}
         self.sums: dict[Any, Any] = {}
         self._contents: dict[tuple[str, int, int], tuple[int, ...]] = {}
         self._numbers: dict[Content, int] = {}
         self._all: list[Content] = []
+        self.owned: dict[Any, Any] = {}  # of timing/
+        self._chunks: dict[int, list[Counter[int]]] = {}
+        self._kinds: dict[int, Counter[int]] = {}
         self._runs: dict[int, tuple[tuple[tuple[int, int], ...], ...]] = {}
-        self._held: dict[object, tuple[Held, ...]] = {}
-        self._buckets: dict[object, dict[str, tuple[tuple[Bucket, int], ...]]] = {}
+        self._alike: dict[object, Alike] = {}
+        self._buckets: dict[object, dict[str, Buckets]] = {}
+        self._filled: dict[tuple[Alike, bool], Buckets] = {}
         self._places: dict[object, int] = {}
         self._sums: dict[tuple[int, int, int], list[int]] = {}
 
@@ -105,6 +111,18 @@ class Holdings:
         """Return the name of the first block of a kind."""
         return self._names[kind]
 
+    def chunks(self, number: int) -> list[Counter[int]]:
+        """Return how many blocks of each kind each chunk has."""
+        if number not in self._chunks:
+            self._chunks[number] = [Counter(chunk) for chunk in self._all[number].chunks]
+        return self._chunks[number]
+
+    def kinds(self, number: int) -> Counter[int]:
+        """Return how many blocks of each kind ranks of this number have."""
+        if number not in self._kinds:
+            self._kinds[number] = sum(self.chunks(number), Counter[int]())
+        return self._kinds[number]
+
     def runs(self, number: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return for each chunk the kinds of its blocks, and how many follow one another."""
         if number not in self._runs:
@@ -115,7 +133,7 @@ class Holdings:
             )
         return self._runs[number]
 
-    def parameters(self, layout: Layout, number: int, tp: int | None = None) -> tuple[Held, ...]:
+    def parameters(self, layout: Layout, number: int, tp: int | None = None) -> list[Held]:
         """Return the parameters of a rank of this number in the order of the model, tied ones once.
 
         Args:
@@ -123,37 +141,29 @@ class Holdings:
             number: Of `numbers`.
             tp: The tp rank, and the ep rank of experts; None is the one that has the most.
         """
-        at = self._fullest(layout, number) if tp is None else tp
-        key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, at
-        if key not in self._held:
-            apart = layout.grid.ep * layout.grid.etp != layout.grid.tp  # else edp is cp x dp
-            self._held[key] = tuple(
-                _of(p, at, others, apart, chunk)
-                for p, others, chunk in self._listed(layout, number)
-            )
-        return self._held[key]
+        return _all_of(self._of_blocks(layout, number, tp))
 
-    def buckets(
-        self, layout: Layout, number: int, tp: int | None = None
-    ) -> dict[str, tuple[tuple[Bucket, int], ...]]:
-        """Return a rank's gradients as they travel, by axis: buckets, and how often each occurs."""
+    def buckets(self, layout: Layout, number: int, tp: int | None = None) -> dict[str, Buckets]:
+        """Return a rank's gradients as they travel, by axis."""
         key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, tp, layout.zero > 0
         if key not in self._buckets:
-            held = self.parameters(layout, number, tp)
-            plain = [p for p in held if not p.expert]
-            experts = [p for p in held if p.expert]
-            found = {"cp_dp": self._filled(plain, layout.zero > 0)}
-            if experts:
-                found["edp"] = self._filled(experts, layout.zero > 0)
-            self._buckets[key] = found
+            alike = self._of_blocks(layout, number, tp)
+            self._buckets[key] = {
+                axis: self._fill(own, layout.zero > 0)
+                for axis, expert in (("cp_dp", False), ("edp", True))
+                if (own := _chosen(alike, expert)) or not expert
+            }
         return self._buckets[key]
 
-    def _filled(self, held: list[Held], zero: bool) -> tuple[tuple[Bucket, int], ...]:
-        size = self.optimizer.bucket_size
-        shared = [p for p in held[::-1] if zero and not p.others]
-        rest = [p for p in held[::-1] if not zero or p.others]
-        found = [*fill(shared, size, sharded=True), *fill(rest, size, sharded=False)]
-        return tuple(Counter(found).items())
+    def _fill(self, alike: Alike, zero: bool) -> Buckets:
+        """Return buckets of parameters; cuts along other axes have the same ones."""
+        if (alike, zero) not in self._filled:
+            size, held = self.optimizer.bucket_size, _all_of(alike)[::-1]
+            shared = [p for p in held if zero and not p.others]
+            rest = [p for p in held if not zero or p.others]
+            found = [*fill(shared, size, sharded=True), *fill(rest, size, sharded=False)]
+            self._filled[alike, zero] = Buckets(tuple(Counter(found).items()))
+        return self._filled[alike, zero]
 
     def _fullest(self, layout: Layout, number: int) -> int:
         """Return the tp rank, and ep rank, that has the most bytes of parameters."""
@@ -163,7 +173,7 @@ class Holdings:
             behaviours = self.description.behaviours(layout.cut)
             ranks = max(grid.tp, grid.ep)
             total = [0] * ranks
-            for kind, times in Counter(self._all[number].kinds).items():
+            for kind, times in self.kinds(number).items():
                 sums = self._sums_of((grid.tp, grid.ep, kind), behaviours[kind], ranks)
                 total = [a + b * times for a, b in zip(total, sums, strict=True)]
             self._places[key] = total.index(max(total))
@@ -177,18 +187,34 @@ class Holdings:
             ]
         return self._sums[key]
 
-    def _listed(self, layout: Layout, number: int) -> Iterator[tuple[Parameter, int, int]]:
-        """Yield a rank's parameters, how many other ranks of the pipeline have each, its chunk."""
-        behaviours: tuple[Behaviour, ...] = self.description.behaviours(layout.cut)
-        content = self._all[number]
-        others = dict(content.ties)
+    def _of_blocks(self, layout: Layout, number: int, tp: int | None) -> Alike:
+        """Return a rank's parameters by runs of equal blocks."""
+        at = self._fullest(layout, number) if tp is None else tp
+        key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, at
+        if key not in self._alike:
+            self._alike[key] = tuple(self._read_blocks(layout, number, at))
+        return self._alike[key]
+
+    def _read_blocks(
+        self, layout: Layout, number: int, at: int
+    ) -> Iterator[tuple[tuple[Held, ...], int]]:
+        grid, behaviours = layout.grid, self.description.behaviours(layout.cut)
+        apart = grid.ep * grid.etp != grid.tp  # else edp is cp x dp
+        others = dict(self._all[number].ties)
         seen: set[str] = set()
-        for chunk, kind in ((at, kind) for at, own in enumerate(content.chunks) for kind in own):
+
+        def block(kind: int, chunk: int) -> Iterator[Held]:
             for each in behaviours[kind].parameters:
                 name = f"{kind}.{each.name}"
                 if name not in seen:
-                    yield each, others.get(name, 0), chunk
+                    yield _of(each, at, others.get(name, 0), apart, chunk)
                 seen.update(next((names for names in self.description.tied if name in names), ()))
+
+        for chunk, runs in enumerate(self.runs(number)):
+            for kind, times in runs:
+                yield tuple(block(kind, chunk)), 1
+                if times > 1:  # what is tied was in the first
+                    yield tuple(block(kind, chunk)), times - 1
 
     def _read(self, where: Places, stages: tuple[tuple[int, ...], ...]) -> Iterator[Content]:
         kinds = [block.kind for block in self.description.blocks]
@@ -228,3 +254,13 @@ def holders_of(description: Description, where: Places) -> dict[str, set[int]]:
 def _of(parameter: Parameter, at: int, others: int, apart: bool, chunk: int) -> Held:
     local = parameter.local[min(at, len(parameter.local) - 1)]
     return Held(local, parameter.item, others, parameter.expert and apart, chunk)
+
+
+def _chosen(alike: Alike, expert: bool) -> Alike:
+    """Return those parameters that are of experts, or the others."""
+    own = ((tuple(p for p in held if p.expert is expert), times) for held, times in alike)
+    return tuple((held, times) for held, times in own if held)
+
+
+def _all_of(alike: Alike) -> list[Held]:
+    return [p for held, times in alike for _ in range(times) for p in held]

@@ -21,11 +21,18 @@ def most_live(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[
     but for the V-shaped ones, and these with no more micro-batches than they have to have for each
     action to occur.
     """
+    return _most_live(schedule, pp, enough(schedule, pp, micro_batches, chunks), chunks)
+
+
+def enough(schedule: str, pp: int, micro_batches: int, chunks: int) -> int:
+    """Return how many micro-batches keep as much alive as so many."""
     if schedule == "interleaved_1f1b" and micro_batches % pp == 0:
-        micro_batches = min(micro_batches, (ROUNDS + chunks) * pp)
+        return min(micro_batches, (ROUNDS + chunks) * pp)
     if schedule in ("zb_v", "dualpipe_v"):
-        micro_batches = min(micro_batches, 2 * pp + 1)
-    return _most_live(schedule, pp, micro_batches, chunks)
+        return min(micro_batches, 2 * pp + 1)
+    if schedule in ("1f1b", "zb_h1"):
+        return min(micro_batches, pp)
+    return micro_batches
 
 
 def backwards(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
@@ -46,8 +53,9 @@ def _halves(pp: int, m: int) -> tuple[int, ...]:
 
 def fullest(live: Live, kept: Sequence[int]) -> int:
     """Return the most bytes that are kept at a time, of so many for a micro-batch of each chunk."""
-    if len(kept) == 1:
-        return live[0][0] * kept[0]
+    if len(kept) == 2:  # most schedules that have chunks, and thrice as quick
+        first, second = kept
+        return max([a * first + b * second for a, b in live])
     return max(sum(n * each for n, each in zip(now, kept, strict=True)) for now in live)
 
 

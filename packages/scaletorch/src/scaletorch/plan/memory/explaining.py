@@ -9,7 +9,8 @@ from ..description import Description
 from ..holding import Holdings, Optimizer
 from ..holding.live import most_live
 from ..layout import Layout
-from .ranks import kept_of, memory, messages, passed_on, state, working
+from .ranks import memory, state
+from .running import kept_of, running
 
 
 class Line(NamedTuple):
@@ -55,25 +56,21 @@ def lines(
 
 def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     number = known.numbers(layout)[rank]
-    held = state(known, layout, number)
+    held, own = state(known, layout, number), running(known, layout)[number]
     count = len(known.parameters(layout, number))
     blocks = known.content(number).blocks
     yield Line("parameters", f"{count} tensors of {blocks} blocks", held.parameters)
     yield Line("gradients", f"zero {layout.zero}", held.gradients)
     yield Line("optimizer", known.optimizer.name, held.optimizer)
     kept = [list(kept_of(known, layout, number, chunk)) for chunk in range(layout.chunks)]
-    sizes = [sum(size for _, size in chunk) for chunk in kept]
     live = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)[rank]
-    fullest = max(live, key=lambda now: sum(n * s for n, s in zip(now, sizes, strict=True)))
+    fullest = max(live, key=lambda now: sum(n * s for n, s in zip(now, own.kept, strict=True)))
     for chunk, (times, parts) in enumerate(zip(fullest, kept, strict=True)):
         where = f"chunk {chunk}: " if layout.chunks > 1 else ""
         for what, size in parts:
             yield Line("activations", f"{where}{times} micro-batches of {what}", times * size)
-    yield Line(
-        "working", "the block that needs the most while it runs", working(known, layout, number)
-    )
+    yield Line("working", "the block that needs the most while it runs", own.working)
     yield Line("buffers", "gradients on their way", held.buffers)
-    yield Line("buffers", "messages between stages", messages(known, layout, number))
-    passed = [passed_on(known, layout, number, chunk) for chunk in range(layout.chunks)]
-    sent = max(sum(n * s for n, s in zip(now, passed, strict=True)) for now in live)
+    yield Line("buffers", "messages between stages", own.messages)
+    sent = max(sum(n * s for n, s in zip(now, own.passed, strict=True)) for now in live)
     yield Line("buffers", "what was sent on, until its backward", sent)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..description import Description
 from ..estimate import Memory
 from ..holding import Holdings
-from ..holding.buckets import Bucket, Optimizer
+from ..holding.buckets import Bucket, Buckets, Optimizer
 from ..holding.live import Live, fullest, most_live
 from ..layout import Layout
+from .running import running
 
 SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # schedules whose backwards may come in two halves
 
@@ -56,25 +55,17 @@ def memory(
     """
     known = holdings or Holdings(description, optimizer)
     live = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
-    numbers = known.numbers(layout)
-    fixed = {number: _fixed(known, layout, number) for number in {*numbers}}
+    ran = running(known, layout)
+    held = {number: state(known, layout, number) for number in {*known.numbers(layout)}}
     found: dict[tuple[int, Live], Memory] = {}
-    for number, own in zip(numbers, live, strict=True):
+    each = list(zip(known.numbers(layout), live, strict=True))
+    for number, own in each:
         if (number, own) not in found:
-            held, kept, passed, run, moving = fixed[number]
-            buffers = held.buffers + moving + fullest(own, passed)
-            found[number, own] = Memory(*held[:3], fullest(own, kept), run, buffers)
-    return tuple(found[each] for each in zip(numbers, live, strict=True))
-
-
-def _fixed(
-    known: Holdings, layout: Layout, number: int
-) -> tuple[State, list[int], list[int], int, int]:
-    """Return what does not go by micro-batches under way: state, sizes by chunk, the rest."""
-    kept = [activations(known, layout, number, chunk) for chunk in range(layout.chunks)]
-    passed = [passed_on(known, layout, number, chunk) for chunk in range(layout.chunks)]
-    run, moving = working(known, layout, number), messages(known, layout, number)
-    return state(known, layout, number), kept, passed, run, moving
+            has, runs = held[number], ran[number]
+            buffers = has.buffers + runs.messages + fullest(own, runs.passed)
+            kept = fullest(own, runs.kept)
+            found[number, own] = Memory(*has[:3], kept, runs.working, buffers)
+    return tuple(found[one] for one in each)
 
 
 def state(
@@ -101,37 +92,47 @@ def state(
         found = _of_ties(known, layout, number, tp)
         for axis, buckets in known.buckets(layout, number, tp).items():
             ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
-            place = replica[axis == "edp"]
-            own = _of_group(buckets, layout, ranks, place, known.optimizer)
+            own = _of_group(known, buckets, layout, ranks, replica[axis == "edp"])
             found = found.plus(own)
         known.states[key] = found
     return found
 
 
-def _of_group(
-    buckets: Sequence[tuple[Bucket, int]],
-    layout: Layout,
-    ranks: int,
-    replica: int,
-    optimizer: Optimizer,
-) -> State:
-    total = State()
-    for bucket, times in buckets:
-        total = total.plus(_of_bucket(bucket, layout, ranks, replica, optimizer).times(times))
-    moving = sorted(
-        b.elements * _sum_item(b, optimizer)
-        for b, times in buckets
-        for _ in range(min(times, 2))
-        if b.sharded
-    )
-    if layout.zero >= 2 and ranks > 1:  # one is filled while the one before it travels
-        total = total.plus(State(buffers=sum(moving[-2:])))
-    return total
+def _of_group(known: Holdings, buckets: Buckets, layout: Layout, ranks: int, replica: int) -> State:
+    """Return what there is of parameters that are summed over the same ranks."""
+    halves = 2 * layout.chunks * (layout.zero == 2 and layout.schedule in SPLIT)
+    key = buckets, ranks, replica, layout.zero, halves
+    found: State | None = known.groups.get(key)
+    if found is None:
+        found = State()
+        for bucket, times in buckets.each:
+            own = _of_bucket(bucket, layout.zero, halves, ranks, replica, known.optimizer)
+            found = found.plus(own.times(times))
+        if layout.zero >= 2 and ranks > 1:  # one is filled while the one before it travels
+            moving = sorted(
+                b.elements * _sum_item(b, known.optimizer)
+                for b, times in buckets.each
+                for _ in range(min(times, 2))
+                if b.sharded
+            )
+            found = found.plus(State(buffers=sum(moving[-2:])))
+        known.groups[key] = found
+    return found
 
 
 def _of_bucket(
-    bucket: Bucket, layout: Layout, ranks: int, replica: int, optimizer: Optimizer
+    bucket: Bucket, zero: int, halves: int, ranks: int, replica: int, optimizer: Optimizer
 ) -> State:
+    """Return what there is of a bucket.
+
+    Args:
+        bucket: The bucket.
+        zero: Stage of ZeRO.
+        halves: Of backwards that may come in two, of all chunks; 0 if none does.
+        ranks: That sum it.
+        replica: Which of these this is.
+        optimizer: What is kept.
+    """
     shards = bucket.shards(ranks, replica)
     own, sums = sum(size for size, _ in shards), _sum_item(bucket, optimizer)
     if not bucket.sharded:
@@ -145,10 +146,9 @@ def _of_bucket(
     share = length // ranks
     # Each backward's sum is memory of its own. With ZeRO 2 the first one's of each chunk stays, and
     # of both halves of a backward, if these have parameters of their own in the shard.
-    zero, split = layout.zero, layout.schedule in SPLIT
     passes = 1
     if zero == 2:
-        passes = 2 * layout.chunks if split else max(len({chunk for _, chunk in shards}), 1)
+        passes = halves or max(len({chunk for _, chunk in shards}), 1)
     gradients = share * passes * master + (length * sums if zero == 1 else 0)
     state = own * optimizer.moments * (optimizer.item or master)
     state += own * master * (master != bucket.item) + optimizer.per_tensor * len(shards)
@@ -170,86 +170,3 @@ def _of_ties(known: Holdings, layout: Layout, number: int, tp: int | None) -> St
             buffers += size * each.others
             totals += size if grid.cp * grid.dp > 1 else 0  # beside its bucket
     return State(gradients=totals, buffers=buffers)
-
-
-def activations(known: Holdings, layout: Layout, number: int, chunk: int) -> int:
-    """Return the bytes that autograd keeps of a micro-batch in a chunk until its backward."""
-    key = (layout.cut, number, chunk, layout.recompute, layout.micro_rows)
-    found: int | None = known.activations.get(key)
-    if found is None:
-        found = sum(size for _, size in kept_of(known, layout, number, chunk))
-        known.activations[key] = found
-    return found
-
-
-def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterator[tuple[str, int]]:
-    """Yield what autograd keeps of a micro-batch in a chunk, by kinds of blocks.
-
-    A layer that runs again keeps what it was given, and one whose activations the host keeps
-    nothing.
-    """
-    rows, behaviours = layout.micro_rows, known.description.behaviours(layout.cut)
-    kinds = Counter[int]()
-    for kind, times in known.runs(number)[chunk]:
-        kinds[kind] += times
-    for kind, times in kinds.items():
-        own = behaviours[kind]
-        if kind not in known.layers or layout.recompute not in ("full", "offload"):
-            yield f"{times} x {known.name(kind)}", round(own.kept.at(rows)) * times
-        elif layout.recompute == "full":
-            yield f"inputs of {times} x {known.name(kind)}", round(own.entered.at(rows)) * times
-    if layout.recompute != "offload":
-        yield "shared", max((round(behaviours[kind].shared.at(rows)) for kind in kinds), default=0)
-
-
-def passed_on(known: Holdings, layout: Layout, number: int, chunk: int) -> int:
-    """Return the bytes of messages that the pipeline keeps of a micro-batch until its backward.
-
-    What a chunk has sent on; what it has received is kept by its first layer, if that is not
-    offloaded.
-    """
-    behaviours = known.description.behaviours(layout.cut)
-    content = known.content(number)
-    ends = [content.left[chunk]]
-    if layout.recompute == "offload":
-        ends.append(content.entered[chunk])
-    return sum(round(behaviours[kind].handed.at(layout.micro_rows)) for kind in ends if kind >= 0)
-
-
-def working(known: Holdings, layout: Layout, number: int) -> int:
-    """Return the most that a block needs while it runs, above what all keep of its micro-batch.
-
-    While a block runs, those behind it in the chunk keep nothing yet, or no more.
-    """
-    key = (layout.cut, number, layout.recompute, layout.micro_rows)
-    found: int | None = known.workings.get(key)
-    if found is None:
-        found = max(_working(known, layout, runs) for runs in known.runs(number))
-        known.workings[key] = found
-    return found
-
-
-def _working(known: Holdings, layout: Layout, runs: Sequence[tuple[int, int]]) -> int:
-    rows, behaviours = layout.micro_rows, known.description.behaviours(layout.cut)
-    kept, most = 0.0, 0.0
-    for kind, times in runs:  # of equal blocks the last has the most before it
-        own, is_layer = behaviours[kind], kind in known.layers
-        forward, backward = own.forward_peak.at(rows), own.backward_peak.at(rows)
-        if is_layer and layout.recompute == "full":  # all of it is there while it runs again
-            kept += own.entered.at(rows) * times
-            backward += own.kept.at(rows)
-        elif not is_layer or layout.recompute != "offload":
-            kept += own.kept.at(rows) * times
-        most = max(most, kept + max(forward, backward))
-    return round(max(most - kept, 0))
-
-
-def messages(known: Holdings, layout: Layout, number: int) -> int:
-    """Return the bytes of gradients between stages: one that has come, and one on its way."""
-    behaviours = known.description.behaviours(layout.cut)
-    content = known.content(number)
-    sizes = [
-        max((round(behaviours[kind].handed.at(layout.micro_rows)) for kind in kinds), default=0)
-        for kinds in (content.sent, content.returned)
-    ]
-    return sum(sizes)
