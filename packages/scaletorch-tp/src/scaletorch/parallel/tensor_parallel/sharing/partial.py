@@ -135,12 +135,12 @@ def _after(node: Any, of: _Of, group: ProcessGroup | None) -> _Of | None:
         return of
     if not issubclass(kind, (*_ENDS, *_ENTERS)):
         return None  # somebody's own function, which may communicate
-    # Functions of a dim keep `args` (dim, group, sizes), the others their group alone.
-    dim, where = (*getattr(node, "args", (None, None)), None)[:2]
-    if (getattr(node, "group", None) if where is None else where) is not group:
+    # Those of dist keep the way of their gradient: a function, a dim if it has one, and the group.
+    _, *dim, where = getattr(node, "way", (None, getattr(node, "group", None)))[:3]
+    if where is not group:
         return of
     if issubclass(kind, _ENDS):
-        joins_tokens = issubclass(kind, Gather) and dim == DIM
+        joins_tokens = issubclass(kind, Gather) and dim == [DIM]
         return _Of.SHARE if joins_tokens else _Of.PART
     gathers = issubclass(kind, AllGather) or getattr(node, "sizes", None) is not None
     return _Of.SHARE if gathers else _Of.ALL
