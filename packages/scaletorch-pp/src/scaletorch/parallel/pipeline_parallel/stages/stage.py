@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -80,7 +80,8 @@ class PipelineParallel(ModuleWrapper):
         # Ties and flows are found in the whole model, so before the cut.
         homes = {stage: rank for rank, stages in enumerate(ranks_stages) for stage in stages}
         tied = TiedGradients(find_ties(model, placement, homes, self.rank), ranks, self.rank, group)
-        passage, deferral = Passage(), Deferral()
+        passage = Passage(name for name, _ in placement.homes())
+        deferral = Deferral()
         flows = [HiddenFlow(stage, placement.exit(model, stage), passage) for stage in self.stages]
         self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
         chunks = cut(model, placement, self.stages, passage)
@@ -154,7 +155,10 @@ class PipelineParallel(ModuleWrapper):
         # Modules may have been replaced since, as by adapters.
         modules = {name: self.module.get_submodule(name) for name in self.placement.stages[stage]}
         flow.gates.watch(modules, self._siblings)
-        output = self._run(flow, stage, input_or_hidden, kwargs, kind not in runtime.examined)
+        examined = kind not in runtime.examined
+        beside = runtime.passage.beside
+        hidden = beside.start(kind, modules, input_or_hidden, examined=examined)
+        output = self._run(flow, stage, hidden, kwargs, examined)
         runtime.examined.add(kind)
         return output
 
@@ -179,6 +183,7 @@ class PipelineParallel(ModuleWrapper):
                     output = self.module(passage.first, **kwargs)
             if stage < self.num_stages - 1:
                 output = flow.passed_on(output)
+                passage.beside.require_seen(self.module)
             else:
                 check_output(output)
         finally:
