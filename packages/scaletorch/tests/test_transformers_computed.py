@@ -226,3 +226,11 @@ def test_what_would_be_of_a_shard_is_refused():
     for said in run_ranks(_refuse, 2, timeout=240):
         for call, words in zip(REFUSED, said, strict=True):
             assert re.search(REFUSED[call], words), (call, words)
+
+
+def test_masks_of_another_make_are_refused():
+    config = transformers.XLMConfig(vocab_size=32, emb_dim=32, n_heads=4, n_layers=1)
+    model = apply_context_parallel(transformers.XLMWithLMHeadModel(config))
+    refused = pytest.raises(InvalidArgumentError, match=r"XLMModel neither .* makes its own masks")
+    with refused, ShardedSequences(8).inside(model):
+        pass
