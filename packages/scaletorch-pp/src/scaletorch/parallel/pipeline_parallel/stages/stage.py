@@ -27,7 +27,7 @@ from .passage import Passage
 from .stand_ins import UnknownValueError, standing, standing_like
 from .state import MANY_FORMS, RuntimeState, name_of_next
 from .ties import Tie, TiedGradients, find_ties
-from .weights import Deferral, WeightGradients, defer_weight_gradients
+from .weights import Deferral, WeightGradients, defer_weight_gradients, give_own_memory
 
 
 class PipelineParallel(ModuleWrapper):
@@ -231,7 +231,7 @@ class PipelineParallel(ModuleWrapper):
         made = [_gradient(tensor) for tensor in tensors_in(input_tensor) if tensor.requires_grad]
         pairs = zip(parameters, before, strict=True)
         fresh = [parameter for parameter, gradient in pairs if parameter.grad is not gradient]
-        _give_own_memory(fresh, made if into is None else [*made, *into.gradients()])
+        give_own_memory(fresh, made if into is None else [*made, *into.gradients()])
         if input_tensor is None:
             return None
         return made[0] if isinstance(input_tensor, Tensor) and made else made
@@ -253,20 +253,6 @@ class PipelineParallel(ModuleWrapper):
         """
         if self.ties:
             self.runtime.tied.sync()
-
-
-def _give_own_memory(parameters: Iterable[nn.Parameter], kept: Iterable[Tensor]) -> None:
-    """Give gradients memory of their own if autograd took that of tensors still to be used.
-
-    It takes views as they are, and adds the next micro-batch's into them.
-    """
-    memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if type(gradient) is not Tensor or gradient.layout != torch.strided:
-            continue  # none, or one that only stands for shards elsewhere
-        if gradient.untyped_storage().data_ptr() in memory:
-            parameter.grad = gradient.clone()
 
 
 def _gradient(tensor: Tensor) -> Tensor:
