@@ -35,6 +35,6 @@ def plain_model(name: str) -> nn.Module:
     """Return a family's model, tiny and untrained."""
     kind, config = model_class(name), tiny(CONFIG_MAPPING[name], name)
     if not isinstance(config, kind.config_class) and name == config.model_type:
-        config = config.get_text_config()  # as AutoModelForCausalLM does
+        config = config.get_text_config(decoder=True)  # as AutoModelForCausalLM does
     model: nn.Module = kind(config)
     return model

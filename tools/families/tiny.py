@@ -11,6 +11,8 @@ VOCABULARY, LENGTH, LAYERS = 64, 16, 2
 # Field -> its value, whatever the default.
 SIZES: Mapping[str, Any] = {
     **dict.fromkeys(("hidden_size", "d_model", "n_embd", "emb_dim", "embedding_size"), 32),
+    **dict.fromkeys(("hidden_size_global", "adapter_in_dim", "adapter_out_dim"), 32),
+    **dict.fromkeys(("adapter_input_size",), 32),
     **dict.fromkeys(("input_embedding_size", "output_embedding_size", "word_embed_proj_dim"), 32),
     **dict.fromkeys(("embedding_dim", "ple_embed_dim", "lru_width", "backbone_hidden_size"), 32),
     **dict.fromkeys(("vocab_size", "unpadded_vocab_size", "n_ctx"), VOCABULARY),
@@ -79,16 +81,43 @@ WINDOWS: Mapping[str, Any] = {
 # Fields that name the kind of each layer.
 KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "indexer_types")
 
+_ROPE: Mapping[str, Any] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
+
 # Model type -> fields that it has to have otherwise than by the rules above.
 OTHERS: Mapping[str, Mapping[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "blt": {"encoder_hash_byte_group_vocab": 64, "encoder_hash_byte_group_size": [3]},
+    "cohere_compass_text": {
+        "rope_parameters": {kind: dict(_ROPE) for kind in ("sliding_attention", "full_attention")},
+        "layer_types": ["sliding_attention", "full_attention"],
+    },
+    "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8.0}},
+    "dots3_note_text": {
+        **dict.fromkeys(("swa_num_attention_heads", "swa_num_key_value_heads"), 4),
+        **dict.fromkeys(("swa_qk_nope_head_dim", "swa_qk_rope_head_dim"), 4),
+        **dict.fromkeys(("swa_q_lora_rank", "swa_kv_lora_rank"), 12),
+        **dict.fromkeys(("swa_head_dim", "swa_v_head_dim"), 8),
+    },
+    "dory": {
+        "num_hidden_layers": 4,
+        "n_input_layers": 1,
+        "n_output_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "mamba2": {"head_dim": 16},
+    "musicgen_decoder": {"num_codebooks": 1},
+    "musicgen_melody_decoder": {"num_codebooks": 1},
     "qwen4_exp_text": {
         "ngram_vocab_size_base": 50,
         "make_ngram_vocab_size_divisible_by": 2,
         "split_ngram_parts": 2,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 4,
+        "indexer_compress_ratio": 2,
     },
     "reformer": {
         "attn_layers": ["local", "lsh"],

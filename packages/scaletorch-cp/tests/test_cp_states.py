@@ -14,7 +14,7 @@ from scaletorch.dist.testing import relative_error, run_ranks, worst
 from scaletorch.parallel.context_parallel import apply_context_parallel, shard_sequence
 from scaletorch.parallel.context_parallel.cp_comms import ring_of
 from scaletorch.parallel.context_parallel.models.settings import Settings
-from scaletorch.parallel.context_parallel.models.whole_sequences import _exchange, keep_whole
+from scaletorch.parallel.context_parallel.models.whole_sequences import exchange_for, keep_whole
 
 WIDTH, LENGTH = 6, 16
 
@@ -110,7 +110,7 @@ def exchanged():
     settings = Settings("zigzag", "ring", ring_of(dist.group.WORLD))
     with FakeTensorMode():  # which refuses calls with tensors of two devices
         hidden = torch.empty(4, 8, WIDTH, device="cuda")
-        exchange = _exchange(settings, hidden)
+        exchange = exchange_for(settings, hidden)
         rows = exchange.to_rows(hidden)
         back = exchange.to_positions("", rows)
     return [(tuple(x.shape), x.device.type) for x in (rows, back)]

@@ -382,3 +382,18 @@ def without_sum(lacks):
 @pytest.mark.parametrize("lacks", [("sum",), ("sum", "reduce_scatter")])
 def test_a_backend_may_lack_sums(lacks):
     run_ranks(without_sum, 2, lacks)
+
+
+def added_to():
+    gradients = []
+    for dim in (0, 1, -1):
+        x = torch.ones(4, 6, dtype=torch.float64, requires_grad=True)
+        y = F.reduce_scatter(x, dim)
+        y += 1  # as a model may, to what it takes for its own
+        y.square().sum().backward()
+        gradients.append(x.grad.unique().tolist())
+    return gradients
+
+
+def test_a_piece_of_a_sum_may_be_added_to_in_place():
+    assert run_ranks(added_to, 2) == [[[6.0]] * 3] * 2

@@ -92,7 +92,7 @@ def play(events, naive, bucket_size):
             assert found == [None if value is None else [value] for value in rule.synced], events
 
 
-BEHIND = ("backward", False, ([0], [0, 1]))  # rank 1 alone has a gradient that no sum is held beside
+BEHIND = ("backward", False, ([0], [0, 1]))  # only rank 1 has one with no sum held beside it
 TWICE = [("backward", False, ([0], [0])), ("backward", True, ([0], [0])), BEHIND, ("zero", False)]
 
 

@@ -82,6 +82,7 @@ def _tied():
 CASES = {
     "no module": (Experts, {"expert": "experts"}, "matches no module; nearest module names: exp"),
     "no plan": (Experts, None, "brings no plan for experts"),
+    "no plan, and none would do": (Routed, None, re.escape("is called as Routed(hidden)")),
     "style": (Experts, {"experts": "column"}, "the style 'column'; there is one, 'experts'"),
     "bare list": (lambda: nn.ModuleList([Experts()]), None, "without a forward of its own"),
     "routing": (Routed, None, re.escape("is called as Routed(hidden)")),
@@ -99,7 +100,7 @@ def test_a_model_that_cannot_be_divided_is_as_before(case):
     make, plan, message = CASES[case]
     model = nn.ModuleDict({"experts": make()})
     before = {name: id(each) for name, each in model.named_parameters()}
-    if case != "no plan":
+    if not case.startswith("no plan"):
         plan = plan or {"experts": "experts"}
     with pytest.raises(InvalidArgumentError, match=message):
         apply_expert_parallel(model, plan, WORLD)

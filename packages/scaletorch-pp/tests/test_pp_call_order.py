@@ -54,6 +54,23 @@ def test_a_split_follows_it_and_else_the_registration():
     )  # fmt: skip
 
 
+class Projected(Decoder):
+    """Calls modules of a list one by one, before its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.projections = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def embedded(self, ids):
+        x = self.embed(ids)
+        return sum(self.projections[at](x) for at in range(2))
+
+
+def test_modules_of_a_list_are_called_where_one_of_them_is():
+    before, after = calls_around(Projected(), "layers")
+    assert (before, after) == ({"embed", "projections"}, {"final_norm"})
+
+
 @pytest.mark.parametrize("child", ["layers", "nothing"])
 def test_without_a_source_nothing_is_told(child):
     model = Decoder()

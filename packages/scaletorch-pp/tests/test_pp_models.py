@@ -338,7 +338,7 @@ def test_what_follows_the_last_layer_happens_once(world_size):
     run_ranks(trains, world_size, [ScalesLogits], ["1f1b", "zb_v", "looped_bfs"])
 
 
-FORMS = [ChangesAround, ScalesBetween, ScalesPairs, States, OfPadding, Streams]
+FORMS = [KeepsEmbedded, ChangesAround, ScalesBetween, ScalesPairs, States, OfPadding, Streams]
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb_v", "looped_bfs"])
@@ -397,7 +397,6 @@ def test_adapters_in_frozen_layers():
 @pytest.mark.parametrize(
     ("kind", "text"),
     [
-        (KeepsEmbedded, "is given, as argument 1, a tensor that the model's forward makes from"),
         (Twice, "comes back to it after modules of stage"),
         (
             Collects,

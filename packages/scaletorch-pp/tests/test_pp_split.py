@@ -320,3 +320,31 @@ def test_pass_through():
     text = "lm_head is on stage 2 of the pipeline, and its attribute 'weight' is not available"
     with pytest.raises(AttributeError, match=re.escape(text)):
         _ = module.weight
+
+
+class Seeing(nn.Module):
+    """A decoder with a tower for images, and projections beside its layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.tower = nn.Module()
+        self.tower.blocks = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(3))
+        self.decoder = nn.Module()
+        self.decoder.early = nn.ModuleList(nn.Linear(2, 2) for _ in range(2))
+        self.decoder.layers = nn.ModuleList(nn.Sequential(nn.Linear(2, 2)) for _ in range(2))
+        self.head = nn.Linear(2, 2)
+
+    def get_decoder(self):
+        return self.decoder
+
+
+def test_layers_are_those_of_the_decoder_that_a_model_names():
+    split = infer_split(Seeing())
+    assert split.layers == "decoder.layers"
+    assert set(split.first + split.last) == {"tower", "decoder.early", "head"}
+    deeper = Seeing()
+    deeper.decoder.eyes = nn.ModuleDict({"tower": Seeing().tower})
+    assert infer_split(deeper).layers == "decoder.layers"
+    deeper.decoder.more = nn.ModuleList([nn.Sequential(nn.Linear(2, 2))])
+    with pytest.raises(InvalidArgumentError, match=r"has decoder\.layers, decoder\.more; pass"):
+        infer_split(deeper)

@@ -346,16 +346,11 @@ def refused(kinds, text, schedule, late=False):
         assert "rank" in str(raised.value).partition("\n")[0], kind
 
 
-BESIDE = [Condition, Normed, Activated, Classes, Same, Clone, Scaled, Mean, Mask]
-SKIPS = [Skip, SkipByName, SkipByAddition, SkipScaled, SkipToHead]
+TRAVELS = [Condition, Normed, Activated, Classes, Same, Clone, Scaled, Mean, Mask]
+TRAVELS += [Skip, SkipByName, SkipScaled]
 GRADIENTS = [Detached, Shrunk, Hooked, Reversed, Zeros]
 REFUSED = [
-    (BESIDE, r"layers\.\d is given, as argument 1, a tensor that the model's forward makes from"),
-    (SKIPS[:2], r"layers\.\d is given, as argument (1|beside), a tensor that the model's forward"),
-    (
-        SKIPS[2:],
-        "(is given, as argument 0, a tensor|by another way than what the last of them returns)",
-    ),
+    ([SkipByAddition, SkipToHead], "by another way than what the last of them returns"),
     ([Returned], r"the model returns a tensor that the model's forward makes from hidden states"),
     ([Reads], "the model's forward reads a number out of hidden states"),
     ([Written], "the model's forward writes to a tensor what it makes of hidden states"),
@@ -373,7 +368,13 @@ def test_what_is_another_tensor_here_is_refused(kinds, text, schedule):
     run_ranks(refused, 2, kinds, f"(?s){text}", schedule)
 
 
-@pytest.mark.parametrize(("kinds", "text"), REFUSED)
+NEW = [
+    *REFUSED,
+    (TRAVELS, r"layers\.\d is given, as argument (0|1|beside), a tensor that the model"),
+]
+
+
+@pytest.mark.parametrize(("kinds", "text"), NEW)
 def test_what_is_another_tensor_in_a_later_step_is_refused(kinds, text):
     """The first step has seen nothing of it; shapes and arguments are the same."""
     run_ranks(refused, 2, kinds, f"(?s){text}", "1f1b", True)
@@ -409,10 +410,14 @@ def test_a_failure_outside_the_layers_is_explained():
 
 @distributed_test(world_size=2)
 def test_forwards_without_gradients_are_examined_too():
-    for kind in (Condition, Skip, Scaled):
-        stage = PipelineParallel(build(kind), group=torch.distributed.group.WORLD)
-        with pytest.raises((InvalidArgumentError, StageError), match="is given, as argument"):
-            pipeline_forward(stage, make_batches())
+    for kind in (Condition, Skip, Scaled, Mask):
+        plain = build(kind)
+        stage = PipelineParallel(copy.deepcopy(plain), group=torch.distributed.group.WORLD)
+        given = [{n: v for n, v in b.items() if n != "labels"} for b in make_batches()]
+        for _ in range(2):
+            found = pipeline_forward(stage, make_batches())
+            for one, batch in zip(found, given if stage.is_last_stage else [], strict=True):
+                torch.testing.assert_close(one, plain(**batch), rtol=1e-12, atol=1e-15)
 
 
 class OfEntries(Net):
@@ -515,6 +520,17 @@ class RecomputedReentrant(Recomputed):
     reentrant = True
 
 
+class RecomputedBeside(Condition):
+    """What has travelled is there again where layers are recomputed."""
+
+    def forward(self, input_ids, entry=None, classes=None):
+        x = self.embed(input_ids)
+        beside = x * self.condition(entry)
+        for layer in self.layers:
+            x = checkpoint(layer, x, beside, use_reentrant=False)
+        return self.head(x)
+
+
 class Frozen(Net):
     """The first layer and what is before it run without gradients, not under its own flag."""
 
@@ -566,6 +582,12 @@ def same_bits(kinds, schedule, split=None):
                     assert expected is None or torch.equal(parameter.grad, expected), (kind, name)
 
 
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (2, "zb_v"), (4, "1f1b")])
+def test_what_later_layers_are_given_beside_hidden_states_travels(ranks, schedule):
+    """On four ranks it passes through stages that do not use it."""
+    run_ranks(same_bits, ranks, [*TRAVELS, RecomputedBeside], schedule)
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved_1f1b"])
 def test_what_is_the_same_here_stays_bit_equal(schedule):
     run_ranks(same_bits, 2, RIGHT, schedule)
@@ -606,7 +628,7 @@ def test_compiled_layers_are_compiled_later():
 def test_a_model_compiled_as_a_whole_is_looked_at_in_its_first_step():
     stage = PipelineParallel(build(Same), group=torch.distributed.group.WORLD)
     stage.module.compile(backend="eager")
-    with pytest.raises((InvalidArgumentError, StageError), match="is given, as argument 1"):
+    with pytest.raises((InvalidArgumentError, StageError), match="is compiled as a whole, so that"):
         train_step_pipeline(stage, make_batches())
 
 

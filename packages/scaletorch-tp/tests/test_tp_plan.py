@@ -202,7 +202,7 @@ def test_heads_are_counted_also_where_the_module_has_no_counts():
 
 def test_a_model_that_only_resembles_a_family_is_refused():
     refuse(
-        nn.Sequential(nn.Linear(2, 2)), None, 1, "of no known model family", "Llama", "pass plan"
+        nn.Sequential(nn.Linear(2, 2)), None, 1, "of no known model family", "nearest", "pass plan"
     )
     model = Model()
     model.layers[1].self_attn.inner_norm = nn.LayerNorm(2)

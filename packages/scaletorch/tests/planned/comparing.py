@@ -6,11 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 
 from scaletorch.parallel.pg_manager import Grid
-from scaletorch.plan import Layout
 from scaletorch.plan.holding.holdings import Holdings
-from scaletorch.plan.holding.live import fullest, halved, most_live
-from scaletorch.plan.memory import memory
-from scaletorch.plan.memory.passing import activations
+from scaletorch.plan.holding.live import halved
+from scaletorch.plan.memory import kept_by_autograd, memory
 from scaletorch.plan.memory.state import state
 from scaletorch.plan.traffic import calls
 
@@ -61,7 +59,7 @@ def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
     planned = memory(holdings.description, layout, holdings=holdings)
     for rank, own in enumerate(ranks):
         place = layout.grid.coordinates(rank).pp
-        kept = _kept(holdings, layout, place)
+        kept = kept_by_autograd(holdings.description, layout)[place]  # none of halves
         if own.kept != kept:
             yield f"{case}: autograd keeps {own.kept} bytes on rank {rank}, planned {kept}"
         found, at_most = planned[place].total, 1.02 * (own.before + own.taken)
@@ -69,14 +67,6 @@ def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
             at_most += planned[place].gradients
         if not 0.98 * (own.before + own.taken - own.rest) <= found <= at_most:
             yield f"{case}: rank {rank} holds {own}, planned {planned[place]}: {found}"
-
-
-def _kept(holdings: Holdings, layout: Layout, place: int) -> int:
-    """Return the most that autograd keeps: nothing between the halves of a backward."""
-    number = holdings.numbers(layout)[place]
-    sizes = [activations(holdings, layout, number, chunk) for chunk in range(layout.chunks)]
-    live = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)[place]
-    return max(fullest(before.moments, sizes) for before in live)
 
 
 def _by_routes(case: Case, axis: str, rank: int) -> bool:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..dist.errors import InvalidArgumentError
 from .clusters import Cluster
 from .description import Description
-from .estimate import Estimate, Memory, Time
+from .estimate import Estimate, Time
 from .holding import Holdings, Optimizer
 from .layout import Layout
-from .memory import Line, lines, memory
+from .memory import Line, lines, memory, peak
 from .options import Options, Refused, ladder, legal
 from .traffic import traffic
 
@@ -91,46 +93,65 @@ def plan(
     Raises:
         InvalidArgumentError: No rows, or no ranks.
     """
-    chosen = options or Options()
+    with _uncollected():
+        return _plan(description, rows, cluster, options or Options(), optimizer, time)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Look for no cycles meanwhile: a search makes none, and very many objects that stay."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def _plan(
+    description: Description,
+    rows: int,
+    cluster: Cluster,
+    chosen: Options,
+    optimizer: Optimizer | None,
+    time: Timer | None,
+) -> Plan:
     known = Holdings(description, optimizer)
-    estimates: list[Estimate] = []
+    estimates: list[tuple[float, int, Estimate]] = []
     refused: list[Refused] = []
     for each in legal(description, rows, cluster.ranks, chosen):
         if isinstance(each, Refused):
             refused.append(each)
             continue
-        fitting = list(_fitting(known, each, cluster, chosen, refused))
-        for layout, held in fitting:
+        for most, layout in _fitting(known, each, cluster, chosen, refused):
             seconds = None if time is None else time(description, layout, cluster)
+            held = memory(description, layout, holdings=known)
             sent = traffic(description, layout, holdings=known)
-            estimates.append(Estimate(layout, held, sent, seconds))
-    estimates.sort(key=_rank)
-    return Plan(description, cluster, known.optimizer, tuple(estimates), tuple(refused))
+            step = 0.0 if seconds is None else seconds.step
+            estimates.append((step, most, Estimate(layout, held, sent, seconds)))
+    estimates.sort(key=lambda each: each[:2])
+    ranked = tuple(each for _, _, each in estimates)
+    return Plan(description, cluster, known.optimizer, ranked, tuple(refused))
 
 
 def _fitting(
     known: Holdings, layout: Layout, cluster: Cluster, options: Options, refused: list[Refused]
-) -> Iterator[tuple[Layout, tuple[Memory, ...]]]:
-    """Yield the least of what saves memory with which a layout fits; or say that none does."""
+) -> Iterator[tuple[int, Layout]]:
+    """Yield peak and layout, with the least of what saves memory to fit; or say that none does."""
     found: list[tuple[int, int]] = []
     least: tuple[int, Layout] | None = None
     for step, own in ladder(layout, options, found):
         if own.cut not in known.description.cuts:  # not each is, with selective recomputation
             continue
-        held = memory(known.description, own, holdings=known)
-        peak = max(each.total for each in held)
-        if peak <= cluster.device.memory:
+        most = peak(known, own)
+        if most <= cluster.device.memory:
             found.append(step)
-            yield own, held
-        elif least is None or peak < least[0]:
-            least = peak, own
+            yield most, own
+        elif least is None or most < least[0]:
+            least = most, own
     if not found and least is not None:
         has = cluster.device.memory / GIB
         why = f"needs {least[0] / GIB:.3g} GiB of {has:.3g}, with zero {least[1].zero} and "
         why += f"recompute {least[1].recompute}"
         refused.append(Refused(layout.grid, why, least[1]))
-
-
-def _rank(estimate: Estimate) -> tuple[float, int]:
-    step = 0.0 if estimate.time is None else estimate.time.step
-    return step, estimate.peak

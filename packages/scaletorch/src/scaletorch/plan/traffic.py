@@ -6,13 +6,12 @@ its tensor, a reduce-scatter and an all-gather (n - 1) / n of the whole.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-from .description import Description
+from .description import Behaviour, Description
 from .estimate import Traffic
 from .holding import Holdings
-from .holding.buckets import Bucket, Optimizer
+from .holding.buckets import Buckets, Optimizer
 from .holding.live import backwards
 from .layout import Layout
 
@@ -47,13 +46,14 @@ def traffic(
         InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
     """
     known = holdings or Holdings(description, optimizer)
-    sums = synchronised(layout)
-    found: dict[tuple[int, int], tuple[Traffic, ...]] = {}
-    each = list(zip(known.numbers(layout), sums, strict=True))
-    for rank, key in enumerate(each):
-        if key not in found:
-            found[key] = tuple(joined(calls(known, layout, rank, sums=key[1])))
-    return tuple(found[key] for key in each)
+    full = layout.recompute == "full"
+    key = layout.grid, layout.cut, layout.zero, full, layout.micro_rows, layout.micro_batches
+    found: dict[tuple[int, int], tuple[Traffic, ...]] = known.sent.setdefault(key, {})
+    each = list(zip(known.numbers(layout), synchronised(layout), strict=True))
+    for rank, own in enumerate(each):
+        if own not in found:
+            found[own] = tuple(calls(known, layout, rank, sums=own[1]))
+    return tuple(found[own] for own in each)
 
 
 def synchronised(layout: Layout) -> tuple[int, ...]:
@@ -68,12 +68,13 @@ def synchronised(layout: Layout) -> tuple[int, ...]:
 
 def joined(sent: Iterable[Traffic]) -> Iterator[Traffic]:
     """Add up what goes over the same axis by the same operation."""
-    total: dict[tuple[str, str], tuple[int, int]] = {}
+    total: dict[tuple[str, str], Traffic] = {}
     for each in sent:
-        count, size = total.get((each.axis, each.operation), (0, 0))
-        total[each.axis, each.operation] = count + each.count, size + each.bytes
-    for (axis, operation), (count, size) in total.items():
-        yield Traffic(axis, operation, count, size)
+        key = each.axis, each.operation
+        if (own := total.get(key)) is not None:
+            each = Traffic(*key, own.count + each.count, own.bytes + each.bytes)
+        total[key] = each
+    yield from total.values()
 
 
 def calls(
@@ -88,105 +89,126 @@ def calls(
         tp: The tp rank, and the ep rank of experts; None is the one that has the most parameters.
         sums: Of `synchronised`, if it is known.
     """
-    grid, number = layout.grid, known.numbers(layout)[rank]
-    sums = synchronised(layout)[rank] if sums is None else sums
+    number = known.numbers(layout)[rank]
     yield from _blocks(known, layout, number)
-    yield from _pipeline(known, layout, number, tp)
-    yield from _sums(known, layout, number, tp, sums)
+    yield from _sends(known, layout, number, tp)
+    yield from _ends(
+        known, layout, number, tp, synchronised(layout)[rank] if sums is None else sums
+    )
+
+
+def _ends(
+    known: Holdings, layout: Layout, number: int, tp: int | None, sums: int
+) -> Iterable[Traffic]:
+    """Return what the end of a step sends: gradients are summed, ranks agree."""
+    grid = layout.grid
+    fetched = layout.micro_batches if layout.zero == 3 else 0
+    key = (
+        grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, grid.pp, number, tp, layout.zero, sums,
+        fetched,
+    )  # fmt: skip
+    found: list[Traffic] | None = known.ends.get(key)
+    if found is None:
+        found = known.ends[key] = list(joined(_of_end(known, layout, number, tp, sums)))
+    return found
+
+
+def _of_end(
+    known: Holdings, layout: Layout, number: int, tp: int | None, sums: int
+) -> Iterator[Traffic]:
+    grid = layout.grid
+    for own in (AGREED, ENDED) if grid.pp > 1 else ():
+        yield Traffic("pp", "all_gather", 1, own * (grid.pp - 1))
+    for axis, buckets in known.buckets(layout, number, tp).items():
+        ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
+        if ranks > 1:
+            yield from _summed(known, axis, buckets, layout, ranks, sums)
     item = max(_item(known, layout), WORD)
     yield from _reduced("cp_dp", grid.cp * grid.dp, item)  # the loss
     yield from _reduced("pp", grid.pp, item)
     yield from _reduced("world", grid.world_size, COUNTS)
 
 
-def _sums(
-    known: Holdings, layout: Layout, number: int, tp: int | None, sums: int
-) -> Iterator[Traffic]:
-    """Yield the sums of gradients on ranks of this number, by axis and operation."""
-    grid = layout.grid
-    fetched = layout.micro_batches if layout.zero == 3 else 0
-    key = (
-        grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, grid.edp, number, tp, layout.zero, sums,
-        fetched,
-    )  # fmt: skip
-    found: list[Traffic] | None = known.sums.get(key)
-    if found is None:
-        found = known.sums[key] = []
-        for axis, buckets in known.buckets(layout, number, tp).items():
-            ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
-            if ranks > 1:
-                found += joined(_gradients(axis, buckets, layout, ranks, sums, known.optimizer))
-    yield from found
-
-
 def _blocks(known: Holdings, layout: Layout, number: int) -> Iterator[Traffic]:
     """Yield what the blocks send themselves."""
-    key = layout.cut, number, layout.recompute == "full", layout.micro_rows, layout.micro_batches
-    found: list[Traffic] | None = known.sends.get(key)
+    full = layout.recompute == "full"
+    key = layout.cut, full, layout.micro_rows
+    found: list[list[Traffic]] | None = known.sends.get(key)
     if found is None:
-        found = known.sends[key] = list(joined(_of_blocks(known, layout, number)))
-    yield from found
+        behaviours = enumerate(known.description.behaviours(layout.cut))
+        found = known.sends[key] = [
+            list(joined(_of_block(own, full and kind in known.layers, layout.micro_rows)))
+            for kind, own in behaviours
+        ]
+    total: dict[tuple[str, str], list[int]] = {}
+    for kind, blocks in known.kinds(number).items():
+        times = blocks * layout.micro_batches
+        for each in found[kind]:
+            own = total.setdefault((each.axis, each.operation), [0, 0])
+            own[0] += each.count * times
+            own[1] += each.bytes * times
+    for (axis, operation), (count, size) in total.items():
+        yield Traffic(axis, operation, count, size)
 
 
-def _of_blocks(known: Holdings, layout: Layout, number: int) -> Iterator[Traffic]:
-    behaviours = known.description.behaviours(layout.cut)
-    kinds = Counter[int]()
-    for kind, times in (each for chunk in known.runs(number) for each in chunk):
-        kinds[kind] += times
-    for kind, blocks in kinds.items():
-        again = layout.recompute == "full" and kind in known.layers
-        for each in behaviours[kind].sent:
-            if each.operation in SILENT:
-                continue
-            twice = again and each.again and each.phase == "forward"
-            times = blocks * layout.micro_batches * (2 if twice else 1)
-            size = round(each.bytes.at(layout.micro_rows)) * times
+def _of_block(behaviour: Behaviour, again: bool, rows: int) -> Iterator[Traffic]:
+    """Yield what a block sends for a micro-batch."""
+    for each in behaviour.sent:
+        if each.operation not in SILENT:
+            times = 2 if again and each.again and each.phase == "forward" else 1
+            size = round(each.bytes.at(rows)) * times
             yield Traffic(each.axis, each.operation, each.count * times, size)
 
 
-def _pipeline(known: Holdings, layout: Layout, number: int, tp: int | None) -> Iterator[Traffic]:
+def _sends(known: Holdings, layout: Layout, number: int, tp: int | None) -> Iterator[Traffic]:
     """Yield messages between stages, as `derive_messages` has them, and tied gradients."""
     if layout.grid.pp == 1:
         return
     behaviours = known.description.behaviours(layout.cut)
     content = known.content(number)
-    for kind in (*content.sent, *content.returned):
-        size = round(behaviours[kind].handed.at(layout.micro_rows))
-        yield Traffic("pp", "send", layout.micro_batches, size * layout.micro_batches)
+    handed = [*content.sent, *content.returned]
+    count = layout.micro_batches * len(handed)
+    size = sum(round(behaviours[kind].handed.at(layout.micro_rows)) for kind in handed)
+    size *= layout.micro_batches
     tied = any(others for _, others in content.ties)
     for each in known.parameters(layout, number, tp) if tied else ():
-        if each.others:  # and a byte: whether there is a gradient
-            yield Traffic(
-                "pp", "send", 2 * each.others, (each.elements * each.item + 1) * each.others
-            )
-    for own in (AGREED, ENDED):
-        yield Traffic("pp", "all_gather", 1, own * (layout.grid.pp - 1))
+        # And a byte: whether there is a gradient.
+        count += 2 * each.others
+        size += (each.elements * each.item + 1) * each.others
+    yield Traffic("pp", "send", count, size)
+
+
+def _summed(
+    known: Holdings, axis: str, buckets: Buckets, layout: Layout, ranks: int, sums: int
+) -> list[Traffic]:
+    """Return the sums of gradients, and with ZeRO the fetching of updated parameters."""
+    fetched = layout.micro_batches if layout.zero == 3 else 0
+    key = buckets, axis, ranks, sums, fetched
+    found: list[Traffic] | None = known.sums.get(key)
+    if found is None:
+        found = known.sums[key] = list(
+            joined(_gradients(axis, buckets, ranks, sums, fetched, known.optimizer))
+        )
+    return found
 
 
 def _gradients(
-    axis: str,
-    buckets: Sequence[tuple[Bucket, int]],
-    layout: Layout,
-    ranks: int,
-    sums: int,
-    optimizer: Optimizer,
+    axis: str, buckets: Buckets, ranks: int, sums: int, fetched: int, optimizer: Optimizer
 ) -> Iterator[Traffic]:
-    """Yield the sums of gradients, and with ZeRO the fetching of updated parameters."""
-    for bucket, alike in buckets:
+    flags = FLAGS
+    for bucket, alike in buckets.each:
         item = optimizer.sum_item or bucket.item
         whole = bucket.padded(ranks) * item
         if bucket.sharded:
             own, calls = whole * (ranks - 1) // ranks, sums * alike
             yield Traffic(axis, "reduce_scatter", calls, own * calls)
-            fetched = bucket.padded(ranks) * bucket.item * (ranks - 1) // ranks
-            times = alike
-            if layout.zero == 3:
-                times *= layout.micro_batches * (2 if bucket.gathered == "layer" else 1)
-            yield Traffic(axis, "all_gather", times, fetched * times)
+            gathered = bucket.padded(ranks) * bucket.item * (ranks - 1) // ranks
+            times = alike * (fetched or 1) * (2 if bucket.gathered == "layer" else 1)
+            yield Traffic(axis, "all_gather", times, gathered * times)
         else:
             yield from _reduced(axis, ranks, whole, sums * alike)
-    if layout.zero < 3:
-        flags = sum(len(bucket.sizes) * alike for bucket, alike in buckets) + FLAGS
+        flags += len(bucket.sizes) * alike
+    if not fetched:
         yield from _reduced(axis, ranks, flags * WORD, sums)
 
 

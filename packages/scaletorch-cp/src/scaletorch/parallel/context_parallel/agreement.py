@@ -25,7 +25,7 @@ from ...dist.errors import InvalidArgumentError, MismatchError
 from ..pg_manager import describe_rank
 from .alone import alone
 from .cp_comms import Parts, Ring
-from .layouts.layout import LAYOUTS
+from .layouts.layout import LAYOUTS, Layout
 from .methods import METHODS
 from .methods.call import Call
 
@@ -171,13 +171,26 @@ def _number(bits: int) -> float:
     return number
 
 
-def require_agreement(mine: Signature, device: torch.device, call: Call) -> None:
+def signature_of_rows(hidden: Tensor, layout: Layout, ring: Ring) -> Signature:
+    """Describe hidden states [B, L, H] of which a rank is to see whole sequences of some rows."""
+    batch, length, width = hidden.shape[0], hidden.shape[1], hidden[0, 0].numel()
+    gradient = torch.is_grad_enabled() and hidden.requires_grad
+    return Signature(
+        batch, 1, 1, length, width * _VALUES + width, DTYPES.index(hidden.dtype),
+        gradient * _GRADIENT, 0, 0, 0, 0, sorted(LAYOUTS).index(layout.name), layout.length,
+        sorted(METHODS).index("ulysses"), 1, zlib.crc32(repr(ring.ranks).encode()),
+    )  # fmt: skip
+
+
+def require_agreement(
+    mine: Signature, device: torch.device, ring: Ring, parts: Parts | None = None
+) -> None:
     """Compare the ranks' calls.
 
     Raises:
         MismatchError: They differ, raised on every rank of the ring and showing all sides.
     """
-    groups = _groups(call.ring, call.parts)
+    groups = _groups(ring, parts)
     if not groups:
         return
     agreed = _agreed.setdefault(groups[-1], set())
@@ -185,7 +198,7 @@ def require_agreement(mine: Signature, device: torch.device, call: Call) -> None
         return
     calls = _gathered(mine, device, groups)
     if any(other != mine for other in calls):
-        raise MismatchError(_difference(calls, call.ring))
+        raise MismatchError(_difference(calls, ring))
     if device.type != "cpu":
         agreed.add(mine)
 

@@ -172,7 +172,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, asked: Asked, rings: Rings) -> Tenso
     except Exception:  # whatever it is, the other ranks wait in their comparison
         tell_refusal(rings, getattr(q, "device", torch.device("cpu")))
         raise
-    require_agreement(mine, q.device, call)
+    require_agreement(mine, q.device, call.ring, call.parts)
     apply: Any = ContextAttention.apply
     out: Tensor = apply(q, k, v, asked.sinks, METHODS[method], call)
     return out[..., :dim]

@@ -24,10 +24,12 @@ from .kernels import update_out_and_lse
 from .layouts.layout import Layout, layout_of_whole, require_name
 from .layouts.order import order_of_shards
 from .layouts.sharding import own_shard
+from .models.computed import find_computed
 from .models.counted_positions import find_counted, give_positions
 from .models.override import install
 from .models.settings import Settings, mark, unmark
 from .models.transformers_attention import adopt
+from .models.whole_attention import attend_whole, takes_positions
 from .models.whole_sequences import find_whole, keep_whole
 
 __all__ = [
@@ -148,10 +150,18 @@ def apply_context_parallel(
     mark(model, settings)
     if ring.size > 1:
         _adopt(model)
-    keep_whole(find_whole(model))
+    _see_whole(model, settings)
     give_positions(model, counted)
     install(model)
     return model
+
+
+def _see_whole(model: nn.Module, settings: Settings) -> None:
+    """Let modules that pass a state along or compute attention see whole sequences of some rows."""
+    computed = find_computed(model)
+    settings.by_bias = takes_positions(computed)
+    keep_whole(find_whole(model, computed))
+    attend_whole(computed)
 
 
 def _adopt(model: nn.Module) -> None:

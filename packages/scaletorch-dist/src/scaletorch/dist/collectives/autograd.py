@@ -141,7 +141,13 @@ class ReduceScatter(_Pieces):
     ) -> Tensor:
         """Return this rank's piece along `dim` of the sum of every rank's `x`."""
         ctx.way = AllGather, dim, group, sizes
-        return pieces.summed_piece(x, dim, group, sizes)
+        piece = pieces.summed_piece(x, dim, group, sizes)
+        # No view of what was received: what a model adds to in place must not be one.
+        if not piece._is_view():
+            return piece
+        alias: Tensor = piece.new_empty(0)
+        alias.data = piece
+        return alias
 
 
 class Gather(_Pieces):

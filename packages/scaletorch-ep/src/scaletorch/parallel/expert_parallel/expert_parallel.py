@@ -15,7 +15,7 @@ from ..pg_manager import describe_rank
 from ..pg_manager.building import mark_divided
 from .finding import Found, find_experts
 from .module import DividedExperts, Division, ExpertList, put_before
-from .plans import Plan, named_experts
+from .plans import Plan, called_experts, named_experts, own_patterns
 from .shared import compute_beside
 from .shares import counts_of, expert_group, token_group
 
@@ -73,7 +73,7 @@ def apply_expert_parallel(
     sharing = token_group(tp_group)
     tokens = None if sequence_parallel else sharing
     ranks, sharers = get_world_size(group), 1 if sharing is None else get_world_size(sharing)
-    found = [find_experts(name, module) for name, module in named_experts(model, plan).items()]
+    found = _find(model, plan)
     divisions = [_divide(each, group, tokens, ranks) for each in found]
     _check(model, found, shared=sharers > 1)
     if ranks == sharers == 1:
@@ -85,6 +85,14 @@ def apply_expert_parallel(
         if tokens is sharing is None and ranks > 1 and each.name:
             compute_beside(model.get_submodule(each.name.rpartition(".")[0]), each.module)
     return model
+
+
+def _find(model: nn.Module, plan: Plan | None) -> list[Found]:
+    """Return the experts of a model; without any plan the reason why none would do comes first."""
+    if plan is None and not own_patterns(model):
+        for name, module in called_experts(model).items():
+            find_experts(name, module)
+    return [find_experts(name, module) for name, module in named_experts(model, plan).items()]
 
 
 def _divide(

@@ -43,6 +43,15 @@ def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
     return {chosen[module]: module for module in model.modules() if module in chosen}
 
 
+def called_experts(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the modules with parameters that a model calls experts, whatever its plans say."""
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if name.rpartition(".")[2] == EXPERTS and any(True for _ in module.parameters())
+    }
+
+
 def own_patterns(model: nn.Module) -> list[str]:
     """Return the names of experts' modules in the plans of a model and of models inside it.
 

@@ -108,12 +108,12 @@ def _apply(
             vars(match.module).update({} if match.layer else match.options)
     watch(model)
     joined = [n for n, m in model.named_modules() if getattr(m, "gather_output", False)]
-    model.register_forward_hook(WholeGradients(group, joined))
+    told = [match for match in matches if match.style in _WHOLE]
+    model.register_forward_hook(WholeGradients(group, joined, [match.name for match in told]))
     for module in resolved.regions:
         # A model is called with ids, not with a share of hidden states.
         if module is not model or not sequence_parallel:
             surround(module, Region, group)
     if sequence_parallel:
-        replicated = [match.module for match in matches if match.style in _WHOLE]
-        share_sequences(model, group, replicated, resolved.whole)
+        share_sequences(model, group, [match.module for match in told], resolved.whole)
     return memo

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 BUCKET_SIZE = 2**24  # elements, the default of `parallelize`
 SMALL = 2**18  # elements of a bucket that costs little more to start than to send
@@ -33,8 +33,7 @@ class Optimizer:
     bucket_size: int = BUCKET_SIZE
 
 
-@dataclass(frozen=True, slots=True)
-class Held:
+class Held(NamedTuple):
     """A parameter on a rank.
 
     Attributes:
@@ -100,6 +99,17 @@ class Bucket:
         return [(size, backward) for size, backward in found if size > 0]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Buckets:
+    """The buckets of a rank that are summed over the same ranks; a key by identity.
+
+    Attributes:
+        each: Buckets, and how often each occurs.
+    """
+
+    each: tuple[tuple[Bucket, int], ...]
+
+
 def fill(held: Sequence[Held], bucket_size: int, *, sharded: bool) -> list[Bucket]:
     """Part gradients into buckets as `DataParallelBucket` does if they travel in messages.
 
@@ -114,18 +124,22 @@ def fill(held: Sequence[Held], bucket_size: int, *, sharded: bool) -> list[Bucke
     room: dict[int, int] = {}
     ends: dict[int, int] = {}
     for place, each in enumerate(held):
-        if each.elements > room.get(each.item, -1):
-            current[each.item] = []
-            room[each.item] = usual if members else min(usual, SMALL)
-            members.append(current[each.item])
-        current[each.item].append(each)
-        room[each.item] -= each.elements
-        ends[id(current[each.item])] = place
+        item = each.item
+        if each.elements > room.get(item, -1):
+            current[item] = []
+            room[item] = usual if members else min(usual, SMALL)
+            members.append(current[item])
+        own = current[item]
+        own.append(each)
+        room[item] -= each.elements
+        ends[id(own)] = place
     members.sort(key=lambda own: ends[id(own)])
-    return [
-        Bucket(
-            tuple(p.elements for p in own), own[0].item, sharded,
-            tuple((p.chunk, p.late) for p in own),
-        )
-        for own in members
-    ]  # fmt: skip
+    return [bucket_of(own, sharded=sharded) for own in members]
+
+
+def bucket_of(
+    held: Sequence[Held], *, sharded: bool, gathered: Literal["", "layer", "rest"] = ""
+) -> Bucket:
+    """Return the bucket of these parameters."""
+    sizes, items, _, _, chunks, late = zip(*held, strict=True)
+    return Bucket(sizes, items[0], sharded, tuple(zip(chunks, late, strict=True)), gathered)

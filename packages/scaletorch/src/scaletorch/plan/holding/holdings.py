@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
-from ..description import Behaviour, Description, Parameter
+from ..description import Behaviour, Description
 from ..layout import Layout
-from .buckets import Bucket, Held, Optimizer, fill
+from .alike import Alike, all_of, by_block, chosen, latest_ties, of
+from .buckets import Bucket, Buckets, Held, Optimizer, fill
 from .stages import Places, places, stages_of
 
 
@@ -45,29 +46,6 @@ class Content:
         """How many blocks."""
         return sum(map(len, self.chunks))
 
-    @property
-    def kinds(self) -> Iterator[int]:
-        """Kinds of all its blocks."""
-        return (kind for chunk in self.chunks for kind in chunk)
-
-
-class Listed(NamedTuple):
-    """A parameter of a rank.
-
-    Attributes:
-        parameter: What is known of it.
-        others: How many other ranks of the pipeline have it.
-        chunk: Of the rank, the first that has it.
-        block: Of the rank, its number.
-        kind: Of the block.
-    """
-
-    parameter: Parameter
-    others: int
-    chunk: int
-    block: int
-    kind: int
-
 
 class Holdings:
     """What the ranks of a description hold.
@@ -84,19 +62,28 @@ class Holdings:
         self._names: dict[int, str] = {}
         for block in description.blocks:
             self._names.setdefault(block.kind, block.name)
-        self.states: dict[Any, Any] = {}  # of memory.py
-        self.activations: dict[Any, int] = {}
-        self.workings: dict[Any, int] = {}
-        self.sends: dict[Any, Any] = {}  # of traffic.py
+        self.states: dict[Any, Any] = {}  # of memory/
+        self.groups: dict[Any, Any] = {}
+        self.running: dict[Any, Any] = {}
+        self.sizes: dict[Any, Any] = {}
+        self.busy: dict[Any, Any] = {}
+        self.peaks: dict[Any, Any] = {}
+        self.sent: dict[Any, Any] = {}  # of traffic.py
+        self.sends: dict[Any, Any] = {}
+        self.ends: dict[Any, Any] = {}
         self.sums: dict[Any, Any] = {}
         self._contents: dict[tuple[str, int, int], tuple[int, ...]] = {}
         self._numbers: dict[Content, int] = {}
         self._all: list[Content] = []
+        self.owned: dict[Any, Any] = {}  # of timing/
+        self._chunks: dict[int, list[Counter[int]]] = {}
+        self._kinds: dict[int, Counter[int]] = {}
         self._runs: dict[int, tuple[tuple[tuple[int, int], ...], ...]] = {}
-        self._held: dict[object, tuple[Held, ...]] = {}
-        self._buckets: dict[object, dict[str, tuple[tuple[Bucket, int], ...]]] = {}
+        self._alike: dict[object, Alike] = {}
+        self._buckets: dict[object, dict[str, Buckets]] = {}
+        self._filled: dict[tuple[Alike, int], Buckets] = {}
+        self._latest: dict[object, tuple[int, ...]] = {}
         self._places: dict[object, int] = {}
-        self._latest: dict[object, list[int]] = {}
         self._sums: dict[tuple[int, int, int], list[int]] = {}
 
     def numbers(self, layout: Layout) -> tuple[int, ...]:
@@ -124,6 +111,18 @@ class Holdings:
         """Return the name of the first block of a kind."""
         return self._names[kind]
 
+    def chunks(self, number: int) -> list[Counter[int]]:
+        """Return how many blocks of each kind each chunk has."""
+        if number not in self._chunks:
+            self._chunks[number] = [Counter(chunk) for chunk in self._all[number].chunks]
+        return self._chunks[number]
+
+    def kinds(self, number: int) -> Counter[int]:
+        """Return how many blocks of each kind ranks of this number have."""
+        if number not in self._kinds:
+            self._kinds[number] = sum(self.chunks(number), Counter[int]())
+        return self._kinds[number]
+
     def runs(self, number: int) -> tuple[tuple[tuple[int, int], ...], ...]:
         """Return for each chunk the kinds of its blocks, and how many follow one another."""
         if number not in self._runs:
@@ -134,7 +133,7 @@ class Holdings:
             )
         return self._runs[number]
 
-    def parameters(self, layout: Layout, number: int, tp: int | None = None) -> tuple[Held, ...]:
+    def parameters(self, layout: Layout, number: int, tp: int | None = None) -> list[Held]:
         """Return the parameters of a rank of this number in the order of the model, tied ones once.
 
         Args:
@@ -142,68 +141,44 @@ class Holdings:
             number: Of `numbers`.
             tp: The tp rank, and the ep rank of experts; None is the one that has the most.
         """
-        at = self._fullest(layout, number) if tp is None else tp
-        key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, at
-        if key not in self._held:
-            apart = layout.grid.ep * layout.grid.etp != layout.grid.tp  # else edp is cp x dp
-            self._held[key] = tuple(
-                _of(p, at, others, apart, chunk)
-                for p, others, chunk, _, _ in self._listed(layout, number)
-            )
-        return self._held[key]
+        return all_of(self._of_blocks(layout, number, tp))
 
-    def latest(self, layout: Layout, number: int) -> list[int]:
+    def latest(self, layout: Layout, number: int) -> tuple[int, ...]:
         """Return by chunk the bytes of the largest gradient that a backward makes in its end."""
         key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number
         if key not in self._latest:
-            found = self._latest[key] = [0] * len(self._all[number].chunks)
-            for each in self.parameters(layout, number):
+            found = [0] * len(self._all[number].chunks)
+            for each in (p for held, _, _ in self._of_blocks(layout, number, None) for p in held):
                 if each.late:
                     found[each.chunk] = max(found[each.chunk], each.elements * each.item)
+            self._latest[key] = tuple(found)
         return self._latest[key]
 
-    def buckets(
-        self, layout: Layout, number: int, tp: int | None = None
-    ) -> dict[str, tuple[tuple[Bucket, int], ...]]:
-        """Return a rank's gradients as they travel, by axis: buckets, and how often each occurs."""
-        zero = min(layout.zero, 1) if layout.zero < 3 else 3
+    def buckets(self, layout: Layout, number: int, tp: int | None = None) -> dict[str, Buckets]:
+        """Return a rank's gradients as they travel, by axis."""
+        zero = layout.zero if layout.zero in (0, 3) else 1
         key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, tp, zero
         if key not in self._buckets:
-            if zero == 3:
-                self._buckets[key] = self._by_block(layout, number, tp)
-                return self._buckets[key]
-            held = self.parameters(layout, number, tp)
-            plain = [p for p in held if not p.expert]
-            experts = [p for p in held if p.expert]
-            found = {"cp_dp": self._filled(plain, zero > 0)}
-            if experts:
-                found["edp"] = self._filled(experts, zero > 0)
-            self._buckets[key] = found
+            alike = self._of_blocks(layout, number, tp)
+            self._buckets[key] = {
+                axis: self._fill(own, zero)
+                for axis, expert in (("cp_dp", False), ("edp", True))
+                if (own := chosen(alike, expert)) or not expert
+            }
         return self._buckets[key]
 
-    def _by_block(
-        self, layout: Layout, number: int, tp: int | None
-    ) -> dict[str, tuple[tuple[Bucket, int], ...]]:
-        """Return what `fully_shard` gathers together: each layer, and all the rest."""
-        groups: dict[tuple[bool, int], list[Held]] = {}
-        listed = zip(self.parameters(layout, number, tp), self._listed(layout, number), strict=True)
-        for held, (_, _, _, place, kind) in listed:
-            at = place if kind in self.layers else -1
-            groups.setdefault((held.expert, at), []).append(held)
-        found: dict[str, Counter[Bucket]] = {"cp_dp": Counter()}
-        for (expert, at), own in groups.items():
-            sizes = tuple(p.elements for p in own)
-            halves = tuple((p.chunk, p.late) for p in own)
-            bucket = Bucket(sizes, own[0].item, True, halves, "rest" if at < 0 else "layer")
-            found.setdefault("edp" if expert else "cp_dp", Counter())[bucket] += 1
-        return {axis: tuple(own.items()) for axis, own in found.items()}
+    def _fill(self, alike: Alike, zero: int) -> Buckets:
+        """Return buckets of parameters; cuts along other axes have the same ones."""
+        if (alike, zero) not in self._filled:
+            found = by_block(alike) if zero == 3 else self._in_messages(alike, zero)
+            self._filled[alike, zero] = Buckets(tuple(Counter(found).items()))
+        return self._filled[alike, zero]
 
-    def _filled(self, held: list[Held], zero: bool) -> tuple[tuple[Bucket, int], ...]:
-        size = self.optimizer.bucket_size
-        shared = [p for p in held[::-1] if zero and not p.others]
-        rest = [p for p in held[::-1] if not zero or p.others]
-        found = [*fill(shared, size, sharded=True), *fill(rest, size, sharded=False)]
-        return tuple(Counter(found).items())
+    def _in_messages(self, alike: Alike, zero: int) -> list[Bucket]:
+        size, held = self.optimizer.bucket_size, all_of(alike)[::-1]
+        shared = [p for p in held if zero and not p.others]
+        rest = [p for p in held if not zero or p.others]
+        return [*fill(shared, size, sharded=True), *fill(rest, size, sharded=False)]
 
     def _fullest(self, layout: Layout, number: int) -> int:
         """Return the tp rank, and ep rank, that has the most bytes of parameters."""
@@ -213,7 +188,7 @@ class Holdings:
             behaviours = self.description.behaviours(layout.cut)
             ranks = max(grid.tp, grid.ep)
             total = [0] * ranks
-            for kind, times in Counter(self._all[number].kinds).items():
+            for kind, times in self.kinds(number).items():
                 sums = self._sums_of((grid.tp, grid.ep, kind), behaviours[kind], ranks)
                 total = [a + b * times for a, b in zip(total, sums, strict=True)]
             self._places[key] = total.index(max(total))
@@ -227,36 +202,38 @@ class Holdings:
             ]
         return self._sums[key]
 
-    def _listed(self, layout: Layout, number: int) -> Iterator[Listed]:
-        """Yield a rank's parameters."""
-        behaviours: tuple[Behaviour, ...] = self.description.behaviours(layout.cut)
-        content = self._all[number]
-        others = dict(content.ties)
-        latest = self._latest_ties(number, behaviours)
+    def _of_blocks(self, layout: Layout, number: int, tp: int | None) -> Alike:
+        """Return a rank's parameters by runs of equal blocks."""
+        at = self._fullest(layout, number) if tp is None else tp
+        key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, at
+        if key not in self._alike:
+            self._alike[key] = tuple(self._read_blocks(layout, number, at))
+        return self._alike[key]
+
+    def _read_blocks(
+        self, layout: Layout, number: int, at: int
+    ) -> Iterator[tuple[tuple[Held, ...], int, bool]]:
+        grid, behaviours = layout.grid, self.description.behaviours(layout.cut)
+        apart = grid.ep * grid.etp != grid.tp  # else edp is cp x dp
+        others = dict(self._all[number].ties)
+        latest = latest_ties(self.description, self._all[number].chunks, behaviours)
         seen: set[str] = set()
-        blocks = ((at, kind) for at, own in enumerate(content.chunks) for kind in own)
-        for place, (chunk, kind) in enumerate(blocks):
+
+        def block(kind: int, chunk: int) -> Iterator[Held]:
             for each in behaviours[kind].parameters:
                 name = f"{kind}.{each.name}"
-                if name in latest:  # backward comes to the last chunk first
-                    chunk, each = latest[name][0], replace(each, late=latest[name][1])
-                if name not in seen:
-                    yield Listed(each, others.get(name, 0), chunk, place, kind)
+                if name not in seen:  # of tied ones, backward comes to the last chunk first
+                    last, late = latest.get(name, (chunk, each.late))
+                    own = of(each, at, others.get(name, 0), apart, last)
+                    yield own._replace(late=late)
                 seen.update(next((names for names in self.description.tied if name in names), ()))
 
-    def _latest_ties(
-        self, number: int, behaviours: Sequence[Behaviour]
-    ) -> dict[str, tuple[int, bool]]:
-        """Return for tied parameters of a rank the last chunk, and whether they are late there."""
-        found: dict[str, tuple[int, bool]] = {}
-        if self.description.tied:
-            chunks = self._all[number].chunks
-            for chunk, kind in ((at, kind) for at, own in enumerate(chunks) for kind in own):
-                names = {f"{kind}.{each.name}": each.late for each in behaviours[kind].parameters}
-                for tied in self.description.tied:
-                    for name in names.keys() & {*tied}:
-                        found |= dict.fromkeys(tied, (chunk, names[name]))
-        return found
+        for chunk, runs in enumerate(self.runs(number)):
+            for kind, times in runs:
+                layer = kind in self.layers
+                yield tuple(block(kind, chunk)), 1, layer
+                if times > 1:  # what is tied was in the first
+                    yield tuple(block(kind, chunk)), times - 1, layer
 
     def _read(self, where: Places, stages: tuple[tuple[int, ...], ...]) -> Iterator[Content]:
         kinds = [block.kind for block in self.description.blocks]
@@ -291,9 +268,3 @@ def holders_of(description: Description, where: Places) -> dict[str, set[int]]:
         for names in description.tied
         for name in names
     }
-
-
-def _of(parameter: Parameter, at: int, others: int, apart: bool, chunk: int) -> Held:
-    local = parameter.local[min(at, len(parameter.local) - 1)]
-    expert = parameter.expert and apart
-    return Held(local, parameter.item, others, expert, chunk, parameter.late)

@@ -45,14 +45,21 @@ def most_live(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[
     """Return for each rank what it keeps at the moments at which it may keep the most.
 
     The sum of one moment, at its largest, is `check(schedule).peak_live`. No schedule is built,
-    but for those that split backwards, and these with no more micro-batches than they have to have
+    but for the V-shaped ones, and these with no more micro-batches than they have to have
     for each action to occur.
     """
+    return _most_live(schedule, pp, enough(schedule, pp, micro_batches, chunks), chunks)
+
+
+def enough(schedule: str, pp: int, micro_batches: int, chunks: int) -> int:
+    """Return how many micro-batches keep as much alive as so many."""
     if schedule == "interleaved_1f1b" and micro_batches % pp == 0:
-        micro_batches = min(micro_batches, (ROUNDS + chunks) * pp)
-    if schedule in SPLIT:
-        micro_batches = min(micro_batches, 2 * pp + 1)
-    return _most_live(schedule, pp, micro_batches, chunks)
+        return min(micro_batches, (ROUNDS + chunks) * pp)
+    if schedule in ("zb_v", "dualpipe_v"):
+        return min(micro_batches, 2 * pp + 1)
+    if schedule in ("1f1b", "zb_h1"):
+        return min(micro_batches, pp)
+    return micro_batches
 
 
 def backwards(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
@@ -69,6 +76,8 @@ def halved(schedule: str, pp: int, micro_batches: int) -> tuple[tuple[bool, ...]
     """Return for each rank and chunk whether its first backward has halves; () if none has."""
     if schedule not in SPLIT:
         return ((),) * pp
+    if schedule != "dualpipe_v":
+        return ((True, True) if schedule == "zb_v" else (True,),) * pp
     return _halved(schedule, pp, min(micro_batches, 2 * pp + 1))
 
 
@@ -85,18 +94,6 @@ def _halves(pp: int, m: int) -> tuple[int, ...]:
     return tuple(sum(action.kind == "W" for action in rank) for rank in built.ranks)
 
 
-def fullest(moments: Moments, kept: Sequence[int]) -> int:
-    """Return the most bytes that are kept at a time.
-
-    Args:
-        moments: Of `Before`.
-        kept: Bytes of a whole micro-batch by chunk, then of a half; missing ones are 0.
-    """
-    if len(kept) == 1:
-        return moments[0][0] * kept[0]
-    return max(sum(n * each for n, each in zip(now, kept, strict=False)) for now in moments)
-
-
 @lru_cache(maxsize=4096)
 def _most_live(schedule: str, pp: int, m: int, chunks: int) -> tuple[Live, ...]:
     ranks = range(pp)
@@ -104,6 +101,8 @@ def _most_live(schedule: str, pp: int, m: int, chunks: int) -> tuple[Live, ...]:
         return tuple((Before("B", 0, ((min(pp - rank, m),),)),) for rank in ranks)
     if schedule == "afab":
         return ((Before("B", 0, ((m,),)),),) * pp
+    if schedule == "zb_h1":
+        return tuple(_put_off(rank, pp, m) for rank in ranks)
     if schedule == "looped_bfs":
         alive = [(m,) * (at + 1) + (0,) * (chunks - 1 - at) for at in range(chunks)]
         return (tuple(Before("B", at, (now,)) for at, now in enumerate(alive)),) * pp
@@ -113,6 +112,13 @@ def _most_live(schedule: str, pp: int, m: int, chunks: int) -> tuple[Live, ...]:
     return tuple(
         _alive([(action.kind, action.chunk) for action in own], 2 * chunks) for own in built.ranks
     )
+
+
+def _put_off(rank: int, pp: int, m: int) -> Live:
+    """Follow "zb_h1": a rank runs a "W" as soon as it has more halves than its number."""
+    first = [(min(m - done, pp - rank), min(done, rank)) for done in range(m)]
+    second = max(min(m, pp) - rank - 1, 0), min(rank + 1, m)
+    return Before("I", 0, _maximal({*first})), Before("W", 0, (second,))
 
 
 def _interleaved(rank: int, pp: int, m: int, chunks: int) -> Live:

@@ -51,15 +51,21 @@ def under_way(layout: Layout) -> tuple[tuple[UnderWay, ...], ...]:
     messages. No more micro-batches are followed than it takes until all repeats itself, and no more
     ranks than `LONG`: those in the middle hold the same.
     """
-    pp, schedule, count = min(layout.grid.pp, LONG), layout.schedule, layout.micro_batches
-    enough = pp + 2 * IN_FLIGHT
-    if schedule in SPLIT:
-        enough += pp
-    if schedule == "interleaved_1f1b":
-        enough = (ROUNDS + layout.chunks) * pp
-    found = _under_way(schedule, pp, layout.chunks, min(count, enough))
+    pp = min(layout.grid.pp, LONG)
+    found = _under_way(layout.schedule, pp, layout.chunks, followed(layout))
     half = pp // 2
     return (*found[:half], *found[half : half + 1] * (layout.grid.pp - pp), *found[half:])
+
+
+def followed(layout: Layout) -> int:
+    """Return how many micro-batches are followed."""
+    pp = min(layout.grid.pp, LONG)
+    enough = pp + 2 * IN_FLIGHT
+    if layout.schedule in SPLIT:
+        enough += pp
+    if layout.schedule == "interleaved_1f1b":
+        enough = (ROUNDS + layout.chunks) * pp
+    return min(layout.micro_batches, enough)
 
 
 @lru_cache(maxsize=4096)

@@ -54,7 +54,6 @@ SOURCES = {
     "B3b": "the same rows, if no communication hides behind computation",
     "M": "Smith et al. 2022, Megatron-Turing NLG 530B, arXiv 2201.11990, section 2.4",
     "D": "Llama 3, arXiv 2407.21783, table 4",
-    "N": "Nemotron-4 340B, arXiv 2406.11704, table 2; DGX Cloud Benchmarking 24.11, 128 ranks",
     "G": "BigScience, chronicles-prequel of tr11-176B-ml, February 2022",
     "heads": "BigScience, the same, numbers of heads",
     "ramp": "BigScience, the same, batch size warmup",
@@ -196,21 +195,6 @@ def _d() -> list[Row]:
     return found
 
 
-def _n() -> list[Row]:
-    sizes = Sizes(
-        "340B", 18432, 96, 96, 256000, 4096, kv_heads=8, ffn=73728, plain=True, tied=False
-    )
-    given = (  # pp, chunks, dp, batch, seconds, note
-        (12, 8, 16, 768, 10.3, ""), (12, 8, 32, 1536, 10.3, ""), (12, 8, 64, 2304, 8.0, ""),
-        (8, 12, 2, 32, 4.77, "NeMo 24.11"),
-    )  # fmt: skip
-    found = []
-    for pp, chunks, dp, batch, seconds, note in given:
-        layout = _layout(8, pp, dp, batch, 1, chunks=chunks, recompute=False, sequence=True, zero=1)
-        found.append(Row("N", sizes, layout, FLASH, "llama", "llama", seconds, note=note))
-    return found
-
-
 def _g(trials: Sequence[Trial], table: str, *, fit: bool = False) -> list[Row]:
     found = []
     for layers, hidden, heads, dp, tp, pp, micro, batch, gib, seconds, date in trials:
@@ -231,6 +215,6 @@ def _g(trials: Sequence[Trial], table: str, *, fit: bool = False) -> list[Row]:
 def rows() -> list[Row]:
     """Return all runs, those fitted on too."""
     return [
-        *_a(), *_b(), *_m(), *_d(), *_n(), *_g(SHOWN, "G"), *_g(FITTED, "G", fit=True),
+        *_a(), *_b(), *_m(), *_d(), *_g(SHOWN, "G"), *_g(FITTED, "G", fit=True),
         *_g(HEADS, "heads"), *_g(RAMP, "ramp"),
     ]  # fmt: skip

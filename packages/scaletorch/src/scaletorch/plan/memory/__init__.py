@@ -1,6 +1,7 @@
 """Bytes on the ranks of a layout: what a plan says, line by line, and what a rank really holds."""
 
 from .explaining import Line, lines
-from .ranks import memory
+from .peaks import peak
+from .ranks import kept_by_autograd, memory
 
-__all__ = ["Line", "lines", "memory"]
+__all__ = ["Line", "kept_by_autograd", "lines", "memory", "peak"]

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from ..description import Description
 from ..holding import Holdings, Optimizer
-from ..holding.live import SPLIT, fullest, halved, most_live
-from ..holding.under_way import under_way
 from ..layout import Layout
-from .passing import kept_of, left_of, messages
-from .ranks import fixed, fullest_before, memory
+from .busy import busy, fullest_moment
+from .ranks import memory
+from .running import kept_of, left_of, running
+from .state import state
 
 
 class Line(NamedTuple):
@@ -57,30 +57,28 @@ def lines(
 
 def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     number = known.numbers(layout)[rank]
-    halves = halved(layout.schedule, layout.grid.pp, layout.micro_batches)[rank]
-    whole = fixed(known, layout, number, halves)
-    held = whole.state
+    place = busy(known, layout)[rank]
+    held = state(known, layout, number, halves=place.halves)
     count = len(known.parameters(layout, number))
     blocks = known.content(number).blocks
     yield Line("parameters", f"{count} tensors of {blocks} blocks", held.parameters)
     yield Line("gradients", f"zero {layout.zero}", held.gradients)
     yield Line("optimizer", known.optimizer.name, held.optimizer)
+    own = running(known, layout)[number]
+    most = fullest_moment(known, own, place)
+    yield from _kept(known, layout, number, most.moment.kept)
+    yield Line("working", "the block that needs the most while it runs", most.working)
+    yield Line("buffers", "gradients on their way", held.buffers)
+    yield Line("buffers", "messages between stages", most.messages)
+    yield Line("buffers", "what was sent on, until its backward", most.passed)
+
+
+def _kept(known: Holdings, layout: Layout, number: int, now: Sequence[int]) -> Iterator[Line]:
+    """Yield what is kept by chunk: of whole micro-batches, and of halves."""
     chunks = range(layout.chunks)
     kept = [list(kept_of(known, layout, number, chunk)) for chunk in chunks]
-    if layout.schedule in SPLIT:
-        kept += [list(left_of(known, layout, number, chunk)) for chunk in chunks]
-    own = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)[rank]
-    moving = messages(known, layout, number, under_way(layout)[rank])
-    before, running, sent = fullest_before(whole, own, moving)
-    sizes = [sum(size for _, size in chunk) for chunk in kept]
-    now = max(before.moments, key=lambda now: sum(n * s for n, s in zip(now, sizes, strict=False)))
+    kept += [list(left_of(known, layout, number, chunk)) for chunk in chunks]
     for place, (times, parts) in enumerate(zip(now, kept, strict=False)):
         where = f"chunk {place % layout.chunks}: " if layout.chunks > 1 else ""
         for what, size in parts:
             yield Line("activations", f"{where}{times} micro-batches of {what}", times * size)
-    yield Line("working", "the block that needs the most while it runs", running)
-    yield Line("buffers", "gradients on their way", held.buffers)
-    yield Line("buffers", "messages between stages", sent)
-    yield Line(
-        "buffers", "what was sent on, until its backward", fullest(before.moments, whole.passed)
-    )

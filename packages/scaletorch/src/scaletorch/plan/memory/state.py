@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from ..holding import Holdings
-from ..holding.buckets import Bucket, Optimizer
+from ..holding.buckets import Bucket, Buckets, Optimizer
 from ..layout import Layout
 
 
@@ -54,55 +53,72 @@ def state(
         for axis, buckets in known.buckets(layout, number, tp).items():
             ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
             place = replica[axis == "edp"]
-            own = _of_group(buckets, layout, ranks, place, known.optimizer, halves)
+            own = _of_group(known, buckets, layout.zero, halves, ranks, place)
             found = found.plus(own)
         known.states[key] = found
     return found
 
 
 def _of_group(
-    buckets: Sequence[tuple[Bucket, int]],
-    layout: Layout,
-    ranks: int,
-    replica: int,
-    optimizer: Optimizer,
-    halves: tuple[bool, ...],
+    known: Holdings, buckets: Buckets, zero: int, halves: tuple[bool, ...], ranks: int, replica: int
 ) -> State:
-    total = State()
-    for bucket, times in buckets:
-        own = _of_bucket(bucket, layout, ranks, replica, optimizer, halves)
-        total = total.plus(own.times(times))
-    moving = sorted(
+    """Return what there is of parameters that are summed over the same ranks."""
+    key = buckets, ranks, replica, zero, halves
+    found: State | None = known.groups.get(key)
+    if found is None:
+        found = State()
+        for bucket, times in buckets.each:
+            own = _of_bucket(bucket, zero, halves, ranks, replica, known.optimizer)
+            found = found.plus(own.times(times))
+        if ranks > 1:
+            found = found.plus(State(buffers=_moving(buckets, zero, ranks, known.optimizer)))
+        known.groups[key] = found
+    return found
+
+
+def _moving(buckets: Buckets, zero: int, ranks: int, optimizer: Optimizer) -> int:
+    """Return what is whole of what is shared: one is filled while the one before it travels."""
+    if zero == 3:
+        return _gathered(buckets, ranks)
+    if zero < 2:
+        return 0
+    sizes = sorted(
         b.elements * _sum_item(b, optimizer)
-        for b, times in buckets
+        for b, times in buckets.each
         for _ in range(min(times, 2))
         if b.sharded
     )
-    if layout.zero == 3 and ranks > 1:
-        total = total.plus(State(buffers=_gathered(buckets, ranks)))
-    if layout.zero == 2 and ranks > 1:  # one is filled while the one before it travels
-        total = total.plus(State(buffers=sum(moving[-2:])))
-    return total
+    return sum(sizes[-2:])
 
 
-def _gathered(buckets: Sequence[tuple[Bucket, int]], ranks: int) -> int:
+def _gathered(buckets: Buckets, ranks: int) -> int:
     """Return what `fully_shard` has whole while a layer runs backward, at most.
 
     All that is outside of layers, the layer itself, the one that is fetched ahead, and gradients.
     """
-    whole = [(bucket.padded(ranks) * bucket.item, bucket.gathered) for bucket, _ in buckets]
+    whole = [(bucket.padded(ranks) * bucket.item, bucket.gathered) for bucket, _ in buckets.each]
     layers = max((size for size, of in whole if of == "layer"), default=0)
     return sum(size for size, of in whole if of == "rest") + 3 * layers
 
 
 def _of_bucket(
     bucket: Bucket,
-    layout: Layout,
+    zero: int,
+    halves: tuple[bool, ...],
     ranks: int,
     replica: int,
     optimizer: Optimizer,
-    halves: tuple[bool, ...],
 ) -> State:
+    """Return what there is of a bucket.
+
+    Args:
+        bucket: The bucket.
+        zero: Stage of ZeRO.
+        halves: Whether the first backward of each chunk comes in two.
+        ranks: That sum it.
+        replica: Which of these this is.
+        optimizer: What is kept.
+    """
     shards = bucket.shards(ranks, replica)
     own, sums = sum(size for size, _ in shards), _sum_item(bucket, optimizer)
     if not bucket.sharded:
@@ -116,7 +132,6 @@ def _of_bucket(
     share = length // ranks
     # Each backward's sum is memory of its own. With ZeRO 2 that of the first one stays which makes
     # any gradient of the shard: of each chunk, and of both halves of a backward.
-    zero = layout.zero
     passes = 1
     if zero == 2:
         made = {

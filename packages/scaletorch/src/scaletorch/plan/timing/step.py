@@ -2,49 +2,29 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Timeline
 from ..clusters import Cluster
 from ..description import Behaviour, Description
 from ..estimate import Time
-from ..holding.holdings import holders_of
-from ..holding.stages import places, stages_of
+from ..holding import Holdings
+from ..holding.stages import stages_of
 from ..layout import Layout
 from .blocks import Spent, spent
-from .gradients import Ended, ended, held
 from .messages import Route, route, seconds
 from .pipelines import Stage, built, ends, simulated
-from .tied import summed_ties, tied_here
+from .ranks import Kind, Rank, ranks_of, summed
 
 AXES = ("tp", "cp", "ep", "pp", "cp_dp", "edp")
 WORLD = "tp_cp_pp_dp"
 # All-reduces of a few numbers in each step: tokens are counted, ranks agree, losses are summed.
 CONTROL = {WORLD: 1, "pp": 2, "cp_dp": 2}
 
-
-class _Kind(NamedTuple):
-    """A kind of block on a rank, for a micro-batch."""
-
-    forward: Spent
-    backward: Spent
-    weights: float
-
-
-class _Rank(NamedTuple):
-    """A rank of the pipeline, for a micro-batch."""
-
-    stages: list[Stage]
-    kinds: list[tuple[_Kind, int]]
-    end: Ended
-
-    @property
-    def computing(self) -> float:
-        return sum(n * (k.forward.computing + k.backward.computing) for k, n in self.kinds)
+# The timer that `time` used last: a search asks for layout after layout of one model.
+_LATEST: list[tuple[Description, Cluster, Callable[[Layout], Time]]] = []
 
 
 def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
@@ -67,12 +47,18 @@ def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
         InvalidArgumentError: The model is not described so, or cannot be cut so; or the device has
             no figure for its dtype.
     """
-    return timer(description, cluster)(layout)
+    for known, its, run in _LATEST:
+        if known is description and its is cluster:
+            return run(layout)
+    run = timer(description, cluster)
+    _LATEST[:] = [(description, cluster, run)]
+    return run(layout)
 
 
 def timer(description: Description, cluster: Cluster) -> Callable[[Layout], Time]:
     """Return `time` for many layouts of one model: what they share is worked out once."""
-    known: dict[tuple[object, ...], list[_Kind]] = {}
+    known: dict[tuple[object, ...], list[Kind]] = {}
+    holdings = Holdings(description)
     routes: dict[tuple[Grid, str], Route] = {}
 
     def of_grid(grid: Grid) -> dict[str, Route]:
@@ -89,7 +75,7 @@ def timer(description: Description, cluster: Cluster) -> Callable[[Layout], Time
         )  # fmt: skip
         if key not in known:
             known[key] = _kinds(description, layout, cluster, ways)
-        return _time(description, layout, cluster, known[key], ways)
+        return _time(holdings, layout, cluster, known[key], ways)
 
     return run
 
@@ -109,7 +95,7 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
     """
     ways = {axis: route(layout.grid, axis, cluster) for axis in (*AXES, WORLD)}
     kinds = _kinds(description, layout, cluster, ways)
-    ranks = _ranks(description, layout, cluster, kinds, ways)
+    ranks = ranks_of(Holdings(description), layout, cluster, kinds, ways)
     message = _message(description, layout, cluster, ways["pp"])
     schedule = built(layout.schedule, layout.grid.pp, layout.micro_batches, len(ranks[0].stages))
     return replace(simulated(schedule, _in_order(layout, ranks), message), unit="s")
@@ -117,10 +103,10 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
 
 def _kinds(
     description: Description, layout: Layout, cluster: Cluster, ways: dict[str, Route]
-) -> list[_Kind]:
+) -> list[Kind]:
     layers = {block.kind for block in description.blocks if block.place == "layer"}
 
-    def one(kind: int, behaviour: Behaviour) -> _Kind:
+    def one(kind: int, behaviour: Behaviour) -> Kind:
         forward, backward = (
             spent(behaviour, phase, layout.micro_rows, description.dtype, cluster, ways)
             for phase in ("forward", "backward")
@@ -128,7 +114,7 @@ def _kinds(
         weights = backward.matmul / 2  # of the two products, that for the weights
         if kind in layers:
             backward = _again(backward, forward, layout.recompute)
-        return _Kind(forward, backward, weights)
+        return Kind(forward, backward, weights)
 
     return [one(*each) for each in enumerate(description.behaviours(layout.cut))]
 
@@ -141,18 +127,18 @@ def _again(backward: Spent, forward: Spent, recompute: str) -> Spent:
         backward.matmul + forward.matmul,
         backward.attention + forward.attention,
         backward.other + forward.other,
-        _sum([(backward.exposed, 1), (forward.exposed, 1)]),
-        _sum([(backward.hidden, 1), (forward.hidden, 1)]),
+        summed([(backward.exposed, 1), (forward.exposed, 1)]),
+        summed([(backward.hidden, 1), (forward.hidden, 1)]),
     )
 
 
 def _time(
-    description: Description, layout: Layout, cluster: Cluster, kinds: list[_Kind],
+    holdings: Holdings, layout: Layout, cluster: Cluster, kinds: list[Kind],
     ways: dict[str, Route],
 ) -> Time:  # fmt: skip
-    ranks = _ranks(description, layout, cluster, kinds, ways)
+    ranks = ranks_of(holdings, layout, cluster, kinds, ways)
     order = _in_order(layout, ranks)
-    message = _message(description, layout, cluster, ways["pp"])
+    message = _message(holdings.description, layout, cluster, ways["pp"])
     speeds = _speeds(layout, cluster)
     name, chunks, number = layout.schedule, len(ranks[0].stages), layout.micro_batches
     done = ends(name, chunks, number, order, message, speeds)
@@ -173,11 +159,11 @@ def _time(
 
 
 def _summed(
-    layout: Layout, rank: _Rank, step: float, pipeline: float, control: float, passing: float,
+    layout: Layout, rank: Rank, step: float, pipeline: float, control: float, passing: float,
     spread: float,
 ) -> Time:  # fmt: skip
     number = layout.micro_batches
-    exposed = _sum(
+    exposed = summed(
         [
             (each, n * number)
             for k, n in rank.kinds
@@ -185,7 +171,7 @@ def _summed(
         ]
         + [(rank.end.exposed, 1), ({"pp": passing, "world": control}, 1)]
     )
-    hidden = _sum(
+    hidden = summed(
         [
             (each, n * number)
             for k, n in rank.kinds
@@ -204,57 +190,7 @@ def _summed(
     )  # fmt: skip
 
 
-def _ranks(
-    description: Description, layout: Layout, cluster: Cluster, kinds: list[_Kind],
-    ways: dict[str, Route],
-) -> list[_Rank]:  # fmt: skip
-    alike: dict[tuple[tuple[int, ...], ...], _Rank] = {}
-    ranks = []
-    where = places(description, layout)
-    holders = holders_of(description, where) if description.tied and len(where) > 1 else {}
-    for rank, own in enumerate(where):
-        content = tuple(tuple(description.blocks[at].kind for at in chunk) for chunk in own)
-        if content not in alike:
-            alike[content] = _rank(description, layout, cluster, kinds, content, ways)
-        waited = summed_ties(description, layout, rank, holders, cluster, ways["pp"])
-        ranks.append(_with_ties(alike[content], waited) if waited else alike[content])
-    return ranks
-
-
-def _with_ties(rank: _Rank, waited: float) -> _Rank:
-    exposed = _sum([(rank.end.exposed, 1), ({"pp": waited}, 1)])
-    return rank._replace(end=rank.end._replace(exposed=exposed))
-
-
-def _rank(
-    description: Description, layout: Layout, cluster: Cluster, kinds: list[_Kind],
-    content: Iterable[Iterable[int]], ways: Mapping[str, Route],
-) -> _Rank:  # fmt: skip
-    chunks = [Counter(chunk) for chunk in content]
-    stages = [
-        Stage(
-            sum(n * kinds[kind].forward.total for kind, n in chunk.items()),
-            sum(n * kinds[kind].backward.total for kind, n in chunk.items()),
-            sum(n * kinds[kind].weights for kind, n in chunk.items()),
-        )
-        for chunk in chunks
-    ]
-    number = sum(chunks, Counter[int]())
-    behaviours = description.behaviours(layout.cut)
-    forward = sum(n * kinds[kind].forward.computing for kind, n in number.items())
-    backward = sum(n * kinds[kind].backward.computing for kind, n in number.items())
-    tied = tied_here(description, number)
-    parameters = (
-        (p, n)
-        for kind, n in number.items()
-        for p in behaviours[kind].parameters
-        if f"{kind}.{p.name}" not in tied
-    )
-    last = ended(held(parameters), layout, forward, backward, cluster, ways)
-    return _Rank(stages, [(kinds[kind], n) for kind, n in number.items()], last)
-
-
-def _in_order(layout: Layout, ranks: list[_Rank]) -> list[Stage]:
+def _in_order(layout: Layout, ranks: list[Rank]) -> list[Stage]:
     """Return the stages of all ranks in the order of the forward."""
     found: dict[int, Stage] = {}
     for rank, own in enumerate(stages_of(layout.schedule, layout.grid.pp, layout.chunks)):
@@ -267,10 +203,8 @@ def _message(description: Description, layout: Layout, cluster: Cluster, way: Ro
     if layout.grid.pp == 1:
         return 0.0
     behaviours = description.behaviours(layout.cut)
-    handed = max(
-        behaviours[block.kind].handed.at(layout.micro_rows)
-        for block in description.blocks if block.place != "last"
-    )  # fmt: skip
+    kinds = {block.kind for block in description.blocks if block.place != "last"}
+    handed = max(behaviours[kind].handed.at(layout.micro_rows) for kind in kinds)
     return seconds("send", 1, handed, way, cluster)
 
 
@@ -285,11 +219,3 @@ def _speeds(layout: Layout, cluster: Cluster) -> list[float]:
     beside = grid.world_size // grid.pp
     slowest = min(1.0, cores / grid.world_size)
     return [min(1.0, cores / (at * beside)) / slowest for at in range(1, grid.pp + 1)]
-
-
-def _sum(parts: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for part, times in parts:
-        for axis, each in part.items():
-            found[axis] = found.get(axis, 0.0) + each * times
-    return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Mapping
 from typing import Any
@@ -16,6 +17,18 @@ def is_pretrained(module: nn.Module) -> bool:
     """Return whether a module is a model of `transformers`, which is not imported for that."""
     library = sys.modules.get("transformers.modeling_utils")
     return library is not None and isinstance(module, library.PreTrainedModel)
+
+
+def forward_of(module: nn.Module) -> inspect.Signature:
+    """Return what a module's forward takes, also if subclasses pass all on to it."""
+    passing = {inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD}
+    found = inspect.signature(type(module).forward)
+    for base in type(module).__mro__:
+        if "forward" in vars(base):
+            found = inspect.signature(vars(base)["forward"])
+            if not {p.kind for p in [*found.parameters.values()][1:]} <= passing:
+                return found
+    return found
 
 
 def require_no_labels(model: nn.Module, given: Mapping[str, Any]) -> None:

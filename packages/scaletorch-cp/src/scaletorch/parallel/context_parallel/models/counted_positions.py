@@ -8,14 +8,14 @@ and its embedding gets these.
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from .calls import is_pretrained
+from .calls import forward_of, is_pretrained
 from .override import running_override, unbound
 from .settings import refusal, settings_of
 
@@ -30,13 +30,13 @@ def find_counted(model: nn.Module) -> list[nn.Module]:
     parts = [*filter(is_pretrained, model.modules())]
     if any(_takes_positions(part) for part in parts):
         return []
-    tables = (part._modules.get(_NAME) for part in parts)
+    tables = (module._modules.get(_NAME) for part in parts for module in part.modules())
     found = dict.fromkeys(t for t in tables if t is not None and _takes_positions(t))
     return [*found]
 
 
 def _takes_positions(module: nn.Module) -> bool:
-    return _ARGUMENT in inspect.signature(type(module).forward).parameters
+    return _ARGUMENT in forward_of(module).parameters
 
 
 def give_positions(model: nn.Module, tables: list[nn.Module]) -> None:
@@ -68,7 +68,11 @@ def _with_positions(inner: Callable[..., Any]) -> Callable[..., Any]:
         if settings is not None and settings.active:
             override = running_override(settings)
             given = None if override is None else override.given.get(_ARGUMENT)
-            kwargs |= {_ARGUMENT: _in_place_of(kwargs.get(_ARGUMENT), given, type(self).__name__)}
+            counted, name = kwargs.get(_ARGUMENT), type(self).__name__
+            if counted is None:  # it counts them itself, the same for all rows
+                length = inner(self, *args, **kwargs).shape[-2]
+                counted = torch.arange(length)
+            kwargs |= {_ARGUMENT: _in_place_of(counted, given, name)}
         return inner(self, *args, **kwargs)
 
     return forward

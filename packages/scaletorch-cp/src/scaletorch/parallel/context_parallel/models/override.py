@@ -71,6 +71,7 @@ class AttentionOverride(TorchFunctionMode):
         self.given = given
         self.position_ids = given.get("position_ids")
         self.calls = 0
+        self._whole = False  # what runs sees whole sequences
         self._read: list[tuple[object, Documents]] = []  # kept, as reading waits for the device
 
     def __torch_function__(
@@ -82,6 +83,8 @@ class AttentionOverride(TorchFunctionMode):
     ) -> Any:
         """Replace attention, refuse calls that hide it, and leave all else as it is."""
         kwargs = kwargs or {}
+        if self._whole:
+            return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
             _refuse_bare_checkpoint(sys._getframe(1))
             return self._sdpa(*args, **kwargs)
@@ -91,6 +94,15 @@ class AttentionOverride(TorchFunctionMode):
                 "calls F.scaled_dot_product_attention"
             )
         return func(*args, **kwargs)
+
+    @contextmanager
+    def left_alone(self) -> Iterator[None]:
+        """Let attention be the model's own for a while: it is called with whole sequences."""
+        before, self._whole = self._whole, True
+        try:
+            yield
+        finally:
+            self._whole = before
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
         """Attend by the model's settings, and count the call."""
@@ -111,6 +123,13 @@ class AttentionOverride(TorchFunctionMode):
                 return documents
         self._read.append((cu_seqlens, read_documents(cu_seqlens)))
         return self._read[-1][1]
+
+    def told_documents(self) -> Documents | None:
+        """Return where documents begin, if the batch is told to be of several."""
+        given, told = self.given.get(CU_SEQLENS[0]), self.settings.told
+        if given is not None:
+            return self.documents(given)
+        return None if told is None else told.documents
 
     def _sdpa(
         self,

@@ -46,6 +46,7 @@ class Settings:
         asked: Whether the model was asked if it mixes positions outside of attention.
         shows_masks: Whether attention gets a mask that says no more than that it is causal: its
             module may say otherwise.
+        by_bias: Whether the model knows positions by what its attention adds to scores alone.
     """
 
     def __init__(self, said: str | None, method: str, ring: Ring) -> None:
@@ -54,13 +55,13 @@ class Settings:
         self.method = method
         self.ring = ring
         self.told: Told | None = None
-        self.asked = self.shows_masks = False
+        self.asked = self.shows_masks = self.by_bias = False
         self._of_backward: tuple[int, Told | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         """Return the settings of a copy of the model: process groups are not copied."""
         copied = Settings(self.said, self.method, self.ring)
-        copied.shows_masks = self.shows_masks
+        copied.shows_masks, copied.by_bias = self.shows_masks, self.by_bias
         return copied
 
     @property

@@ -11,39 +11,55 @@ import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
 from ..attention import Asked
 from .calls import is_pretrained
+from .computed import attends, compute_whole, computes, other_layers
 from .counted_positions import find_counted
 from .override import AttentionOverride, running_override
 from .settings import refusal, settings_of
+from .towers import find_towers, refuse_calls
 from .transformers_mask import Pattern, context_mask, stranger
+from .whole_attention import find_attention, takes_positions
+from .whole_mask import NAME as WHOLE
+from .whole_mask import whole_mask
 from .whole_sequences import find_whole
 
 NAME = __name__
 
 # Arguments that models pass on to their attention and that do not change its result.
 _WITHOUT_EFFECT = frozenset({
-    "cache_position", "labels", "max_length_k", "max_length_q", "num_items_in_batch",
-    "output_hidden_states", "output_router_logits", "position_embeddings", "position_ids",
-    "return_dict", "shift_labels", "use_cache",
+    "cache_position", "labels", "logits_to_keep", "max_length_k", "max_length_q",
+    "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings",
+    "position_ids", "return_dict", "shift_labels", "use_cache",
 })  # fmt: skip
 _POOLING = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering")
 _LENGTHY = ("dynamic", "longrope")  # types of rotary embeddings
-_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-def adopt(model: nn.Module) -> list[tuple[Any, str | None]]:
+class Before(NamedTuple):
+    """What a model was like.
+
+    Attributes:
+        names: Each config, and which attention it named.
+        configs: Attention modules that got a config of their own, and the one that they had.
+    """
+
+    names: list[tuple[Any, str | None]]
+    configs: list[tuple[nn.Module, Any]]
+
+
+def adopt(model: nn.Module) -> Before:
     """Let the models of transformers in `model` attend by `context_attention`.
 
     Their configs become copies, as other models may share them.
 
     Returns:
-        Each config, and which attention it named before.
+        What it was like before.
 
     Raises:
         InvalidArgumentError: A part computes its attention otherwise, or mixes positions in
@@ -51,29 +67,37 @@ def adopt(model: nn.Module) -> list[tuple[Any, str | None]]:
     """
     library = sys.modules.get("transformers.modeling_utils")
     masks = sys.modules.get("transformers.masking_utils")
+    before = Before([], [])
     if library is None or masks is None:  # without registries they call F.sdpa
-        return []
+        return before
     parts: list[Any] = [part for part in model.modules() if is_pretrained(part)]
     if not parts:
-        return []
+        return before
     library.ALL_ATTENTION_FUNCTIONS.register(NAME, context_attention)
     masks.ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, context_mask)
-    before = [(config, config._attn_implementation) for config in _own_configs(model)]
-    try:
-        for part in parts:
-            if part.config._attn_implementation != NAME:
-                part.set_attn_implementation(NAME)
+    masks.ALL_MASK_ATTENTION_FUNCTIONS.register(WHOLE, whole_mask)
+    before.names.extend((config, config._attn_implementation) for config in _own_configs(model))
+    towers = find_towers(model)
+    for part in parts:
+        settable = part._can_set_attn_implementation()
+        if settable and part.config._attn_implementation not in (NAME, WHOLE):
+            part.set_attn_implementation(NAME)
+        try:
+            if part not in towers and computes(part):
+                before.configs.extend(compute_whole(part))
             _require_adopted(part)
-    except InvalidArgumentError:
-        _restore(before)
-        raise
+        except InvalidArgumentError as error:
+            if part not in towers:
+                _restore(before)
+                raise
+            refuse_calls(part, error)
     return before
 
 
 @contextmanager
 def adopted(model: nn.Module, *, for_a_while: bool) -> Iterator[None]:
     """Adopt a model until the end of the context; or do nothing."""
-    before = adopt(model) if for_a_while else []
+    before = adopt(model) if for_a_while else Before([], [])
     try:
         yield
     finally:
@@ -171,22 +195,18 @@ def _collect(config: Any, found: dict[int, Any]) -> None:
             _collect(getattr(config, name), found)
 
 
-def _restore(before: list[tuple[Any, str | None]]) -> None:
-    for config, name in before:
+def _restore(before: Before) -> None:
+    for config, name in before.names:
         config._attn_implementation_internal = name
+    for module, config in before.configs:
+        vars(module)["config"] = config
 
 
 def _require_adopted(part: Any) -> None:
     """Refuse parts whose attention would be of this rank's shard alone."""
-    name, implementation = type(part).__name__, part.config._attn_implementation
-    whole = find_whole(part)
-    if whole and not _attends(part, whole):
+    name, whole = type(part).__name__, find_whole(part)
+    if whole and not attends(part, whole):
         return
-    if implementation not in (NAME, "sdpa"):  # by "sdpa" it calls F.sdpa, which is overridden
-        raise refusal(
-            f"{name} neither uses the attention registry of transformers nor "
-            f"F.scaled_dot_product_attention; its attention is {implementation!r}"
-        )
     _require_positions_by_argument(part)
     if name.endswith(_POOLING):
         raise refusal(f"{name} pools over the sequence, of which this rank has a shard")
@@ -196,25 +216,19 @@ def _require_adopted(part: Any) -> None:
             f"{name} has rotary embeddings of type {', '.join(sorted(lengthy))}, which depend on "
             "the length of the whole sequence, and this rank knows its shard's"
         )
-    others = set(getattr(part.config, "layer_types", None) or ()) - set(_LAYERS)
-    if others and not whole:
+    others = other_layers(part.config)
+    if others and not whole and not computes(part):
         raise refusal(
-            f"{name} has layers of {', '.join(sorted(others))}, which would mix the positions of "
-            "this rank's shard alone"
+            f"{name} has layers of {', '.join(others)}, which would mix the positions of this "
+            "rank's shard alone"
         )
-
-
-def _attends(part: nn.Module, whole: list[nn.Module]) -> bool:
-    """Return whether a model has attention beside the modules that see whole sequences."""
-    kept = {inner for outer in whole for inner in outer.modules()}
-    return any(
-        "Attention" in type(module).__name__ for module in part.modules() if module not in kept
-    )
 
 
 def _require_positions_by_argument(part: Any) -> None:
     """Refuse a model that counts positions itself: every rank would begin with 0."""
     forwards = (type(model).forward for model in part.modules() if is_pretrained(model))
+    if computes(part) and takes_positions(find_attention(part)):
+        return
     if not find_counted(part) and not any(
         "position_ids" in inspect.signature(forward).parameters for forward in forwards
     ):

@@ -13,7 +13,7 @@ from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
 from ..agreement import tell_refusal
 from ..alone import alone
-from .override import running_override
+from .override import AttentionOverride, running_override
 from .positions import require_no_padding, require_positions
 from .settings import refusal
 
@@ -43,24 +43,50 @@ def context_mask(
 
     None if the function for "sdpa" gives None as well: all, or all before.
     """
-    override = running_override()
-    if override is None:
-        raise stranger("a mask")
-    try:
-        if attention_mask is not None:
-            require_no_padding(attention_mask, q_length, override.settings)
-        _require_one_sequence(q_length, kv_length, int(q_offset), kv_offset)
-        if alone() is None:
-            given, settings = override.given, override.settings
-            told = settings.told is not None or given.get("cu_seq_lens_q") is not None
-            require_positions(override.position_ids, q_length, settings, told=told)
-        pattern = _pattern(mask_function)
-    except InvalidArgumentError:  # one rank's shard alone may be refused; the others go on
-        tell_refusal((override.settings.ring, None), _device(attention_mask, override.position_ids))
-        raise
+    lengths = q_length, kv_length, int(q_offset), kv_offset
+    override, pattern = read_mask(*lengths, mask_function, attention_mask)
     skip = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
     skip = skip and not override.settings.shows_masks
     return None if skip and pattern.window is None and pattern.chunk is None else pattern
+
+
+def read_mask(
+    queries: int,
+    keys: int,
+    first: int,
+    first_key: int,
+    function: Any,
+    attention_mask: Tensor | None,
+) -> tuple[AttentionOverride, Pattern]:
+    """Return the override that is on, and what a mask that a model asks for means.
+
+    Args:
+        queries: How many there are.
+        keys: How many there are.
+        first: The first query's position.
+        first_key: The first key's.
+        function: Of transformers, which says what sees what.
+        attention_mask: Of the shard, or None.
+
+    Raises:
+        InvalidArgumentError: It cannot be computed; other ranks are told.
+        StateError: No context-parallel model is running.
+    """
+    override = running_override()
+    if override is None:
+        raise stranger("a mask")
+    settings = override.settings
+    try:
+        if attention_mask is not None:
+            require_no_padding(attention_mask, queries, settings)
+        _require_one_sequence(queries, keys, first, first_key)
+        if alone() is None and not settings.by_bias:
+            told = settings.told is not None or override.given.get("cu_seq_lens_q") is not None
+            require_positions(override.position_ids, queries, settings, told=told)
+        return override, _pattern(function)
+    except InvalidArgumentError:  # one rank's shard alone may be refused; the others go on
+        tell_refusal((settings.ring, None), _device(attention_mask, override.position_ids))
+        raise
 
 
 def _device(*values: Any) -> torch.device:
@@ -95,9 +121,15 @@ def _pattern(mask_function: Any) -> Pattern:
         elif name not in ("bidirectional_mask_function", "packed_sequence_mask_function"):
             raise refusal(
                 f"the model masks by {name}; causal and full attention, sliding windows and chunks "
-                "can be computed"
+                "can be computed, and not what images see of themselves"
             )
     return Pattern(causal, window, chunk)
+
+
+def _sees_none(mask_function: Any) -> bool:
+    """Return whether a function adds blocks of images, and there are none."""
+    ids = next(iter(_parts(mask_function)))[1].get("block_sequence_ids")
+    return isinstance(ids, Tensor) and not bool((ids >= 0).any())
 
 
 def _parts(mask_function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -107,7 +139,9 @@ def _parts(mask_function: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     cells = getattr(mask_function, "__closure__", None) or ()
     names = () if code is None else code.co_freevars
     held = {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
-    if name == "and_masks":
+    if name == "or_masks" and all(map(_sees_none, held["mask_functions"][1:])):
+        yield from _parts(held["mask_functions"][0])
+    elif name == "and_masks":
         for part in held["mask_functions"]:
             yield from _parts(part)
     elif name == "remap_positions_for_packed_sequence":

@@ -13,7 +13,7 @@ and no shorter.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from types import MethodType
 from typing import Any
@@ -25,7 +25,7 @@ from ....dist import functional
 from ....dist.building import map_tensors
 from ..alone import alone, weigh_alone
 from ..cp_comms import Ring
-from ..layouts.layout import layout_of_shards
+from ..layouts.layout import Layout, layout_of_shards
 from .calls import is_pretrained
 from .override import running_override, unbound
 from .settings import Settings, refusal, settings_of
@@ -36,8 +36,10 @@ _WITHOUT_CONVOLUTION = (
 )  # fmt: skip
 
 
-def find_whole(model: nn.Module) -> list[nn.Module]:
+def find_whole(model: nn.Module, seeing: Iterable[nn.Module] = ()) -> list[nn.Module]:
     """Return the modules of a model that pass a state along the sequence, the outermost ones.
+
+    Without those in modules that see whole sequences already (`seeing`).
 
     They are known in models of transformers alone; in others they are found when the model is
     asked whether it mixes positions, and refused.
@@ -46,6 +48,7 @@ def find_whole(model: nn.Module) -> list[nn.Module]:
     for part in filter(is_pretrained, model.modules()):
         found.update(dict.fromkeys(filter(_passes_state, part.modules())))
     within = {inner for outer in found for inner in outer.modules() if inner is not outer}
+    within.update(inner for outer in seeing for inner in outer.modules())
     return [module for module in found if module not in within]
 
 
@@ -78,13 +81,13 @@ def _on_whole_sequences(inner: Callable[..., Any]) -> Callable[..., Any]:
         override = running_override(settings)
         if override is not None:
             override.calls += 1  # this sees whole sequences, as attention does
-        hidden = _hidden_states(self, args, kwargs)
+        hidden = hidden_states(self, args, kwargs)
         if alone() is not None:
             return _each_alone(functools.partial(inner, self), args, kwargs, hidden)
         _refuse_documents(self, settings, {} if override is None else override.given)
         if settings.ring.size == 1:
             return inner(self, *args, **kwargs)
-        exchange = _exchange(settings, hidden)
+        exchange = exchange_for(settings, hidden)
         args, kwargs = map_tensors(exchange.to_rows, (args, kwargs))
         back = functools.partial(exchange.to_positions, type(self).__name__)
         return map_tensors(back, inner(self, *args, **kwargs))
@@ -134,18 +137,22 @@ class Exchange:
         return functional.all_to_all(shards, 1, 0, self.ring.group).narrow(0, 0, self.rows)
 
 
-def _exchange(settings: Settings, hidden: Tensor) -> Exchange:
+def layout_for(settings: Settings, length: int) -> Layout:
+    """Return the layout of a model's shards of `length` positions."""
+    told = settings.told
+    layout = settings.layout if told is None else told.layout
+    return layout_of_shards(layout, length, None, settings.ring.size)
+
+
+def exchange_for(settings: Settings, hidden: Tensor) -> Exchange:
     """Return the exchange for a rank's hidden states [B, L, H]."""
     ring, (rows, length) = settings.ring, hidden.shape[:2]
-    told = settings.told
-    layout = layout_of_shards(
-        settings.layout if told is None else told.layout, length, None, ring.size
-    )
+    layout = layout_for(settings, length)
     order = torch.cat([layout.positions(rank, hidden.device) for rank in range(ring.size)])
     return Exchange(ring, rows, length, order, order.argsort())
 
 
-def _hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
+def hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
     """Return the hidden states [B, L, ...] that a module is called with.
 
     Raises:
@@ -157,14 +164,19 @@ def _hidden_states(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str
     raise refusal(f"{type(module).__name__} was called without hidden states [B, L, H]")
 
 
+def has_documents(settings: Settings, given: Mapping[str, Any]) -> bool:
+    """Return whether a batch is told to be of several documents."""
+    told = settings.told is not None and len(settings.told.documents) > 2
+    return told or given.get("cu_seq_lens_q") is not None
+
+
 def _refuse_documents(module: nn.Module, settings: Settings, given: Mapping[str, Any]) -> None:
     """Refuse a batch of several documents, which the module would join.
 
     Raises:
         InvalidArgumentError: It is one.
     """
-    told = settings.told is not None and len(settings.told.documents) > 2
-    if told or given.get("cu_seq_lens_q") is not None:
+    if has_documents(settings, given):
         raise refusal(
             f"{type(module).__name__} passes a state along the sequence, and would pass it from "
             "one packed document to the next: give each document a row of its own"

@@ -83,7 +83,8 @@ class _Events(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         for argument in (*node.args, *node.keywords):
             self.visit(argument)
-        name = _own_name(node.func)
+        called = node.func.value if isinstance(node.func, ast.Subscript) else node.func
+        name = _own_name(called)  # of a module, or of a list of which one is called
         if name is None:
             self.visit(node.func)
         elif name in self._module._modules:

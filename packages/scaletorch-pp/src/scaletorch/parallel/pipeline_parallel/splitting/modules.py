@@ -109,12 +109,9 @@ def find_parts(model: nn.Module) -> Parts:
     Raises:
         InvalidArgumentError: No such list, or several.
     """
-    lists = [
-        name
-        for name, module in model.named_modules()
-        if name and isinstance(module, nn.ModuleList) and has_parameters(module)
-    ]
-    outer = [name for name in lists if not any(within(name, o) for o in lists if o != name)]
+    outer = _lists(model)
+    if len(outer) != 1:
+        outer = _of_decoder(model, outer)
     if len(outer) != 1:
         raise InvalidArgumentError(
             "cannot tell which modules are the layers: expected one nn.ModuleList with parameters, "
@@ -130,6 +127,37 @@ def find_parts(model: nn.Module) -> Parts:
         first += before
         last = after + last  # what encloses the layers comes after what is beside them
     return tuple(first), outer[0], tuple(last)
+
+
+def _lists(model: nn.Module) -> list[str]:
+    """Return the names of the outermost lists with parameters."""
+    lists = [
+        name
+        for name, module in model.named_modules()
+        if name and isinstance(module, nn.ModuleList) and has_parameters(module)
+    ]
+    return [name for name in lists if not any(within(name, o) for o in lists if o != name)]
+
+
+def _of_decoder(model: nn.Module, lists: list[str]) -> list[str]:
+    """Return those of several lists that may be the layers; all if the model does not tell.
+
+    A list of single projections is none. A model that knows its decoder (`get_decoder`, as those of
+    transformers do) has the layers in it, and less deep than those of towers for other inputs.
+    """
+    tell = getattr(model, "get_decoder", None)
+    decoder = tell() if callable(tell) else None
+    name = next((name for name, module in model.named_modules() if module is decoder), None)
+    if name is None:
+        return lists
+    inside = [each for each in lists if not name or within(each, name)]
+    blocks = [
+        each
+        for each in inside
+        if any(module._modules for module in children(model.get_submodule(each)).values())
+    ]
+    least = min((each.count(".") for each in blocks), default=0)
+    return [each for each in blocks if each.count(".") == least] or lists
 
 
 def check_parts(model: nn.Module, parts: Parts) -> None:

@@ -55,7 +55,7 @@ class PassThrough(nn.Module):
         for name, value in vars(replaced).items():
             if not name.startswith("_") and isinstance(value, PLAIN):
                 setattr(self, name, value)
-        self._where, self._kind = where, type(replaced)
+        self._where, self._kind, self._name = where, type(replaced), where.partition(" ")[0]
         self._embeds = hasattr(replaced, "num_embeddings") and hasattr(replaced, "embedding_dim")
         self._linear = isinstance(replaced, nn.Linear)
         self._drops = isinstance(replaced, _DropoutNd)
@@ -77,6 +77,8 @@ class PassThrough(nn.Module):
             return self._again(value)
         if self._counts:
             passage.reach(self._stage, self._where)
+        if self._stage > passage.source[0]:
+            passage.beside.offer(self._name, args, kwargs)
         if self._ends and self._stage == passage.source[0] - 1:
             return passage.deliver(self._where)
         if not self._changes or (self._drops and self._drops_nothing()):
@@ -121,7 +123,7 @@ class PassThrough(nn.Module):
     def _rows(self, ids: Tensor, like: Tensor) -> Any:
         """Return a stand-in for embedded ids; of any length if that of hidden states is another."""
         first, shape = self._passage.first, tuple(ids.shape)
-        if isinstance(first, Tensor) and like.shape[: first.ndim].numel() != first.numel():
+        if isinstance(first, Tensor) and not _has_dims_of(like, first):
             shape = tuple(like.shape[: ids.ndim]) if ids is first else (1,) * ids.ndim
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
         rows = (*shape, self.embedding_dim)
@@ -167,6 +169,12 @@ class PassThrough(nn.Module):
     def extra_repr(self) -> str:
         """Name the module that it stands for."""
         return self._where
+
+
+def _has_dims_of(hidden: Tensor, ids: Tensor) -> bool:
+    """Return whether hidden states have a position for each id; before these may be other dims."""
+    starts = range(hidden.ndim - ids.ndim + 1)
+    return any(hidden.shape[at : at + ids.ndim].numel() == ids.numel() for at in starts)
 
 
 class Chunks:

@@ -11,6 +11,7 @@ from torch.distributed import DistError
 
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
+from .beside import Following
 from .passage import Passage
 
 
@@ -21,7 +22,7 @@ def examining(passage: Passage) -> Iterator[None]:
     Raises:
         InvalidArgumentError: It fails, which may be because this stage lacks modules.
     """
-    with _uncompiled():
+    with _uncompiled(), Following(passage):
         try:
             yield
         except (ScaletorchError, DistError):

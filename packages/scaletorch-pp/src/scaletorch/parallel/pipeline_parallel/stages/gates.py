@@ -12,6 +12,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from .beside import again
 from .passage import Passage
 from .stand_ins import stands
 
@@ -95,8 +96,11 @@ class Gates:
             if self._runs():
                 passage.reach(self._stage, where)
                 passage.inside += 1
+                args, kwargs = passage.beside.take(name, (args, kwargs))
+            elif not passage.active:
+                args, kwargs = again((args, kwargs))
             if not stands((args, kwargs)):
-                return None
+                return args, kwargs
             args = tuple(map(passage.take, args))
             kwargs = {argument: passage.take(value) for argument, value in kwargs.items()}
             for argument, value in chain(enumerate(args), kwargs.items()):
@@ -122,6 +126,8 @@ class Gates:
             if not self._last:
                 passage.left = passage.samples[siblings] = output
                 passage.over = all(_changes_nothing(self._modules[other]) for other in others)
+                if not passage.over:
+                    passage.beside.note(output)
 
         return note
 

@@ -66,7 +66,7 @@ class HiddenFlow:
         if self._hooks != _hooks_on(tensors_in(left)):
             raise InvalidArgumentError(_gradient_message())
         self._refuse_collected(output, left)
-        hidden: Hidden = left
+        hidden: Hidden = passage.beside.leave(left)
         return hidden
 
     def reset(self) -> None:
@@ -80,7 +80,7 @@ class HiddenFlow:
         Raises:
             InvalidArgumentError: It does.
         """
-        passed = list(tensors_in(left))
+        passed = [*tensors_in(left), *self._passage.beside.tensors()]
         own: set[int] | None = None
         for tensor in tensors_in(output):
             leaves = {id(leaf) for leaf in _trained_beside([tensor], passed)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor
@@ -9,6 +10,7 @@ from torch import Tensor
 from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from .beside import Beside, version_of
 
 
 class Passage:
@@ -31,9 +33,12 @@ class Passage:
         inside: How many modules of this stage are running, one in another.
         left: The output of the one that was called last.
         over: Whether the rest is another stage's.
+        beside: What travels beside hidden states.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, names: Iterable[str] = ()) -> None:
+        """Begin with nothing known of a model whose stages have these modules."""
+        self.beside = Beside(names)
         self.furthest = self.inside = 0
         self.active = self.examined = self.followed = self.delivered = self.over = False
         self.source: tuple[int, Any] = 0, None
@@ -72,6 +77,7 @@ class Passage:
         self.source = self.source[0], None
         self.first = self.latest = self.left = self._copy = None
         self.samples = {}
+        self.beside.reset()
 
     @property
     def past(self) -> bool:
@@ -103,6 +109,7 @@ class Passage:
         # It may be written to: whether it is, the first forward of a kind tells.
         if self.examined or stage in self._written:
             self._copy = map_tensors(Tensor.clone, received)
+            self.beside.note(self._copy)
             return self._copy
         return map_tensors(_alias, received)
 
@@ -140,7 +147,7 @@ class Passage:
 
 def versions(value: Any) -> list[int]:
     """Return numbers that change when tensors are changed in place."""
-    return [0 if tensor.is_inference() else tensor._version for tensor in tensors_in(value)]
+    return [*map(version_of, tensors_in(value))]
 
 
 def _alias(tensor: Tensor) -> Tensor:

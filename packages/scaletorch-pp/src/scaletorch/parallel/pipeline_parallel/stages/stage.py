@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -27,7 +27,7 @@ from .passage import Passage
 from .stand_ins import UnknownValueError, standing, standing_like
 from .state import MANY_FORMS, RuntimeState, name_of_next
 from .ties import Tie, TiedGradients, find_ties
-from .weights import Deferral, WeightGradients, defer_weight_gradients
+from .weights import Deferral, WeightGradients, defer_weight_gradients, give_own_memory
 
 
 class PipelineParallel(ModuleWrapper):
@@ -80,7 +80,8 @@ class PipelineParallel(ModuleWrapper):
         # Ties and flows are found in the whole model, so before the cut.
         homes = {stage: rank for rank, stages in enumerate(ranks_stages) for stage in stages}
         tied = TiedGradients(find_ties(model, placement, homes, self.rank), ranks, self.rank, group)
-        passage, deferral = Passage(), Deferral()
+        passage = Passage(name for name, _ in placement.homes())
+        deferral = Deferral()
         flows = [HiddenFlow(stage, placement.exit(model, stage), passage) for stage in self.stages]
         self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
         chunks = cut(model, placement, self.stages, passage)
@@ -154,7 +155,10 @@ class PipelineParallel(ModuleWrapper):
         # Modules may have been replaced since, as by adapters.
         modules = {name: self.module.get_submodule(name) for name in self.placement.stages[stage]}
         flow.gates.watch(modules, self._siblings)
-        output = self._run(flow, stage, input_or_hidden, kwargs, kind not in runtime.examined)
+        examined = kind not in runtime.examined
+        beside = runtime.passage.beside
+        hidden = beside.start(kind, modules, input_or_hidden, examined=examined)
+        output = self._run(flow, stage, hidden, kwargs, examined)
         runtime.examined.add(kind)
         return output
 
@@ -179,6 +183,7 @@ class PipelineParallel(ModuleWrapper):
                     output = self.module(passage.first, **kwargs)
             if stage < self.num_stages - 1:
                 output = flow.passed_on(output)
+                passage.beside.require_seen(self.module)
             else:
                 check_output(output)
         finally:
@@ -226,7 +231,7 @@ class PipelineParallel(ModuleWrapper):
         made = [_gradient(tensor) for tensor in tensors_in(input_tensor) if tensor.requires_grad]
         pairs = zip(parameters, before, strict=True)
         fresh = [parameter for parameter, gradient in pairs if parameter.grad is not gradient]
-        _give_own_memory(fresh, made if into is None else [*made, *into.gradients()])
+        give_own_memory(fresh, made if into is None else [*made, *into.gradients()])
         if input_tensor is None:
             return None
         return made[0] if isinstance(input_tensor, Tensor) and made else made
@@ -248,20 +253,6 @@ class PipelineParallel(ModuleWrapper):
         """
         if self.ties:
             self.runtime.tied.sync()
-
-
-def _give_own_memory(parameters: Iterable[nn.Parameter], kept: Iterable[Tensor]) -> None:
-    """Give gradients memory of their own if autograd took that of tensors still to be used.
-
-    It takes views as they are, and adds the next micro-batch's into them.
-    """
-    memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
-    for parameter in parameters:
-        gradient = parameter.grad
-        if type(gradient) is not Tensor or gradient.layout != torch.strided:
-            continue  # none, or one that only stands for shards elsewhere
-        if gradient.untyped_storage().data_ptr() in memory:
-            parameter.grad = gradient.clone()
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 
 # What these return depends on the form of what they are given, not on its values.
-_OF_FORM_ALONE = {
+OF_FORM_ALONE = {
     "empty_like", "full_like", "ones_like", "rand_like", "randint_like", "randn_like", "zeros_like",
     "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros",
 }  # fmt: skip
@@ -49,8 +49,10 @@ class StandIn(Tensor):
         form: A tensor on the meta device.
         forward: The forward that it belongs to.
         source: The source of that forward, which may be over.
+        carried: What has travelled to take its place, if anything has.
     """
 
+    carried: Tensor
     form: Tensor
     forward: Forward
     source: tuple[int, Any]
@@ -69,7 +71,7 @@ class StandIn(Tensor):
         kwargs = kwargs or {}
         standing = next(stand_ins_within((*args, *kwargs.values())))
         name = func.overloadpacket.__name__
-        if name in _OF_FORM_ALONE:
+        if name in OF_FORM_ALONE:
             return func(*map_tensors(_blank, args), **map_tensors(_blank, kwargs))
         if name in _READS:
             _refuse_read(standing.forward)

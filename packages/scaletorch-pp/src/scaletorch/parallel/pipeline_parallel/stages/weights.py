@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -140,3 +140,17 @@ class _Later(torch.autograd.Function):
         ctx.inputs = None
         rows, columns = weight_factors(gradient, inputs)
         return rows @ columns, None
+
+
+def give_own_memory(parameters: Iterable[nn.Parameter], kept: Iterable[Tensor]) -> None:
+    """Give gradients memory of their own if autograd took that of tensors still to be used.
+
+    It takes views as they are, and adds the next micro-batch's into them.
+    """
+    memory = {tensor.untyped_storage().data_ptr() for tensor in kept}
+    for parameter in parameters:
+        gradient = parameter.grad
+        if type(gradient) is not Tensor or gradient.layout != torch.strided:
+            continue  # none, or one that only stands for shards elsewhere
+        if gradient.untyped_storage().data_ptr() in memory:
+            parameter.grad = gradient.clone()

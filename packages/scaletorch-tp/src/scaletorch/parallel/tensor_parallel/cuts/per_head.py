@@ -15,6 +15,8 @@ class PerHead:
     """A style for attention that has parameters [heads, ...] of its own, such as sinks.
 
     They are cut as its query heads are, so the module must be one whose projections are sharded.
+    They may have several elements of each head, [heads * length, ...], such as scales of all
+    features; in an MLP they have one for each feature of its column-parallel layers.
 
     Args:
         names: The module's own parameters; it has no others.
@@ -38,7 +40,7 @@ class PerHead:
         return "per head"
 
     def heads(self, module: nn.Module) -> int:
-        """Return how many heads the parameters of a module that fits are for."""
+        """Return how many heads, or features, the parameters of a module that fits are for."""
         return int(module.get_parameter(self.names[0]).shape[0])
 
     def misfit(self, module: nn.Module) -> str | None:

@@ -54,6 +54,9 @@ class Stacked:
         sharded: Parameter -> its `Slices`, or the dim alone.
         added: Parameters that are added behind the last product: biases of the output. They are
             whole on every rank, and are added by the first one alone.
+        enters: It takes whole tokens; otherwise a share of their features, as another module of
+            stacked weights has left them.
+        leaves: It returns whole results; otherwise a share of their features.
 
     Raises:
         InvalidArgumentError: Nothing is sharded.
@@ -64,13 +67,24 @@ class Stacked:
 
     sharded: Mapping[str, Slices]
     added: tuple[str, ...]
+    enters: bool
+    leaves: bool
 
-    def __init__(self, sharded: Mapping[str, Slices | int], added: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        sharded: Mapping[str, Slices | int],
+        added: tuple[str, ...] = (),
+        *,
+        enters: bool = True,
+        leaves: bool = True,
+    ) -> None:
         if not sharded:
             raise InvalidArgumentError("Stacked takes the names of parameters and their dims")
         slices = {n: Slices(s) if isinstance(s, int) else s for n, s in sharded.items()}
         object.__setattr__(self, "sharded", slices)
         object.__setattr__(self, "added", tuple(added))
+        object.__setattr__(self, "enters", enters)
+        object.__setattr__(self, "leaves", leaves)
 
     def __str__(self) -> str:
         """Return what tables show."""

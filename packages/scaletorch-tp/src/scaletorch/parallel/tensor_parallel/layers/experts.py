@@ -73,6 +73,7 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
         sequence = self.sequence
         copies = 1 if sequence is None else self._copies(args, kwargs)
         sizes = None if sequence is None else self._rows(sequence, args, kwargs, copies)
+        leading = _leading(args, kwargs)
         args = tuple(self._enter(each, sizes, copies) for each in args)
         kwargs = {name: self._enter(each, sizes, copies) for name, each in kwargs.items()}
         own = self._parameters
@@ -88,21 +89,27 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
                 f"{describe_rank()}: {own_class(self).__name__} must return the experts' results, "
                 f"a tensor of which ranks have parts, and returned a {type(results).__name__}"
             )
+        if not self.stacked.leaves:
+            return results
         if self.sequence is None or sizes is None:
             return reduce(results, self.group)
-        own_results = self.sequence.leave_rows(_by_token(results, copies), sizes)
-        return _by_expert(own_results, copies)
+        rows = _by_token(results.flatten(0, -2), copies)
+        own_results = _by_expert(self.sequence.leave_rows(rows, sizes), copies)
+        return own_results.unflatten(0, leading)
 
     def _enter(self, x: Any, sizes: tuple[int, ...] | None, copies: int) -> Any:
         if not isinstance(x, Tensor):
             return x
         if self.sequence is not None and sizes is not None:
-            return _by_expert(self.sequence.enter_rows(_by_token(x, copies), sizes), copies)
-        return copy(x, self.group) if x.is_floating_point() else x
+            rows = _by_token(x.flatten(0, -2), copies)
+            entered = _by_expert(self.sequence.enter_rows(rows, sizes), copies)
+            return entered if x.ndim == 2 else entered[None]  # as one sequence
+        return copy(x, self.group) if x.is_floating_point() and self.stacked.enters else x
 
     def _copies(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> int:
         """Return how often tokens come: alone, without a routing, once for each expert."""
-        alone = len([*tensors_in((args, kwargs))]) == 1
+        given = [*tensors_in((args, kwargs))]
+        alone = len(given) == 1 and given[0].ndim == 2
         return int(self.get_parameter(next(iter(self.stacked.sharded))).shape[0]) if alone else 1
 
     @uncompiled
@@ -115,15 +122,16 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
     ) -> tuple[int, ...]:
         """Return how many rows of tokens each rank has."""
         given = [*tensors_in((args, kwargs))]
-        hidden = given[0] if given else torch.empty(())
+        rows = [x.flatten(0, -2) if x.dim() in (2, 3) else x for x in given]
+        hidden = rows[0] if rows else torch.empty(())
         odd = hidden.dim() != 2 or hidden.shape[0] % copies
-        if odd or any(x.shape[:1] != hidden.shape[:1] for x in given):
+        if odd or any(x.shape[:1] != hidden.shape[:1] for x in rows):
             shapes = ", ".join(str(tuple(x.shape)) for x in given) or "none"
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism {own_class(self).__name__} must be "
-                "called with rows, a token each, as hidden states [T, H], indices [T, K] and "
-                f"weights [T, K], or with tokens for one expert after another, got {shapes}; "
-                "do without sequence parallelism"
+                "called with rows, a token each, as hidden states [T, H] or [B, L, H], indices "
+                "[T, K] and weights [T, K], or with tokens for one expert after another, got "
+                f"{shapes}; do without sequence parallelism"
             )
         return sequence.rows(hidden[: hidden.shape[0] // copies])
 
@@ -136,6 +144,11 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
     def extra_repr(self) -> str:
         """Describe the division."""
         return f"width={self.cut.whole}, tp={self.tp_size}"
+
+
+def _leading(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the dims before the last one of the first tensor, the hidden states."""
+    return next((tuple(x.shape[:-1]) for x in tensors_in((args, kwargs))), ())
 
 
 def _by_token(x: Tensor, copies: int) -> Tensor:

@@ -20,12 +20,14 @@ _HEAD_LENGTHS = ("head_dim", "head_size")
 _HEAD_COUNTS = ("num_heads", "num_attention_heads", "n_heads", "n_head")
 _GROUPS = "num_key_value_groups"  # query heads of each key/value head
 _LATENT = "kv_lora_rank"
+SHARED_KEYS = "qk_rope_head_dim"  # of latent attention, which says how long all heads' keys are
 
 # Names of attention modules, and what the names of their classes contain.
 _NAMES = frozenset(
     {"attn", "attention", "self_attn", "self_attention", "cross_attn", "linear_attn"}
 )
 _OF_CLASSES = ("attention", "attn")
+_OF_LAYERS = "attentionresidual"  # attends to what earlier layers returned for the same token
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,6 +171,15 @@ def find_whole(model: nn.Module, regions: Collection[nn.Module]) -> list[nn.Modu
     return found
 
 
+def state_layers(model: nn.Module) -> list[str]:
+    """Return the classes of layers with states of a model that has no attention and no MLP."""
+    named = [*model.named_modules()]
+    kinds = {own_class(module).__name__ for _, module in named}
+    states = {own_class(module).__name__ for _, module in named if _convolves(module)}
+    attends = any(_attends(*each) and not _convolves(each[1]) for each in named)
+    return [] if attends or any("mlp" in kind.lower() for kind in kinds) else sorted(states)
+
+
 def _attends(name: str, module: nn.Module) -> bool:
     """Return whether a module is attention by its attributes, its place or its class.
 
@@ -178,7 +189,11 @@ def _attends(name: str, module: nn.Module) -> bool:
         return False
     if not any(True for _ in module.parameters()):
         return False
+    if own_class(module).forward is nn.Module.forward:  # a list, which is not called
+        return False
     kind = own_class(module).__name__.lower()
+    if _OF_LAYERS in kind:
+        return False
     named = name.rpartition(".")[2] in _NAMES or any(part in kind for part in _OF_CLASSES)
     return has_heads(module) or named
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..cuts.fused import Fused
 from .family import Family
-from .plan import Divide
+from .plan import Divide, Plan
 
 # Attention and the layers behind it have a module each, and norms of whole states beside the rows.
 BERT = Family(
@@ -28,6 +30,18 @@ BERT = Family(
     heads={"**.layer.*.attention.self": ("query", "key", "value")},
 )
 
+_LAYERED: Plan = {
+    **{name: style for name, style in BERT.plan.items() if name != "**.encoder"},
+    "**.encoder.layer.*": "sequence_layer",
+}
+
+# Its tables of positions are made for the length of the hidden states.
+ROFORMER = replace(BERT, name="RoFormer", plan={**_LAYERED, "**.embed_positions": "sequence"})
+
+# Its images have an encoder of their own.
+GIT = replace(BERT, name="GIT", plan={**_LAYERED, "**.visual_projection": "sequence"})
+
+_HEADS = ("**.embed_tokens", "**.lm_head", "**.output_projection", "**.proj_out")
 BART = Family(
     name="BART",
     plan={
@@ -65,6 +79,19 @@ BART = Family(
     heads={
         "**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj"),
         "**.layers.*.encoder_attn": ("q_proj", "k_proj", "v_proj"),
+    },
+)
+
+# A table and a head for each code book.
+MUSICGEN = replace(
+    BART,
+    name="MusicGen",
+    plan={
+        **{name: style for name, style in BART.plan.items() if name not in _HEADS},
+        "**.embed_positions": "sequence",
+        "**.layers.*": "sequence_layer",
+        "**.embed_tokens.*": "vocab",
+        "**.lm_heads.*": "column_gather",
     },
 )
 
@@ -139,10 +166,10 @@ CTRL = Family(
         "**.h.*.multi_head_attention.dense": "row",
         "**.h.*.ffn.0": "column",
         "**.h.*.ffn.2": "row",
+        "**.h.*": "sequence_layer",
     },
     complete=("**.h.*.multi_head_attention", "**.h.*.ffn"),
     heads={"**.h.*.multi_head_attention": ("Wq", "Wk", "Wv")},
-    shares_sequences=False,
 )
 
 XLM = Family(
@@ -158,7 +185,7 @@ XLM = Family(
     },
     complete=("**.attentions.*", "**.ffns.*"),
     heads={"**.attentions.*": ("q_lin", "k_lin", "v_lin")},
-    shares_sequences=False,
+    wants_whole="multiply hidden states by a mask of the whole length between their layers",
 )
 
 MODERN_BERT = Family(
@@ -198,4 +225,17 @@ LFM2 = Family(
     heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
 )
 
-DENSE = (BERT, BART, GPT_J, GPT_NEO, PERSIMMON, CTRL, XLM, MODERN_BERT, LFM2)
+DENSE = (
+    ROFORMER,
+    GIT,
+    BERT,
+    MUSICGEN,
+    BART,
+    GPT_J,
+    GPT_NEO,
+    PERSIMMON,
+    CTRL,
+    XLM,
+    MODERN_BERT,
+    LFM2,
+)

@@ -12,7 +12,9 @@ from ..cuts.fused import Fused
 from ..cuts.stacked import Stacked
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..sharing.adapters import without_adapters
-from ..sharing.sequence import JoinSequence, until_joined
+from ..sharing.joining import JoinSequence
+from ..sharing.sequence import until_joined
+from ..sharing.sequence_layers import SequenceLayer, inside_layers
 from ..sharing.shared_tail import SharedTail
 from .explanation import Communication, ExplainedParameter, Explanation
 from .plan import WHOLE_FEATURES, Match, Plan, children_of
@@ -81,7 +83,9 @@ def _communications(
     """Yield the collectives of a step over more than one rank, in the model's order."""
     matches = resolved.matches
     joins = [m for m in model.modules() if m in matches and matches[m].mixin is JoinSequence]
-    shares = {*until_joined(model, joins)} if sequence_parallel else set()
+    layers = [m for m in model.modules() if m in matches and matches[m].mixin is SequenceLayer]
+    on = inside_layers(model, layers) if layers else until_joined(model, joins)
+    shares = {*on} if sequence_parallel else set()
     whole = shares.intersection(resolved.whole)
     shares -= {inner for module in whole for inner in module.modules()}
     entered: set[nn.Module] = set()
@@ -101,7 +105,10 @@ def _communications(
             if match.becomes(ColumnParallelLinear) and module not in entered:
                 yield from _beginning(name, [match], on_shares)
             yield from _of_layer(name, match, on_shares)
-        if match is not None and match.mixin is JoinSequence and on_shares:
+        if on_shares and module in layers[:1]:
+            of = "input's gradient"
+            yield Communication(name, "backward", "all_gather", of, _hidden(resolved))
+        if on_shares and module in (*joins, *layers[-1:]):
             yield Communication(name, "forward", "all_gather", "output", _hidden(resolved))
 
 
@@ -162,7 +169,10 @@ def _of_layer(name: str, match: Match, sequence_parallel: bool) -> Iterator[Comm
         yield from _of_column(name, match)
         return
     if isinstance(match.style, Stacked):
-        yield from _beginning(name, [match], sequence_parallel)
+        if match.style.enters:
+            yield from _beginning(name, [match], sequence_parallel)
+        if not match.style.leaves:
+            return
     out = _width(match, "out")
     yield Communication(name, "forward", _sum(sequence_parallel), "output", out)
     if sequence_parallel:

@@ -13,6 +13,7 @@ from ...pg_manager.building import matching
 from ..cuts.fused import Fused
 from ..cuts.per_head import PerHead
 from ..cuts.stacked import Slices, Stacked
+from .attention import state_layers
 from .dense_families import DENSE
 from .family import Family
 from .mlp_families import MLPS
@@ -29,14 +30,14 @@ class Recognised(NamedTuple):
         complete: Names of modules in which every parameter must be among the matches.
         heads: Name of an attention module -> its projections, cut at head borders. What sums
             gradients in it must be of the size of one head.
-        shares_sequences: It can do with shares of sequences between sharded layers.
+        wants_whole: What it does that no shares of sequences between sharded layers fit.
     """
 
     name: str
     matches: list[Match]
     complete: tuple[str, ...]
     heads: Mapping[str, tuple[str, ...]]
-    shares_sequences: bool = True
+    wants_whole: str = ""
 
 
 LLAMA = Family(
@@ -85,11 +86,23 @@ BITNET = replace(
     },
 )
 
+# Its scales are of each feature of the heads and of the MLP; its head scales every logit.
+DORY = replace(
+    BITNET,
+    name="Dory",
+    plan={
+        **{name: style for name, style in BITNET.plan.items() if name != "**.lm_head"},
+        "**.layers.*.self_attn": PerHead("sqk", "s_gate"),
+        "**.layers.*.self_attn.gate_proj": "column",
+        "**.layers.*.mlp": PerHead("suv_gate", "suv_up"),
+    },
+    heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj", "gate_proj")},
+)
+
 GPT2 = Family(
     name="GPT-2",
     plan={
         "**.wte": "vocab",
-        "**.tokens_embed": "vocab",  # what the first GPT calls it
         "**.h.*.attn": Divide(
             "num_heads", "n_head", "split_size", "embed_dim", "n_embd", optional=True
         ),
@@ -100,10 +113,21 @@ GPT2 = Family(
         "**.ln_f": "sequence_join",  # what follows reshapes by the whole length
         "**.lm_head": "column_gather",
     },
-    may_lack=frozenset({"**.wte", "**.tokens_embed", "**.ln_f", "**.lm_head"}),
+    may_lack=frozenset({"**.wte", "**.ln_f", "**.lm_head"}),
     complete=("**.h.*.attn", "**.h.*.mlp"),
     foreign=frozenset({"multi_query"}),  # GPT-BigCode: one key and value head, or head by head
     heads={"**.h.*.attn": ("c_attn",)},
+)
+
+# The first GPT, which has no norm behind its layers.
+OPENAI_GPT = replace(
+    GPT2,
+    name="GPT",
+    plan={
+        **{name: style for name, style in GPT2.plan.items() if name not in ("**.wte", "**.ln_f")},
+        "**.tokens_embed": "vocab",
+        "**.h.*": "sequence_layer",
+    },
 )
 
 GPT_NEOX = Family(
@@ -130,9 +154,8 @@ GPT_NEOX = Family(
 GPT_NEOX_JAPANESE = replace(
     GPT_NEOX,
     name="GPT-NeoX Japanese",
-    plan={**GPT_NEOX.plan, "**.gpt_neox_japanese": "sequence"},
+    plan={**GPT_NEOX.plan, "**.gpt_neox_japanese": "sequence", "**.layers.*": "sequence_layer"},
     complete=("**.layers.*.mlp",),
-    shares_sequences=False,
 )
 
 GPT_OSS = Family(
@@ -161,7 +184,7 @@ GPT_OSS = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    *(HUNYUAN, BITNET, LLAMA, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
+    *(HUNYUAN, DORY, BITNET, LLAMA, OPENAI_GPT, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
     *DENSE,
     *PARTIAL,
     *MLPS,
@@ -201,11 +224,24 @@ def find_family(model: nn.Module) -> Recognised:
         complete = tuple(n for pattern in family.complete for n in matching(pattern, names))
         heads = {n: own for p, own in family.heads.items() for n in matching(p, names)}
         called = f"the {family.name} family"
-        return Recognised(called, matches, complete, heads, family.shares_sequences)
-    nearest = min(missing, key=lambda name: missing[name][0])
-    raise InvalidArgumentError(
-        f"{type(model).__name__} has no plan of its own for its layers (_tp_plan of transformers), "
-        f"and is of no known model family ({', '.join(missing)}): {nearest} is the nearest, but "
+        return Recognised(called, matches, complete, heads, family.wants_whole)
+    raise InvalidArgumentError(_unknown(model, missing))
+
+
+def _unknown(model: nn.Module, missing: Mapping[str, tuple[int, str]]) -> str:
+    """Return why a model has no plan, given what each family lacks."""
+    name = type(model).__name__
+    states = state_layers(model)
+    if states:
+        return (
+            f"{name} has nothing that tensor parallelism divides, no attention and no MLP: its "
+            f"layers ({', '.join(states)}) keep a state, which every rank would need whole; leave "
+            "tp_size at 1 and use the other axes, or pass a plan of your own"
+        )
+    nearest = min(missing, key=lambda family: missing[family][0])
+    return (
+        f"{name} has no plan of its own for its layers (_tp_plan of transformers), and is of no "
+        f"known model family: {nearest} is the nearest of {len(missing)}, but "
         f"{missing[nearest][1]}; "
         "pass plan={'pattern of module names': 'column' | 'row' | 'vocab' | ...}"
     )

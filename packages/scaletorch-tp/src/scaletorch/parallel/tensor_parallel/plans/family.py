@@ -21,7 +21,7 @@ class Family:
         foreign: Attributes by which a module of `heads` says that it is laid out otherwise.
         heads: Pattern of a module -> its projections, whose outputs are cut at head borders.
             What sums gradients in it must be of the size of one head.
-        shares_sequences: Its models can do with shares of sequences between sharded layers.
+        wants_whole: What its models do that no shares of sequences between sharded layers fit.
         untrue: Attributes of a module of `complete` that must not be true.
     """
 
@@ -31,5 +31,5 @@ class Family:
     complete: tuple[str, ...] = ()
     foreign: frozenset[str] = frozenset()
     heads: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    shares_sequences: bool = True
+    wants_whole: str = ""
     untrue: frozenset[str] = frozenset()

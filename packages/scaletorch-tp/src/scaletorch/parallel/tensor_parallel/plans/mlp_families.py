@@ -46,13 +46,13 @@ BART_MLP = Family(
         "**.embed_positions": "sequence_positions",
         "**.layers.*.fc1": "column",
         "**.layers.*.fc2": "row",
+        "**.layers.*": "sequence_layer",
         "**.lm_head": "column_gather",
         "**.output_projection": "column_gather",
     },
     may_lack=frozenset(
         {"**.embed_tokens", "**.embed_positions", "**.lm_head", "**.output_projection"}
     ),
-    shares_sequences=False,
 )
 
 PROPHET_NET = Family(
@@ -60,9 +60,9 @@ PROPHET_NET = Family(
     plan={
         "**.layers.*.feed_forward.intermediate": "column",
         "**.layers.*.feed_forward.output": "row",
+        "**.layers.*": "sequence_layer",
     },
     complete=("**.layers.*.feed_forward",),
-    shares_sequences=False,
 )
 
 REFORMER = Family(
@@ -73,7 +73,7 @@ REFORMER = Family(
         "**.layers.*.feed_forward.output.dense": "row",
     },
     complete=("**.layers.*.feed_forward",),
-    shares_sequences=False,
+    wants_whole="compute the gradients of their reversible layers themselves, from whole outputs",
 )
 
 # The state of its other layers passes along the sequence.
@@ -84,6 +84,8 @@ XLSTM = Family(
         "**.blocks.*.ffn.proj_up": "column",
         "**.blocks.*.ffn.proj_up_gate_z": Fused("column", 2),  # both in one weight
         "**.blocks.*.ffn.proj_down": "row",
+        "**.blocks.*.mlstm_layer": "sequence_whole",
+        "**.blocks.*": "sequence_layer",
         **_HEAD,
     },
     may_lack=frozenset(
@@ -95,7 +97,6 @@ XLSTM = Family(
         }
     ),
     complete=("**.blocks.*.ffn",),
-    shares_sequences=False,
 )
 
 MLPS = (DIFF_LLAMA, BERT_MLP, BART_MLP, PROPHET_NET, REFORMER, XLSTM)

@@ -126,18 +126,32 @@ ZAYA = Family(
     may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
 )
 
+# Queries of its attention are made by experts, and go back to these: it stays whole.
+JETMOE = Family(
+    name="JetMoE",
+    plan={
+        "**.embed_tokens": "vocab",
+        "**.layers.*.mlp": "sequence_whole",  # its layers know nothing but each expert's tokens
+        "**.layers.*.mlp.input_linear": Stacked({"weight": Slices(1, parts=2)}, leaves=False),
+        "**.layers.*.mlp.output_linear": Stacked({"weight": 2}, enters=False),
+        "**.layers.*.self_attention": "sequence_whole",
+        **_HEAD,
+    },
+    may_lack=frozenset({"**.embed_tokens", "**.lm_head"}),
+)
+
 BLOOM = Family(
     name="Bloom",
     plan={
         "**.word_embeddings": "vocab",
         "**.h.*.mlp.dense_h_to_4h": "column",
         "**.h.*.mlp.dense_4h_to_h": "row",
+        "**.h.*": "sequence_layer",
         **_HEAD,
     },
     may_lack=frozenset({"**.word_embeddings", "**.lm_head"}),
     complete=("**.h.*.mlp",),
     untrue=frozenset({"slow_but_exact"}),  # by slices of a weight, which is a shard
-    shares_sequences=False,
 )
 
 MPT = Family(
@@ -146,11 +160,11 @@ MPT = Family(
         "**.wte": "vocab",
         "**.blocks.*.ffn.up_proj": "column",
         "**.blocks.*.ffn.down_proj": "row",
+        "**.blocks.*": "sequence_layer",
         **_HEAD,
     },
     may_lack=frozenset({"**.wte", "**.lm_head"}),
     complete=("**.blocks.*.ffn",),
-    shares_sequences=False,
 )
 
 # Its queries, keys and values lie in four parts for as many devices, which it computes at once.
@@ -161,11 +175,11 @@ CODEGEN = Family(
         "**.h.*.attn.qkv_proj": "sequence",
         "**.h.*.mlp.fc_in": "column",
         "**.h.*.mlp.fc_out": "row",
+        "**.h.*": "sequence_layer",
         **_HEAD,
     },
     may_lack=frozenset({"**.wte", "**.lm_head"}),
     complete=("**.h.*.mlp",),
-    shares_sequences=False,
 )
 
 GPT_BIGCODE = Family(
@@ -187,9 +201,9 @@ CPM_ANT = Family(
         "**.layers.*.ffn.ffn.w_in.w_0": "column",
         "**.layers.*.ffn.ffn.w_in.w_1": "column",
         "**.layers.*.ffn.ffn.w_out": "row",
+        "**.layers.*": "sequence_layer",
     },
     complete=("**.layers.*.ffn.ffn",),
-    shares_sequences=False,
 )
 
 XLNET = Family(
@@ -200,7 +214,7 @@ XLNET = Family(
         "**.layer.*.ff.layer_norm": "sequence",
     },
     complete=("**.layer.*.ff",),
-    shares_sequences=False,
+    wants_whole="have tokens in the first dim of hidden states, [L, B, H], and count them there",
 )
 
 RWKV = Family(
@@ -209,8 +223,9 @@ RWKV = Family(
         "**.blocks.*.feed_forward.key": "column",
         "**.blocks.*.feed_forward.value": "row",
         "**.blocks.*.feed_forward.receptance": "sequence",
+        "**.blocks.*.feed_forward": "sequence_whole",  # it mixes a token with the one before
+        "**.blocks.*": "sequence_layer",
     },
-    shares_sequences=False,
 )
 
 PARTIAL = (
@@ -221,6 +236,7 @@ PARTIAL = (
     LFM3,
     MOSHI,
     ZAYA,
+    JETMOE,
     BLOOM,
     MPT,
     CODEGEN,

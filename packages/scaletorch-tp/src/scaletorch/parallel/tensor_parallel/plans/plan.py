@@ -22,8 +22,9 @@ from ..layers.heads import HeadParameters
 from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.surround import Surrounded
+from ..sharing.joining import JoinSequence
 from ..sharing.positions import WholePositions
-from ..sharing.sequence import JoinSequence
+from ..sharing.sequence_layers import SequenceLayer
 from ..sharing.share_of_sum import ShareOfSum
 from ..sharing.shared_tail import SharedTail, TailShared
 from ..sharing.sum_grad import SumGradients
@@ -56,6 +57,7 @@ Style = str | Divide | Fused | PerHead | SharedTail | Stacked
 Plan = Mapping[str, Style]
 
 WHOLE_FEATURES = "whole_features"
+SEQUENCE_WHOLE = "sequence_whole"
 
 # Style -> the layer a plain module becomes and its options, or the mixin its class gets; None
 # leaves the module as it is.
@@ -70,6 +72,8 @@ STYLES: Mapping[
     "replicate": None,
     "sequence": None,  # what sequence parallelism makes of every module it is not told about
     "sequence_join": JoinSequence,
+    "sequence_layer": SequenceLayer,
+    SEQUENCE_WHOLE: None,  # with sequence parallelism it becomes a `WholeSequence`
     "sequence_positions": WholePositions,
     "replicate_sum_grad": SumGradients,
     "replicate_share": ShareOfSum,

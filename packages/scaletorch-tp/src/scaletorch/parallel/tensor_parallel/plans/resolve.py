@@ -21,8 +21,15 @@ from ..sharing.sum_grad import SumGradients, cannot_sum
 from ..sharing.whole_features import WholeFeatures
 from .attention import Attention, find_attentions, find_whole
 from .families import check_complete, find_family
-from .plan import Divide, Match, Matches, Plan, match_plan, with_mixins
-from .sequences import check_in_attention, check_sequences, heads_that_gather, join_of
+from .plan import SEQUENCE_WHOLE, Divide, Match, Matches, Plan, children_of, match_plan, with_mixins
+from .sequences import (
+    check_in_attention,
+    check_sequences,
+    heads_that_gather,
+    join_of,
+    kept_whole_on_shares,
+    layers_that_share,
+)
 from .sizes import (
     Length,
     check_head_norms,
@@ -89,7 +96,7 @@ def resolve(
     if named - attentions.keys():  # not understood by its layers: heads must divide at least
         lengths.divided.extend(heads)
     check_lengths(lengths, tp_size)
-    _check_heads(matches.values(), attentions)
+    _check_heads(matches, attentions)
     matches = with_feature_sizes(model, with_cuts(matches, attentions, tp_size))
     check_ties(model, matches)
     if sequence_parallel:
@@ -99,8 +106,11 @@ def resolve(
     whole: list[nn.Module] = []
     if sequence_parallel:
         earlier = [module for module in model.modules() if isinstance(module, Region)]
-        whole = find_whole(model, [*regions, *earlier])
+        styled = [m.module for m in matches.values() if m.style == SEQUENCE_WHOLE]
+        whole = [*styled, *find_whole(model, [*regions, *earlier, *styled])]
         check_in_attention(matches.values(), regions, whole)
+        if plan is None:
+            matches = kept_whole_on_shares(matches, [*regions, *whole])
     return Resolved(matches, attributes, regions, whole)
 
 
@@ -117,11 +127,10 @@ def _match(
         _check_divided(found, divided)
         return found, set(), []
     known = find_own_plan(model, divided) or find_family(model)
-    if sequence_parallel and not known.shares_sequences:
+    if sequence_parallel and known.wants_whole:
         raise InvalidArgumentError(
-            f"{type(model).__name__} is of {known.name}, whose models make positions, masks or "
-            "their outputs of whole sequences outside of attention: do without sequence "
-            "parallelism, or pass a plan of your own that joins them (style 'sequence_join')"
+            f"{type(model).__name__} is of {known.name}, whose models {known.wants_whole}: no "
+            "rank can have a share of the tokens there; do without sequence parallelism"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     check_complete(modules, known)
@@ -130,6 +139,7 @@ def _match(
     left = [match for match in known.matches if match.module not in divided]
     if sequence_parallel:
         left = heads_that_gather(model, left)
+        left += layers_that_share(model, left)
         left += join_of(model, left)
     return left, {modules[name] for name in known.heads}, heads
 
@@ -215,11 +225,16 @@ def _check_mixins(matches: Iterable[Match]) -> None:
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")
 
 
-def _check_heads(matches: Iterable[Match], attentions: Mapping[nn.Module, Attention]) -> None:
+def _check_heads(matches: Matches, attentions: Mapping[nn.Module, Attention]) -> None:
     """Refuse to cut what is of heads if nothing tells how these are divided."""
-    for match in matches:
+    for match in matches.values():
+        if not match.becomes(HeadParameters):
+            continue
         attention = attentions.get(match.module)
-        if match.becomes(HeadParameters) and (attention is None or attention.query != _of(match)):
+        columns = [m.lengths for m in children_of(match.module, matches) if m.is_column]
+        if attention is None and columns and {*columns} == {match.lengths}:
+            continue  # an MLP, of whose features they are
+        if attention is None or _of(match) % attention.query:
             found = "none were understood" if attention is None else f"it has {attention.query}"
             raise InvalidArgumentError(
                 f"{match.place} cannot be sharded: its parameters are of {_of(match)} query heads, "

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from inspect import signature
 
 from torch import nn
 
@@ -10,6 +11,7 @@ from ....dist.errors import InvalidArgumentError
 from ..layers.heads import HeadParameters
 from ..regions.surround import cannot_surround
 from ..sharing.sequence import until_joined
+from ..sharing.sequence_layers import OF_TOKENS, WHOLE_IDS, inside_layers
 from ..sharing.shared_tail import TailShared
 from ..sharing.sum_grad import SumGradients
 from .plan import Match, look_up
@@ -34,6 +36,56 @@ def heads_that_gather(model: nn.Module, matches: Sequence[Match]) -> list[Match]
     ]
 
 
+def kept_whole_on_shares(
+    matches: Mapping[nn.Module, Match], within: Collection[nn.Module]
+) -> dict[nn.Module, Match]:
+    """Return the matches, of which layers that cut a whole input stay whole on shares of tokens.
+
+    Ranks would add up products of different tokens there.
+
+    Args:
+        matches: Module -> its match.
+        within: Modules inside of which sequences are whole.
+    """
+    inside = {inner for module in within for inner in module.modules()}
+    return {
+        module: look_up(m.name, module, m.pattern, "sequence")
+        if m.style == "row_split" and module not in inside
+        else m
+        for module, m in matches.items()
+    }
+
+
+def layers_that_share(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
+    """Return the layers to which shares are confined, where what is before them needs the whole.
+
+    That is a model of transformers whose layers are given something else of each token, or which
+    has other parts (of images, of sound) beside its layers.
+    """
+    get_decoder = getattr(model, "get_decoder", None)
+    decoder = get_decoder() if callable(get_decoder) else None
+    if any(m.style == "sequence_layer" for m in matches) or not isinstance(decoder, nn.Module):
+        return []
+    sharded = {m.module for m in matches if m.layer is not None}
+    lists = (m for m in decoder.children() if isinstance(m, nn.ModuleList))
+    found = [each for each in lists if sharded.intersection(each.modules())]
+    if len(found) != 1 or not _needs_whole(model, decoder, found[0]):
+        return []
+    names = {module: name for name, module in model.named_modules()}
+    return [look_up(names[m], m, names[m], "sequence_layer") for m in found[0]]
+
+
+def _needs_whole(model: nn.Module, decoder: nn.Module, layers: nn.ModuleList) -> bool:
+    given = {name for layer in layers for name in signature(layer.forward).parameters}
+    if given.intersection((*OF_TOKENS, *WHOLE_IDS)):
+        return True
+    base = getattr(model, "base_model", None)
+    if getattr(base, "config", None) is not getattr(decoder, "config", None):
+        return True  # of which the text is a part
+    outside = {*model.modules()} - {*layers.modules()}
+    return any(module._parameters and _cannot_share(module) for module in outside)
+
+
 def join_of(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
     """Return where sequences are joined for a head that is no layer which gathers them.
 
@@ -48,7 +100,8 @@ def join_of(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
     names = {module: name for name, module in model.named_modules()}
     behind = [match for match in matches if match.module not in {*base.modules()}]
     gathers = any(m.options.get("gather_output") for m in behind)
-    if gathers or any(m.style == "sequence_join" or m.module is base for m in matches):
+    ends = ("sequence_join", "sequence_layer")
+    if gathers or any(m.style in ends or m.module is base for m in matches):
         return []
     return [look_up(names[base], base, names[base], "sequence_join")]
 
@@ -75,7 +128,11 @@ def check_sequences(model: nn.Module, matches: Sequence[Match]) -> None:
             joins the shards, or a module has parameters whose gradients cannot be summed.
     """
     joins = [match for match in matches if match.style == "sequence_join"]
+    layers = [match for match in matches if match.style == "sequence_layer"]
     shared = until_joined(model, [match.module for match in joins])
+    if layers:
+        shared = inside_layers(model, [match.module for match in layers])
+        _check_layers(layers, joins)
     if len(joins) > 1:
         raise InvalidArgumentError(
             f"the plan joins sequences behind {', '.join(join.name for join in joins)}, and they "
@@ -101,6 +158,18 @@ def check_sequences(model: nn.Module, matches: Sequence[Match]) -> None:
                 f"sequence, and their gradients cannot be summed: {reason}; give its parameters "
                 "to the module that uses them, or do without sequence parallelism"
             )
+
+
+def _check_layers(layers: Sequence[Match], joins: Sequence[Match]) -> None:
+    """Refuse layers that are not of one list, of which the last one would not join."""
+    lists = {match.name.rpartition(".")[0] for match in layers}
+    others = [*sorted(lists)[1:], *(match.name for match in joins)]
+    if others:
+        raise InvalidArgumentError(
+            f"the plan shares sequences out in the layers of {sorted(lists)[0]} (style "
+            f"'sequence_layer'), and names {', '.join(others)} beside them: the last layer of one "
+            "list joins sequences; do without sequence parallelism"
+        )
 
 
 def _check_joined(join: Match, after: Collection[Match]) -> None:

@@ -12,7 +12,8 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ..cuts.cut import Cut, legal_sizes, share_cut
 from ..cuts.fused import fuse
-from .attention import Attention, has_heads, head_length_of, latent_heads, out_features
+from ..layers.heads import HeadParameters
+from .attention import SHARED_KEYS, Attention, has_heads, head_length_of, latent_heads, out_features
 from .plan import WHOLE_FEATURES, Divide, Match, Matches, children_of
 
 # A size that is divided over the ranks: where it is, and how long.
@@ -96,6 +97,8 @@ def with_cuts(matches: Matches, attentions: Attentions, tp_size: int) -> dict[nn
     result = dict(matches)
     for match in (m for m in matches.values() if m.layer is not None):
         cut = cuts.get(match.module) or fuse([share_cut(n, tp_size) for n in match.lengths])
+        if match.becomes(HeadParameters):  # of each head they may have several elements
+            cut = cut.times(match.lengths[0] // cut.whole)
         result[match.module] = replace(match, cut=cut)
         _check_replicas(result[match.module], cut)
     return result
@@ -217,8 +220,9 @@ def check_head_norms(
         if attention not in heads:
             continue
         head_dim = head_length_of(modules, attention, heads[attention])
+        shared = vars(modules[attention]).get(SHARED_KEYS)  # normed once for all heads
         for name, parameter in match.module.named_parameters():
-            if parameter.numel() != head_dim:
+            if parameter.numel() not in (head_dim, shared):
                 raise InvalidArgumentError(
                     f"'{match.name}.{name}' has {parameter.numel()} elements, but a head has "
                     f"{head_dim}: a norm over several heads does not divide over ranks; only one "

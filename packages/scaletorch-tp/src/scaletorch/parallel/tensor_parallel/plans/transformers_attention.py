@@ -9,13 +9,12 @@ from torch import nn
 from ....dist.errors import InvalidArgumentError
 from ..cuts.per_head import PerHead
 from ..sharing.shared_tail import SharedTail
-from .attention import latent_heads
+from .attention import SHARED_KEYS, latent_heads
 from .plan import Match, look_up
 
 PER_HEAD = "local_params"  # the style of a module of which single parameters have one
 SHARED_TAIL = "mla_kv_a_proj"
 
-_TAIL = "qk_rope_head_dim"  # the attention's, which says how long the shared keys are
 # What latent attention has beside projections that are cut: on every rank the same.
 _WHOLE = ("indexer", "q_a_layernorm", "kv_a_layernorm")
 
@@ -48,11 +47,11 @@ def shared_tail_of(name: str, modules: Mapping[str, nn.Module]) -> SharedTail:
         InvalidArgumentError: Its attention does not say.
     """
     parent = name.rpartition(".")[0]
-    features = vars(modules[parent]).get(_TAIL)
+    features = vars(modules[parent]).get(SHARED_KEYS)
     if not isinstance(features, int):
         raise InvalidArgumentError(
             f"the model's own plan (_tp_plan) gives '{name}' the style {SHARED_TAIL!r}, but "
-            f"'{parent}' has no {_TAIL}; pass a plan of your own"
+            f"'{parent}' has no {SHARED_KEYS}; pass a plan of your own"
         )
     return SharedTail(features)
 

@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 
 from ....dist.functional import copy
 from .overlap import Entrance
-from .region_inputs import Inputs
+from .region_inputs import Inputs, residuals_of
 from .sequence_shares import SequenceShares
 from .shape_errors import IN_REGION, shapes_explained
 from .surround import Surrounded, own_class
@@ -77,7 +77,7 @@ def enter(x: Tensor, group: ProcessGroup | None, sequence: SequenceShares | None
     """
     running = _running.get()
     if sequence is not None:  # a region gathers at its beginning, and sums there in backward
-        return sequence.enter(x) if running is None else x
+        return sequence.enter(x) if running is None else sequence.require_whole(x)
     return copy(x, group) if running is None else running.once(x, copy, group)
 
 
@@ -140,7 +140,8 @@ class Region(Surrounded):
             widths = {int(getattr(each, "in_features", 0)) for each in columns}
             gather = partial(_gather, running, self._sequence)
             # Widths tell the hidden states from a mask or from positions.
-            inputs = Inputs(own_class(self).__name__, widths, self._sequence)
+            residuals = residuals_of(own_class(self).forward, args)
+            inputs = Inputs(own_class(self).__name__, widths, self._sequence, residuals)
             args, kwargs = inputs.changed(gather, args, kwargs)
         token = _running.set(running)
         try:

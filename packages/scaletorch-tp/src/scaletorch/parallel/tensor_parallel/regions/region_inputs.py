@@ -6,7 +6,8 @@ told from one: a second sequence may be whole, or a share, of this length or ano
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from .uncompiled import uncompiled
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+_RESIDUAL = "residual"
 _WAY_OUT = "do without sequence parallelism"
 
 
@@ -31,11 +33,16 @@ class Inputs:
         name: What messages call the module.
         widths: Last dims that hidden states may have; none takes any.
         shares: How sequences are shared out.
+        residuals: Places or names of arguments that are added to what the module makes of its
+            hidden states: shares of the same sequence.
+        join_residuals: The module wants them whole, too.
     """
 
     name: str
     widths: Collection[int]
     shares: SequenceShares
+    residuals: Collection[int | str] = ()
+    join_residuals: bool = False
 
     @uncompiled
     def changed(
@@ -46,20 +53,27 @@ class Inputs:
         Raises:
             InvalidArgumentError: There are none, or a second sequence or a mask of shares.
         """
-        hidden = next((x for x in (*args, *kwargs.values()) if self._is_sequence(x)), None)
+        given: dict[int | str, Any] = dict(enumerate(args))
+        given.update(kwargs.items())
+        others = {key: x for key, x in given.items() if key not in self.residuals}
+        hidden = next((x for x in others.values() if self._is_sequence(x)), None)
         if hidden is None:
             raise InvalidArgumentError(self._without(args, kwargs))
         rows, shares = self.shares.in_rows(hidden, self.shares.own), self.shares
         length = (shares.length or 0) if rows else sum(shares.sizes(hidden))
-        for other in tensors_in((args, kwargs)):
+        for other in tensors_in([*others.values()]):
             if other is not hidden:
                 self._check(other, hidden, length)
         whole = change(hidden)
 
-        def replaced(value: Any) -> Any:
-            return whole if value is hidden else value
+        def replaced(key: int | str) -> Any:
+            value = given[key]
+            if key in self.residuals and isinstance(value, Tensor) and value is not hidden:
+                return change(value) if self.join_residuals else value
+            joins = value is hidden and (key not in self.residuals or self.join_residuals)
+            return whole if joins else value
 
-        return tuple(map(replaced, args)), {name: replaced(x) for name, x in kwargs.items()}
+        return tuple(map(replaced, range(len(args)))), {name: replaced(name) for name in kwargs}
 
     def _is_sequence(self, x: Any) -> bool:
         return (
@@ -98,3 +112,14 @@ class Inputs:
                 f"{tuple(other.shape)}, made for this rank's {own} of {whole} tokens; make it from "
                 f"the ids, which are whole, or {_WAY_OUT}"
             )
+
+
+def residuals_of(forward: Callable[..., Any], args: Sequence[Any]) -> tuple[int | str, ...]:
+    """Return where a module may be given a residual: by the name of its argument, or its place.
+
+    Args:
+        forward: The forward of the module's own class.
+        args: What it is given by place.
+    """
+    names = list(inspect.signature(forward).parameters)[1 : len(args) + 1]
+    return (_RESIDUAL, *(place for place, name in enumerate(names) if name == _RESIDUAL))

@@ -26,11 +26,14 @@ class SequenceShares:
         holder: Ranks of the tensor-parallel axis.
         length: Tokens of the whole sequence in the last forward; None takes shares for equal.
         batch: How many sequences there were; 0 if not known.
+        sharing: Whether hidden states are shares where the model's forward is; they are whole
+            before and behind layers that share them out.
     """
 
     holder: SharedGroup
     length: int | None = None
     batch: int = 0
+    sharing: bool = True
 
     @property
     def own(self) -> int | None:
@@ -76,6 +79,20 @@ class SequenceShares:
                 "input_ids or position_ids of the whole sequence"
             )
         return sizes
+
+    def require_whole(self, x: Tensor) -> Tensor:
+        """Return `x`, which a region has gathered.
+
+        Raises:
+            InvalidArgumentError: It is a share.
+        """
+        if self.length not in (None, self.own) and x.shape[DIM:-1] == (self.own,):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: a column-parallel layer was given this rank's {self.own} of "
+                f"{self.length} tokens, a tensor of shape {tuple(x.shape)}, in a module that sees "
+                "whole sequences; do without sequence parallelism"
+            )
+        return x
 
     @uncompiled
     def leave(self, x: Tensor) -> Tensor:

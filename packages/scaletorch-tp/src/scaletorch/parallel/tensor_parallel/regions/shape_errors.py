@@ -15,15 +15,15 @@ from .sequence_shares import SequenceShares
 from .uncompiled import around_compiled
 
 IN_MODEL = (
-    "outside of its attention and MLP modules hidden states are this rank's share of the tokens: "
-    "what the model's own code makes there of the whole length (masks, positions, a reshape, "
-    "another sequence) does not fit them. Make it inside of these modules, style the last module "
-    "before such code 'sequence_join', or do without sequence parallelism"
+    "makes something of the whole length (a mask, positions, a reshape, another sequence) outside "
+    "of its attention and MLP modules, where hidden states are this rank's share of the tokens",
+    "Make it inside of these modules, style the layers 'sequence_layer' or the last module before "
+    "such code 'sequence_join', or do without sequence parallelism",
 )
 IN_REGION = (
-    "this module sees the whole sequence, but what its row-parallel layer returns is this rank's "
-    "share of the tokens: add a residual, or go on with the whole, outside of it, or do without "
-    "sequence parallelism"
+    "sees the whole sequence, but what its row-parallel layer returns is this rank's share of the "
+    "tokens",
+    "Add a residual, or go on with the whole, outside of it, or do without sequence parallelism",
 )
 
 _OF_SHAPES = re.compile(
@@ -33,12 +33,12 @@ _OF_SHAPES = re.compile(
 
 @contextmanager
 @around_compiled
-def shapes_explained(where: str, why: str, shares: SequenceShares) -> Iterator[None]:
+def shapes_explained(where: str, why: tuple[str, str], shares: SequenceShares) -> Iterator[None]:
     """Add to an error of torch about shapes what sequence parallelism has to do with it.
 
     Args:
         where: What the body runs.
-        why: `IN_MODEL` or `IN_REGION`.
+        why: `IN_MODEL` or `IN_REGION`: what it does, and the way out.
         shares: How sequences are shared out.
 
     Raises:
@@ -51,6 +51,6 @@ def shapes_explained(where: str, why: str, shares: SequenceShares) -> Iterator[N
             raise
         tokens = "" if shares.own is None else f" ({shares.own} of {shares.length})"
         raise InvalidArgumentError(
-            f"{describe_rank()}: {where}.forward failed with {str(error).splitlines()[0]!r}; with "
-            f"sequence parallelism{tokens} {why}"
+            f"{describe_rank()}: with sequence parallelism {where} {why[0]}{tokens}. {why[1]}. "
+            f"It failed with {str(error).splitlines()[0]!r}"
         ) from error

@@ -77,8 +77,16 @@ def _along(x: Tensor, kwargs: Mapping[str, Any], args: Sequence[Any], own: int) 
     return hidden and any(type(each) is int and each % 3 == 1 for each in dims)
 
 
+def _shifts(x: Tensor, kwargs: Mapping[str, Any], args: Sequence[Any], own: int) -> bool:
+    """Return whether tokens of hidden states are moved along the sequence, or some added."""
+    pad = args[0] if args else kwargs.get("pad", ())
+    moved = isinstance(pad, tuple | list) and len(pad) > 3 and any(pad[2:4])
+    return moved and x.ndim == 3 and x.shape[1] == own and x.is_floating_point()
+
+
 _MIXING: dict[Any, Seen] = {
     F.scaled_dot_product_attention: _attends,
+    F.pad: _shifts,
     **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _scores),
     **dict.fromkeys((F.conv1d, torch.conv1d), _convolves),
     **dict.fromkeys((F.avg_pool1d, F.max_pool1d, F.adaptive_avg_pool1d), _pools),

@@ -9,9 +9,9 @@ summed. Source: https://arxiv.org/abs/2205.05198.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -30,13 +30,18 @@ from ..regions.region import Region, region_runs
 from ..regions.sequence_shares import SequenceShares
 from ..regions.shape_errors import IN_MODEL, shapes_explained
 from ..regions.surround import SharedGroup, Surrounded, own_class, surround
-from ..regions.uncompiled import around_compiled, compiles, uncompiled
+from ..regions.uncompiled import around_compiled, compiles
+from .between_layers import guard_outside
+from .joining import JoinSequence
 from .mixing import RefuseMixing
 from .positions import WholePositions
-from .sum_grad import SumGradients
-from .whole_sequence import WholeSequence, mask_configs, whole_masks
+from .sequence_layers import SequenceLayer, inside_layers, layers_of, prepare
+from .sum_grad import SumGradients, SumInside
+from .whole_sequence import WholeSequence, mask_configs, whole_masks, whole_runs
 
 M = TypeVar("M", bound=nn.Module)
+
+_WORKING = (TensorParallelLayer, Region, WholeSequence)  # on something else than a share
 
 
 class SequenceRoot(Surrounded):
@@ -45,6 +50,7 @@ class SequenceRoot(Surrounded):
     _sequence: SequenceShares | None = None  # a slice of an nn.Sequential has none
     _configs: Sequence[Any] = ()  # of models of transformers
     _mixing_checked: bool = False
+    _layered: bool = False  # sequences are whole before and behind the layers
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -55,7 +61,8 @@ class SequenceRoot(Surrounded):
         ids = _find_ids(args, kwargs)
         self._sequence.length = None if ids is None else ids.shape[-1]
         self._sequence.batch = 0 if ids is None else ids.shape[0]
-        if ids is not None and _lacks_positions(self, args, kwargs):
+        self._sequence.sharing = not self._layered
+        if ids is not None and not self._layered and _lacks_positions(self, args, kwargs):
             # Left to count its tokens, it would count those of its share.
             kwargs["position_ids"] = torch.arange(ids.shape[-1], device=ids.device)[None]
         with ExitStack() as stack:
@@ -63,15 +70,20 @@ class SequenceRoot(Surrounded):
                 shapes_explained(own_class(self).__name__, IN_MODEL, self._sequence)
             )
             stack.enter_context(whole_masks(self._configs, self._sequence))
-            if self.training:
+            if self.training and not self._layered:  # else layers do
                 stack.enter_context(sharded_random(self._tp_group.group))
             # A single token cannot be told from a dim of size 1, and compiled code calls no modes.
             own = self._sequence.own or 1
             if own > 1 and not self._mixing_checked and not compiles():
-                stack.enter_context(RefuseMixing(own, region_runs))
+                stack.enter_context(RefuseMixing(own, self._sees_whole))
             result = super().forward(*args, **kwargs)
         vars(self)["_mixing_checked"] = self._mixing_checked or own > 1
         return result
+
+    def _sees_whole(self) -> bool:
+        """Return whether what runs has whole sequences."""
+        shares = self._sequence
+        return region_runs() or whole_runs() or not (shares and shares.sharing)
 
 
 class SplitSequence(Surrounded):
@@ -92,30 +104,6 @@ class SplitSequence(Surrounded):
         return self._sequence.split(out)
 
 
-class JoinSequence(Surrounded):
-    """A module after which sequences are whole, as the model's own code there takes them to be."""
-
-    _sequence: SequenceShares | None = None  # without sequence parallelism they are whole already
-
-    @around_compiled
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward, and join the ranks' shares."""
-        out = super().forward(*args, **kwargs)
-        return out if self._sequence is None else _joined(out, self._sequence)
-
-
-@uncompiled
-def _joined(out: Any, shares: SequenceShares) -> Any:
-    """Return what a module returned, with its hidden states joined: the first tensor in it."""
-    if isinstance(out, Tensor):
-        return shares.join(out)
-    if isinstance(out, dict):  # an output of transformers
-        name = next(name for name, value in out.items() if isinstance(value, Tensor))
-        out[name] = shares.join(out[name])
-        return out
-    return type(out)((shares.join(out[0]), *out[1:]))
-
-
 def share_sequences(
     model: M,
     group: ProcessGroup | None,
@@ -128,36 +116,88 @@ def share_sequences(
     all other parameters' gradients are summed, except those of `replicated` modules and of those
     that another strategy has divided. Modules that are `whole` become `WholeSequence`. What is
     inside of these, and what is registered after a `JoinSequence`, stays as it is, since it works
-    on whole sequences.
+    on whole sequences. Where a plan names layers as `SequenceLayer`, what is outside of these does.
     """
     shares = SequenceShares(SharedGroup(group))
-    summed = [module for module in model.modules() if isinstance(module, SumGradients)]
     joins = [module for module in model.modules() if isinstance(module, JoinSequence)]
-    as_it_is = {inner for module in whole for inner in module.modules()}
-    divided = divided_modules(model)
-    for module in until_joined(model, joins):
-        # The order of these cases counts: what is whole shields all that it contains, and a
-        # sharded layer or a region reduces for itself, where others need their gradients summed.
-        if module in whole:
-            vars(surround(module, WholeSequence, group))["_sequence"] = shares
-        elif module in as_it_is:
+    kept = _kept(model, replicated, whole)
+    layers = layers_of(model)
+    for module in inside_layers(model, layers) if layers else until_joined(model, joins):
+        if module in kept.as_it_is:
             continue
-        elif isinstance(module, TensorParallelLayer) and not isinstance(module, HeadParameters):
-            vars(module)["sequence"] = shares
-        elif isinstance(module, Region):
-            vars(module)["_sequence"] = shares
-        elif module in divided:
-            continue
-        elif isinstance(module, nn.Embedding):
-            vars(surround(module, SplitSequence, group))["_sequence"] = shares
-        elif module._parameters and module not in (*replicated, *summed):
-            surround(module, SumGradients, group)
-        if isinstance(module, JoinSequence | WholePositions):
+        _share(module, shares, kept)
+        if isinstance(module, JoinSequence | SequenceLayer | WholePositions):
             vars(module)["_sequence"] = shares
     vars(surround(model, SequenceRoot, group)).update(
-        _sequence=shares, _configs=mask_configs(model)
+        _sequence=shares, _configs=[] if layers else mask_configs(model), _layered=bool(layers)
     )
+    if layers:
+        prepare(layers)
+        guard_outside(model, layers, shares)
+    else:
+        _sum_inside(model, group)
     return model
+
+
+class _Kept(NamedTuple):
+    """Modules that are not as all others where sequences are shared out.
+
+    Attributes:
+        whole: They see whole sequences.
+        as_it_is: They are inside of these, or of tables.
+        summed: Gradients of their own parameters are summed already, or whole.
+        divided: Another strategy has divided them.
+    """
+
+    whole: Collection[nn.Module]
+    as_it_is: Collection[nn.Module]
+    summed: Collection[nn.Module]
+    divided: Collection[nn.Module]
+
+
+def _kept(model: nn.Module, replicated: Sequence[nn.Module], whole: Sequence[nn.Module]) -> _Kept:
+    inside = {inner for module in whole for inner in module.modules()} - {*whole}
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    inside |= {inner for table in tables for inner in [*table.modules()][1:]}  # norms of rows
+    summed = [module for module in model.modules() if isinstance(module, SumGradients)]
+    return _Kept({*whole}, inside, {*replicated, *summed}, {*divided_modules(model)})
+
+
+def _share(module: nn.Module, shares: SequenceShares, kept: _Kept) -> None:
+    """Let a module work on shares of sequences."""
+    # The order of these cases counts: what is whole shields all that it contains, and a
+    # sharded layer or a region reduces for itself, where others need their gradients summed.
+    group, own = shares.holder.group, module._parameters and module not in kept.summed
+    if module in kept.whole:
+        vars(surround(module, WholeSequence, group))["_sequence"] = shares
+    elif isinstance(module, TensorParallelLayer) and not isinstance(module, HeadParameters):
+        vars(module)["sequence"] = shares
+    elif isinstance(module, Region):
+        vars(module)["_sequence"] = shares
+        if own and not isinstance(module, HeadParameters):
+            surround(module, SumGradients, group)  # used on whole inputs, a part or a share
+    elif module in kept.divided:
+        return
+    elif isinstance(module, nn.Embedding | WholePositions):
+        vars(surround(module, SplitSequence, group))["_sequence"] = shares
+    elif own:
+        surround(module, SumGradients, group)
+
+
+def _sum_inside(model: nn.Module, group: ProcessGroup | None) -> None:
+    """Have the outermost modules sum gradients that contain nothing but modules that sum theirs."""
+    done: set[nn.Module] = set()
+    for module in model.modules():
+        inner = [*module.modules()][1:]
+        owners = [each for each in inner if each._parameters]
+        if module in done or not owners or type(module).forward is nn.Module.forward:
+            continue
+        if all(isinstance(each, SumGradients) for each in owners):
+            if module._parameters and not isinstance(module, SumGradients):
+                continue
+            if not any(isinstance(each, _WORKING) for each in (module, *inner)):
+                surround(module, SumInside, group)
+                done |= {*inner}
 
 
 def sequence_share(model: nn.Module, length: int) -> int:
@@ -177,8 +217,8 @@ def sequence_share(model: nn.Module, length: int) -> int:
 
 def joins_sequences(model: nn.Module) -> bool:
     """Return whether a sequence-parallel model works on whole sequences behind its blocks."""
-    modules = (module for module in model.modules() if isinstance(module, JoinSequence))
-    return any(module._sequence is not None for module in modules)
+    ends = (m for m in model.modules() if isinstance(m, JoinSequence))
+    return any(module._sequence is not None for module in ends)
 
 
 def until_joined(model: nn.Module, joins: Sequence[nn.Module]) -> list[nn.Module]:

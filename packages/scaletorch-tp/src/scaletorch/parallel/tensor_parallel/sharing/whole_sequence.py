@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from typing import Any
 
@@ -18,12 +19,21 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..regions.overlap import DIM
 from ..regions.random import common_random, refused_again
-from ..regions.region_inputs import Inputs
+from ..regions.region_inputs import Inputs, residuals_of
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import Surrounded, own_class
 from ..regions.uncompiled import around_compiled, gather, uncompiled
 
 _LIBRARY = "transformers.masking_utils"
+
+
+# Whether the forward of a `WholeSequence` runs.
+_runs: ContextVar[bool] = ContextVar("_runs", default=False)
+
+
+def whole_runs() -> bool:
+    """Return whether the forward of a module that sees whole sequences is running."""
+    return _runs.get()
 
 
 class WholeSequence(Surrounded):
@@ -46,9 +56,15 @@ class WholeSequence(Surrounded):
             lengths.append(sum(sizes))
             return gather(x, DIM, shares.holder.group, sizes=sizes)
 
-        args, kwargs = Inputs(name, (), shares).changed(whole, args, kwargs)
-        with refused_again(name), common_random():  # every rank draws the same
-            out = super().forward(*args, **kwargs)
+        residuals = residuals_of(own_class(self).forward, args)
+        inputs = Inputs(name, (), shares, residuals, join_residuals=True)
+        args, kwargs = inputs.changed(whole, args, kwargs)
+        token = _runs.set(True)
+        try:
+            with refused_again(name), common_random():  # every rank draws the same
+                out = super().forward(*args, **kwargs)
+        finally:
+            _runs.reset(token)
         own, found = _shared(out, lengths[0], shares)
         if not found:
             raise InvalidArgumentError(

@@ -1,0 +1,228 @@
+"""Tensors that modules of later stages are given beside hidden states: they travel with these.
+
+Such are the embedding's output, a condition that is embedded once for all layers, a skip.
+A stage runs the model's whole forward, so it meets the calls of modules that it does not have with
+what it has computed for them. Which of that was made with its own modules, and is nowhere else, the
+first forward of a kind finds; later ones look at the same arguments.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ....dist.building import map_tensors, tensors_in
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from .stand_ins import OF_FORM_ALONE, StandIn
+
+_HIDDEN, _TENSORS, _PLACES = "hidden states", "beside them", "for"
+_CARRIED = "carried"
+_MANY = 4096  # kinds of forwards that are remembered at most
+
+
+class Place(NamedTuple):
+    """An argument of a call.
+
+    Attributes:
+        module: The module's number among those of all stages.
+        call: Which of its calls in a forward.
+        tensor: Which of the tensors in its arguments.
+    """
+
+    module: int
+    call: int
+    tensor: int
+
+
+class Beside:
+    """What one forward of a stage is given beside hidden states, and passes on beside them.
+
+    Args:
+        names: The modules of all stages, in order.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._numbers = {name: number for number, name in enumerate(names)}
+        self._known: dict[Hashable, set[Place]] = {}  # by the kind of forward
+        self._kind: Hashable = None
+        self.examined = False
+        self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self._received: dict[Place, Tensor] = {}
+        self._leaving: dict[Place, tuple[Tensor, int]] = {}
+        self._calls: Counter[str] = Counter()
+
+    def start(self, kind: Hashable, own: Iterable[str], given: Any, *, examined: bool) -> Any:
+        """Begin a forward.
+
+        Args:
+            kind: Which arguments it looks at depends on it.
+            own: The stage's modules.
+            given: What the stage before has passed on.
+            examined: Whether it is the first of its kind.
+
+        Returns:
+            The hidden states in what was given.
+        """
+        self.reset()
+        self._kind, self.examined = kind, examined
+        if examined:
+            if len(self._known) > _MANY:
+                self._known.clear()
+            self._known[kind] = set()
+        given, self._received = _opened(given)
+        numbers = {self._numbers[name] for name in own}
+        self._leaving = {
+            place: (tensor, version_of(tensor))
+            for place, tensor in self._received.items()
+            if place.module not in numbers
+        }
+        return given
+
+    def reset(self) -> None:
+        """Forget the forward that was running."""
+        self._received, self._leaving = {}, {}
+        self._calls.clear()
+        self.made = WeakTensorKeyDictionary()
+
+    def note(self, value: Any) -> None:
+        """Note tensors that this stage's modules have made."""
+        if self.examined:
+            for tensor in tensors_in(value):
+                self.made[tensor] = True
+
+    def offer(self, name: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Keep what a module of a later stage is given, if that stage lacks it."""
+        module, call = self._next(name)
+        known = self._known.get(self._kind, set())
+        tensors = [*tensors_in((args, kwargs))] if self.examined or known else []
+        for index, tensor in enumerate(tensors):
+            place = Place(module, call, index)
+            if isinstance(tensor, StandIn):
+                continue
+            if self.examined and tensor in self.made:
+                known.add(place)
+            if place in known:
+                self._leaving[place] = tensor, version_of(tensor)
+
+    def take(self, name: str, given: Any) -> Any:
+        """Return what a module of this stage is given, with what has travelled for it."""
+        module, call = self._next(name)
+        if not self._received:
+            return given
+        places = iter(range(1_000_000))
+
+        def taken(tensor: Tensor) -> Tensor:
+            found = self._received.get(Place(module, call, next(places)))
+            if found is None or not isinstance(tensor, StandIn):
+                return tensor
+            tensor.carried = found  # for when its layer is recomputed
+            return found
+
+        return map_tensors(taken, given)
+
+    def leave(self, hidden: Any) -> Any:
+        """Return what a stage passes on: hidden states, and what travels with them.
+
+        Raises:
+            InvalidArgumentError: It was written to since a module was given it.
+        """
+        if not self._leaving:
+            return hidden
+        if any(version_of(tensor) != version for tensor, version in self._leaving.values()):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's forward changes, in place, a tensor that modules "
+                "of later stages are given, after one was given it; let it make a new one"
+            )
+        stacks: dict[Hashable, list[Tensor]] = {}
+        places = []
+        for place, (tensor, _) in self._leaving.items():
+            form = tuple(tensor.shape), tensor.dtype, tensor.requires_grad
+            alike = stacks.setdefault(form, [])
+            at = next((i for i, other in enumerate(alike) if other is tensor), len(alike))
+            if at == len(alike):
+                alike.append(tensor)
+            places.append((*place, list(stacks).index(form), at))
+        text = " ".join(".".join(map(str, each)) for each in places)
+        tensors = [torch.stack(alike) for alike in stacks.values()]
+        return {_HIDDEN: hidden, _TENSORS: tensors, _PLACES: text}
+
+    def require_seen(self, model: nn.Module) -> None:
+        """Check that what is to travel will be seen in later forwards too.
+
+        Raises:
+            InvalidArgumentError: The model is compiled as a whole, so that it will not.
+        """
+        if self._leaving and model._compiled_call_impl is not None:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's forward gives modules of later stages tensors "
+                "beside hidden states (a skip connection, the embedding's output, a condition), "
+                "and is compiled as a whole, so that they are not seen: compile its layers one by "
+                "one"
+            )
+
+    def tensors(self) -> list[Tensor]:
+        """Return the tensors that travel."""
+        return [tensor for tensor, _ in self._leaving.values()]
+
+    def _next(self, name: str) -> tuple[int, int]:
+        self._calls[name] += 1
+        return self._numbers[name], self._calls[name]
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return a number that changes when a tensor is changed in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def again(value: Any) -> Any:
+    """Return what a module was given, for when it is recomputed in the backward."""
+    return map_tensors(lambda tensor: getattr(tensor, _CARRIED, tensor), value)
+
+
+def _opened(given: Any) -> tuple[Any, dict[Place, Tensor]]:
+    """Return hidden states, and what has travelled with them."""
+    if type(given) is not dict or set(given) != {_HIDDEN, _TENSORS, _PLACES}:
+        return given, {}
+    found = {}
+    for each in given[_PLACES].split():
+        *place, stack, at = map(int, each.split("."))
+        found[Place(*place)] = given[_TENSORS][stack][at]
+    return given[_HIDDEN], found
+
+
+class Following(TorchFunctionMode):
+    """While it is on, what is computed from tensors that are noted is noted too.
+
+    Args:
+        passage: The forward that runs.
+    """
+
+    def __init__(self, passage: Any) -> None:
+        super().__init__()
+        self._passage = passage
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Make the call, and note what it makes."""
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        name, made = getattr(func, "__name__", ""), self._passage.beside.made
+        if self._passage.inside or name in OF_FORM_ALONE or not made:
+            return result
+        if any(tensor in made for tensor in tensors_in((args, kwargs))):
+            self._passage.beside.note(result)
+            if name == "__setitem__":
+                self._passage.beside.note(args[0])
+        return result

@@ -1,0 +1,176 @@
+"""Layers between whose first and last one sequences are shared out, and nowhere else.
+
+What a model computes before its layers (masks, positions, biases of attention, embeddings of each
+layer, images) and behind them it computes of whole sequences then, as in one process.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from ..regions.overlap import DIM
+from ..regions.random import sharded_random
+from ..regions.sequence_shares import SequenceShares
+from ..regions.surround import Surrounded, own_class
+from ..regions.uncompiled import around_compiled, uncompiled
+from .joining import joined
+from .sum_grad import SumGradients, all_summed
+
+# What layers are given of each token beside hidden states, by the names of their arguments.
+OF_TOKENS = ("input_ids", "per_layer_input", "per_layer_inputs")
+WHOLE_IDS = ("ple_input_ids",)  # ids of which a token's neighbours count
+
+
+class SequenceLayer(Surrounded):
+    """A layer that works on its rank's share of whole sequences.
+
+    The first one of a list takes that of what it is given, and the last one joins what it returns;
+    between them hidden states travel as shares.
+    """
+
+    _sequence: SequenceShares | None = None  # without sequence parallelism nothing is shared out
+    _first: bool = False
+    _last: bool = False
+    _summed: Sequence[SumGradients] = ()  # modules inside that work on shares
+
+    @around_compiled
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer's own forward on shares."""
+        shares = self._sequence
+        if shares is None:
+            return super().forward(*args, **kwargs)
+        args, kwargs = _shared_out(self, shares, args, kwargs)
+        with ExitStack() as stack:
+            # Parts of a layer that are called by other names than forward read parameters, too.
+            stack.enter_context(all_summed(self._summed))
+            if self.training:
+                stack.enter_context(sharded_random(self._tp_group.group))
+            out = super().forward(*args, **kwargs)
+        return _joined(out, shares) if self._last else out
+
+
+@uncompiled
+def _joined(out: Any, shares: SequenceShares) -> Any:
+    shares.sharing = False
+    if not isinstance(out, Tensor):
+        return joined(out, shares)
+    rows = _rows(out, shares)
+    return joined(out, shares) if rows is out else shares.join(rows).unflatten(-1, out.shape[DIM:])
+
+
+def _rows(x: Tensor, shares: SequenceShares) -> Tensor:
+    """Return hidden states [..., L, H]; of several streams, [B, L, S, H], they are [B, L, S * H].
+
+    Raises:
+        InvalidArgumentError: It cannot be told from the shape which of both they are.
+    """
+    lengths = (shares.length, shares.own)
+    if x.ndim != 4 or x.shape[1] not in lengths:
+        return x
+    if x.shape[DIM] in lengths:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: of hidden states {tuple(x.shape)} two dims are as long as the "
+            f"sequence of {shares.length} tokens or a rank's share of it, {shares.own}, so it is "
+            "not known which one is to be shared out; take another length or batch size, or do "
+            "without sequence parallelism"
+        )
+    return x.flatten(DIM)
+
+
+@uncompiled
+def _shared_out(
+    layer: SequenceLayer, shares: SequenceShares, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a layer with this rank's share of what is of each token."""
+    name, again = own_class(layer).__name__, torch._C._current_graph_task_id() != -1
+    given = (*args, *kwargs.values())
+    hidden = next((x for x in given if _is_hidden(x)), None)
+    if hidden is None:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: with sequence parallelism {name} must be called with hidden "
+            "states [..., L, H], a floating tensor; do without sequence parallelism"
+        )
+    begins = layer._first and not shares.sharing and not again
+    if begins:
+        streams = hidden.ndim > 3 and hidden.shape[1] == shares.length != hidden.shape[DIM]
+        shares.length = hidden.shape[1 if streams else DIM]
+        shares.batch = hidden.shape[0] if hidden.ndim == 3 else shares.batch
+    rows = _rows(hidden, shares)
+    whole = begins or (again and rows.shape[DIM] == shares.length)
+    if not again:
+        shares.sharing = True
+    shared = shares.split(rows) if whole else rows
+    shares.sizes(shared)  # refuses what is no share
+    own = shared if rows is hidden else shared.unflatten(-1, hidden.shape[DIM:])
+    names = _names(layer, args)
+
+    def share(key: str, x: Any) -> Any:
+        if x is hidden:
+            return own
+        if not isinstance(x, Tensor):
+            return x
+        if key in OF_TOKENS:
+            return _of_tokens(x, shares)
+        _require_none(name, key, x, hidden, shares)
+        return x
+
+    changed = tuple(share(key, x) for key, x in zip(names, args, strict=True))
+    return changed, {key: share(key, x) for key, x in kwargs.items()}
+
+
+def _is_hidden(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.is_floating_point() and x.ndim > 2
+
+
+def _names(layer: nn.Module, args: Sequence[Any]) -> list[str]:
+    """Return what the layer calls its arguments that are given by their place."""
+    own = list(inspect.signature(own_class(layer).forward).parameters)[1:]
+    return [own[place] if place < len(own) else "" for place in range(len(args))]
+
+
+def _of_tokens(x: Tensor, shares: SequenceShares) -> Tensor:
+    """Return this rank's share of ids [..., L] or of what was made of them, [..., L, H]."""
+    if x.is_floating_point():
+        return shares.split(x) if x.shape[DIM] == shares.length else x
+    if x.shape[-1] != shares.length:
+        return x
+    sizes = shares.sizes_of(x.shape[-1])
+    return x.narrow(-1, sum(sizes[: shares.rank]), sizes[shares.rank])
+
+
+def _require_none(name: str, key: str, x: Tensor, hidden: Tensor, shares: SequenceShares) -> None:
+    """Refuse what might be a second sequence: it would stay whole."""
+    whole = (*hidden.shape[:DIM], shares.length)
+    if x.requires_grad and x.ndim == hidden.ndim and x.shape[:-1] == whole:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {name} was called with '{key}' of shape {tuple(x.shape)} beside "
+            "its hidden states; with sequence parallelism it cannot be known whether it is of each "
+            "token, of which a rank has its share, or whole; do without sequence parallelism"
+        )
+
+
+def layers_of(model: nn.Module) -> list[SequenceLayer]:
+    """Return the layers of a model that are named so, in its order."""
+    return [module for module in model.modules() if isinstance(module, SequenceLayer)]
+
+
+def inside_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Module]:
+    """Return the modules of a model that are layers or inside of one, in its order."""
+    inside = {inner for layer in layers for inner in layer.modules()}
+    return [module for module in model.modules() if module in inside]
+
+
+def prepare(layers: Sequence[SequenceLayer]) -> None:
+    """Let the first layer share sequences out and the last one join them; all know what to sum."""
+    for layer in layers:
+        summed = tuple(module for module in layer.modules() if isinstance(module, SumGradients))
+        first, last = layer is layers[0], layer is layers[-1]
+        vars(layer).update(_first=first, _last=last, _summed=summed)

@@ -1,0 +1,309 @@
+"""Layers that share sequences out: before and behind them a model computes on whole ones."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.tensor_parallel import (
+    apply_tensor_parallel,
+    explain,
+    gather_tensors,
+)
+
+WIDTH, WORDS = 12, 20
+PLAN = {
+    "words": "vocab",
+    "layers.*.mlp.up": "column",
+    "layers.*.mlp.down": "row",
+    "layers.*": "sequence_layer",
+    "head": "column_gather",
+}
+
+
+class Mlp(nn.Module):
+    """Adds a residual that it is given, and scales what comes of its row-parallel layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 24), nn.Linear(24, WIDTH)
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, x, residual):
+        return self.down(F.gelu(self.up(x))) * self.scale + residual
+
+
+class Attention(nn.Module):
+    """Is given a bias that was made of the whole length, and its residual."""
+
+    def __init__(self):
+        super().__init__()
+        self.q, self.o = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, residual, bias):
+        scores = self.q(x) @ x.transpose(1, 2) + bias
+        return self.o(scores.softmax(-1) @ x) + residual
+
+
+class Router(nn.Module):
+    """Reads the weight of a layer that it does not call."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, bias=False)
+
+    def forward(self, x):
+        return F.linear(x, self.layer.weight).tanh()
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.gate = nn.LayerNorm(WIDTH), Router()
+        self.attention, self.mlp = Attention(), Mlp()
+        self.other = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.streams = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x, bias, per_layer_input, input_ids=None):
+        x = self.attention(self.norm(x), x, bias=bias)
+        if input_ids is not None:
+            x = x + input_ids[..., None] * self.streams
+        x = x + self.gate(x) * per_layer_input
+        return self.mlp(F.linear(x, self.other.weight), x), None
+
+
+class Model(nn.Module):
+    """Makes a bias of positions and an input of each layer of whole sequences."""
+
+    def __init__(self, layer=Layer):
+        super().__init__()
+        self.words, self.dropout = nn.Embedding(WORDS, WIDTH), nn.Dropout(0.0)
+        self.inputs = nn.Linear(WIDTH, 2 * WIDTH)
+        self.layers = nn.ModuleList(layer() for _ in range(2))
+        self.between, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+
+    def run(self, layer, *args, **kwargs):
+        return layer(*args, **kwargs)[0]
+
+    def forward(self, ids):
+        x = self.dropout(self.words(ids))
+        length = x.shape[1]
+        places = torch.arange(length, dtype=x.dtype)
+        bias = -(places[:, None] - places).abs()
+        bias = bias.masked_fill(places > places[:, None], -torch.inf)
+        inputs = self.inputs(x).view(*x.shape[:2], 2, WIDTH)
+        x = self.between(x)
+        for at, layer in enumerate(self.layers):
+            x = self.run(layer, x, bias, inputs[:, :, at], input_ids=ids)
+            x = self.between(x)
+        return self.head(x.view(ids.shape[0], length, WIDTH))
+
+
+def made(kind=Model, *args):
+    torch.manual_seed(0)
+    return kind(*args).double()
+
+
+def ids(length=8):
+    return torch.randint(WORDS, (3, length), generator=torch.Generator().manual_seed(length))
+
+
+def divided(one, plan=PLAN):
+    return apply_tensor_parallel(copy.deepcopy(one), plan, dist.group.WORLD, sequence_parallel=True)
+
+
+def compare(one, many, length):
+    """Loss, logits and every gradient are the plain model's."""
+    for model in (one, many):
+        model.zero_grad()
+        model(ids(length)).square().mean().backward()
+    with torch.no_grad():
+        torch.testing.assert_close(many(ids(length)), one(ids(length)), rtol=0, atol=1e-12)
+    gradients = gather_tensors(many, {n: p.grad for n, p in many.named_parameters()})
+    for name, parameter in one.named_parameters():
+        difference = (gradients[name] - parameter.grad).abs().max()
+        assert difference < 1e-12, (name, difference)
+
+
+def trained():
+    one = made()
+    many = divided(one)
+    lengths = []
+    many.layers[0].norm.register_forward_hook(lambda _m, _i, y: lengths.append(y.shape[1]))
+    for length in (8, 7):
+        compare(one, many, length)
+    many.run = lambda layer, *args, **kw: checkpoint(layer, *args, use_reentrant=False, **kw)[0]
+    compare(one, many, 8)
+    return lengths[:1]
+
+
+def test_what_is_before_and_between_layers_is_as_in_one_process():
+    assert run_ranks(trained, 2) == [[4], [4]]
+    assert run_ranks(trained, 3) == [[3], [3], [2]]
+
+
+def drawn():
+    many = divided(made())
+    many.dropout.p = 0.5
+    inside = []
+    many.layers[1].norm.register_forward_hook(lambda _m, _i, y: inside.append(torch.rand(1).item()))
+    torch.manual_seed(3)
+    many(ids()).square().mean().backward()
+    return many.inputs.weight.grad.tolist(), inside[0], torch.rand(1).item()
+
+
+def test_ranks_draw_alike_before_the_layers_and_each_for_itself_inside():
+    (gradient, one, after), (same, other, again) = run_ranks(drawn, 2)
+    assert gradient == same  # of what dropped the same tokens
+    assert one != other
+    assert after == again
+
+
+def test_what_is_sent_is_told():
+    with torch.device("meta"):
+        told = explain(Model(), 2, PLAN, sequence_parallel=True).communications
+    found = {(c.module, c.operation, c.phase) for c in told if c.module in ("words", "layers.1")}
+    found |= {(c.module, c.operation, c.phase) for c in told if c.module == "layers.0"}
+    assert ("words", "all_reduce", "forward") in found
+    assert ("layers.0", "all_gather", "backward") in found
+    assert ("layers.1", "all_gather", "forward") in found
+    assert ("layers.0", "all_gather", "forward") not in found
+
+
+class Streams(Model):
+    """Hidden states are of several streams, [B, L, streams, H]."""
+
+    def __init__(self):
+        super().__init__(StreamLayer)
+
+    def forward(self, ids):
+        x = self.words(ids).unsqueeze(2).repeat(1, 1, 2, 1)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x.sum(2))
+
+
+class StreamLayer(Layer):
+    def forward(self, x):
+        y = self.norm(x[:, :, 0])
+        return x + self.mlp(y, y).unsqueeze(2) * self.streams
+
+
+STREAMS = {**PLAN, "layers.*.attention": "replicate", "layers.*.gate": "replicate"}
+
+
+def streams():
+    one = made(Streams)
+    many = divided(one)
+    used = [name for name, _ in one.named_parameters()]
+    for model in (one, many):
+        model(ids()).square().mean().backward()
+    named = {n: p.grad for n, p in many.named_parameters() if p.grad is not None}
+    gradients, compared = gather_tensors(many, named), 0
+    for name in used:
+        plain = one.get_parameter(name).grad
+        if plain is not None:
+            assert (gradients[name] - plain).abs().max() < 1e-12, name
+            compared += 1
+    with pytest.raises(InvalidArgumentError, match="two dims are as long as the sequence"):
+        many(ids(2))
+    return compared
+
+
+def test_streams_of_hidden_states():
+    assert run_ranks(streams, 2) == [19, 19]
+
+
+class Twice(Model):
+    def forward(self, ids):
+        x = self.layers[0](self.words(ids))
+        return self.head(self.layers[1](self.head(x)[..., :WIDTH]))
+
+
+class Second(Model):
+    def forward(self, ids):
+        x = memory = self.words(ids)
+        for layer in self.layers:
+            x = layer(x, memory * 2)
+        return self.head(x)
+
+
+class Moved(Model):
+    def forward(self, ids):
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(F.pad(x, (0, 0, 1, -1)))
+        return self.head(x)
+
+
+class Plain(Layer):
+    def forward(self, x, memory=None):
+        return self.mlp(self.norm(x) if memory is None else self.norm(x) + memory, x)
+
+
+class Crossed(Mlp):
+    def forward(self, x, residual):
+        return self.down(F.gelu(self.up(residual)[:, : x.shape[1]] + self.up(x)))
+
+
+class CrossedLayer(Plain):
+    def __init__(self):
+        super().__init__()
+        self.mlp = Crossed()
+
+
+class Read(Model):
+    """Uses a parameter of its own between its layers."""
+
+    def __init__(self):
+        super().__init__(Plain)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, ids):
+        x = self.layers[0](self.words(ids))
+        return self.head(self.layers[1](x * self.scale))
+
+
+def refused():
+    cases = [
+        ((Twice, Plain), "ColumnParallelLinear is outside of the layers .* called between them"),
+        ((Second, Plain), "Plain was called with 'memory' of shape .* it cannot be known"),
+        ((Moved, Plain), "pad of a tensor of shape .* would mix this rank's 4 tokens"),
+        ((Plains, CrossedLayer), "column-parallel layer was given this rank's 4 of 8 tokens"),
+        ((Read,), "Read uses scale outside of the modules that have them"),
+    ]
+    for made_of, text in cases:
+        with pytest.raises(InvalidArgumentError, match=text):
+            divided(made(*made_of))(ids()).sum().backward()
+
+
+class Plains(Model):
+    def forward(self, ids):
+        x = self.words(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+def test_what_would_be_wrong_between_layers_is_refused():
+    run_ranks(refused, 2)
+
+
+@pytest.mark.parametrize(
+    ("extra", "text"),
+    [
+        ({"between": "sequence_join"}, "names between beside them"),
+        ({"others.*": "sequence_layer"}, "in the layers of layers .*, and names others beside"),
+    ],
+)
+def test_plans_that_cannot_be(extra, text):
+    model = made()
+    model.others = nn.ModuleList([Layer()])
+    with pytest.raises(InvalidArgumentError, match=text):
+        explain(model, 2, PLAN | extra, sequence_parallel=True)

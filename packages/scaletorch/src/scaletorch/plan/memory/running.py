@@ -1,0 +1,164 @@
+"""Bytes on a rank while micro-batches are under way: what is kept of one, and what running needs.
+
+All of it goes by kinds of blocks. What a kind keeps is worked out once for a cut, and what a chunk
+keeps once for all ranks and schedules that have one like it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from operator import add
+from typing import NamedTuple
+
+from ..holding import Holdings
+from ..holding.live import SPLIT
+from ..layout import Layout
+
+
+class Sizes(NamedTuple):
+    """Bytes of a micro-batch in blocks, by kinds.
+
+    Attributes:
+        kept: What autograd keeps of one: its input, if layers run again; nothing, if the host does.
+        shared: What all of a chunk keep together, once.
+        handed: What one hands on. One more, 0, is at its end: kind -1 of `Content` is none.
+        halves: What the first half of a backward leaves of one for the second.
+        under: What one keeps below those behind it while these run.
+        forward: What one needs above that while it runs forward.
+        backward: The same backward, in one or in the first half of it.
+        left: `halves`, not rounded.
+        chunks: `kept` and what a chunk needs, by the runs of its blocks.
+    """
+
+    kept: list[int]
+    shared: list[int]
+    handed: list[int]
+    halves: list[int]
+    under: list[float]
+    forward: list[float]
+    backward: tuple[list[float], list[float]]
+    left: list[float]
+    chunks: dict[object, tuple[int, int]]
+
+
+class Running(NamedTuple):
+    """Bytes of a rank of the pipeline.
+
+    Attributes:
+        kept: Of a micro-batch until its backward, by chunk; then of halves of one, by chunk.
+        passed: Of messages that the pipeline keeps of a micro-batch until its backward, by chunk.
+        working: Of the block that needs the most while an action runs, above what all keep; by the
+            action's kind and chunk.
+        sent: Of a message to the next stage, by chunk.
+        received: Of a message from the stage before, by chunk.
+    """
+
+    kept: tuple[int, ...]
+    passed: tuple[int, ...]
+    working: dict[tuple[str, int], int]
+    sent: tuple[int, ...]
+    received: tuple[int, ...]
+
+
+def running(known: Holdings, layout: Layout) -> dict[int, Running]:
+    """Return what ranks need for micro-batches, by their numbers.
+
+    What a chunk has sent on is kept; what it has received is kept by its first layer, if that is
+    not offloaded.
+    """
+    key = layout.cut, layout.recompute, layout.micro_rows, layout.schedule in SPLIT
+    found: dict[int, Running] = known.running.setdefault(key, {})
+    for number in known.numbers(layout):
+        if number not in found:
+            found[number] = _running(known, layout, number)
+    return found
+
+
+def _running(known: Holdings, layout: Layout, number: int) -> Running:
+    sizes, content, all_runs = sizes_of(known, layout), known.content(number), known.runs(number)
+    kept, needed = zip(*[_chunk(sizes, runs, split=False) for runs in all_runs], strict=True)
+    working = {("B", chunk): size for chunk, size in enumerate(needed)}
+    if layout.schedule in SPLIT:
+        kept += tuple(sum(sizes.halves[kind] * times for kind, times in runs) for runs in all_runs)
+        for chunk, runs in enumerate(all_runs):
+            working["I", chunk] = _chunk(sizes, runs, split=True)[1]
+            working["W", chunk] = known.latest(layout, number)[chunk]
+    sent = tuple([sizes.handed[kind] for kind in content.left])
+    received = tuple([sizes.handed[kind] for kind in content.entered])
+    passed = tuple(map(add, sent, received)) if layout.recompute == "offload" else sent
+    return Running(kept, passed, working, sent, received)
+
+
+def sizes_of(known: Holdings, layout: Layout) -> Sizes:
+    """Return what kinds of blocks keep and need in a layout."""
+    key = layout.cut, layout.recompute, layout.micro_rows
+    found: Sizes | None = known.sizes.get(key)
+    if found is None:
+        found = known.sizes[key] = _sizes(known, layout)
+    return found
+
+
+def _sizes(known: Holdings, layout: Layout) -> Sizes:
+    rows, offloaded = layout.micro_rows, layout.recompute == "offload"
+    found = Sizes([], [], [], [], [], [], ([], []), [], {})
+    for kind, own in enumerate(known.description.behaviours(layout.cut)):
+        under, again = own.kept.at(rows), 0.0
+        if kind in known.layers and layout.recompute == "full":
+            under, again = own.entered.at(rows), under  # all of it is there while it runs again
+        elif kind in known.layers and offloaded:
+            under = 0.0
+        found.kept.append(round(under))
+        found.shared.append(0 if offloaded else round(own.shared.at(rows)))
+        found.handed.append(round(own.handed.at(rows)))
+        found.halves.append(round(own.left.at(rows)))
+        found.under.append(under)
+        found.forward.append(own.forward_peak.at(rows))
+        found.backward[0].append(own.backward_peak.at(rows) + again)
+        found.backward[1].append(own.parted_peak.at(rows) + again)
+        found.left.append(own.left.at(rows))
+    found.handed.append(0)
+    return found
+
+
+def _chunk(sizes: Sizes, runs: Sequence[tuple[int, int]], *, split: bool) -> tuple[int, int]:
+    """Return what autograd keeps of a micro-batch in a chunk, and what it needs above that to run.
+
+    While a block runs, those behind it keep nothing yet, or no more: but for what the first half of
+    a backward leaves.
+    """
+    found = sizes.chunks.get((runs, split))
+    if found is None:
+        behind = sum(sizes.left[kind] * times for kind, times in runs) * split
+        kept, under, most = 0, 0.0, 0.0
+        for kind, times in runs:
+            kept += sizes.kept[kind] * times
+            leaves, backward = sizes.left[kind] * split, sizes.backward[split][kind]
+            behind -= leaves * times
+            # Of equal blocks the last has the most before it, and the first the most behind it.
+            first = under + sizes.under[kind] + leaves * (times - 1) + behind + backward
+            under += sizes.under[kind] * times
+            most = max(most, first, under + behind + backward, under + sizes.forward[kind])
+        kept += max(sizes.shared[kind] for kind, _ in runs)
+        found = sizes.chunks[runs, split] = kept, round(max(most - under, 0))
+    return found
+
+
+def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterator[tuple[str, int]]:
+    """Yield what autograd keeps of a micro-batch in a chunk, by kinds of blocks."""
+    sizes = sizes_of(known, layout)
+    kinds = Counter[int]()
+    for kind, times in known.runs(number)[chunk]:
+        kinds[kind] += times
+    for kind, times in kinds.items():
+        again = kind in known.layers and layout.recompute == "full"
+        named = f"{times} x {known.name(kind)}"
+        yield f"inputs of {named}" if again else named, sizes.kept[kind] * times
+    yield "shared", max(sizes.shared[kind] for kind in kinds)
+
+
+def left_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterator[tuple[str, int]]:
+    """Yield what the first half of a backward of a chunk leaves for the second, by kinds."""
+    sizes = sizes_of(known, layout)
+    for kind, times in known.runs(number)[chunk]:
+        yield f"halves of {times} x {known.name(kind)}", sizes.halves[kind] * times
