@@ -6,7 +6,7 @@ until then: so a rank keeps whole micro-batches, and halves of some.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from functools import lru_cache
 from typing import NamedTuple
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
-from operator import add, mul
+from operator import add, ge
 from typing import NamedTuple
 
 from ..holding import Holdings
 from ..holding.live import Live, enough, halved, most_live
 from ..holding.under_way import UnderWay, followed, under_way
 from ..layout import Layout
-from .running import Running
+from .running import Action
 
 Counts = tuple[int, ...]  # by chunk
 Pipeline = tuple[str, int, int, int, int]
@@ -23,14 +23,13 @@ class Moment(NamedTuple):
     Attributes:
         action: Its kind and chunk.
         kept: Whole micro-batches by chunk, and halves behind them if there are any.
-        sent: Messages under way of the size of what a chunk sends on, by chunk.
-        received: Those of the size of what it receives.
+        counts: The same; then by chunk messages of the size of what it sends on, under way or kept
+            until their backward; then those of the size of what it receives. As `Running.sizes`.
     """
 
-    action: tuple[str, int]
+    action: Action
     kept: Counts
-    sent: Counts
-    received: Counts
+    counts: Counts
 
 
 class Busy(NamedTuple):
@@ -47,22 +46,16 @@ class Busy(NamedTuple):
     moments: tuple[Moment, ...]
 
 
-class Held(NamedTuple):
-    """Bytes at a moment.
+class Ranks(NamedTuple):
+    """The ranks of a pipeline.
 
     Attributes:
-        kept: By autograd, and by halves of backwards.
-        working: While the action runs.
-        passed: Of messages that are kept until their backward.
-        messages: Of others.
-        moment: That.
+        each: Unlike ones.
+        places: For each rank its place in `each`.
     """
 
-    kept: int
-    working: int
-    passed: int
-    messages: int
-    moment: Moment
+    each: tuple[Busy, ...]
+    places: tuple[int, ...]
 
 
 def pipeline_of(layout: Layout) -> Pipeline:
@@ -73,19 +66,19 @@ def pipeline_of(layout: Layout) -> Pipeline:
     return schedule, pp, chunks, enough(schedule, pp, count, chunks), followed(layout)
 
 
-def busy(known: Holdings, layout: Layout) -> tuple[Busy, ...]:
+def busy(known: Holdings, layout: Layout) -> Ranks:
     """Return the ranks of a layout's pipeline."""
     key = pipeline_of(layout)
-    found: tuple[Busy, ...] | None = known.busy.get(key)
+    found: Ranks | None = known.busy.get(key)
     if found is None:
         schedule, pp, chunks, count, _ = key
         each = zip(
             known.numbers(layout), halved(schedule, pp, layout.micro_batches),
             most_live(schedule, pp, count, chunks), under_way(layout), strict=True,
         )  # fmt: skip
-        found = known.busy[key] = tuple(
-            Busy(number, halves, tuple(_moments(live, ways))) for number, halves, live, ways in each
-        )
+        ranks = [Busy(number, half, tuple(_moments(*own))) for number, half, *own in each]
+        place = {own: at for at, own in enumerate(dict.fromkeys(ranks))}
+        found = known.busy[key] = Ranks(tuple(place), tuple([place[own] for own in ranks]))
     return found
 
 
@@ -93,29 +86,33 @@ def _moments(live: Live, ways: Sequence[UnderWay]) -> Iterator[Moment]:
     """Yield all moments with messages before them, or before any if that is not followed so far."""
     for kind, chunk, moments in live:
         own = [each for each in ways if (each.kind, each.chunk) == (kind, chunk)] or ways
+        found = {}
         for kept, each in product(moments, own):
-            sent = tuple(map(add, each.forward, each.returning))
-            received = tuple(map(add, each.backward, each.entering))
-            yield Moment((kind, chunk), kept, sent, received)
+            sent = map(add, each.forward, each.returning)
+            received = map(add, each.backward, each.entering)
+            found[(*kept, *map(add, kept, sent), *received)] = kept
+        for counts in outer(found):
+            yield Moment((kind, chunk), found[counts], counts)
 
 
-def held_at(own: Running, moment: Moment, *, early: bool) -> Held:
-    """Return the bytes at a moment; `early` is that of the description."""
-    messages = max(own.sent) + max(own.received)
-    if early:
-        messages = _bytes(moment.sent, own.sent) + _bytes(moment.received, own.received)
-    kept, passed = _bytes(moment.kept, own.kept), _bytes(moment.kept, own.passed)
-    return Held(kept, own.working[moment.action], passed, messages, moment)
+def outer(counts: Iterable[Counts]) -> list[Counts]:
+    """Return those that may have the most bytes, whatever the sizes of all are.
+
+    Others have no more of anything than another one, or than a mean of two others.
+    """
+    found: list[Counts] = []
+    for each in sorted(counts, reverse=True):
+        while len(found) > 1 and _between(found[-2], found[-1], each):
+            found.pop()
+        if not any(all(map(ge, more, each)) for more in found):
+            found.append(each)
+    return found
 
 
-def _bytes(counts: Counts, sizes: Sequence[int]) -> int:
-    return sum(map(mul, counts, sizes))  # no halves are passed
-
-
-def fullest_moment(known: Holdings, own: Running, place: Busy) -> Held:
-    """Return the bytes of micro-batches under way when they are the most."""
-    early = known.description.early
-    return max(
-        (held_at(own, moment, early=early) for moment in place.moments),
-        key=lambda each: sum(each[:4]),
+def _between(first: Counts, middle: Counts, last: Counts) -> bool:
+    """Return whether a mean of the outer ones has as much of all as the one in the middle."""
+    whole, part = first[0] - last[0], middle[0] - last[0]
+    return whole > 0 and all(
+        whole * b <= part * a + (whole - part) * c
+        for a, b, c in zip(first, middle, last, strict=True)
     )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from operator import mul
 from typing import NamedTuple
 
 from ..description import Description
 from ..holding import Holdings, Optimizer
 from ..layout import Layout
-from .busy import busy, fullest_moment
-from .ranks import memory
+from .busy import busy
+from .ranks import fullest_moment, memory
 from .running import kept_of, left_of, running
 from .state import state
 
@@ -57,7 +58,8 @@ def lines(
 
 def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     number = known.numbers(layout)[rank]
-    place = busy(known, layout)[rank]
+    ranks = busy(known, layout)
+    place = ranks.each[ranks.places[rank]]
     held = state(known, layout, number, halves=place.halves)
     count = len(known.parameters(layout, number))
     blocks = known.content(number).blocks
@@ -65,12 +67,14 @@ def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     yield Line("gradients", f"zero {layout.zero}", held.gradients)
     yield Line("optimizer", known.optimizer.name, held.optimizer)
     own = running(known, layout)[number]
-    most = fullest_moment(known, own, place)
-    yield from _kept(known, layout, number, most.moment.kept)
-    yield Line("working", "the block that needs the most while it runs", most.working)
+    total, (action, now, _) = fullest_moment(own, place.moments)
+    kept, passed = sum(map(mul, now, own.kept)), sum(map(mul, now, own.passed))
+    working = own.working[action]
+    yield from _kept(known, layout, number, now)
+    yield Line("working", "the block that needs the most while it runs", working)
     yield Line("buffers", "gradients on their way", held.buffers)
-    yield Line("buffers", "messages between stages", most.messages)
-    yield Line("buffers", "what was sent on, until its backward", most.passed)
+    yield Line("buffers", "messages between stages", total - kept - passed - working)
+    yield Line("buffers", "what was sent on, until its backward", passed)
 
 
 def _kept(known: Holdings, layout: Layout, number: int, now: Sequence[int]) -> Iterator[Line]:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import mul
 
 from ..description import Description
 from ..estimate import Memory
 from ..holding import Holdings, Optimizer
 from ..layout import Layout
-from .busy import Busy, busy, fullest_moment
-from .running import running
+from .busy import Busy, Moment, busy
+from .running import Running, running
 from .state import state
 
 
@@ -35,16 +36,24 @@ def memory(
         InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
     """
     known = holdings or Holdings(description, optimizer)
-    ran = running(known, layout)
-    found: dict[Busy, Memory] = {}
-    places = busy(known, layout)
-    for place in places:
-        if place not in found:
-            own = fullest_moment(known, ran[place.number], place)
-            has = state(known, layout, place.number, halves=place.halves)
-            buffers = has.buffers + own.passed + own.messages
-            found[place] = Memory(*has[:3], own.kept, own.working, buffers)
-    return tuple([found[place] for place in places])
+    ran, ranks = running(known, layout), busy(known, layout)
+    found = [_memory(known, layout, ran[each.number], each) for each in ranks.each]
+    return tuple([found[place] for place in ranks.places])
+
+
+def _memory(known: Holdings, layout: Layout, own: Running, busy: Busy) -> Memory:
+    total, moment = fullest_moment(own, busy.moments)
+    has = state(known, layout, busy.number, halves=busy.halves)
+    kept, working = sum(map(mul, moment.kept, own.kept)), own.working[moment.action]
+    return Memory(*has[:3], kept, working, has.buffers + total - kept - working)
+
+
+def fullest_moment(own: Running, moments: Sequence[Moment]) -> tuple[int, Moment]:
+    """Return the most bytes of micro-batches under way, and when there are so many."""
+    sizes, working = own.sizes, own.working
+    each = [sum(map(mul, counts, sizes)) + working[action] for action, _, counts in moments]
+    most = max(each)
+    return most + own.always, moments[each.index(most)]
 
 
 def kept_by_autograd(description: Description, layout: Layout) -> tuple[int, ...]:
@@ -57,11 +66,9 @@ def kept_by_autograd(description: Description, layout: Layout) -> tuple[int, ...
         InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
     """
     known = Holdings(description)
-    ran = running(known, layout)
-    return tuple(
-        max(
-            sum(map(mul, moment.kept, ran[own.number].kept[: layout.chunks]))
-            for moment in own.moments
-        )
-        for own in busy(known, layout)
-    )
+    ran, ranks = running(known, layout), busy(known, layout)
+    found = [
+        max(sum(map(mul, m.kept, ran[each.number].kept[: layout.chunks])) for m in each.moments)
+        for each in ranks.each
+    ]
+    return tuple([found[place] for place in ranks.places])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from operator import add
+from operator import add, sub
 from typing import NamedTuple
 
 from ..holding import Holdings
@@ -42,6 +42,9 @@ class Sizes(NamedTuple):
     chunks: dict[object, tuple[int, int]]
 
 
+Action = tuple[str, int]  # kind and chunk
+
+
 class Running(NamedTuple):
     """Bytes of a rank of the pipeline.
 
@@ -50,15 +53,15 @@ class Running(NamedTuple):
         passed: Of messages that the pipeline keeps of a micro-batch until its backward, by chunk.
         working: Of the block that needs the most while an action runs, above what all keep; by the
             action's kind and chunk.
-        sent: Of a message to the next stage, by chunk.
-        received: Of a message from the stage before, by chunk.
+        sizes: Of what `Moment.counts` counts.
+        always: Of messages between stages that are there at any time, which are not counted.
     """
 
     kept: tuple[int, ...]
     passed: tuple[int, ...]
-    working: dict[tuple[str, int], int]
-    sent: tuple[int, ...]
-    received: tuple[int, ...]
+    working: dict[Action, int]
+    sizes: tuple[int, ...]
+    always: int
 
 
 def running(known: Holdings, layout: Layout) -> dict[int, Running]:
@@ -87,7 +90,28 @@ def _running(known: Holdings, layout: Layout, number: int) -> Running:
     sent = tuple([sizes.handed[kind] for kind in content.left])
     received = tuple([sizes.handed[kind] for kind in content.entered])
     passed = tuple(map(add, sent, received)) if layout.recompute == "offload" else sent
-    return Running(kept, passed, working, sent, received)
+    return Running(kept, passed, working, *_messages(known, kept, passed, sent, received))
+
+
+def _messages(
+    known: Holdings,
+    kept: tuple[int, ...],
+    passed: tuple[int, ...],
+    sent: tuple[int, ...],
+    received: tuple[int, ...],
+) -> tuple[tuple[int, ...], int]:
+    """Return `Running.sizes` and `always`.
+
+    Of messages that are kept until their backward, those that are counted as sent are no part of
+    what comes with a micro-batch.
+    """
+    early = known.description.early
+    counted = sent if early else (0,) * len(sent)
+    own = map(add, kept, map(sub, passed, counted))
+    whole = (*own, *kept[len(passed) :])
+    if early:
+        return (*whole, *sent, *received), 0
+    return (*whole, *counted, *counted), max(sent) + max(received)
 
 
 def sizes_of(known: Holdings, layout: Layout) -> Sizes:
