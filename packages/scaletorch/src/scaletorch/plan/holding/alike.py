@@ -20,7 +20,9 @@ def of(parameter: Parameter, at: int, others: int, apart: bool, chunk: int) -> H
 
 def chosen(alike: Alike, expert: bool) -> Alike:
     """Return those parameters that are of experts, or the others."""
-    own = ((tuple(p for p in held if p.expert is expert), *rest) for held, *rest in alike)
+    own = (
+        (tuple(p for p in held if p.expert is expert), times, layer) for held, times, layer in alike
+    )
     return tuple(each for each in own if each[0])
 
 

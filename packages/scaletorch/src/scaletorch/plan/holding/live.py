@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from functools import lru_cache
+from operator import ge
 from typing import NamedTuple
 
 from ...parallel.pipeline_parallel import SCHEDULES
@@ -160,6 +161,6 @@ def _maximal(moments: Collection[tuple[int, ...]]) -> Moments:
     """Leave out moments of which another one has as much of everything."""
     found: list[tuple[int, ...]] = []
     for each in sorted(moments, reverse=True):
-        if not any(all(a >= b for a, b in zip(more, each, strict=True)) for more in found):
+        if not any(all(map(ge, more, each)) for more in found):
             found.append(each)
     return tuple(found)

@@ -76,7 +76,7 @@ def busy(known: Holdings, layout: Layout) -> Ranks:
             known.numbers(layout), halved(schedule, pp, layout.micro_batches),
             most_live(schedule, pp, count, chunks), under_way(layout), strict=True,
         )  # fmt: skip
-        ranks = [Busy(number, half, tuple(_moments(*own))) for number, half, *own in each]
+        ranks = [Busy(n, half, tuple(_moments(live, ways))) for n, half, live, ways in each]
         place = {own: at for at, own in enumerate(dict.fromkeys(ranks))}
         found = known.busy[key] = Ranks(tuple(place), tuple([place[own] for own in ranks]))
     return found
