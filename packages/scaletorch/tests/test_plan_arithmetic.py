@@ -37,6 +37,7 @@ from scaletorch.plan.holding.buckets import Held, fill
 from scaletorch.plan.holding.live import backwards, most_live
 from scaletorch.plan.holding.stages import places, schedule_of, stages_of
 from scaletorch.plan.memory import memory, peak
+from scaletorch.plan.memory.busy import outer
 from scaletorch.plan.traffic import traffic
 
 SCHEDULES = [
@@ -339,6 +340,37 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied):
         assert traffic(description, layout, holdings=known) == traffic(description, layout)
         tried += 1
     assert tried == 9 * 3 * 3 * 4
+
+
+def test_moments_that_are_left_out_are_never_the_most():
+    random_ = random.Random(0)
+    left_out = 0
+    for _ in range(200):
+        counts = {tuple(random_.randint(0, 6) for _ in range(4)) for _ in range(12)}
+        kept = outer(counts)
+        assert {*kept} <= counts
+        left_out += len(counts) - len(kept)
+        for _ in range(20):
+            sizes = [random_.randint(0, 9) for _ in range(4)]
+            most, other = (max(sum(map(mul, n, sizes)) for n in own) for own in (counts, kept))
+            assert most == other
+    assert left_out > 0
+    assert outer({(4, 0), (3, 1), (2, 2), (0, 4)}) == [(4, 0), (0, 4)]
+
+
+def test_zero_3_has_no_pipeline():
+    options = Options(zero=(3,))
+    found = plan(sketch(), 64, cluster(8), options=options)
+    layouts = [each.layout for each in found.estimates]
+    assert any(layout.zero == 3 for layout in layouts)
+    assert all(layout.grid.pp == 1 or layout.zero == 0 for layout in layouts)
+    refused = [each for each in found.refused if "zero 3" in each.why and each.layout is None]
+    assert refused
+    assert all(each.grid.pp > 1 for each in refused)
+    both = plan(sketch(), 64, cluster(8), options=Options(zero=(3, 1)))
+    piped = [each.layout.zero for each in both.estimates if each.layout.grid.pp > 1]
+    assert piped
+    assert 3 not in piped
 
 
 def test_what_ep_does_not_divide_is_put_in_buckets_once(monkeypatch):
