@@ -23,7 +23,15 @@ from .whole_sequences import find_whole
 KNOWN = ("full_attention", "sliding_attention", "chunked_attention")
 # Models that give attention a mask or a bias of their own, which depends on tokens or on how far
 # apart they are, or that say of a tower's attention alone that it can be replaced.
-_ADDING = ("doge", "falcon", "git", "inkling2_loop_text", "inkling2_text", "inkling_text")
+_ADDING = (
+    "doge",
+    "falcon",
+    "git",
+    "inkling2_loop_text",
+    "inkling2_text",
+    "inkling_text",
+    "qwen4_exp_text",
+)
 
 
 def find_computed(model: nn.Module) -> dict[nn.Module, int]:

@@ -53,7 +53,7 @@ class Beside:
         self._known: dict[Hashable, set[Place]] = {}  # by the kind of forward
         self._kind: Hashable = None
         self.examined = False
-        self.made: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+        self.made: WeakTensorKeyDictionary | None = None  # while a forward is examined
         self._received: dict[Place, Tensor] = {}
         self._leaving: dict[Place, tuple[Tensor, int]] = {}
         self._calls: Counter[str] = Counter()
@@ -73,6 +73,7 @@ class Beside:
         self.reset()
         self._kind, self.examined = kind, examined
         if examined:
+            self.made = WeakTensorKeyDictionary()
             if len(self._known) > _MANY:
                 self._known.clear()
             self._known[kind] = set()
@@ -89,11 +90,11 @@ class Beside:
         """Forget the forward that was running."""
         self._received, self._leaving = {}, {}
         self._calls.clear()
-        self.made = WeakTensorKeyDictionary()
+        self.examined, self.made = False, None
 
     def note(self, value: Any) -> None:
         """Note tensors that this stage's modules have made."""
-        if self.examined:
+        if self.made is not None:
             for tensor in tensors_in(value):
                 self.made[tensor] = True
 
@@ -106,7 +107,7 @@ class Beside:
             place = Place(module, call, index)
             if isinstance(tensor, StandIn):
                 continue
-            if self.examined and tensor in self.made:
+            if self.made is not None and tensor in self.made:
                 known.add(place)
             if place in known:
                 self._leaving[place] = tensor, version_of(tensor)
