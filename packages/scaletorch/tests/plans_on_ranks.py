@@ -6,31 +6,49 @@ import argparse
 import os
 from itertools import islice
 
-from planned import differences, drawn, measured
+from planned import (
+    differences,
+    drawn,
+    drawn_sharded,
+    drawn_wide,
+    higher,
+    measured,
+    peaks,
+    sharded,
+    unlike,
+)
 
 from scaletorch.dist import launch
 
 SHARES = {2: 0.3, 4: 0.5, 8: 0.2}  # of the layouts, by ranks
+KINDS = {  # what is held and sent after a step, and what is held at most in one
+    "state": (drawn, measured, differences),
+    "peak": (drawn_wide, peaks, higher),
+    "zero 3": (drawn_sharded, sharded, unlike),
+}
 
 
 def main() -> int:
     """Run the command; 1 if a rank holds or sends something else."""
     parser = argparse.ArgumentParser("hatch run plans", description=__doc__)
-    parser.add_argument("--layouts", type=int, default=200, help="how many (200)")
+    parser.add_argument("--layouts", type=int, default=200, help="how many of each kind (200)")
+    parser.add_argument("--kind", choices=KINDS, help="one alone")
     parser.add_argument("--seed", type=int, default=0, help="of what is drawn (0)")
     given = parser.parse_args()
     # Ranks of one machine would not send gradients but read each other's memory.
     os.environ["SCALETORCH_SHARED_MEMORY"] = "0"
     wrong = total = 0
-    for ranks, share in SHARES.items():
-        cases = list(islice(drawn(given.seed, ranks), round(given.layouts * share)))
-        found = launch(measured, ranks, cases)
-        for index, case in enumerate(cases):
-            other = list(differences(case, [each[index] for each in found]))
-            wrong += bool(other)
-            print(*(other or [f"as planned: {case}"]), sep="\n", flush=True)
-        total += len(cases)
-    print(f"{total - wrong} of {total} layouts hold and send what is planned")
+    for kind in (given.kind,) if given.kind else KINDS:
+        draw, measure, compare = KINDS[kind]
+        for ranks, share in SHARES.items():
+            cases = list(islice(draw(given.seed, ranks), round(given.layouts * share)))
+            found = launch(measure, ranks, cases)
+            for index, case in enumerate(cases):
+                other = list(compare(case, [each[index] for each in found]))
+                wrong += bool(other)
+                print(*(other or [f"{kind} as planned: {case}"]), sep="\n", flush=True)
+            total += len(cases)
+    print(f"{total - wrong} of {total} layouts are as planned")
     return int(wrong > 0)
 
 

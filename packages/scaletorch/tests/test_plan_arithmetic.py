@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from dataclasses import replace
 from itertools import product
+from operator import mul
 
 import pytest
 
@@ -36,13 +37,14 @@ from scaletorch.plan.holding.buckets import Held, fill
 from scaletorch.plan.holding.live import backwards, most_live
 from scaletorch.plan.holding.stages import places, schedule_of, stages_of
 from scaletorch.plan.memory import memory, peak
+from scaletorch.plan.memory.busy import outer
 from scaletorch.plan.traffic import traffic
 
 SCHEDULES = [
     ("1f1b", 1), ("afab", 1), ("zb_h1", 1), ("looped_bfs", 3), ("interleaved_1f1b", 1),
     ("interleaved_1f1b", 2), ("interleaved_1f1b", 3), ("zb_v", 2), ("dualpipe_v", 2),
 ]  # fmt: skip
-KEPT = {"F": 1, "B": -1, "I": 0, "W": -1}
+CHANGES = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}  # micro-batches, halves
 
 
 def parameter(name, elements, tp):
@@ -95,23 +97,32 @@ def test_what_is_alive_is_what_the_checked_schedule_keeps(name, chunks):
             built = schedule_of(layout)
             live = most_live(name, ranks, micro_batches, chunks)
             assert stages_of(name, ranks, chunks) == built.stages
-            peaks = tuple(max(map(sum, each)) for each in live)
+            peaks = tuple(max(sum(now) for each in own for now in each.moments) for own in live)
             assert peaks == check(built).peak_live
-            weights = [random_.randint(1, 9) for _ in range(chunks)]
+            weights = [random_.randint(1, 9) for _ in range(2 * chunks)]
             for own, actions in zip(live, built.ranks, strict=True):
-                most = max(sum(a * b for a, b in zip(now, weights, strict=True)) for now in own)
-                assert most == heaviest(actions, weights)
+                found = {
+                    (each.kind, each.chunk): max(
+                        sum(map(mul, now, weights)) for now in each.moments
+                    )
+                    for each in own
+                }
+                assert found == heaviest(actions, weights)
             assert backwards(name, ranks, micro_batches, chunks) == tuple(
                 sum(action.kind != "F" for action in actions) for actions in built.ranks
             )
 
 
 def heaviest(actions, weights):
-    now = most = 0
-    for action in actions:
-        now += KEPT[action.kind] * weights[action.chunk]
-        most = max(most, now)
-    return most
+    """Return the most that is kept when actions of each kind and chunk are about to run."""
+    found = Counter()
+    now = 0
+    for kind, _, chunk in actions:
+        if kind != "F":
+            found[kind, chunk] = max(found[kind, chunk], now)
+        whole, half = CHANGES[kind]
+        now += whole * weights[chunk] + half * weights[chunk + len(weights) // 2]
+    return found
 
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
@@ -167,7 +178,10 @@ def test_zero_divides_what_it_says():
     assert (whole.parameters, whole.gradients) == (4 * elements, 4 * elements)
     assert whole.optimizer == 8 * elements + 4 * 19
     assert (first.parameters, first.gradients) == (4 * padded, 4 * padded + padded)
-    assert (second.gradients, third.parameters) == (padded, padded)
+    parts = 75 + 8 * (26 + 3) + 3 + 75  # of each parameter, of 4 ranks
+    assert (second.gradients, third.parameters) == (padded, 4 * parts)
+    assert third.optimizer == 8 * parts + 4 * 19
+    assert third.buffers == 4 * (300 + 12 + 300) + 3 * 4 * (104 + 12)  # the rest and a layer
     assert 8 * padded // 4 < first.optimizer < 8 * padded // 4 + 4 * 19
     assert first.activations == whole.activations == second.activations
     wide = memory(known, Layout(Grid(dp=4)), Optimizer(sum_item=8))[0]
@@ -193,7 +207,9 @@ def test_activations_are_those_of_micro_batches_under_way():
     layout = Layout(Grid(pp=2), micro_rows=3, micro_batches=8)
     layers, hand = 4 * (8 + 3000), 3 * 40
     first, last = memory(known, layout)
-    assert (first.buffers, last.buffers) == (hand + 2 * hand, hand)  # what was sent on, and moves
+    # Two kept until their backward, and six sent before, or five and a gradient more; and a
+    # gradient that is used, one to come. Six gradients sent, or five and a hidden state to come.
+    assert (first.buffers, last.buffers) == (10 * hand, 7 * hand)
     assert first.activations == 2 * (150 + layers + 5)
     assert last.activations == layers + 5 + 600
     assert (first.working, last.working) == (90, 300)
@@ -324,6 +340,37 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied):
         assert traffic(description, layout, holdings=known) == traffic(description, layout)
         tried += 1
     assert tried == 9 * 3 * 3 * 4
+
+
+def test_moments_that_are_left_out_are_never_the_most():
+    random_ = random.Random(0)
+    left_out = 0
+    for _ in range(200):
+        counts = {tuple(random_.randint(0, 6) for _ in range(4)) for _ in range(12)}
+        kept = outer(counts)
+        assert {*kept} <= counts
+        left_out += len(counts) - len(kept)
+        for _ in range(20):
+            sizes = [random_.randint(0, 9) for _ in range(4)]
+            most, other = (max(sum(map(mul, n, sizes)) for n in own) for own in (counts, kept))
+            assert most == other
+    assert left_out > 0
+    assert outer({(4, 0), (3, 1), (2, 2), (0, 4)}) == [(4, 0), (0, 4)]
+
+
+def test_zero_3_has_no_pipeline():
+    options = Options(zero=(3,))
+    found = plan(sketch(), 64, cluster(8), options=options)
+    layouts = [each.layout for each in found.estimates]
+    assert any(layout.zero == 3 for layout in layouts)
+    assert all(layout.grid.pp == 1 or layout.zero == 0 for layout in layouts)
+    refused = [each for each in found.refused if "zero 3" in each.why and each.layout is None]
+    assert refused
+    assert all(each.grid.pp > 1 for each in refused)
+    both = plan(sketch(), 64, cluster(8), options=Options(zero=(3, 1)))
+    piped = [each.layout.zero for each in both.estimates if each.layout.grid.pp > 1]
+    assert piped
+    assert 3 not in piped
 
 
 def test_what_ep_does_not_divide_is_put_in_buckets_once(monkeypatch):

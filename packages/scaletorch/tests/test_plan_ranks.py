@@ -3,9 +3,21 @@
 from itertools import islice
 
 import pytest
-from planned import differences, drawn, measured
+from planned import (
+    Case,
+    differences,
+    drawn,
+    drawn_sharded,
+    higher,
+    measured,
+    peaks,
+    sharded,
+    unlike,
+)
 
 from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.parallel.pg_manager import Grid
+from scaletorch.plan import Layout
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -25,3 +37,35 @@ def test_ranks_hold_and_send_what_is_planned(ranks, cases):
     found = run_ranks(measured, ranks, chosen, timeout=100)
     for case, *own in zip(chosen, *found, strict=True):
         assert not list(differences(case, own))
+
+
+PIPELINES = [
+    Layout(Grid(pp=4), recompute="full", schedule="zb_h1", micro_rows=4, micro_batches=8),
+    Layout(Grid(pp=4), schedule="interleaved_1f1b", chunks=2, micro_rows=4, micro_batches=8),
+    Layout(Grid(pp=4), schedule="zb_v", chunks=2, micro_rows=3, micro_batches=9),
+    Layout(Grid(pp=2, dp=2), recompute="full", micro_rows=4, micro_batches=6),
+]
+
+
+@pytest.mark.filterwarnings("ignore:Memory block of unknown size")
+def test_ranks_of_a_pipeline_keep_what_is_planned_and_hold_no_more():
+    cases = [Case("wide", 8, False, "float32", 64, layout) for layout in PIPELINES]
+    found = run_ranks(peaks, 4, cases, timeout=100)
+    for case, *own in zip(cases, *found, strict=True):
+        assert not list(higher(case, own))
+
+
+def test_halves_of_backwards_leave_shards_as_planned():
+    layouts = [
+        Layout(Grid(pp=2, cp=2), zero=2, schedule="zb_v", chunks=2, micro_batches=2),
+        Layout(Grid(pp=2, dp=2), zero=2, schedule="zb_h1", micro_batches=3),
+    ]
+    cases = [Case("llama", 4, True, "float32", 16, layout) for layout in layouts]
+    for case, *own in zip(cases, *run_ranks(measured, 4, cases, timeout=100), strict=True):
+        assert not list(differences(case, own))
+
+
+def test_fully_sharded_ranks_hold_and_gather_what_is_planned():
+    cases = list(islice(drawn_sharded(0, 4), 4))
+    for case, *own in zip(cases, *run_ranks(sharded, 4, cases, timeout=100), strict=True):
+        assert not list(unlike(case, own))

@@ -60,6 +60,28 @@ def drawn(seed: int, ranks: int) -> Iterator[Case]:
         yield Case(family, layers, tied, random_.choice(("float32", "float64")), 16, layout)
 
 
+def drawn_wide(seed: int, ranks: int) -> Iterator[Case]:
+    """Yield cases whose activations are most of what ranks hold, without an end; most in stages."""
+    random_ = random.Random(seed)
+    grids = [grid for grid in legal_layouts(ranks) if grid.tp < 4]
+    stages = [grid for grid in grids if grid.pp > 1]
+    while True:
+        grid = random_.choice((*stages, *stages, *grids))
+        schedule, chunks = random_.choice(SCHEDULES) if grid.pp > 1 else ("1f1b", 1)
+        if grid.pp * chunks > 8:
+            continue
+        layout = Layout(
+            grid,
+            sequence_parallel=grid.tp > 1 and random_.random() < 0.5,
+            recompute=random_.choice(("none", "full", "selective")),
+            schedule=schedule,
+            chunks=chunks,
+            micro_rows=random_.choice((2, 3, 4)),
+            micro_batches=random_.choice((1, 2, grid.pp + 1, 2 * grid.pp, 3 * grid.pp + 1)),
+        )
+        yield Case("wide", 8, False, "float32", 64, layout)
+
+
 def _with_experts(random_: random.Random, grid: Grid) -> Grid:
     try:
         return Grid(grid.tp, grid.cp, grid.pp, grid.dp, ep=random_.choice((1, 2, 4)))

@@ -11,6 +11,7 @@ from scaletorch.plan.describing import describe
 from .drawing import Case
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48}
+WIDE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176}
 
 
 def model_of(case: Case) -> Llama:
@@ -18,7 +19,8 @@ def model_of(case: Case) -> Llama:
     if case.family == "mixture":
         model: Llama = Mixture(MixtureConfig(**SIZES, num_layers=case.layers))
     else:
-        model = Llama(LlamaConfig(**SIZES, num_layers=case.layers, tie_embeddings=case.tied))
+        sizes = WIDE if case.family == "wide" else SIZES
+        model = Llama(LlamaConfig(**sizes, num_layers=case.layers, tie_embeddings=case.tied))
     return model.to(getattr(torch, case.dtype))
 
 

@@ -82,16 +82,30 @@ def measured(cases: list[Case]) -> list[tuple[list[int], Sends, Sends]]:
 
 
 def _measured(case: Case) -> tuple[list[int], Sends, Sends]:
+    return on_grid(case, _trained)
+
+
+def on_grid(case: Case, run):
+    """Return `run(case, manager)` on the grid of a case."""
     layout = case.layout
     sizes = {f"{axis}_size": getattr(layout.grid, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
     manager = setup_process_group_manager(**sizes)
     try:
-        return _trained(case, manager)
+        return run(case, manager)
     finally:
         destroy_process_group_manager()
 
 
 def _trained(case: Case, manager: ProcessGroupManager) -> tuple[list[int], Sends, Sends]:
+    model, optimizer = prepared(case, manager)
+    step(case, model, optimizer, manager)  # learns the order of buckets, the forms of messages
+    with Ledger(axes_of(manager)) as ledger:
+        step(case, model, optimizer, manager)
+    return held(model, optimizer), ledger.counts, ledger.bytes
+
+
+def prepared(case: Case, manager: ProcessGroupManager):
+    """Return the model of a case on the grid, and its optimizer."""
     layout = case.layout
     torch.manual_seed(0)
     model = parallelize(
@@ -104,23 +118,26 @@ def _trained(case: Case, manager: ProcessGroupManager) -> tuple[list[int], Sends
     optimizer = torch.optim.AdamW(model.parameters())
     if layout.zero:
         shard_optimizer(optimizer, model, stage=layout.zero)
-    _step(case, model, optimizer, manager)  # learns the order of buckets, the forms of messages
-    with Ledger(_axes(manager)) as ledger:
-        _step(case, model, optimizer, manager)
-    return _held(model, optimizer), ledger.counts, ledger.bytes
+    return model, optimizer
 
 
-def _step(case, model, optimizer, manager) -> None:
+def batch_of(case: Case, manager: ProcessGroupManager):
+    """Return this rank's micro-batches."""
     layout = case.layout
     rows = layout.micro_rows * layout.micro_batches * manager.dp_size
     tokens = torch.randint(64, (rows, case.length + 1), generator=torch.Generator().manual_seed(1))
     batch = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+    return shard_global_batch(batch, layout.micro_batches, manager)
+
+
+def step(case, model, optimizer, manager) -> None:
+    """Train a step."""
     optimizer.zero_grad()
-    train_step(model, shard_global_batch(batch, layout.micro_batches, manager), manager)
+    train_step(model, batch_of(case, manager), manager)
     optimizer.step()
 
 
-def _held(model, optimizer) -> list[int]:
+def held(model, optimizer) -> list[int]:
     shards = parameter_shards(model)
     gradients = [s.tensor.grad for s in shards] + [p.grad for p in model.parameters()]
     buckets = [b for each in model.bucket_managers for b in each.buckets]
@@ -134,7 +151,7 @@ def _held(model, optimizer) -> list[int]:
     ]
 
 
-def _axes(manager: ProcessGroupManager) -> dict[str, str]:
+def axes_of(manager: ProcessGroupManager) -> dict[str, str]:
     found: dict[str, str] = {}
     first: dict[tuple[int, ...], str] = {}
     for axis in AXES:

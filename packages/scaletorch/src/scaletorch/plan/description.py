@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from ..dist.errors import InvalidArgumentError
 
-VERSION = 1
+VERSION = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +39,7 @@ class Parameter:
         item: Bytes of an element.
         local: Elements on each tp rank.
         expert: Whether it belongs to experts, which are shared out over ep (`local` is by ep then).
+        late: Whether the second half of a backward makes its gradient, if it has halves.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Parameter:
     item: int
     local: tuple[int, ...]
     expert: bool = False
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,9 +104,12 @@ class Behaviour:
             parameters and without `shared`.
         shared: Bytes that all layers of a stage keep together, once: angles of positions, a mask.
             Of kinds that keep unlike ones, such as masks of two sorts, the larger counts.
+        left: Bytes that the first half of a backward leaves for the second: inputs of linear layers
+            and gradients of their outputs, each memory once.
         entered: Bytes of its input, which is all that is kept with `recompute`.
         forward_peak: Bytes above `kept` while forward runs.
         backward_peak: Bytes above `kept` while backward runs, without gradients of parameters.
+        parted_peak: The same while the first half of a backward runs, with what that has left.
         handed: Bytes of what it returns to the next block.
         sent: Its collectives.
         work: Its operations.
@@ -113,9 +118,11 @@ class Behaviour:
     parameters: tuple[Parameter, ...]
     kept: Affine = Affine()
     shared: Affine = Affine()
+    left: Affine = Affine()
     entered: Affine = Affine()
     forward_peak: Affine = Affine()
     backward_peak: Affine = Affine()
+    parted_peak: Affine = Affine()
     handed: Affine = Affine()
     sent: tuple[Sent, ...] = ()
     work: tuple[Work, ...] = ()
@@ -179,6 +186,8 @@ class Description:
         refused: Cuts that the model cannot have, and why.
         tied: Names of parameters, as "kind.parameter", that are one tensor.
         source: What it was made with: versions, or a paper.
+        early: Whether messages between stages begin early and are held as this library's runtime
+            does it; in another program there is one that has come, and one on its way.
     """
 
     name: str
@@ -189,6 +198,7 @@ class Description:
     refused: dict[Cut, str] = field(default_factory=dict)
     tied: tuple[tuple[str, ...], ...] = ()
     source: str = ""
+    early: bool = True
 
     def behaviours(self, cut: Cut) -> tuple[Behaviour, ...]:
         """Return how the kinds behave in a cut.
@@ -257,7 +267,10 @@ def read(path: Path) -> Description:
 
 
 def _behaviour(given: dict[str, Any]) -> Behaviour:
-    plain = {"kept", "shared", "entered", "forward_peak", "backward_peak", "handed"}
+    plain = {
+        "kept", "shared", "left", "entered", "forward_peak", "backward_peak", "parted_peak",
+        "handed",
+    }  # fmt: skip
     return Behaviour(
         tuple(Parameter(**{**each, "local": tuple(each["local"])}) for each in given["parameters"]),
         **{name: Affine(**given[name]) for name in plain},

@@ -21,7 +21,8 @@ class Memory:
         parameters: Its shards.
         gradients: Where they are summed.
         optimizer: The optimizer's state, and master weights if it keeps any.
-        activations: Kept for backward when the most are.
+        activations: Kept for backward when the rank holds the most, or by the first half of one for
+            the second.
         working: Above that while a block runs, forward or backward, whichever is more.
         buffers: Of communication: gradient buckets, messages.
     """

@@ -81,6 +81,7 @@ def legal(
         for grid in _grids(plain, experts or [1]):
             try:
                 _require_rows(grid, rows, chosen)
+                zero = _first_zero(grid, chosen)
                 schedules = _schedules(grid, layers, chosen)
                 cuts = list(_cuts(description, grid, chosen))
             except InvalidArgumentError as error:
@@ -90,7 +91,7 @@ def legal(
                 for micro_rows in chosen.micro_rows:
                     if rows % (grid.dp * micro_rows) == 0:
                         yield Layout(
-                            grid, shares, chosen.recompute[0], chosen.zero[0] * _shared(grid),
+                            grid, shares, chosen.recompute[0], zero,
                             schedule, chunks, method, micro_rows, rows // (grid.dp * micro_rows),
                         )  # fmt: skip
 
@@ -108,6 +109,8 @@ def ladder(
     zeros = options.zero if _shared(layout.grid) else (0,)
     for recompute, zero in _steps(len(options.recompute), len(zeros)):
         if any(a <= recompute and b <= zero for a, b in found):
+            continue
+        if zeros[zero] == 3 and layout.grid.pp > 1:
             continue
         own = replace(layout, recompute=options.recompute[recompute], zero=zeros[zero])
         yield (recompute, zero), own
@@ -128,6 +131,17 @@ def _grids(grid: Grid, experts: list[int]) -> Iterator[Grid]:
     for ep in experts:
         if ep == 1 or (grid.tp * grid.cp * grid.dp) % ep == 0:
             yield grid if ep == 1 else Grid(grid.tp, grid.cp, grid.pp, grid.dp, ep=ep)
+
+
+def _first_zero(grid: Grid, options: Options) -> int:
+    """Return the first of ZeRO's stages that a grid can have."""
+    if not _shared(grid):
+        return 0
+    if grid.pp > 1 and {*options.zero} == {3}:
+        raise InvalidArgumentError(
+            f"zero 3 is torch's fully_shard, which has no pipeline (pp {grid.pp}) here: try zero 2"
+        )
+    return next(zero for zero in options.zero if zero < 3 or grid.pp == 1)
 
 
 def _require_rows(grid: Grid, rows: int, options: Options) -> None:

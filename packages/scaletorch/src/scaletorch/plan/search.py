@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from ..dist.errors import InvalidArgumentError
@@ -91,7 +93,30 @@ def plan(
     Raises:
         InvalidArgumentError: No rows, or no ranks.
     """
-    chosen = options or Options()
+    with _uncollected():
+        return _plan(description, rows, cluster, options or Options(), optimizer, time)
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """Look for no cycles meanwhile: a search makes none, and very many objects that stay."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def _plan(
+    description: Description,
+    rows: int,
+    cluster: Cluster,
+    chosen: Options,
+    optimizer: Optimizer | None,
+    time: Timer | None,
+) -> Plan:
     known = Holdings(description, optimizer)
     estimates: list[tuple[float, int, Estimate]] = []
     refused: list[Refused] = []

@@ -182,7 +182,7 @@ def _summed(
     known: Holdings, axis: str, buckets: Buckets, layout: Layout, ranks: int, sums: int
 ) -> list[Traffic]:
     """Return the sums of gradients, and with ZeRO the fetching of updated parameters."""
-    fetched = 2 * layout.micro_batches if layout.zero == 3 else 1
+    fetched = layout.micro_batches if layout.zero == 3 else 0
     key = buckets, axis, ranks, sums, fetched
     found: list[Traffic] | None = known.sums.get(key)
     if found is None:
@@ -203,11 +203,12 @@ def _gradients(
             own, calls = whole * (ranks - 1) // ranks, sums * alike
             yield Traffic(axis, "reduce_scatter", calls, own * calls)
             gathered = bucket.padded(ranks) * bucket.item * (ranks - 1) // ranks
-            yield Traffic(axis, "all_gather", alike * fetched, gathered * alike * fetched)
+            times = alike * (fetched or 1) * (2 if bucket.gathered == "layer" else 1)
+            yield Traffic(axis, "all_gather", times, gathered * times)
         else:
             yield from _reduced(axis, ranks, whole, sums * alike)
         flags += len(bucket.sizes) * alike
-    if fetched == 1:
+    if not fetched:
         yield from _reduced(axis, ranks, flags * WORD, sums)
 
 

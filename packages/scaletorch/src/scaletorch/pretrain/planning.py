@@ -20,6 +20,7 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from ..plan import Estimate, Memory, Options, describe, plan, read_cluster, usual_cuts
 from ..plan.layout import CHUNKS
+from ..plan.memory import kept_by_autograd
 from ..plan.memory.measured import Kept, held
 from ..plan.timing import time as time_of
 from .checks import check_config
@@ -34,6 +35,8 @@ APART = 0.1  # of what was planned, from which on it is a warning
 
 def chosen(config: PretrainConfig) -> tuple[PretrainConfig, Estimate | None]:
     """Return the settings on the best layout for the cluster, if they name one; and its costs.
+
+    Of activations these are what autograd keeps at its most, which is what `AsPlanned` finds.
 
     Raises:
         InvalidArgumentError: A layout is given too, the file is no cluster, or no layout fits.
@@ -58,6 +61,8 @@ def chosen(config: PretrainConfig) -> tuple[PretrainConfig, Estimate | None]:
     )  # fmt: skip
     best = plan(description, config.batch_size, cluster, options=options, time=time_of).best()
     layout, grid = best.layout, best.layout.grid
+    kept = zip(best.memory, kept_by_autograd(description, layout), strict=True)
+    best = replace(best, memory=tuple(replace(m, activations=own) for m, own in kept))
     return replace(
         config, tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=grid.ep,
         zero=cast(Any, layout.zero), micro_batches=layout.micro_batches,

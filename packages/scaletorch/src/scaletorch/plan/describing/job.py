@@ -22,7 +22,7 @@ from .failing import own_code
 from .figures import behaviour
 from .hollow import Hollow
 from .observed import Observed
-from .watching import watch
+from .watching import put_off, watch
 from .world import pretended
 
 ROWS = (2, 3)  # what is affine in rows is known from two
@@ -96,6 +96,7 @@ class Job:
             others = {each.name: each.local_shapes for each in known.parameters}
         whole = dict(self.model.named_parameters(remove_duplicate=False))
         experts = expert_names(model)
+        late = {id(layer.weight) for layer in put_off(model)}
         found: dict[int, list[Parameter]] = {block.kind: [] for block in self.blocks}
         for name, tensor in model.named_parameters(remove_duplicate=False):
             block = block_of(name, self.blocks)
@@ -107,7 +108,7 @@ class Job:
             found[block.kind].append(
                 Parameter(
                     inner(name, block), whole[name].numel(), tensor.element_size(), local,
-                    name in experts,
+                    name in experts, id(tensor) in late,
                 )
             )  # fmt: skip
         return found

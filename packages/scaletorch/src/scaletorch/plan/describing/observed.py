@@ -20,6 +20,7 @@ PHASES: tuple[Phase, Phase] = ("forward", "backward")
 FORWARD, BACKWARD = PHASES
 Place = tuple[int, Phase]  # a block and a phase
 Operation = tuple[str, float, float]  # sort, flops, bytes moved
+Event = tuple[Place, int, int, int]  # where, which storage, how many bytes, its how-manieth birth
 
 
 @dataclass(slots=True)
@@ -53,9 +54,13 @@ class Observed:
         self.peaks: dict[Place, int] = {}  # the most bytes alive there
         self.kept: Counter[int] = Counter()  # block -> bytes
         self.shared: Counter[int] = Counter()  # block -> bytes that other layers keep too
+        self.left: Counter[int] = Counter()  # block -> bytes for the second half of a backward
+        self.parted: Counter[int] = Counter()  # block -> the most above what it kept in the first
         self.entered: dict[int, int] = {}  # block -> bytes of its input
         self.handed: dict[int, int] = {}  # block -> bytes of its output
         self._born: dict[int, int] = {}  # storage -> block
+        self._births: Counter[int] = Counter()  # storage -> how often one was there
+        self._leaving: set[tuple[int, int, int]] = set()  # block, storage, its birth
         self._inputs: dict[int, int] = {}  # block -> storage
         self._held: set[int] = set()  # storages that are counted
         self._axes: dict[str, str] = {}
@@ -63,7 +68,7 @@ class Observed:
             if group is not None:  # the first axis with these ranks, if several have them
                 self._axes.setdefault(group.group_name, axis)
         self._block, self._phase, self._on = 0, FORWARD, False
-        self._events: list[tuple[Place, int, int]] = []  # where, which storage, how many bytes
+        self._events: list[Event] = []
         self._parameters: set[int] = set()
 
     def begin(self, model: nn.Module) -> None:
@@ -76,18 +81,28 @@ class Observed:
         """Stop watching; what is alive now, such as gradients, is nothing that a block needs."""
         self._on = False
         alive: dict[int, int] = {}
-        for index, (_, key, change) in enumerate(self._events):
+        for index, (_, key, change, _) in enumerate(self._events):
             if change > 0:
                 alive[key] = index
             else:
                 alive.pop(key, None)
         staying = {*alive.values()}
+        events = [e for at, e in enumerate(self._events) if at not in staying]
         live = 0
-        for index, (place, _, change) in enumerate(self._events):
-            if index not in staying:
-                self.bases.setdefault(place, live)
-                live += change
-                self.peaks[place] = max(self.peaks.get(place, 0), live)
+        for place, _, change, _ in events:
+            self.bases.setdefault(place, live)
+            live += change
+            self.peaks[place] = max(self.peaks.get(place, 0), live)
+        self._part(events)
+
+    def _part(self, events: Sequence[Event]) -> None:
+        """Follow what backwards need if each leaves its weights' gradients for later."""
+        now = Counter[int]()
+        for (block, phase), key, change, birth in events:
+            leaves = change < 0 and (block, key, birth) in self._leaving
+            if phase == BACKWARD and not leaves:
+                now[block] += change
+                self.parted[block] = max(self.parted[block], now[block])
 
     def enter(self, block: int, phase: Phase) -> None:
         """Go on with another block."""
@@ -102,6 +117,21 @@ class Observed:
         """Note a block's output."""
         self.handed[block] = bytes_of([hidden])
         self.come_in(self.last, hidden)
+
+    def leave(self, block: int, tensor: Tensor) -> None:
+        """Note what a block's first half of a backward would leave for the second."""
+        storage = tensor.untyped_storage()
+        key = block, storage._cdata, self._births[storage._cdata]
+        if self._on and key not in self._leaving:
+            self._leaving.add(key)
+            self.left[block] += storage.nbytes()
+
+    def ran(self, inputs: Tensor, output: Tensor) -> None:
+        """Note that a linear layer has run whose weight's gradient may be put off."""
+        block = self._block
+        if self._on and self._phase == FORWARD and output.requires_grad:
+            self.leave(block, inputs)
+            output.register_hook(lambda gradient: self.leave(block, gradient))
 
     def operation(
         self, func: Any, args: Any, ins: Sequence[Tensor], outs: Sequence[Tensor]
@@ -123,8 +153,10 @@ class Observed:
 
     def memory(self, key: int, change: int) -> None:
         """Follow what is alive."""
+        self._births[key] += change > 0
         if self._on and (change > 0 or self._born.get(key, -1) >= 0):
-            self._events.append(((self._block, self._phase), key, change))
+            place = self._block, self._phase
+            self._events.append((place, key, change, self._births[key]))
         self._born[key] = self._block if self._on and change > 0 else -1
 
     def keeping(self) -> AbstractContextManager[None]:

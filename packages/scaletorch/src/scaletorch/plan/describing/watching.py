@@ -45,16 +45,36 @@ def watch(
         if kind == order[-1]:
             seen.enter(seen.last, FORWARD)
 
+    def ran(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
+        seen.ran(next(tensors_in((args, kwargs))), output)
+
     with ExitStack() as stack:
         for kind, layer in layers.items():
             one = layer.register_forward_pre_hook(partial(before, kind), with_kwargs=True)
             two = layer.register_forward_hook(partial(after, kind))
             stack.callback(one.remove)
             stack.callback(two.remove)
+        for linear in put_off(model):
+            stack.callback(linear.register_forward_hook(ran, with_kwargs=True).remove)
         stack.callback(model.register_forward_pre_hook(lambda *_: seen.begin(model)).remove)
         stack.enter_context(seen.keeping())
         yield
     seen.finish()
+
+
+def put_off(model: nn.Module) -> list[nn.Linear]:
+    """Return the layers whose weights' gradients the second half of a backward makes.
+
+    Those of `nn.Linear`'s own forward, which gradient buckets take over in the same way.
+    """
+    return [
+        each
+        for each in model.modules()
+        if isinstance(each, nn.Linear)
+        and type(each).forward is nn.Linear.forward
+        and isinstance(vars(each).get("forward", partial(each.forward)), partial)
+        and each.weight.requires_grad
+    ]
 
 
 def _when_gradient(tensor: Tensor, do: Any) -> None:

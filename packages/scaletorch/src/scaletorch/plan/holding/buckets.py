@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 BUCKET_SIZE = 2**24  # elements, the default of `parallelize`
 SMALL = 2**18  # elements of a bucket that costs little more to start than to send
@@ -42,6 +42,7 @@ class Held(NamedTuple):
         others: How many other ranks of the pipeline hold it too.
         expert: Whether its gradient is summed over edp, and not over cp x dp.
         chunk: Of the rank, the first that has it.
+        late: Whether the second half of a backward makes its gradient, if it has halves.
     """
 
     elements: int
@@ -49,6 +50,7 @@ class Held(NamedTuple):
     others: int = 0
     expert: bool = False
     chunk: int = 0
+    late: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +61,17 @@ class Bucket:
         sizes: Elements of its parameters, in order.
         item: Bytes of an element of a parameter.
         sharded: Whether each rank has its shard of them (ZeRO).
-        chunks: Of the rank that its parameters are of, in order.
+        backwards: Which backward makes each of its gradients, in order: its chunk of the rank, and
+            whether the second half of it does, if it has halves.
+        gathered: With ZeRO 3, what is gathered together: "layer", for its forward and again for its
+            backward, or "rest", once for both.
     """
 
     sizes: tuple[int, ...]
     item: int
     sharded: bool
-    chunks: tuple[int, ...]
+    backwards: tuple[tuple[int, bool], ...]
+    gathered: Literal["", "layer", "rest"] = ""
 
     @property
     def elements(self) -> int:
@@ -73,19 +79,24 @@ class Bucket:
         return sum(self.sizes)
 
     def padded(self, ranks: int) -> int:
-        """Return the elements of its memory: shards have equal lengths."""
+        """Return the elements of its memory: shards, of each parameter with ZeRO 3, are equal."""
+        if self.gathered:
+            return sum(-(-size // ranks) for size in self.sizes) * ranks
         return -(-self.elements // ranks) * ranks if self.sharded else self.elements
 
-    def shards(self, ranks: int, rank: int) -> list[tuple[int, int]]:
-        """Return elements and chunk of each tensor that a rank's optimizer has of it."""
+    def shards(self, ranks: int, rank: int) -> list[tuple[int, tuple[int, bool]]]:
+        """Return elements and backward of each tensor that a rank's optimizer has of it."""
         if not self.sharded:
-            return list(zip(self.sizes, self.chunks, strict=True))
+            return list(zip(self.sizes, self.backwards, strict=True))
+        if self.gathered:
+            each = (-(-size // ranks) for size in self.sizes)
+            return list(zip(each, self.backwards, strict=True))
         share = self.padded(ranks) // ranks
         start, stop, at, found = share * rank, share * (rank + 1), 0, []
-        for size, chunk in zip(self.sizes, self.chunks, strict=True):
-            found.append((min(stop, at + size) - max(start, at), chunk))
+        for size, backward in zip(self.sizes, self.backwards, strict=True):
+            found.append((min(stop, at + size) - max(start, at), backward))
             at += size
-        return [(size, chunk) for size, chunk in found if size > 0]
+        return [(size, backward) for size, backward in found if size > 0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,9 +134,12 @@ def fill(held: Sequence[Held], bucket_size: int, *, sharded: bool) -> list[Bucke
         room[item] -= each.elements
         ends[id(own)] = place
     members.sort(key=lambda own: ends[id(own)])
-    return [_bucket(own, sharded) for own in members]
+    return [bucket_of(own, sharded=sharded) for own in members]
 
 
-def _bucket(held: Sequence[Held], sharded: bool) -> Bucket:
-    sizes, items, _, _, chunks = zip(*held, strict=True)
-    return Bucket(sizes, items[0], sharded, chunks)
+def bucket_of(
+    held: Sequence[Held], *, sharded: bool, gathered: Literal["", "layer", "rest"] = ""
+) -> Bucket:
+    """Return the bucket of these parameters."""
+    sizes, items, _, _, chunks, late = zip(*held, strict=True)
+    return Bucket(sizes, items[0], sharded, tuple(zip(chunks, late, strict=True)), gathered)

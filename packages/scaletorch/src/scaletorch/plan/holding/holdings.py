@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from ..description import Behaviour, Description, Parameter
+from ..description import Behaviour, Description
 from ..layout import Layout
-from .buckets import Buckets, Held, Optimizer, fill
+from .alike import Alike, all_of, by_block, chosen, latest_ties, of
+from .buckets import Bucket, Buckets, Held, Optimizer, fill
 from .stages import Places, places, stages_of
-
-Alike = tuple[tuple[tuple[Held, ...], int], ...]
-"""Parameters of a block, and how many blocks with such follow one another."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +66,7 @@ class Holdings:
         self.groups: dict[Any, Any] = {}
         self.running: dict[Any, Any] = {}
         self.sizes: dict[Any, Any] = {}
+        self.busy: dict[Any, Any] = {}
         self.peaks: dict[Any, Any] = {}
         self.sent: dict[Any, Any] = {}  # of traffic.py
         self.sends: dict[Any, Any] = {}
@@ -82,7 +81,8 @@ class Holdings:
         self._runs: dict[int, tuple[tuple[tuple[int, int], ...], ...]] = {}
         self._alike: dict[object, Alike] = {}
         self._buckets: dict[object, dict[str, Buckets]] = {}
-        self._filled: dict[tuple[Alike, bool], Buckets] = {}
+        self._filled: dict[tuple[Alike, int], Buckets] = {}
+        self._latest: dict[object, tuple[int, ...]] = {}
         self._places: dict[object, int] = {}
         self._sums: dict[tuple[int, int, int], list[int]] = {}
 
@@ -141,29 +141,44 @@ class Holdings:
             number: Of `numbers`.
             tp: The tp rank, and the ep rank of experts; None is the one that has the most.
         """
-        return _all_of(self._of_blocks(layout, number, tp))
+        return all_of(self._of_blocks(layout, number, tp))
+
+    def latest(self, layout: Layout, number: int) -> tuple[int, ...]:
+        """Return by chunk the bytes of the largest gradient that a backward makes in its end."""
+        key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number
+        if key not in self._latest:
+            found = [0] * len(self._all[number].chunks)
+            for each in (p for held, _, _ in self._of_blocks(layout, number, None) for p in held):
+                if each.late:
+                    found[each.chunk] = max(found[each.chunk], each.elements * each.item)
+            self._latest[key] = tuple(found)
+        return self._latest[key]
 
     def buckets(self, layout: Layout, number: int, tp: int | None = None) -> dict[str, Buckets]:
         """Return a rank's gradients as they travel, by axis."""
-        key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, tp, layout.zero > 0
+        zero = layout.zero if layout.zero in (0, 3) else 1
+        key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, tp, zero
         if key not in self._buckets:
             alike = self._of_blocks(layout, number, tp)
             self._buckets[key] = {
-                axis: self._fill(own, layout.zero > 0)
+                axis: self._fill(own, zero)
                 for axis, expert in (("cp_dp", False), ("edp", True))
-                if (own := _chosen(alike, expert)) or not expert
+                if (own := chosen(alike, expert)) or not expert
             }
         return self._buckets[key]
 
-    def _fill(self, alike: Alike, zero: bool) -> Buckets:
+    def _fill(self, alike: Alike, zero: int) -> Buckets:
         """Return buckets of parameters; cuts along other axes have the same ones."""
         if (alike, zero) not in self._filled:
-            size, held = self.optimizer.bucket_size, _all_of(alike)[::-1]
-            shared = [p for p in held if zero and not p.others]
-            rest = [p for p in held if not zero or p.others]
-            found = [*fill(shared, size, sharded=True), *fill(rest, size, sharded=False)]
+            found = by_block(alike) if zero == 3 else self._in_messages(alike, zero)
             self._filled[alike, zero] = Buckets(tuple(Counter(found).items()))
         return self._filled[alike, zero]
+
+    def _in_messages(self, alike: Alike, zero: int) -> list[Bucket]:
+        size, held = self.optimizer.bucket_size, all_of(alike)[::-1]
+        shared = [p for p in held if zero and not p.others]
+        rest = [p for p in held if not zero or p.others]
+        return [*fill(shared, size, sharded=True), *fill(rest, size, sharded=False)]
 
     def _fullest(self, layout: Layout, number: int) -> int:
         """Return the tp rank, and ep rank, that has the most bytes of parameters."""
@@ -197,24 +212,28 @@ class Holdings:
 
     def _read_blocks(
         self, layout: Layout, number: int, at: int
-    ) -> Iterator[tuple[tuple[Held, ...], int]]:
+    ) -> Iterator[tuple[tuple[Held, ...], int, bool]]:
         grid, behaviours = layout.grid, self.description.behaviours(layout.cut)
         apart = grid.ep * grid.etp != grid.tp  # else edp is cp x dp
         others = dict(self._all[number].ties)
+        latest = latest_ties(self.description, self._all[number].chunks, behaviours)
         seen: set[str] = set()
 
         def block(kind: int, chunk: int) -> Iterator[Held]:
             for each in behaviours[kind].parameters:
                 name = f"{kind}.{each.name}"
-                if name not in seen:
-                    yield _of(each, at, others.get(name, 0), apart, chunk)
+                if name not in seen:  # of tied ones, backward comes to the last chunk first
+                    last, late = latest.get(name, (chunk, each.late))
+                    own = of(each, at, others.get(name, 0), apart, last)
+                    yield own._replace(late=late)
                 seen.update(next((names for names in self.description.tied if name in names), ()))
 
         for chunk, runs in enumerate(self.runs(number)):
             for kind, times in runs:
-                yield tuple(block(kind, chunk)), 1
+                layer = kind in self.layers
+                yield tuple(block(kind, chunk)), 1, layer
                 if times > 1:  # what is tied was in the first
-                    yield tuple(block(kind, chunk)), times - 1
+                    yield tuple(block(kind, chunk)), times - 1, layer
 
     def _read(self, where: Places, stages: tuple[tuple[int, ...], ...]) -> Iterator[Content]:
         kinds = [block.kind for block in self.description.blocks]
@@ -249,18 +268,3 @@ def holders_of(description: Description, where: Places) -> dict[str, set[int]]:
         for names in description.tied
         for name in names
     }
-
-
-def _of(parameter: Parameter, at: int, others: int, apart: bool, chunk: int) -> Held:
-    local = parameter.local[min(at, len(parameter.local) - 1)]
-    return Held(local, parameter.item, others, parameter.expert and apart, chunk)
-
-
-def _chosen(alike: Alike, expert: bool) -> Alike:
-    """Return those parameters that are of experts, or the others."""
-    own = ((tuple(p for p in held if p.expert is expert), times) for held, times in alike)
-    return tuple((held, times) for held, times in own if held)
-
-
-def _all_of(alike: Alike) -> list[Held]:
-    return [p for held, times in alike for _ in range(times) for p in held]

@@ -1,16 +1,44 @@
-"""How many micro-batches of each chunk a rank of the pipeline keeps at a time."""
+"""How many micro-batches of each chunk a rank of the pipeline keeps at a time.
+
+Of a backward in two halves the first ends what autograd keeps. What the second one needs stays
+until then: so a rank keeps whole micro-batches, and halves of some.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable
 from functools import lru_cache
+from operator import ge
+from typing import NamedTuple
 
 from ...parallel.pipeline_parallel import SCHEDULES
 
-Live = tuple[tuple[int, ...], ...]
-"""Numbers of micro-batches by chunk, at those moments at which no other moment has more of all."""
+Moments = tuple[tuple[int, ...], ...]
+"""Whole micro-batches by chunk, and behind them halves by chunk if the schedule has such, at those
+moments at which no other moment has more of all."""
 
-KEPT = {"F": 1, "B": -1, "I": 0, "W": -1}
+
+class Before(NamedTuple):
+    """What a rank keeps when an action is about to run, at the moments at which it is the most.
+
+    Attributes:
+        kind: Of the action: "B", or "I" and "W" for the halves of a backward.
+        chunk: Of the action.
+        moments: Those.
+    """
+
+    kind: str
+    chunk: int
+    moments: Moments
+
+
+Live = tuple[Before, ...]
+Moves = Iterable[tuple[str, int]]  # kinds and chunks of actions
+
+
+SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # schedules whose backwards may come in two halves
+# What an action changes: whole micro-batches, and halves.
+CHANGES = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
 ROUNDS = 4  # of interleaving, after which all repeats itself
 
 
@@ -18,8 +46,8 @@ def most_live(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[
     """Return for each rank what it keeps at the moments at which it may keep the most.
 
     The sum of one moment, at its largest, is `check(schedule).peak_live`. No schedule is built,
-    but for the V-shaped ones, and these with no more micro-batches than they have to have for each
-    action to occur.
+    but for the V-shaped ones, and these with no more micro-batches than they have to have
+    for each action to occur.
     """
     return _most_live(schedule, pp, enough(schedule, pp, micro_batches, chunks), chunks)
 
@@ -45,38 +73,53 @@ def backwards(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[
     return (whole,) * pp
 
 
+def halved(schedule: str, pp: int, micro_batches: int) -> tuple[tuple[bool, ...], ...]:
+    """Return for each rank and chunk whether its first backward has halves; () if none has."""
+    if schedule not in SPLIT:
+        return ((),) * pp
+    if schedule != "dualpipe_v":
+        return ((True, True) if schedule == "zb_v" else (True,),) * pp
+    return _halved(schedule, pp, min(micro_batches, 2 * pp + 1))
+
+
+@lru_cache(maxsize=4096)
+def _halved(schedule: str, pp: int, m: int) -> tuple[tuple[bool, ...], ...]:
+    built = SCHEDULES[schedule](pp, m)
+    first = [{a.chunk: a.kind for a in reversed(rank) if a.kind in "BI"} for rank in built.ranks]
+    return tuple(tuple(own[chunk] == "I" for chunk in sorted(own)) for own in first)
+
+
 @lru_cache(maxsize=4096)
 def _halves(pp: int, m: int) -> tuple[int, ...]:
     built = SCHEDULES["dualpipe_v"](pp, m)
     return tuple(sum(action.kind == "W" for action in rank) for rank in built.ranks)
 
 
-def fullest(live: Live, kept: Sequence[int]) -> int:
-    """Return the most bytes that are kept at a time, of so many for a micro-batch of each chunk."""
-    if len(kept) == 2:  # most schedules that have chunks, and thrice as quick
-        first, second = kept
-        return max([a * first + b * second for a, b in live])
-    return max(sum(n * each for n, each in zip(now, kept, strict=True)) for now in live)
-
-
 @lru_cache(maxsize=4096)
 def _most_live(schedule: str, pp: int, m: int, chunks: int) -> tuple[Live, ...]:
     ranks = range(pp)
     if schedule == "1f1b":
-        return tuple(((min(pp - rank, m),),) for rank in ranks)
+        return tuple((Before("B", 0, ((min(pp - rank, m),),)),) for rank in ranks)
     if schedule == "afab":
-        return (((m,),),) * pp
-    if schedule == "zb_h1":  # a forward before the oldest "W", which is put off by the rank
-        return tuple(((min(pp, m),),) for _ in ranks)
+        return ((Before("B", 0, ((m,),)),),) * pp
+    if schedule == "zb_h1":
+        return tuple(_put_off(rank, pp, m) for rank in ranks)
     if schedule == "looped_bfs":
-        return (((m,) * chunks,),) * pp
+        alive = [(m,) * (at + 1) + (0,) * (chunks - 1 - at) for at in range(chunks)]
+        return (tuple(Before("B", at, (now,)) for at, now in enumerate(alive)),) * pp
     if schedule == "interleaved_1f1b":
         return tuple(_interleaved(rank, pp, m, chunks) for rank in ranks)
     built = SCHEDULES[schedule](pp, m)
     return tuple(
-        _maximal(_counted(((a.chunk, KEPT[a.kind]) for a in actions), chunks))
-        for actions in built.ranks
+        _alive([(action.kind, action.chunk) for action in own], 2 * chunks) for own in built.ranks
     )
+
+
+def _put_off(rank: int, pp: int, m: int) -> Live:
+    """Follow "zb_h1": a rank runs a "W" as soon as it has more halves than its number."""
+    first = [(min(m - done, pp - rank), min(done, rank)) for done in range(m)]
+    second = max(min(m, pp) - rank - 1, 0), min(rank + 1, m)
+    return Before("I", 0, _maximal({*first})), Before("W", 0, (second,))
 
 
 def _interleaved(rank: int, pp: int, m: int, chunks: int) -> Live:
@@ -88,28 +131,36 @@ def _interleaved(rank: int, pp: int, m: int, chunks: int) -> Live:
     ahead = min((chunks - 1) * shown[0] + 2 * (pp - rank - 1), sum(shown) * chunks)
     forwards = [c for each in shown for c in range(chunks) for _ in range(each)]
     backwards = [c for each in shown for c in reversed(range(chunks)) for _ in range(each)]
-    moves = [(chunk, 1) for chunk in forwards[:ahead]]
+    moves = [("F", chunk) for chunk in forwards[:ahead]]
     for made, done in zip(forwards[ahead:], backwards, strict=False):
-        moves += [(made, 1), (done, -1)]
-    return _maximal(_counted(moves, chunks))
+        moves += [("F", made), ("B", done)]
+    moves += [("B", chunk) for chunk in backwards[len(forwards) - ahead :]]
+    return _alive(moves, chunks)
 
 
-def _counted(moves: Iterable[tuple[int, int]], chunks: int) -> Iterator[tuple[int, ...]]:
-    """Yield what is kept before each end of a micro-batch's life, and at last."""
-    now = [0] * chunks
-    grew = False
-    for chunk, change in moves:
-        if change < 0 and grew:
-            yield tuple(now)
-        now[chunk] += change
-        grew = change > 0 or (grew and not change)
-    yield tuple(now)
+def _alive(moves: Moves, counts: int) -> Live:
+    """Return what actions keep.
+
+    Args:
+        moves: The actions.
+        counts: The chunks, or twice as many if backwards have halves.
+    """
+    found: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+    now = [0] * counts
+    for kind, chunk in moves:
+        whole, half = CHANGES[kind]
+        if kind != "F":
+            found.setdefault((kind, chunk), set()).add(tuple(now))
+        now[chunk] += whole
+        if half:
+            now[chunk + counts // 2] += half
+    return tuple(Before(*key, _maximal(moments)) for key, moments in found.items())
 
 
-def _maximal(moments: Iterable[tuple[int, ...]]) -> Live:
+def _maximal(moments: Collection[tuple[int, ...]]) -> Moments:
     """Leave out moments of which another one has as much of everything."""
     found: list[tuple[int, ...]] = []
-    for each in sorted(set(moments), reverse=True):
-        if not any(all(a >= b for a, b in zip(more, each, strict=True)) for more in found):
+    for each in sorted(moments, reverse=True):
+        if not any(all(map(ge, more, each)) for more in found):
             found.append(each)
     return tuple(found)

@@ -44,7 +44,7 @@ def transformer(sizes: Sizes, cuts: Iterable[Cut], program: Program = GPT) -> De
         sizes.name, sizes.length, "bfloat16",
         (first, *layers, Block("norm+head+loss", 2, "last")),
         described, refused, (("0.words", "2.words"),) if sizes.tied and program.ends else (),
-        SOURCE,
+        SOURCE, early=False,
     )  # fmt: skip
 
 

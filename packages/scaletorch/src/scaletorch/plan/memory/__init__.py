@@ -2,6 +2,6 @@
 
 from .explaining import Line, lines
 from .peaks import peak
-from .ranks import memory
+from .ranks import kept_by_autograd, memory
 
-__all__ = ["Line", "lines", "memory", "peak"]
+__all__ = ["Line", "kept_by_autograd", "lines", "memory", "peak"]

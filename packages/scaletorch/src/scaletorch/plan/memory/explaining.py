@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from operator import mul
 from typing import NamedTuple
 
 from ..description import Description
 from ..holding import Holdings, Optimizer
-from ..holding.live import most_live
 from ..layout import Layout
-from .ranks import memory, state
-from .running import kept_of, running
+from .busy import busy
+from .ranks import fullest_moment, memory
+from .running import kept_of, left_of, running
+from .state import state
 
 
 class Line(NamedTuple):
@@ -56,21 +58,31 @@ def lines(
 
 def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     number = known.numbers(layout)[rank]
-    held, own = state(known, layout, number), running(known, layout)[number]
+    ranks = busy(known, layout)
+    place = ranks.each[ranks.places[rank]]
+    held = state(known, layout, number, halves=place.halves)
     count = len(known.parameters(layout, number))
     blocks = known.content(number).blocks
     yield Line("parameters", f"{count} tensors of {blocks} blocks", held.parameters)
     yield Line("gradients", f"zero {layout.zero}", held.gradients)
     yield Line("optimizer", known.optimizer.name, held.optimizer)
-    kept = [list(kept_of(known, layout, number, chunk)) for chunk in range(layout.chunks)]
-    live = most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)[rank]
-    fullest = max(live, key=lambda now: sum(n * s for n, s in zip(now, own.kept, strict=True)))
-    for chunk, (times, parts) in enumerate(zip(fullest, kept, strict=True)):
-        where = f"chunk {chunk}: " if layout.chunks > 1 else ""
+    own = running(known, layout)[number]
+    total, (action, now, _) = fullest_moment(own, place.moments)
+    kept, passed = sum(map(mul, now, own.kept)), sum(map(mul, now, own.passed))
+    working = own.working[action]
+    yield from _kept(known, layout, number, now)
+    yield Line("working", "the block that needs the most while it runs", working)
+    yield Line("buffers", "gradients on their way", held.buffers)
+    yield Line("buffers", "messages between stages", total - kept - passed - working)
+    yield Line("buffers", "what was sent on, until its backward", passed)
+
+
+def _kept(known: Holdings, layout: Layout, number: int, now: Sequence[int]) -> Iterator[Line]:
+    """Yield what is kept by chunk: of whole micro-batches, and of halves."""
+    chunks = range(layout.chunks)
+    kept = [list(kept_of(known, layout, number, chunk)) for chunk in chunks]
+    kept += [list(left_of(known, layout, number, chunk)) for chunk in chunks]
+    for place, (times, parts) in enumerate(zip(now, kept, strict=False)):
+        where = f"chunk {place % layout.chunks}: " if layout.chunks > 1 else ""
         for what, size in parts:
             yield Line("activations", f"{where}{times} micro-batches of {what}", times * size)
-    yield Line("working", "the block that needs the most while it runs", own.working)
-    yield Line("buffers", "gradients on their way", held.buffers)
-    yield Line("buffers", "messages between stages", own.messages)
-    sent = max(sum(n * s for n, s in zip(now, own.passed, strict=True)) for now in live)
-    yield Line("buffers", "what was sent on, until its backward", sent)

@@ -2,27 +2,22 @@
 
 A rank's bytes are those of its state, which go by the grid and ZeRO, and those of micro-batches
 under way, which go by the cut, recomputation and the schedule. Each sum is worked out once, for
-those ranks alone that may be the fullest.
+those ranks and moments alone that may be the fullest.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from operator import ge
-
 from ..holding import Holdings
-from ..holding.live import Live, enough, fullest, most_live
 from ..layout import Layout
-from .ranks import state
-from .running import running
-
-Pipeline = tuple[str, int, int, int]
+from .busy import Busy, Counts, Moment, Pipeline, busy, outer, pipeline_of
+from .ranks import fullest_moment
+from .running import Action, running
+from .state import state
 
 
 def peak(known: Holdings, layout: Layout) -> int:
     """Return the largest total of `memory`."""
-    schedule, pp, chunks = layout.schedule, layout.grid.pp, layout.chunks
-    pipeline = schedule, pp, chunks, enough(schedule, pp, layout.micro_batches, chunks)
+    pipeline = pipeline_of(layout)
     held, moving = _held(known, layout, pipeline), _moving(known, layout, pipeline)
     return max([a + b for a, b in zip(held, moving, strict=True)])
 
@@ -33,8 +28,10 @@ def _held(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[int]:
     key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, layout.zero, pipeline
     found: list[int] | None = known.peaks.get(key)
     if found is None:
-        ranks = _telling(known, layout, pipeline)
-        found = known.peaks[key] = [sum(state(known, layout, number)) for number, _ in ranks]
+        found = known.peaks[key] = [
+            sum(state(known, layout, each.number, halves=each.halves))
+            for each in _telling(known, layout, pipeline)
+        ]
     return found
 
 
@@ -45,35 +42,23 @@ def _moving(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[int]:
     if found is None:
         ran = running(known, layout)
         found = known.peaks[key] = [
-            own.working + own.messages + fullest(live, own.kept) + fullest(live, own.passed)
-            for own, live in (
-                (ran[number], live) for number, live in _telling(known, layout, pipeline)
-            )
+            fullest_moment(ran[each.number], each.moments)[0]
+            for each in _telling(known, layout, pipeline)
         ]
     return found
 
 
-def _telling(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[tuple[int, Live]]:
-    """Return numbers of ranks with what is alive there, without those of which another has more."""
-    found: list[tuple[int, Live]] | None = known.peaks.get(pipeline)
+def _telling(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[Busy]:
+    """Return ranks with the same blocks as one, at moments of which no other may have more."""
+    found: list[Busy] | None = known.peaks.get(pipeline)
     if found is None:
-        each = {*zip(known.numbers(layout), _lives(pipeline), strict=True)}
-        found = known.peaks[pipeline] = []
-        for number, live in sorted(each, key=lambda one: max(map(sum, one[1])), reverse=True):
-            if not any(number == other and _covers(more, live) for other, more in found):
-                found.append((number, live))
+        each: dict[tuple[int, tuple[bool, ...]], dict[Action, dict[Counts, Moment]]] = {}
+        for number, halves, moments in busy(known, layout).each:
+            own = each.setdefault((number, halves), {})
+            for moment in moments:
+                own.setdefault(moment.action, {})[moment.counts] = moment
+        found = known.peaks[pipeline] = [
+            Busy(*key, tuple(all_[counts] for all_ in own.values() for counts in outer(all_)))
+            for key, own in each.items()
+        ]
     return found
-
-
-def _lives(pipeline: Pipeline) -> tuple[Live, ...]:
-    schedule, pp, chunks, micro_batches = pipeline
-    return most_live(schedule, pp, micro_batches, chunks)
-
-
-def _covers(more: Live, less: Live) -> bool:
-    """Return whether for each moment of one there is one of the other that has as much of all."""
-    return all(any(_as_much(a, b) for a in more) for b in less)
-
-
-def _as_much(more: Sequence[int], less: Sequence[int]) -> bool:
-    return all(map(ge, more, less))

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from operator import add
+from operator import add, sub
 from typing import NamedTuple
 
 from ..holding import Holdings
+from ..holding.live import SPLIT
 from ..layout import Layout
 
 
@@ -22,33 +23,45 @@ class Sizes(NamedTuple):
         kept: What autograd keeps of one: its input, if layers run again; nothing, if the host does.
         shared: What all of a chunk keep together, once.
         handed: What one hands on. One more, 0, is at its end: kind -1 of `Content` is none.
+        halves: What the first half of a backward leaves of one for the second.
         under: What one keeps below those behind it while these run.
-        peak: What one needs while it runs, above that.
-        chunks: `kept` and `needed` of chunks, by the runs of their blocks.
+        forward: What one needs above that while it runs forward.
+        backward: The same backward, in one or in the first half of it.
+        left: `halves`, not rounded.
+        chunks: `kept` and what a chunk needs, by the runs of its blocks.
     """
 
     kept: list[int]
     shared: list[int]
     handed: list[int]
+    halves: list[int]
     under: list[float]
-    peak: list[float]
-    chunks: dict[object, tuple[int, float]]
+    forward: list[float]
+    backward: tuple[list[float], list[float]]
+    left: list[float]
+    chunks: dict[object, tuple[int, int]]
+
+
+Action = tuple[str, int]  # kind and chunk
 
 
 class Running(NamedTuple):
     """Bytes of a rank of the pipeline.
 
     Attributes:
-        kept: Of a micro-batch until its backward, by chunk.
-        passed: Of messages that the pipeline keeps of a micro-batch as long, by chunk.
-        working: Of the block that needs the most while it runs, above what all keep.
-        messages: Of gradients between stages: one that has come, and one on its way.
+        kept: Of a micro-batch until its backward, by chunk; then of halves of one, by chunk.
+        passed: Of messages that the pipeline keeps of a micro-batch until its backward, by chunk.
+        working: Of the block that needs the most while an action runs, above what all keep; by the
+            action's kind and chunk.
+        sizes: Of what `Moment.counts` counts.
+        always: Of messages between stages that are there at any time, which are not counted.
     """
 
     kept: tuple[int, ...]
     passed: tuple[int, ...]
-    working: int
-    messages: int
+    working: dict[Action, int]
+    sizes: tuple[int, ...]
+    always: int
 
 
 def running(known: Holdings, layout: Layout) -> dict[int, Running]:
@@ -57,7 +70,7 @@ def running(known: Holdings, layout: Layout) -> dict[int, Running]:
     What a chunk has sent on is kept; what it has received is kept by its first layer, if that is
     not offloaded.
     """
-    key = layout.cut, layout.recompute, layout.micro_rows
+    key = layout.cut, layout.recompute, layout.micro_rows, layout.schedule in SPLIT
     found: dict[int, Running] = known.running.setdefault(key, {})
     for number in known.numbers(layout):
         if number not in found:
@@ -66,12 +79,39 @@ def running(known: Holdings, layout: Layout) -> dict[int, Running]:
 
 
 def _running(known: Holdings, layout: Layout, number: int) -> Running:
-    sizes, content = sizes_of(known, layout), known.content(number)
-    kept, needed = zip(*[_chunk(sizes, runs) for runs in known.runs(number)], strict=True)
-    sent = [sizes.handed[kind] for kind in content.left]
-    received = [sizes.handed[kind] for kind in content.entered]
-    passed = map(add, sent, received) if layout.recompute == "offload" else sent
-    return Running(kept, tuple(passed), round(max(needed)), max(sent) + max(received))
+    sizes, content, all_runs = sizes_of(known, layout), known.content(number), known.runs(number)
+    kept, needed = zip(*[_chunk(sizes, runs, split=False) for runs in all_runs], strict=True)
+    working = {("B", chunk): size for chunk, size in enumerate(needed)}
+    if layout.schedule in SPLIT:
+        kept += tuple(sum(sizes.halves[kind] * times for kind, times in runs) for runs in all_runs)
+        for chunk, runs in enumerate(all_runs):
+            working["I", chunk] = _chunk(sizes, runs, split=True)[1]
+            working["W", chunk] = known.latest(layout, number)[chunk]
+    sent = tuple([sizes.handed[kind] for kind in content.left])
+    received = tuple([sizes.handed[kind] for kind in content.entered])
+    passed = tuple(map(add, sent, received)) if layout.recompute == "offload" else sent
+    return Running(kept, passed, working, *_messages(known, kept, passed, sent, received))
+
+
+def _messages(
+    known: Holdings,
+    kept: tuple[int, ...],
+    passed: tuple[int, ...],
+    sent: tuple[int, ...],
+    received: tuple[int, ...],
+) -> tuple[tuple[int, ...], int]:
+    """Return `Running.sizes` and `always`.
+
+    Of messages that are kept until their backward, those that are counted as sent are no part of
+    what comes with a micro-batch.
+    """
+    early = known.description.early
+    counted = sent if early else (0,) * len(sent)
+    own = map(add, kept, map(sub, passed, counted))
+    whole = (*own, *kept[len(passed) :])
+    if early:
+        return (*whole, *sent, *received), 0
+    return (*whole, *counted, *counted), max(sent) + max(received)
 
 
 def sizes_of(known: Holdings, layout: Layout) -> Sizes:
@@ -85,39 +125,46 @@ def sizes_of(known: Holdings, layout: Layout) -> Sizes:
 
 def _sizes(known: Holdings, layout: Layout) -> Sizes:
     rows, offloaded = layout.micro_rows, layout.recompute == "offload"
-    found = Sizes([], [], [], [], [], {})
+    found = Sizes([], [], [], [], [], [], ([], []), [], {})
     for kind, own in enumerate(known.description.behaviours(layout.cut)):
-        under, backward = own.kept.at(rows), own.backward_peak.at(rows)
+        under, again = own.kept.at(rows), 0.0
         if kind in known.layers and layout.recompute == "full":
-            under, backward = (
-                own.entered.at(rows),
-                backward + under,
-            )  # all of it, while it runs again
+            under, again = own.entered.at(rows), under  # all of it is there while it runs again
         elif kind in known.layers and offloaded:
             under = 0.0
         found.kept.append(round(under))
         found.shared.append(0 if offloaded else round(own.shared.at(rows)))
         found.handed.append(round(own.handed.at(rows)))
+        found.halves.append(round(own.left.at(rows)))
         found.under.append(under)
-        found.peak.append(max(own.forward_peak.at(rows), backward))
+        found.forward.append(own.forward_peak.at(rows))
+        found.backward[0].append(own.backward_peak.at(rows) + again)
+        found.backward[1].append(own.parted_peak.at(rows) + again)
+        found.left.append(own.left.at(rows))
     found.handed.append(0)
     return found
 
 
-def _chunk(sizes: Sizes, runs: Sequence[tuple[int, int]]) -> tuple[int, float]:
+def _chunk(sizes: Sizes, runs: Sequence[tuple[int, int]], *, split: bool) -> tuple[int, int]:
     """Return what autograd keeps of a micro-batch in a chunk, and what it needs above that to run.
 
-    While a block runs, those behind it in the chunk keep nothing yet, or no more.
+    While a block runs, those behind it keep nothing yet, or no more: but for what the first half of
+    a backward leaves.
     """
-    found = sizes.chunks.get(runs)
+    found = sizes.chunks.get((runs, split))
     if found is None:
+        behind = sum(sizes.left[kind] * times for kind, times in runs) * split
         kept, under, most = 0, 0.0, 0.0
-        for kind, times in runs:  # of equal blocks the last has the most before it
+        for kind, times in runs:
             kept += sizes.kept[kind] * times
+            leaves, backward = sizes.left[kind] * split, sizes.backward[split][kind]
+            behind -= leaves * times
+            # Of equal blocks the last has the most before it, and the first the most behind it.
+            first = under + sizes.under[kind] + leaves * (times - 1) + behind + backward
             under += sizes.under[kind] * times
-            most = max(most, under + sizes.peak[kind])
+            most = max(most, first, under + behind + backward, under + sizes.forward[kind])
         kept += max(sizes.shared[kind] for kind, _ in runs)
-        found = sizes.chunks[runs] = kept, max(most - under, 0)
+        found = sizes.chunks[runs, split] = kept, round(max(most - under, 0))
     return found
 
 
@@ -132,3 +179,10 @@ def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterato
         named = f"{times} x {known.name(kind)}"
         yield f"inputs of {named}" if again else named, sizes.kept[kind] * times
     yield "shared", max(sizes.shared[kind] for kind in kinds)
+
+
+def left_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterator[tuple[str, int]]:
+    """Yield what the first half of a backward of a chunk leaves for the second, by kinds."""
+    sizes = sizes_of(known, layout)
+    for kind, times in known.runs(number)[chunk]:
+        yield f"halves of {times} x {known.name(kind)}", sizes.halves[kind] * times

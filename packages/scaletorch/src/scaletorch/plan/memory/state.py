@@ -1,0 +1,161 @@
+"""Bytes that stay from step to step: parameters, summed gradients, the optimizer's state."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ..holding import Holdings
+from ..holding.buckets import Bucket, Buckets, Optimizer
+from ..layout import Layout
+
+
+class State(NamedTuple):
+    """Bytes of parameters and of what goes with them."""
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    buffers: int = 0
+
+    def plus(self, other: State) -> State:
+        """Return the sum."""
+        return State(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, number: int) -> State:
+        """Return so many of it."""
+        return State(*(each * number for each in self))
+
+
+def state(
+    known: Holdings,
+    layout: Layout,
+    number: int,
+    tp: int | None = None,
+    replica: tuple[int, int] = (0, 0),
+    halves: tuple[bool, ...] = (),
+) -> State:
+    """Return what a rank keeps of parameters, gradients and the optimizer's state.
+
+    Args:
+        known: Of the description.
+        layout: The layout.
+        number: Of `known.numbers(layout)`.
+        tp: The tp rank, and the ep rank of experts; None is the one that has the most.
+        replica: Its place among the ranks that sum its gradients, and those of its experts.
+        halves: Of `halved`, of its place in the pipeline.
+    """
+    grid = layout.grid
+    halves = halves if layout.zero == 2 else ()
+    key = (grid.tp, grid.ep, grid.etp, number, tp, replica, layout.zero, grid.cp * grid.dp, halves)
+    found: State | None = known.states.get(key)
+    if found is None:
+        found = _of_ties(known, layout, number, tp)
+        for axis, buckets in known.buckets(layout, number, tp).items():
+            ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
+            place = replica[axis == "edp"]
+            own = _of_group(known, buckets, layout.zero, halves, ranks, place)
+            found = found.plus(own)
+        known.states[key] = found
+    return found
+
+
+def _of_group(
+    known: Holdings, buckets: Buckets, zero: int, halves: tuple[bool, ...], ranks: int, replica: int
+) -> State:
+    """Return what there is of parameters that are summed over the same ranks."""
+    key = buckets, ranks, replica, zero, halves
+    found: State | None = known.groups.get(key)
+    if found is None:
+        found = State()
+        for bucket, times in buckets.each:
+            own = _of_bucket(bucket, zero, halves, ranks, replica, known.optimizer)
+            found = found.plus(own.times(times))
+        if ranks > 1:
+            found = found.plus(State(buffers=_moving(buckets, zero, ranks, known.optimizer)))
+        known.groups[key] = found
+    return found
+
+
+def _moving(buckets: Buckets, zero: int, ranks: int, optimizer: Optimizer) -> int:
+    """Return what is whole of what is shared: one is filled while the one before it travels."""
+    if zero == 3:
+        return _gathered(buckets, ranks)
+    if zero < 2:
+        return 0
+    sizes = sorted(
+        b.elements * _sum_item(b, optimizer)
+        for b, times in buckets.each
+        for _ in range(min(times, 2))
+        if b.sharded
+    )
+    return sum(sizes[-2:])
+
+
+def _gathered(buckets: Buckets, ranks: int) -> int:
+    """Return what `fully_shard` has whole while a layer runs backward, at most.
+
+    All that is outside of layers, the layer itself, the one that is fetched ahead, and gradients.
+    """
+    whole = [(bucket.padded(ranks) * bucket.item, bucket.gathered) for bucket, _ in buckets.each]
+    layers = max((size for size, of in whole if of == "layer"), default=0)
+    return sum(size for size, of in whole if of == "rest") + 3 * layers
+
+
+def _of_bucket(
+    bucket: Bucket,
+    zero: int,
+    halves: tuple[bool, ...],
+    ranks: int,
+    replica: int,
+    optimizer: Optimizer,
+) -> State:
+    """Return what there is of a bucket.
+
+    Args:
+        bucket: The bucket.
+        zero: Stage of ZeRO.
+        halves: Whether the first backward of each chunk comes in two.
+        ranks: That sum it.
+        replica: Which of these this is.
+        optimizer: What is kept.
+    """
+    shards = bucket.shards(ranks, replica)
+    own, sums = sum(size for size, _ in shards), _sum_item(bucket, optimizer)
+    if not bucket.sharded:
+        # Sums of another dtype are kept beside the gradients that the optimizer takes.
+        item = bucket.item if sums == bucket.item else bucket.item + sums
+        state = own * optimizer.moments * (optimizer.item or bucket.item)
+        state += optimizer.per_tensor * len(shards)
+        return State(own * bucket.item, own * item, state)
+    master = max(bucket.item, 4)  # float32 at least
+    length = bucket.padded(ranks)
+    share = length // ranks
+    # Each backward's sum is memory of its own. With ZeRO 2 that of the first one stays which makes
+    # any gradient of the shard: of each chunk, and of both halves of a backward.
+    passes = 1
+    if zero == 2:
+        made = {
+            (chunk, late and chunk < len(halves) and halves[chunk]) for _, (chunk, late) in shards
+        }
+        passes = max(len(made), 1)
+    gradients = share * passes * master + (length * sums if zero == 1 else 0)
+    state = own * optimizer.moments * (optimizer.item or master)
+    state += own * master * (master != bucket.item) + optimizer.per_tensor * len(shards)
+    return State((share if zero == 3 else length) * bucket.item, gradients, state)
+
+
+def _sum_item(bucket: Bucket, optimizer: Optimizer) -> int:
+    return optimizer.sum_item or bucket.item
+
+
+def _of_ties(known: Holdings, layout: Layout, number: int, tp: int | None) -> State:
+    """Return what stages with a tied weight need besides: its total, and the others' gradients."""
+    grid, buffers, totals = layout.grid, 0, 0
+    if not any(others for _, others in known.content(number).ties):
+        return State()
+    for each in known.parameters(layout, number, tp):
+        size = each.elements * each.item
+        if each.others:
+            buffers += size * each.others
+            totals += size if grid.cp * grid.dp > 1 else 0  # beside its bucket
+    return State(gradients=totals, buffers=buffers)

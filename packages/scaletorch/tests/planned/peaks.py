@@ -1,0 +1,52 @@
+"""What ranks keep for backward, and what they hold at their peak."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import NamedTuple
+
+from torch.profiler import profile
+
+from scaletorch.compose import train_step
+from scaletorch.parallel.pg_manager import ProcessGroupManager
+from scaletorch.plan.memory.measured import Kept
+
+from .drawing import Case
+from .ranks import batch_of, held, on_grid, prepared, step
+
+
+class Peak(NamedTuple):
+    """Bytes of a rank in a step.
+
+    Attributes:
+        kept: The most that autograd keeps.
+        before: Of the state, before forwards and backwards begin.
+        taken: The most that the allocator gave beside that.
+        rest: What it did not get back: gloo's threads hold tensors until their next call.
+    """
+
+    kept: int
+    before: int
+    taken: int
+    rest: int
+
+
+def peaks(cases: list[Case]) -> list[Peak]:
+    """Run cases on this rank among others; return what it holds at its peak in each."""
+    return [on_grid(case, _peak) for case in cases]
+
+
+def _peak(case: Case, manager: ProcessGroupManager) -> Peak:
+    model, optimizer = prepared(case, manager)
+    for _ in range(2):  # the second fills the buckets that the first one has found
+        step(case, model, optimizer, manager)
+    optimizer.zero_grad()
+    before = sum(held(model, optimizer))
+    batch = batch_of(case, manager)
+    kept = Kept(model)
+    with kept, profile(profile_memory=True) as profiled:
+        train_step(model, batch, manager)
+        optimizer.zero_grad()
+    events = profiled.profiler.kineto_results.events()
+    taken = [*accumulate(event.nbytes() for event in events if event.name() == "[memory]")]
+    return Peak(kept.most, before, max(taken), max(taken[-1], 0))
