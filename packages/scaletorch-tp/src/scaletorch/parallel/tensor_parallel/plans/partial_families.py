@@ -167,6 +167,18 @@ MPT = Family(
     complete=("**.blocks.*.ffn",),
 )
 
+# All its experts lie in one matrix, and keys are fewer than queries in one weight: both stay whole.
+DBRX = Family(
+    name="DBRX",
+    plan={
+        "**.wte": "vocab",
+        "**.blocks.*.norm_attn_norm.attn.Wqkv": "sequence",
+        "**.blocks.*": "sequence_layer",
+        **_HEAD,
+    },
+    may_lack=frozenset({"**.wte", "**.lm_head"}),
+)
+
 # Its queries, keys and values lie in four parts for as many devices, which it computes at once.
 CODEGEN = Family(
     name="CodeGen",
@@ -239,6 +251,7 @@ PARTIAL = (
     JETMOE,
     BLOOM,
     MPT,
+    DBRX,
     CODEGEN,
     GPT_BIGCODE,
     CPM_ANT,
