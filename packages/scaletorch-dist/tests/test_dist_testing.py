@@ -1,6 +1,7 @@
 """Test ranks: the decorator, reuse between calls, and what a failed assert shows."""
 
 import gc
+import importlib
 import os
 import sys
 import warnings
@@ -243,6 +244,32 @@ def test_what_is_preloaded_is_shared_with_ranks():
     assert after > before + 100
     preload("xmlrpc.client")
     assert launch(frozen_objects, 1) == [(after, True)]
+
+
+PRELOADING = """
+from scaletorch.dist.ranks import process
+from scaletorch.dist.testing import preload
+
+preload("xmlrpc.client")
+
+def has_a_server():
+    return process._server is not None
+"""
+
+
+@pytest.mark.parametrize("importable", [True, False])
+def test_a_rank_that_imports_a_file_starts_no_server_for_what_it_preloads(
+    tmp_path, monkeypatch, importable
+):
+    """Each rank would import torch, and all that is named, once more."""
+    file = tmp_path / f"preloading_{importable}.py"
+    file.write_text(PRELOADING)
+    monkeypatch.syspath_prepend(tmp_path)
+    function = importlib.import_module(file.stem).has_a_server
+    if not importable:
+        monkeypatch.undo()
+    assert function()
+    assert run_ranks(function, 2) == [False, False]
 
 
 def test_asserts_of_a_file_that_pytest_has_not_read_explain_themselves(tmp_path):

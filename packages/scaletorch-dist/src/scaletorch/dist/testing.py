@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from .differences import relative_error, worst
 from .errors import RankFailedError
-from .ranks.locate import BODY_ATTRIBUTE, PYTEST_REWRITING
+from .ranks.locate import BODY_ATTRIBUTE, PYTEST_REWRITING, importing
 from .ranks.pool import RankPool
 from .ranks.process import get_server
 from .ranks.state import environment
@@ -152,6 +152,8 @@ def preload(*modules: str) -> None:
     """Import modules once in the fork-server, so that ranks started from now on have them.
 
     Useful for what a test's ranks would import each by itself, such as `torch._dynamo`, which
-    DistributedDataParallel needs (1.6 s a rank).
+    DistributedDataParallel needs (1.6 s a rank). A test file may say it at module level: ranks that
+    import the file to find a function do nothing here, as each would start a server of its own.
     """
-    get_server().preload(modules)
+    if not importing():
+        get_server().preload(modules)

@@ -21,7 +21,7 @@ PYTEST_REWRITING = "_pytest.assertion.rewrite"
 BODY_ATTRIBUTE = "__rank_body__"  # where a decorator keeps the function that ranks are to run
 
 
-_loading: list[str] = []  # files that this process is loading at the moment
+_loading: list[str] = []  # files that this process is importing to find a function
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,17 +106,29 @@ def rank_body(fn: Any) -> Callable[..., Any]:
     return found
 
 
+def importing() -> bool:
+    """Return whether this process is a rank that imports a file to find a function there."""
+    return bool(_loading)
+
+
 def _find_module(locator: Locator) -> ModuleType:
-    by_name = not locator.explains and _is_importable(locator.module, locator.path)
-    if locator.path is None or by_name:
-        module = importlib.import_module(locator.module)
-    else:
-        name = MAIN_ALIAS if locator.is_main else locator.module
-        mtime = os.stat(locator.path).st_mtime_ns
-        module = _load_file(name, locator.path, mtime, locator.explains)
+    _loading.append(locator.path or locator.module)
+    try:
+        module = _import(locator)
+    finally:
+        _loading.pop()
     if locator.is_main:
         sys.modules["__main__"] = sys.modules[MAIN_ALIAS] = module  # what pickles will name
     return module
+
+
+def _import(locator: Locator) -> ModuleType:
+    by_name = not locator.explains and _is_importable(locator.module, locator.path)
+    if locator.path is None or by_name:
+        return importlib.import_module(locator.module)
+    name = MAIN_ALIAS if locator.is_main else locator.module
+    mtime = os.stat(locator.path).st_mtime_ns
+    return _load_file(name, locator.path, mtime, locator.explains)
 
 
 def _is_importable(module: str, path: str | None) -> bool:
@@ -147,7 +159,6 @@ def _load_file(name: str, path: str, mtime_ns: int, explains: bool) -> ModuleTyp
     spec.loader_state = _LOADED_BY_PATH
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    _loading.append(path)
     try:
         code = _explaining_code(path) if explains else None
         if code is None:
@@ -157,8 +168,6 @@ def _load_file(name: str, path: str, mtime_ns: int, explains: bool) -> ModuleTyp
     except BaseException:
         del sys.modules[name]
         raise
-    finally:
-        _loading.pop()
     return module
 
 
