@@ -34,8 +34,9 @@ from .covered import Covered
 
 EVERYTHING = changed.CROSSING
 SIDE_BY_SIDE = 3
-PARTS = {"scaletorch": 3}  # of the files of a suite that takes as long as all others
-LONGEST = ("scaletorch-dist", "scaletorch", EVERYTHING)  # beside the last one nothing runs
+# Of the files of a suite, where it takes so long that the end would wait for it alone.
+PARTS = {"scaletorch-dist": 2, "scaletorch": 3}
+LONGEST = (EVERYTHING, "scaletorch-dist", "scaletorch")  # beside the last one nothing runs
 
 
 @dataclass(frozen=True)
@@ -106,13 +107,15 @@ def run(targets: list[str], options: list[str], measure: bool) -> tuple[list[str
     with tempfile.TemporaryDirectory(prefix="scaletorch-alone-") as scratch:
         needed = {t: PACKAGES if t == EVERYTHING else closure(t) for t in targets}
         every = sorted(set().union(*needed.values()))
-        wheels = {name: build(folder(name), Path(scratch, "wheels")) for name in every}
-        suites = [
-            prepare(t, [wheels[name] for name in needed[t]], Path(scratch), measure)
-            for t in targets
-        ]
-        parts = [part for suite in suites for part in suite.split()]
-        with ThreadPoolExecutor(min(SIDE_BY_SIDE, len(parts))) as pool:
+        (into := Path(scratch, "wheels")).mkdir()
+        with ThreadPoolExecutor(SIDE_BY_SIDE) as pool:
+            built = pool.map(lambda name: build(folder(name), into), every)
+            wheels = dict(zip(every, built, strict=True))
+            installed = {t: [wheels[name] for name in needed[t]] for t in targets}
+            suites = [
+                *pool.map(lambda t: prepare(t, installed[t], Path(scratch), measure), targets)
+            ]
+            parts = [part for suite in suites for part in suite.split()]
             passed = [*pool.map(lambda part: part.run(options, len(parts) > 1), parts)]
         failed = {part.target for part, good in zip(parts, passed, strict=True) if not good}
         measured = [s.target for s in suites if s.measuring]
