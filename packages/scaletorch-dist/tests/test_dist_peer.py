@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from scaletorch.dist import InvalidArgumentError, NotInGroupError, get_rank
-from scaletorch.dist.collectives.peer import Peer
+from scaletorch.dist.collectives.messages import Peer
 from scaletorch.dist.testing import distributed_test
 from scaletorch.dist.wire.checks import VARIABLE
 

@@ -79,8 +79,9 @@ class Heard(logging.Handler):
 def kill_the_monitor():
     """On rank 0, whose only child it is."""
     for path in Path("/proc/self/task").glob("*/children"):
-        for pid in map(int, path.read_text().split()):
-            os.kill(pid, signal.SIGKILL)
+        with contextlib.suppress(FileNotFoundError):  # of a thread that has ended since
+            for pid in map(int, path.read_text().split()):
+                os.kill(pid, signal.SIGKILL)
 
 
 def with_a_fault_of_the_guard(how):

@@ -22,7 +22,7 @@ from scaletorch.checkpoint import (
     save,
 )
 from scaletorch.checkpoint.format import reader as checkpoint_reader
-from scaletorch.checkpoint.state.entries import Record, share_out
+from scaletorch.checkpoint.state.entries import Entry, Record, share_out
 from scaletorch.checkpoint.state.place import Place
 from scaletorch.checkpoint.state.rectangles import Part, find_atoms, rectangles
 from scaletorch.dist.errors import InvalidArgumentError
@@ -353,11 +353,11 @@ def test_what_several_ranks_have_is_written_once_and_dealt_out():
         record, bounds = Record(), [0, (14, 20)[tp], 32]
         cut = slice(*bounds[replica : replica + 2])
         part = Part((cut.start,), whole["norm"][cut], owner=0)
-        record.add("norm", (32,), torch.float32, [part], replicated=False)
+        record.add("norm", Entry((32,), torch.float32, [part]), replicated=False)
         for name in ("weight", "bias"):
             half = whole[name].chunk(2)[tp]
             part = Part((tp * len(half),), half, owner=tp)
-            record.add(name, tuple(whole[name].shape), torch.float32, [part], replicated=True)
+            record.add(name, Entry(whole[name].shape, torch.float32, [part]), replicated=True)
         place = Place(Grid(tp=2, dp=2), 2 * replica + tp, tp, 0, replica, 2, replica, 2, None)
         ours = share_out(record, place)
         loads[tp, replica] = sorted(ours)

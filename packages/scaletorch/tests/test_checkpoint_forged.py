@@ -111,6 +111,7 @@ WEIGHT, CHUNK = ["entries", "model.0.weight"], ["entries", "model.0.weight", "ch
         (["scalars", "optimizer.0.weight.step"], ["1", None, float("nan"), -1]),
         (["files", "rank-00000.safetensors"], [-1, 0, 2**50, "9", None]),
         (["grid", "tp"], [0, "1", 1.5]),
+        (["ties"], [{"0.weight": ["0.weight"]}, {"0.weight": ["2.weight", "2.bias"]}]),
     ],
     ids=lambda each: ".".join(map(str, each)) if isinstance(each[-1], str | int) else "",
 )  # fmt: skip

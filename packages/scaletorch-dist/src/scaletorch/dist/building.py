@@ -10,7 +10,7 @@ from .agreement import agree, caught
 from .collectives.all_to_all import all_to_all_flat
 from .collectives.autograd import hear_made
 from .collectives.flat import all_gather_flat, all_reduce_flat, reduce_scatter_flat
-from .collectives.peer import Handle, Peer
+from .collectives.messages import Handle, Peer
 from .data_devices import map_tensors, tensors_in
 from .differences import relative_error, worst
 from .naming import name_ranks

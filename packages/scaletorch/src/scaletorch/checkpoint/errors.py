@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import NamedTuple
 
+from ..dist.building import name_ranks
 from ..dist.errors import ScaletorchError
 
 
@@ -33,11 +34,6 @@ def joined_error(failures: Mapping[int, Failure], what: str) -> CheckpointError:
     said: dict[str, list[int]] = {}
     for rank, failure in failures.items():
         said.setdefault(failure.text, []).append(rank)
-    lines = [f"{_ranks(ranks)}: {text}" for text, ranks in said.items()]
+    lines = [f"{name_ranks(ranks)}: {text}" for text, ranks in said.items()]
     damaged = all(failure.damaged for failure in failures.values())
     return (DamagedCheckpointError if damaged else CheckpointError)(f"{what}: " + "\n".join(lines))
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (", …" if len(ranks) > 8 else "")
-    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"

@@ -148,7 +148,7 @@ def _load_one(
     extra = decode(document["extra"])
     if check is not None:
         all_or_none(what, lambda: check(extra), group)
-    metadata = all_or_none(what, lambda: from_json(document["entries"]), group)
+    metadata = from_json(document["entries"])
     names = all_names(program.held.values(), program.place)
     plan = all_or_none(what, lambda: _Plan(program, document, metadata, names), group)
     reader = CheckpointReader(folder, metadata, document["files"])

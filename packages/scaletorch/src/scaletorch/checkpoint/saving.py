@@ -19,7 +19,7 @@ from .format.folders import check_keep, step_folder
 from .format.values import canonical, encode, kind_of
 from .format.writer import CheckpointWriter
 from .planner import PartsSavePlanner
-from .state.entries import Index, Record, share_out, stage
+from .state.entries import Entry, Index, Record, share_out, stage
 from .state.generators import record_random, seed_material
 from .state.held import find_held, find_shards, find_ties, find_wholes
 from .state.optimizer import encode_groups, record_shard
@@ -197,16 +197,9 @@ def _record(model: nn.Module, optimizer: torch.optim.Optimizer | None, place: Pl
     record.ties = find_ties(held)
     for each in held.values():
         if each.first:
-            tensor = each.tensor
-            parts = each.parts(tensor)
-            record.add(
-                f"model.{each.name}",
-                each.shape,
-                tensor.dtype,
-                parts,
-                replicated=True,
-                experts=each.experts is not None,
-            )
+            entry = Entry(each.shape, each.tensor.dtype, [*each.parts(each.tensor)])
+            experts = each.experts is not None
+            record.add(f"model.{each.name}", entry, replicated=True, experts=experts)
     shards = [(each, held[id(each.parameter)]) for each in find_shards(model, held, optimizer)]
     for shard, own in shards + find_wholes(optimizer, held, place):
         if own.first:

@@ -46,6 +46,20 @@ class MicroBatch(dict[str, Tensor]):
         self.cut = cut
 
 
+class Called(dict[str, Tensor]):
+    """The entries that a model is called with.
+
+    Attributes:
+        micro_batch: What they were made of.
+        count: How much of it counts in the loss, if this rank computes that.
+    """
+
+    def __init__(self, entries: Batch, micro_batch: Batch) -> None:
+        super().__init__(entries)
+        self.micro_batch = micro_batch
+        self.count: float = 0.0
+
+
 def shard_global_batch(
     batch: Batch,
     num_micro_batches: int,

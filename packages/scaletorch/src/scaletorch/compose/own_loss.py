@@ -18,8 +18,7 @@ from ..dist.building import agree, caught, tensors_in
 from ..dist.errors import InvalidArgumentError, MismatchError
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager
 from ..parallel.tensor_parallel import ColumnParallelLinear
-from .batches import Batch, token_count
-from .called import Called
+from .batches import Batch, Called, token_count
 from .loss_batch import LossBatch
 
 Number = int | float | Tensor

@@ -20,10 +20,9 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
 from .balance import router_loss
-from .batches import Batch, real_positions, real_tokens
+from .batches import Batch, Called, real_positions, real_tokens
 from .before.buffers import buffers_followed
 from .before.failures import failures_named
-from .called import Called
 from .forward import Terms, manager_of, terms_of
 from .loss import find_sharded_head, require_logits_alone, token_loss_sum
 from .own_loss import CountFunction, LossFunction, OwnLoss

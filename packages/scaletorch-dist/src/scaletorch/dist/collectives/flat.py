@@ -17,7 +17,7 @@ from ..transport.ways import way_of
 from ..wire.backend import bring_home, on_wire, process_group
 from ..wire.checks import checking, compare, tells_failure
 from ..wire.recipes import Recipe, recipe_for
-from ..wire.sums import even_parts, fold, part_of
+from ..wire.sums import even_parts, fold, parts_of
 from ..wire.work import Work, given, nothing, settled
 from .reduce import unpack_into
 
@@ -54,7 +54,7 @@ def all_reduce_flat(
     way = None if members is None else way_of(wire, members, True, buffers)
     if ordered or isinstance(way, NodeMemory):
         counts = even_parts(data.numel(), size)
-        own = part_of(counts, 0 if members is None else members.rank())
+        own = parts_of(counts)[0 if members is None else members.rank()]
         first = None if start is None else start[own.start : own.stop]
         if members is None or not isinstance(way, NodeMemory):
             shard = reduce_scatter_flat(data, counts, op, group, ordered=True, start=first)

@@ -1,4 +1,4 @@
-"""Messages from one rank to another, singly and in batches; peers are global ranks.
+"""Messages from one rank to another, singly, to a peer, and in batches; peers are global ranks.
 
 A message needs a matching receive of the same dtype and element count. Messages with one tag
 between two ranks arrive in the order in which they were sent.
@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Literal, overload
+from typing import Literal, Protocol, overload
 
+import torch
 import torch.distributed as c10d
 from torch import Tensor
 from torch.distributed import P2POp, ProcessGroup
 
 from ..errors import InvalidArgumentError
-from ..wire.backend import bring_home, movable, on_wire, process_group
+from ..wire import port
+from ..wire.backend import MOVABLE, bring_home, movable, on_wire, process_group, route
 from ..wire.checks import comparing
 from ..wire.message_ends import Agreement, agree
 from ..wire.port import note, post
@@ -219,3 +221,59 @@ def _to_other(data: Tensor, peer: int, name: str, group: ProcessGroup | None) ->
         message = f"{name}={peer} is this rank itself: only exchange() can send to its own rank"
         raise InvalidArgumentError(message)
     return members
+
+
+class Handle(Protocol):
+    """A message under way; keep it, and its tensor, until it is through."""
+
+    def wait(self) -> object:
+        """Wait until it is through; on devices with streams the current stream waits."""
+
+
+class Peer:
+    """One other rank of a group, by `send` and `receive`: a third of the host's time of `isend`.
+
+    Whether the ends of messages are compared (see `checks`) is asked once, here.
+
+    Args:
+        rank: Global rank, another member of `group`.
+        group: The default group by default.
+        device: Where the tensors are.
+
+    Raises:
+        NotInGroupError: `rank` or this rank is outside the group.
+        InvalidArgumentError: `rank` is this rank.
+    """
+
+    def __init__(self, rank: int, group: ProcessGroup | None, device: torch.device) -> None:
+        members = process_group(group)
+        if check_member(rank, "rank", group) or members is None:
+            raise InvalidArgumentError(f"rank={rank} is this rank itself, not a peer")
+        self._rank, self._members = rank, members
+        self._place = c10d.get_group_rank(members, rank)
+        self._direct = not comparing() and route(torch.empty(0, device=device), members).native
+
+    def send(self, data: Tensor) -> Handle:
+        """Start to send `data`; leave it unchanged until `wait()`. It must not require grad."""
+        if self._direct and _plain(data):
+            return self._post(self._members.send, data, True)
+        return isend(data, self._rank, self._members)
+
+    def receive(self, data: Tensor) -> Handle:
+        """Start to receive into `data`, which is filled after `wait()`."""
+        if self._direct and _plain(data):
+            return self._post(self._members.recv, data, False)
+        return irecv(data, self._rank, self._members)
+
+    def _post(self, call: Callable[..., Handle], data: Tensor, sends: bool) -> Handle:
+        told = port.guard
+        if told is None:
+            return call([data], self._place, 0)
+        note = told.record_message(self._members, data, self._rank, 0, sends)
+        handle: Handle = told.run_noted((note,), call, [data], self._place, 0)
+        return handle
+
+
+def _plain(data: Tensor) -> bool:
+    """Return whether a backend takes a tensor as it is."""
+    return data.dtype in MOVABLE and data.is_contiguous() and not data.is_neg()

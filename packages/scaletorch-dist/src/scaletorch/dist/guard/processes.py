@@ -33,7 +33,7 @@ def process_signs(pid: int) -> tuple[str, int, float]:
     return {"t": "T", "Z": "X", "x": "X"}.get(state, state), faults, seconds
 
 
-def thread_stack(ident: int | None, limit: int = 6) -> str:
-    """Return the Python stack of one of this process's threads."""
+def thread_stack(ident: int | None) -> str:
+    """Return the innermost of the Python stack of one of this process's threads."""
     frame = sys._current_frames().get(ident or 0)
-    return "".join(traceback.format_stack(frame)[-limit:]) if frame else ""
+    return "".join(traceback.format_stack(frame)[-6:]) if frame else ""

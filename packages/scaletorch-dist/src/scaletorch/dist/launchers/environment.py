@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..errors import StateError
@@ -78,19 +77,20 @@ class Placement:
     local_size: int | None
 
 
-def find_environment(env: Mapping[str, str] | None = None) -> LauncherEnvironment | None:
+def find_environment() -> LauncherEnvironment | None:
     """The environment of the launcher that started this process, or None."""
-    env = os.environ if env is None else env
+    env = os.environ
     for environment in ENVIRONMENTS:
         if environment.rank in env and environment.world_size in env:
-            if environment.rank == "PMI_RANK" and _is_srun_pmi(env):
+            if environment.rank == "PMI_RANK" and _is_srun_pmi():
                 continue
             return environment
     return None
 
 
-def _is_srun_pmi(env: Mapping[str, str]) -> bool:
+def _is_srun_pmi() -> bool:
     """Return whether srun itself speaks PMI (`--mpi=pmi2`): both sets of variables agree then."""
+    env = os.environ
     return (
         env["PMI_SIZE"] == env.get("SLURM_STEP_NUM_TASKS")
         and env["PMI_RANK"] == env.get("SLURM_PROCID")
@@ -98,9 +98,8 @@ def _is_srun_pmi(env: Mapping[str, str]) -> bool:
     )
 
 
-_known: str | None = (
-    None  # the launcher that init_dist went by; it then exports torchrun's variables
-)
+# The launcher that init_dist went by; it then exports torchrun's variables.
+_known: str | None = None
 
 
 def infer_launcher() -> str:

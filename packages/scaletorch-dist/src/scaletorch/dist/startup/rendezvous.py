@@ -100,12 +100,12 @@ def _meet_by_mpi(placement: Placement, port: int | None) -> Meeting:
     if address is None and placement.local_size != placement.world_size:
         return _meet_through_mpi4py(placement, chosen)
     if chosen is None:
-        chosen = derived_port(job_name(placement) or f"process {_starter('PMI_RANK')}")
+        chosen = derived_port(job_name(placement) or f"process {_starter()}")
     return Meeting(address or LOOPBACK, chosen)
 
 
-def _starter(variable: str) -> int:
-    """The process that started all ranks of this node: the first above without their variable.
+def _starter() -> int:
+    """The process that started all ranks of this node: the first above without a PMI_RANK.
 
     Between it and a rank there may be shells, one for each rank.
     """
@@ -116,7 +116,7 @@ def _starter(variable: str) -> int:
             status = Path(f"/proc/{process}/stat").read_text()
         except OSError:  # not Linux, or another user's
             return process
-        if not any(line.startswith(f"{variable}=".encode()) for line in environment.split(b"\0")):
+        if not any(line.startswith(b"PMI_RANK=") for line in environment.split(b"\0")):
             return process
         process = int(status.rpartition(")")[2].split()[1])
 

@@ -7,14 +7,13 @@ reduced, is in rank order, each rank's share by that rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate, pairwise
 from typing import TypeVar
 
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ..wire.recipes import Pack, Recipe
-from ..wire.sums import fold, part_of, sum_dtype
+from ..wire.sums import even_parts, fold, parts_of, sum_dtype
 from ..world.info import group_ranks, info_of
 from . import neighbours
 from .neighbours import MOST, Addresses, Neighbours
@@ -77,7 +76,7 @@ class MemoryWay:
     def _all_reduce(self, tensors: Sequence[Tensor], run: str) -> None:
         near, rank = self.near, self.group.rank()
         flats = [data.view(-1) for data in tensors]
-        shares = [_shares(flat.numel(), self.group.size()) for flat in flats]
+        shares = [_shares(flat, self.group) for flat in flats]
 
         def reduce_own(everyone: Addresses) -> None:
             for place, (flat, parts) in enumerate(zip(flats, shares, strict=True)):
@@ -94,7 +93,7 @@ class MemoryWay:
     def reduce(self, buffer: Tensor, dst: int, recipe: Recipe, done: Done[T], async_op: bool) -> T:
         """Reduce a tensor in place on global rank `dst`; others keep theirs."""
         near, flat, mine = self.near, buffer.view(-1), self._is_mine(dst)
-        shares = _shares(flat.numel(), self.group.size())
+        shares = _shares(flat, self.group)
         own = shares[self.group.rank()]
         reduced = flat[own.start : own.stop] if mine else flat.new_empty(len(own))
 
@@ -113,7 +112,7 @@ class MemoryWay:
         self, data: Tensor, counts: Sequence[int], recipe: Recipe, done: Done[T], async_op: bool
     ) -> T:
         """Reduce to each rank its shard of a flat tensor."""
-        own, pack = part_of(counts, self.group.rank()), recipe.pack
+        own, pack = parts_of(counts)[self.group.rank()], recipe.pack
         reduced = data.new_empty(len(own), dtype=sum_dtype(pack(data[:0]).dtype))
 
         def reduce_own(everyone: Addresses) -> None:
@@ -142,10 +141,9 @@ class MemoryWay:
 
     def gather_flat(self, data: Tensor, counts: Sequence[int], done: Done[T], async_op: bool) -> T:
         """Fill a flat tensor with the shards of all."""
-        ranges = [range(*pair) for pair in pairwise(accumulate(counts, initial=0))]
 
         def read_others(everyone: Addresses) -> None:
-            _read_shares(self.near, data, ranges, _at(0, everyone))
+            _read_shares(self.near, data, parts_of(counts), _at(0, everyone))
 
         self.near.take_turns(data.nbytes, [data.data_ptr()], [read_others])
         return done(data)
@@ -188,9 +186,8 @@ class MemoryWay:
         return group_ranks(self.group)[self.group.rank()] == rank
 
 
-def _shares(elements: int, ranks: int) -> list[range]:
-    bounds = [elements * rank // ranks for rank in range(ranks + 1)]
-    return [range(*pair) for pair in pairwise(bounds)]
+def _shares(flat: Tensor, group: ProcessGroup) -> list[range]:
+    return parts_of(even_parts(flat.numel(), group.size()))
 
 
 def _reduce(
@@ -206,7 +203,7 @@ def _reduce(
     me = near.group.rank()
     in_place = target.data_ptr() == flat[own.start : own.stop].data_ptr()
     scratch = [flat.new_empty(min(PIECE, len(own))) for _ in addresses]
-    for at in range(own.start, own.stop, PIECE):
+    for at in own[::PIECE]:
         size = min(PIECE, own.stop - at)
         blocks = [each[:size] for each in scratch]
         for rank, address in enumerate(addresses):

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple
 from functools import partial
-from itertools import accumulate, count
+from itertools import count
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.distributed import ProcessGroup
 
 from ..errors import StateError
 from ..naming import name_ranks
-from ..wire.sums import fold, part_of, sum_dtype
+from ..wire.sums import fold, parts_of, sum_dtype
 from ..wire.work import Work
 from ..world.info import group_ranks
 from .blocks import UNKEPT, VARIABLE, allocate, attach, block_of
@@ -93,7 +93,7 @@ class NodeMemory:
         Returns:
             The work; its `wait()` gives `data`.
         """
-        own = self._part(counts)
+        own = parts_of(counts)[self.group.rank()]
         act = partial(self._sum_everywhere, own=own, mean=mean, start=start)
         return self._begin(data, act)
 
@@ -107,7 +107,7 @@ class NodeMemory:
         Returns:
             The work; its `wait()` gives this rank's part, new memory, 16-bit floats as float32.
         """
-        own = self._part(counts)
+        own = parts_of(counts)[self.group.rank()]
         return self._begin(data, partial(self._sum_own, own=own, mean=mean, start=start))
 
     def all_gather(self, data: Tensor, counts: Sequence[int]) -> Work[Tensor]:
@@ -116,8 +116,7 @@ class NodeMemory:
         Returns:
             The work; its `wait()` gives `data`.
         """
-        ends = list(accumulate(counts, initial=0))
-        return self._begin(data, partial(self._gather, ends=ends))
+        return self._begin(data, partial(self._gather, parts=parts_of(counts)))
 
     def _begin(self, data: Tensor, act: Act) -> Work[Tensor]:
         """Share a tensor, and act on everybody's when all are ready.
@@ -172,7 +171,7 @@ class NodeMemory:
         return act(mine, everyone)
 
     def _sum_everywhere(
-        self, data: Tensor, everyone: list[Tensor], own: slice, mean: bool, start: Tensor | None
+        self, data: Tensor, everyone: list[Tensor], own: range, mean: bool, start: Tensor | None
     ) -> Tensor:
         for at, total in _sums(everyone, own, start, mean):
             for each in everyone:
@@ -180,22 +179,18 @@ class NodeMemory:
         return data
 
     def _sum_own(
-        self, data: Tensor, everyone: list[Tensor], own: slice, mean: bool, start: Tensor | None
+        self, data: Tensor, everyone: list[Tensor], own: range, mean: bool, start: Tensor | None
     ) -> Tensor:
         result = torch.empty(own.stop - own.start, dtype=sum_dtype(data.dtype))
         for at, total in _sums(everyone, own, start, mean):
             result[at - own.start : at - own.start + len(total)] = total
         return result
 
-    def _gather(self, data: Tensor, everyone: list[Tensor], ends: Sequence[int]) -> Tensor:
-        for rank, each in enumerate(everyone):
-            if rank != self.group.rank():
-                data[ends[rank] : ends[rank + 1]] = each[ends[rank] : ends[rank + 1]]
+    def _gather(self, data: Tensor, everyone: list[Tensor], parts: Sequence[range]) -> Tensor:
+        for each, part in zip(everyone, parts, strict=True):
+            if each is not data:
+                data[part.start : part.stop] = each[part.start : part.stop]
         return data
-
-    def _part(self, counts: Sequence[int]) -> slice:
-        own = part_of(counts, self.group.rank())
-        return slice(own.start, own.stop)
 
     def _placed(self, data: Tensor) -> Tensor | None:
         """Return a tensor that others can map, with these values; None if there is no memory."""
@@ -217,11 +212,11 @@ class NodeMemory:
 
 
 def _sums(
-    everyone: Sequence[Tensor], part: slice, start: Tensor | None, mean: bool
+    everyone: Sequence[Tensor], part: range, start: Tensor | None, mean: bool
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield the sum of a part piece by piece, in rank order, and where each piece begins."""
     divisor = len(everyone) if mean else 1
-    for at in range(part.start, part.stop, CHUNK):
+    for at in part[::CHUNK]:
         stop = min(at + CHUNK, part.stop)
         first = None if start is None else start[at - part.start : stop - part.start]
         yield at, fold([each[at:stop] for each in everyone], start=first, divisor=divisor)

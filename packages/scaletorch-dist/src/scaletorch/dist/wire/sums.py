@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -19,10 +19,9 @@ STEPS: dict[str, Callable[..., Tensor]] = {
 }
 
 
-def part_of(counts: Sequence[int], rank: int) -> range:
-    """Return the elements of a rank's part."""
-    ends = list(accumulate(counts, initial=0))
-    return range(ends[rank], ends[rank + 1])
+def parts_of(counts: Sequence[int]) -> list[range]:
+    """Return the elements of each rank's part."""
+    return [range(*ends) for ends in pairwise(accumulate(counts, initial=0))]
 
 
 def even_parts(elements: int, parts: int) -> list[int]:

@@ -77,20 +77,10 @@ def _is_mapping(value: Any) -> bool:
     return isinstance(decode(value), dict)
 
 
-def _is_scheduler(value: Any) -> bool:
-    return value is None or _is_mapping(value)
-
-
 def _are_ties(value: dict[str, list[str]]) -> bool:
-    return all(
-        first in names and len(names) > 1 and all(isinstance(name, str) for name in names)
-        for first, names in value.items()
-        if isinstance(names, list) or _no("ties", names)
+    return _are_keys(value) and all(
+        first in names and len(names) > 1 for first, names in value.items()
     )
-
-
-def _no(what: str, value: object) -> bool:
-    raise TypeError(f"{what}: {value!r}")
 
 
 def _are_scalars(value: dict[str, Any]) -> bool:
@@ -122,7 +112,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "seed": lambda value: _count(value, 2**64),
     "kinds": _are_kinds,
     "groups": _are_groups,
-    "scheduler": _is_scheduler,
+    "scheduler": lambda value: value is None or _is_mapping(value),
     "extra": _is_mapping,
     "ties": _are_ties,
     "scalars": _are_scalars,

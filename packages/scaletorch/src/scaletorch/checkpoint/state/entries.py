@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -57,19 +57,9 @@ class Record:
         """What the first rank is to know of this one beside tensors."""
         return {"scalars": self.scalars, "ties": self.ties, "state": self.state}
 
-    def add(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: torch.dtype,
-        parts: Iterable[Part],
-        *,
-        replicated: bool,
-        experts: bool = False,
-    ) -> None:
-        """Add parts to the entry of a name."""
-        entry = self.tensors.setdefault(name, Entry(shape, dtype, []))
-        entry.parts.extend(parts)
+    def add(self, name: str, entry: Entry, *, replicated: bool, experts: bool = False) -> None:
+        """Add an entry, or its parts to the one of that name."""
+        self.tensors.setdefault(name, replace(entry, parts=[])).parts.extend(entry.parts)
         if replicated:
             self.replicated.add(name)
         if experts:

@@ -33,7 +33,7 @@ def record_random(record: Record, place: Place, device: torch.device) -> None:
         parts = [Part((0,), state, place.tp)]
         shape = (state.numel(),)
         name = f"random.{place.rank}.{kind}"
-        record.add(name, shape, torch.uint8, parts, replicated=False)
+        record.add(name, Entry(shape, torch.uint8, parts), replicated=False)
 
 
 def find_random(saved: Shapes, place: Place, targets: dict[str, Entry]) -> dict[str, Tensor]:

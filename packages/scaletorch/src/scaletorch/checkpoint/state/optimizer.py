@@ -104,17 +104,9 @@ def record_shard(
         elif value.shape == shard.tensor.shape:
             _record_range(record, name, shard, held, value)
         elif is_whole(shard, held):
-            shape = tuple(value.shape)
             whole = Part((0,) * value.ndim, value.detach(), held.owner)
-            parts = [whole] if value.numel() else []
-            record.add(
-                name,
-                shape,
-                value.dtype,
-                parts,
-                replicated=shard.replicated,
-                experts=held.experts is not None,
-            )
+            entry = Entry(tuple(value.shape), value.dtype, [whole] if value.numel() else [])
+            _record(record, name, shard, held, entry)
         else:
             raise InvalidArgumentError(
                 f"{name} has shape {tuple(value.shape)}, unlike its parameter's "
@@ -124,15 +116,13 @@ def record_shard(
 
 
 def _record_range(record: Record, name: str, shard: Shard, held: Held, value: Tensor) -> None:
-    parts = held.parts(value, shard.start, shard.stop)
-    record.add(
-        name,
-        held.shape,
-        value.dtype,
-        parts,
-        replicated=shard.replicated,
-        experts=held.experts is not None,
-    )
+    parts = [*held.parts(value, shard.start, shard.stop)]
+    _record(record, name, shard, held, Entry(held.shape, value.dtype, parts))
+
+
+def _record(record: Record, name: str, shard: Shard, held: Held, entry: Entry) -> None:
+    experts = held.experts is not None
+    record.add(name, entry, replicated=shard.replicated, experts=experts)
 
 
 def _is_number(key: str, value: Tensor, shard: Shard) -> bool:
