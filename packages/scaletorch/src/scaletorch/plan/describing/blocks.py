@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...dist.errors import InvalidArgumentError
 from ...parallel.pipeline_parallel import Split
 from ...parallel.pipeline_parallel.building import PassThrough, parts_of
 from ..description import Block
@@ -56,8 +57,17 @@ def blocks_of(model: nn.Module, split: Split | None) -> tuple[tuple[Block, ...],
     """Return the line of blocks, and by kind the name of the first layer of it.
 
     Kind 0 is all that stands before the layers, the last kind all that stands behind.
+
+    Raises:
+        InvalidArgumentError: Layers that are not one module each.
     """
     first, *layers, last = parts_of(model, split)
+    if any(len(layer) > 1 for layer in layers):
+        raise InvalidArgumentError(
+            f"a plan needs layers that are one module each, and a layer of {type(model).__name__} "
+            f"is {' and '.join(layers[0])}: put them into one module, or try layouts with "
+            "`python -m scaletorch.verify`"
+        )
     names = [name for (name,) in layers]
     kinds = kinds_of([model.get_submodule(name) for name in names])
     behind = max(kinds, default=-1) + 2

@@ -18,7 +18,7 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager import token_loss_sum
 from ...pg_manager.building import divided_modules
 from ..runtime.forms import tensor_of
-from ..splitting.split import Split, layers_of
+from ..splitting.split import Split, parts_of
 from ..steps.loss import Batch, LossFunction
 
 
@@ -33,10 +33,9 @@ def measure_costs(
     """Time forward and backward of each layer, and of all before and after them.
 
     The whole plain model runs on one process (of experts, those that the batch's tokens choose), on
-    the device on which it is; on others than CPU each
-    layer is waited for. All of the time is counted: that of the model's own code between layers
-    belongs to the layer before, that of the loss to all after the layers. Parameters, gradients,
-    buffers and random states are as before.
+    the device on which it is; on others than CPU each layer is waited for. All of the time is
+    counted: that of the model's own code between layers belongs to the layer before, that of the
+    loss to all after the layers. Parameters, gradients, buffers, random states are as before.
 
     No two measurements are equal, and all ranks must be given the same split: measure on one rank
     (`broadcast_object_list` gives the others its numbers), or once and for all.
@@ -65,7 +64,8 @@ def measure_costs(
     """
     if repeats < 1:
         raise InvalidArgumentError(f"repeats must be 1 at least, got {repeats}")
-    layers = [model.get_submodule(name) for name in layers_of(model, split)]
+    _, *parts, _ = parts_of(model, split)
+    layers = [model.get_submodule(first) for first, *_ in parts]
     if divided_modules(model):
         raise InvalidArgumentError(
             "measure_costs runs the model on one process, and the experts of this one are divided "
@@ -77,7 +77,10 @@ def measure_costs(
             "on a real one"
         )
     with _unchanged(model), torch.enable_grad():
-        runs = [_run(model, layers, batch, loss_fn or _default_loss) for _ in range(1 + repeats)]
+        end = model.get_submodule(parts[-1][-1])
+        runs = [
+            _run(model, layers, end, batch, loss_fn or _default_loss) for _ in range(1 + repeats)
+        ]
     return tuple(median(part) for part in zip(*runs[1:], strict=True))
 
 
@@ -116,12 +119,24 @@ class _Marks:
 
 
 def _run(
-    model: nn.Module, layers: Sequence[nn.Module], batch: Batch, loss_fn: LossFunction
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    end: nn.Module,
+    batch: Batch,
+    loss_fn: LossFunction,
 ) -> list[float]:
-    """Return each part's seconds in one forward and backward."""
+    """Return each part's seconds in one forward and backward.
+
+    Args:
+        model: The model.
+        layers: Of each layer the module that is called first.
+        end: The one that is called last, of all layers.
+        batch: A micro-batch.
+        loss_fn: Its loss.
+    """
     marks = _Marks(_device(model), len(layers))
     began = _now(marks.device)
-    with _marking(layers, marks):
+    with _marking(layers, end, marks):
         loss = loss_fn(_forward(model, batch), batch)
     turned = _now(marks.device)
     _check_order(marks.called, layers)
@@ -139,13 +154,13 @@ def _run(
 
 
 @contextmanager
-def _marking(layers: Sequence[nn.Module], marks: _Marks) -> Iterator[None]:
+def _marking(layers: Sequence[nn.Module], end: nn.Module, marks: _Marks) -> Iterator[None]:
     """Mark the layers' calls; not for longer, as backward may enter layers that it recomputes."""
     hooks = [
         layer.register_forward_pre_hook(marks.enter, prepend=True, with_kwargs=True)
         for layer in dict.fromkeys(layers)
     ]
-    hooks.append(layers[-1].register_forward_hook(marks.leave))
+    hooks.append(end.register_forward_hook(marks.leave))
     try:
         yield
     finally:

@@ -41,6 +41,45 @@ def calls_around(module: nn.Module, child: str) -> tuple[frozenset[str], frozens
     return frozenset(before - after - {child}), frozenset(after - before - {child})
 
 
+def called_by_index(module: nn.Module) -> list[str]:
+    """Return the lists of which a forward calls one module at a time, as `self.norms[i](x)`.
+
+    They come in the order of the first call.
+    """
+    events = _Events(module)
+    events.read(type(module).forward)
+    lists = {name for name, child in module._modules.items() if isinstance(child, nn.ModuleList)}
+    return list(dict.fromkeys(n for n, use in events.found if use is Use.CALL and n in lists))
+
+
+def may_come_back(module: nn.Module, child: str) -> bool:
+    """Return whether a forward may call a child, or modules of a child that is a list, twice.
+
+    So it is of a loop over a list in another loop, of several loops over it, and of a call of
+    another child in a loop. What runs is not told: a loop may end, or begin, where another did.
+    """
+    events = _Events(module)
+    events.read(type(module).forward)
+    found = [
+        (use, loops)
+        for (name, use), loops in zip(events.found, events.loops, strict=True)
+        if name == child and use is not Use.MENTION
+    ]
+    if not isinstance(module._modules[child], nn.ModuleList):
+        return any(use is Use.CALL and loops > 0 for use, loops in found)
+    several = sum(use is Use.LOOP for use, _ in found) > 1
+    return several or any(loops > (use is Use.CALL) for use, loops in found)
+
+
+def loop_around(model: nn.Module, layers: str) -> str | None:
+    """Return the outermost module down to a list that a forward may come back to, or None."""
+    path = layers.split(".")
+    for depth, child in enumerate(path):
+        if may_come_back(model.get_submodule(".".join(path[:depth])), child):
+            return ".".join(path[: depth + 1])
+    return None
+
+
 class Use(IntEnum):
     """What a method does with a child that it names."""
 
@@ -54,12 +93,15 @@ class _Events(ast.NodeVisitor):
 
     Attributes:
         found: Name of a child, and what is done with it there.
+        loops: In how many loops that is.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._depth = 0
+        self._loops = 0
         self.found: list[tuple[str, Use]] = []
+        self.loops: list[int] = []
         self._use = Use.MENTION
 
     def read(self, method: Callable[..., Any]) -> None:
@@ -77,7 +119,18 @@ class _Events(ast.NodeVisitor):
         self._use = Use.LOOP
         self.visit(node.iter)
         self._use = Use.MENTION
-        for statement in (*node.body, *node.orelse):
+        self._visit_body(node)
+
+    def visit_While(self, node: ast.While) -> None:
+        self.visit(node.test)
+        self._visit_body(node)
+
+    def _visit_body(self, node: ast.For | ast.While) -> None:
+        self._loops += 1
+        for statement in node.body:
+            self.visit(statement)
+        self._loops -= 1
+        for statement in node.orelse:
             self.visit(statement)
 
     def visit_Call(self, node: ast.Call) -> None:
@@ -88,15 +141,21 @@ class _Events(ast.NodeVisitor):
         if name is None:
             self.visit(node.func)
         elif name in self._module._modules:
-            self.found.append((name, Use.CALL))
-        elif inspect.isfunction(vars(type(self._module)).get(name)) and self._depth < _DEEPEST:
-            self.read(vars(type(self._module))[name])
+            self._note(name, Use.CALL)
+        elif not hasattr(nn.Module, name) and self._depth < _DEEPEST:
+            method = getattr(type(self._module), name, None)
+            if inspect.isfunction(method):
+                self.read(method)
 
     def visit_Attribute(self, node: ast.Attribute) -> None:
         name = _own_name(node)
         if name in self._module._modules:
-            self.found.append((str(name), self._use))
+            self._note(str(name), self._use)
         self.generic_visit(node)
+
+    def _note(self, name: str, use: Use) -> None:
+        self.found.append((name, use))
+        self.loops.append(self._loops)
 
 
 def _own_name(node: ast.AST) -> str | None:

@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from .call_order import calls_around
+from .call_order import called_by_index, calls_around, loop_around
 
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-Parts = tuple[tuple[str, ...], str, tuple[str, ...]]
+Parts = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 
 
 def within(name: str, module: str) -> bool:
@@ -104,7 +104,8 @@ def find_parts(model: nn.Module) -> Parts:
     """Find the layers of a plain module and the modules before and after them.
 
     Returns:
-        The names before, the name of the list of layers, and the names after.
+        The names before, that of the list of layers (of several, if each layer is made of the
+        modules of the same index in all of them), and the names after.
 
     Raises:
         InvalidArgumentError: No such list, or several.
@@ -112,21 +113,58 @@ def find_parts(model: nn.Module) -> Parts:
     outer = _lists(model)
     if len(outer) != 1:
         outer = _of_decoder(model, outer)
-    if len(outer) != 1:
-        raise InvalidArgumentError(
-            "cannot tell which modules are the layers: expected one nn.ModuleList with parameters, "
-            f"and {type(model).__name__} has {listing(outer) or 'none'}; pass "
-            "Split(first=(...), layers='...', last=(...)), or Split(points=(...)) with the modules "
-            f"that begin the next stages, with names out of {listing(children(model))}"
-        )
+    lists = outer if len(outer) == 1 else _in_step(model, outer)
+    if not lists:
+        raise InvalidArgumentError(_ambiguous(model, outer))
     first: list[str] = []
     last: list[str] = []
-    path = outer[0].split(".")
-    for depth, child in enumerate(path):
-        before, after = _siblings(model, path[:depth], child)
+    *path, _ = lists[0].split(".")
+    own = [name.rpartition(".")[2] for name in lists]
+    for depth in range(len(path) + 1):
+        before, after = _siblings(model, path[:depth], own if depth == len(path) else [path[depth]])
         first += before
         last = after + last  # what encloses the layers comes after what is beside them
-    return tuple(first), outer[0], tuple(last)
+    return tuple(first), tuple(lists), tuple(last)
+
+
+def _ambiguous(model: nn.Module, lists: list[str]) -> str:
+    """Say why there is no one list of layers."""
+    loops = dict.fromkeys(loop for name in lists if (loop := loop_around(model, name)))
+    if len(loops) > 1:
+        return (
+            f"the forward of {type(model).__name__} runs {listing(loops)} in turn, several times, "
+            "and a pipeline goes through its stages once: one stage would have all of them, so "
+            "use no pipeline (pp_size=1), or give what is before them a stage of its own by "
+            f"Split(points=({next(iter(loops))!r},))"
+        )
+    return (
+        "cannot tell which modules are the layers: expected one nn.ModuleList with parameters, "
+        f"and {type(model).__name__} has {listing(lists) or 'none'}; pass "
+        "Split(first=(...), layers='...', last=(...)), or Split(points=(...)) with the modules "
+        f"that begin the next stages, with names out of {listing(children(model))}"
+    )
+
+
+def _in_step(model: nn.Module, lists: list[str]) -> list[str]:
+    """Return lists of one module that its forward calls by one index, in the order of the calls.
+
+    Such as attentions, MLPs and their norms in lists of their own; none if these are others.
+    """
+    holders = {name.rpartition(".")[0] for name in lists}
+    if len(holders) != 1:
+        return []
+    (path,) = holders
+    holder = model.get_submodule(path)
+    beside = {n: m for n, m in holder._modules.items() if isinstance(m, nn.ModuleList)}
+    beside = {name: module for name, module in beside.items() if has_parameters(module)}
+    order = called_by_index(holder)
+    alike = len({len(module) for module in beside.values()}) == 1
+    prefix = f"{path}." if path else ""
+    return (
+        [prefix + name for name in order if name in beside]
+        if alike and set(beside) <= {*order}
+        else []
+    )
 
 
 def _lists(model: nn.Module) -> list[str]:
@@ -168,7 +206,7 @@ def check_parts(model: nn.Module, parts: Parts) -> None:
             or a module with parameters that is named nowhere.
     """
     first, layers, last = parts
-    names = (*first, layers, *last)
+    names = (*first, *layers, *last)
     for name in names:
         check_name(model, name)
     for index, name in enumerate(names):
@@ -176,13 +214,7 @@ def check_parts(model: nn.Module, parts: Parts) -> None:
             if within(name, other) or within(other, name):
                 message = f"Split names a module twice: {name!r} and {other!r}; name it once"
                 raise InvalidArgumentError(message)
-    container = model.get_submodule(layers)
-    if not isinstance(container, CONTAINERS):
-        raise InvalidArgumentError(
-            f"Split(layers={layers!r}) must name an nn.ModuleList, nn.Sequential or nn.ModuleDict "
-            f"of layers, and it is a {type(container).__name__}; name the list that holds the "
-            "layers, or cut by Split(points=(...))"
-        )
+    _check_lists(model, layers)
     missing = _unnamed(model, names, layers)
     if missing:
         raise InvalidArgumentError(
@@ -191,32 +223,58 @@ def check_parts(model: nn.Module, parts: Parts) -> None:
         )
 
 
-def _siblings(model: nn.Module, parent: list[str], child: str) -> tuple[list[str], list[str]]:
-    """Return what is beside a module and called before it, and after it.
+def _check_lists(model: nn.Module, layers: tuple[str, ...]) -> None:
+    for name in layers:
+        container = model.get_submodule(name)
+        if not isinstance(container, CONTAINERS):
+            raise InvalidArgumentError(
+                f"Split(layers={name!r}) must name an nn.ModuleList, nn.Sequential or "
+                f"nn.ModuleDict of layers, and it is a {type(container).__name__}; name the list "
+                "that holds the layers, or cut by Split(points=(...))"
+            )
+    sizes = {name: len(children(model.get_submodule(name))) for name in layers}
+    if len({*sizes.values()}) > 1:
+        raise InvalidArgumentError(
+            f"Split(layers={layers!r}): each layer is made of the modules of one index, and these "
+            f"lists have {listing(f'{size} in {name}' for name, size in sizes.items())}; name "
+            "lists of one length, or cut by Split(points=(...))"
+        )
 
-    Where the forward does not tell, what was registered before it is called before it.
+
+def _siblings(
+    model: nn.Module, parent: list[str], inside: list[str]
+) -> tuple[list[str], list[str]]:
+    """Return what is beside modules that are called in turn, and called before them, and after.
+
+    Where the forward does not tell, what was registered before the first is called before it.
     """
     prefix = "".join(f"{part}." for part in parent)
     holder = model.get_submodule(".".join(parent))
-    earlier, later = calls_around(holder, child)
+    earlier, later = calls_around(holder, inside[0])[0], calls_around(holder, inside[-1])[1]
     beside = children(holder, prefix)
-    position = list(beside).index(prefix + child)
+    position = list(beside).index(prefix + inside[0])
     before: list[str] = []
     after: list[str] = []
     for index, (name, module) in enumerate(beside.items()):
         own = name.removeprefix(prefix)
-        if index != position and is_placed(module):
+        if own not in inside and is_placed(module):
             first = own in earlier or (own not in later and index < position)
             (before if first else after).append(name)
     return before, after
 
 
-def _unnamed(model: nn.Module, names: tuple[str, ...], layers: str) -> list[str]:
-    """Modules with parameters outside all named ones; those around the layers may have some."""
+def _unnamed(model: nn.Module, names: tuple[str, ...], layers: tuple[str, ...]) -> list[str]:
+    """Modules with something to train outside all named ones; those around the layers may have it.
+
+    What is frozen may stay on every stage, each of which computes it: what depends on its values
+    then has them everywhere.
+    """
     named = model.named_parameters(remove_duplicate=False)
-    holders = {name.rpartition(".")[0] for name, _ in named}
+    holders = {name.rpartition(".")[0] for name, parameter in named if parameter.requires_grad}
     return sorted(
         holder
         for holder in holders
-        if holder and not within(layers, holder) and not any(within(holder, n) for n in names)
+        if holder
+        and not any(within(each, holder) for each in layers)
+        and not any(within(holder, name) for name in names)
     )

@@ -11,9 +11,11 @@ file, make it compute that stage alone:
   has in one process, and nowhere else. The first forward of a kind gives it a copy.
 - `stand_ins`: all other modules of other stages return stand-ins, tensors of a class of their own
   with a form and without values; what is computed from them is one too.
+- `twins`: what else a model's code asks of modules of other stages is answered by modules of their
+  classes whose tensors are stand-ins; `visits` runs the whole model so, to see loops over layers.
 - `gates`: hooks on the stage's modules let no stand-in in.
-- `hidden`: a hook on a stage's last module takes what is passed on, and what else of this stage's
-  layers the model returns is refused; `gradient` finds it.
+- `hidden`: a hook on a stage's last module takes what is passed on, and gives the model's code a
+  copy if that writes to it; what else of this stage's layers the model returns is refused.
 - `weights`: with a schedule that splits backwards, each `nn.Linear` with torch's own forward gets a
   `forward` of its own that can leave the weight's gradient for later.
 - `examination`: the first forward of a kind runs uncompiled, and its failures are explained.

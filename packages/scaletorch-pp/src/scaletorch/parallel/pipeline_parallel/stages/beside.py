@@ -22,7 +22,7 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .stand_ins import OF_FORM_ALONE, StandIn
 
-_HIDDEN, _TENSORS, _PLACES = "hidden states", "beside them", "for"
+_HIDDEN, _TENSORS, _PLACES, _VISITS = "hidden states", "beside them", "for", "visit"
 _CARRIED = "carried"
 _MANY = 4096  # kinds of forwards that are remembered at most
 
@@ -46,13 +46,16 @@ class Beside:
 
     Args:
         names: The modules of all stages, in order.
+
+    Attributes:
+        visit: Which call of the last module of the stage before returned the hidden states.
     """
 
     def __init__(self, names: Iterable[str]) -> None:
         self._numbers = {name: number for number, name in enumerate(names)}
         self._known: dict[Hashable, set[Place]] = {}  # by the kind of forward
         self._kind: Hashable = None
-        self.examined = False
+        self.examined, self.visit = False, 1
         self.made: WeakTensorKeyDictionary | None = None  # while a forward is examined
         self._received: dict[Place, Tensor] = {}
         self._leaving: dict[Place, tuple[Tensor, int]] = {}
@@ -77,7 +80,7 @@ class Beside:
             if len(self._known) > _MANY:
                 self._known.clear()
             self._known[kind] = set()
-        given, self._received = _opened(given)
+        given, self._received, self.visit = _opened(given)
         numbers = {self._numbers[name] for name in own}
         self._leaving = {
             place: (tensor, version_of(tensor))
@@ -128,13 +131,17 @@ class Beside:
 
         return map_tensors(taken, given)
 
-    def leave(self, hidden: Any) -> Any:
+    def leave(self, hidden: Any, visit: int) -> Any:
         """Return what a stage passes on: hidden states, and what travels with them.
+
+        Args:
+            hidden: The hidden states.
+            visit: Which call of the stage's last module has returned them.
 
         Raises:
             InvalidArgumentError: It was written to since a module was given it.
         """
-        if not self._leaving:
+        if not self._leaving and visit == 1:
             return hidden
         if any(version_of(tensor) != version for tensor, version in self._leaving.values()):
             raise InvalidArgumentError(
@@ -152,7 +159,7 @@ class Beside:
             places.append((*place, list(stacks).index(form), at))
         text = " ".join(".".join(map(str, each)) for each in places)
         tensors = [torch.stack(alike) for alike in stacks.values()]
-        return {_HIDDEN: hidden, _TENSORS: tensors, _PLACES: text}
+        return {_HIDDEN: hidden, _TENSORS: tensors, _PLACES: text, _VISITS: visit}
 
     def require_seen(self, model: nn.Module) -> None:
         """Check that what is to travel will be seen in later forwards too.
@@ -187,15 +194,15 @@ def again(value: Any) -> Any:
     return map_tensors(lambda tensor: getattr(tensor, _CARRIED, tensor), value)
 
 
-def _opened(given: Any) -> tuple[Any, dict[Place, Tensor]]:
-    """Return hidden states, and what has travelled with them."""
-    if type(given) is not dict or set(given) != {_HIDDEN, _TENSORS, _PLACES}:
-        return given, {}
+def _opened(given: Any) -> tuple[Any, dict[Place, Tensor], int]:
+    """Return hidden states, what has travelled with them, and which visit's they are."""
+    if type(given) is not dict or set(given) != {_HIDDEN, _TENSORS, _PLACES, _VISITS}:
+        return given, {}, 1
     found = {}
     for each in given[_PLACES].split():
         *place, stack, at = map(int, each.split("."))
         found[Place(*place)] = given[_TENSORS][stack][at]
-    return given[_HIDDEN], found
+    return given[_HIDDEN], found, given[_VISITS]
 
 
 class Following(TorchFunctionMode):

@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
+from contextlib import suppress
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.parameter import is_lazy
 
-from ....dist.building import tensors_in
+from ....dist.building import map_tensors, tensors_in
+from ....dist.errors import InvalidArgumentError
 from ..runtime.forms import PLAIN
 from ..splitting.modules import has_parameters, siblings_of
 from ..splitting.split import Placement
 from .passage import Passage
 from .stand_ins import StandIn, standing, standing_like, stands
+from .twins import cast, is_data, runs_alike, twin_of
 
 
 class PassThrough(nn.Module):
     """Stands for a module of another stage.
 
     For the last module of the stage before it returns what that has passed on. Any other returns
-    stand-ins: of what a module of the same list has returned, of the rows of an embedding, or of
-    the first argument. Outside a forward of a pipeline, and where no stand-ins are wanted, it
-    returns the first argument. Plain attributes of the module and its class (numbers, strings,
-    None) are kept, since forwards read them, and the forms of its own tensors.
+    stand-ins: of what a module of the same list has returned, of the rows of an embedding, of
+    what its forward makes of ids or of no tensors, or of the first argument. Outside a forward of
+    a pipeline, and where no stand-ins are wanted, it returns the first argument.
+
+    Plain attributes of the module and its class (numbers, strings, None) are kept, since forwards
+    read them. While a forward runs, the module's twin answers for its tensors, its parts and its
+    methods.
 
     Args:
         replaced: The module that it stands for; not kept.
@@ -35,7 +40,10 @@ class PassThrough(nn.Module):
         passage: The forward that runs it.
         siblings: The list that it is in; its name if in none.
         ends: Whether it is the last module of its stage.
+        shared: `id` of what is on all stages too.
     """
+
+    _twin: nn.Module
 
     def __init__(
         self,
@@ -46,24 +54,22 @@ class PassThrough(nn.Module):
         siblings: str = "",
         *,
         ends: bool = False,
+        shared: Container[int] = (),
     ) -> None:
         super().__init__()
         self._stage, self._siblings, self._ends = stage, siblings, ends
         self._passage = passage or Passage()
         self._counts = has_parameters(replaced)
-        self.train(replaced.training)
-        for name, value in vars(replaced).items():
-            if not name.startswith("_") and isinstance(value, PLAIN):
-                setattr(self, name, value)
-        self._where, self._kind, self._name = where, type(replaced), where.partition(" ")[0]
+        self._where, self._name = where, where.partition(" ")[0]
         self._embeds = hasattr(replaced, "num_embeddings") and hasattr(replaced, "embedding_dim")
         self._linear = isinstance(replaced, nn.Linear)
         self._drops = isinstance(replaced, _DropoutNd)
         self._changes = not isinstance(replaced, nn.Identity)
-        # Of its own tensors the shapes, and empty ones of their dtypes, which are cast as those.
-        own = {**replaced._parameters, **replaced._buffers}
-        known = {n: t for n, t in own.items() if t is not None and not is_lazy(t)}
-        self._forms = {n: (tuple(t.shape), t.detach().new_empty(0)) for n, t in known.items()}
+        self._runs_alike = runs_alike(replaced)
+        self.training = replaced.training
+        vars(self)["_twin"] = twin_of(
+            replaced, self._passage, lambda value: id(value) in shared or is_data(value)
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module would return, or a stand-in for it.
@@ -79,11 +85,11 @@ class PassThrough(nn.Module):
             passage.reach(self._stage, self._where)
         if self._stage > passage.source[0]:
             passage.beside.offer(self._name, args, kwargs)
-        if self._ends and self._stage == passage.source[0] - 1:
+        if self._ends and self._stage == passage.source[0] - 1 and passage.comes():
             return passage.deliver(self._where)
         if not self._changes or (self._drops and self._drops_nothing()):
             return value
-        value = self._stand_in(value) if passage.followed else self._any_value(value)
+        value = self._stand_in(value, args, kwargs) if passage.followed else self._any_value(value)
         if self._counts and self._stage < passage.source[0]:
             passage.latest = value
         return value
@@ -92,11 +98,10 @@ class PassThrough(nn.Module):
 
     def _again(self, value: Any) -> Any:
         """Return what it returned, where a layer's forward is recomputed in the backward."""
-        if self._ends and isinstance(value, StandIn) and value.source[0] == self._stage + 1:
-            return value.source[1]
-        return value
+        source = value.source if isinstance(value, StandIn) else None
+        return source[1] if self._ends and source and source[0] == self._stage + 1 else value
 
-    def _stand_in(self, value: Any) -> Any:
+    def _stand_in(self, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         passage = self._passage
         sample, received = passage.samples.get(self._siblings), passage.source[1]
         known = passage.left if passage.over else received
@@ -114,14 +119,33 @@ class PassThrough(nn.Module):
         if self._linear and isinstance(value, Tensor):
             shape = (*value.shape[:-1], self.out_features)
             return standing(shape, value.dtype, passage, value, trained=True)
+        if not any(tensor.is_floating_point() for tensor in tensors_in(value)):
+            with suppress(Exception):  # it may read what has no values, or wait for other ranks
+                return self._made(args, kwargs, of)
         if value is passage.first or next(tensors_in(value), None) is None:
             # Layers may return more than they take; dicts they mostly take as they return them.
             like = known if isinstance(known, dict) else next(tensors_in(known), of)
             return standing_like(like, passage, of)
         return value if stands(value) and not fresh else standing_like(value, passage, of)
 
+    def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], of: Tensor) -> Any:
+        """Return what the module's forward makes of what it is given.
+
+        Raises:
+            InvalidArgumentError: Calling the module may do something else.
+        """
+        if not self._runs_alike:
+            raise InvalidArgumentError(f"{self._where}, and has hooks")
+        made = self._ready().forward(*args, **kwargs)
+
+        def form(tensor: Tensor) -> Tensor:  # also of what has values: it may be another's
+            trained = tensor.is_floating_point() and self._counts
+            return standing(tuple(tensor.shape), tensor.dtype, self._passage, of, trained=trained)
+
+        return map_tensors(form, made)
+
     def _rows(self, ids: Tensor, like: Tensor) -> Any:
-        """Return a stand-in for embedded ids; of any length if that of hidden states is another."""
+        """Return a stand-in for embedded ids; of any length if hidden states are a share of it."""
         first, shape = self._passage.first, tuple(ids.shape)
         if isinstance(first, Tensor) and not _has_dims_of(like, first):
             shape = tuple(like.shape[: ids.ndim]) if ids is first else (1,) * ids.ndim
@@ -146,23 +170,45 @@ class PassThrough(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PassThrough:
         """Cast the forms of the module's tensors too."""
-        self._forms = {name: (shape, fn(empty)) for name, (shape, empty) in self._forms.items()}
+        cast(self._twin, self._passage, fn)
         return self
 
+    def _ready(self) -> nn.Module:
+        """Return the module's twin, on the device of the forward that runs."""
+        passage, own = self._passage, next(tensors_in(self._twin._parameters), None)
+        of = next(tensors_in((passage.source, passage.first)), None)
+        if of is not None and own is not None and own.device != of.device:
+            cast(self._twin, passage, lambda tensor: torch.empty_like(tensor, device=of.device))
+        return self._twin
+
+    def train(self, mode: bool = True) -> PassThrough:
+        """Set the mode of the module's twin too."""
+        for module in self._twin.modules():
+            module.training = mode
+        return super().train(mode)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set a plain attribute of the module's twin."""
+        if "_twin" in vars(self) and isinstance(value, PLAIN) and name != "training":
+            vars(self._twin)[name] = value
+        else:
+            super().__setattr__(name, value)
+
     def __getattr__(self, name: str) -> Any:
-        """Return the form of a tensor of the module; else say where that is."""
+        """Return what the module's twin has of this name; else say where the module is."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
-            passage, forms = self.__dict__.get("_passage"), self.__dict__.get("_forms", {})
-            if name in forms and passage is not None and passage.active and passage.followed:
-                shape, empty = forms[name]
-                of = next(tensors_in((passage.source, passage.first)), empty)
-                return standing(shape, empty.dtype, passage, of, trained=False)
-            known = inspect.getattr_static(self.__dict__.get("_kind"), name, self)
-            if not name.startswith("_") and isinstance(known, PLAIN):
-                return known
-            where = self.__dict__.get("_where", "a module of another stage")
+            twin, passage = vars(self).get("_twin"), vars(self).get("_passage")
+            if passage is not None and passage.active and not name.startswith("__"):
+                known = getattr(self._ready(), name, self)
+                if known is not self and (passage.followed or not stands(known)):
+                    return known
+            else:
+                known = vars(twin).get(name, inspect.getattr_static(type(twin), name, self))
+                if not name.startswith("_") and isinstance(known, PLAIN):
+                    return known
+            where = vars(self).get("_where", "a module of another stage")
             message = f"{where}, and its attribute {name!r} is not available here"
             raise AttributeError(message) from error
 
@@ -174,7 +220,8 @@ class PassThrough(nn.Module):
 def _has_dims_of(hidden: Tensor, ids: Tensor) -> bool:
     """Return whether hidden states have a position for each id; before these may be other dims."""
     starts = range(hidden.ndim - ids.ndim + 1)
-    return any(hidden.shape[at : at + ids.ndim].numel() == ids.numel() for at in starts)
+    more = hidden.ndim == ids.ndim + 1 and hidden.shape[:-1].numel() > ids.numel()
+    return more or any(hidden.shape[at : at + ids.ndim].numel() == ids.numel() for at in starts)
 
 
 class Chunks:
@@ -232,12 +279,14 @@ def cut(
     """
     switches: list[_Switch] = []
     lists = {name: siblings_of(model, name) for name, _ in placement.homes()}
+    around = (m for name, m in model.named_modules() if len(placement.stages_of(name)) > 1)
+    shared = frozenset(id(value) for module in around for value in vars(module).values())
     for name, home in placement.homes():
         module, (path, _, leaf) = model.get_submodule(name), name.rpartition(".")
         siblings = model.get_submodule(path)._modules
         where = f"{name} is on stage {home} of the pipeline"
         ends = name == placement.stages[home][-1]
-        passing = PassThrough(module, where, home, passage, lists[name], ends=ends)
+        passing = PassThrough(module, where, home, passage, lists[name], ends=ends, shared=shared)
         if home in stages:
             switches.append((siblings, leaf, home, module, passing))
         else:

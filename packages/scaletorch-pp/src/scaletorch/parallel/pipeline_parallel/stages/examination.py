@@ -42,11 +42,12 @@ def _uncompiled() -> AbstractContextManager[object]:
 
 
 def _failed(error: Exception) -> str:
-    text = str(error).strip() or "no message"
+    text = " ".join(str(error).split()) or "no message"
     return (
-        f"{describe_rank()}: the model's forward raised {type(error).__name__} outside its layers: "
-        f"{text}\nIf it runs in one process, it uses what this stage does not have: modules of "
-        "other stages return tensors without values, of the form that they are given or that "
-        "layers of this stage return. Compute such things inside the layers, or make them "
-        "entries of the micro-batch"
+        f"{describe_rank()}: the model's own code between its layers fails where modules are "
+        f"another stage's, which return tensors of a form and without values: it raised "
+        f"{type(error).__name__} ({text}). If it runs in one process, it takes something else of "
+        "them than such tensors of the form that they are given, or that layers of this stage "
+        "return: compute that inside the layers, make it an entry of the micro-batch, or use no "
+        "pipeline (pp_size=1)"
     )

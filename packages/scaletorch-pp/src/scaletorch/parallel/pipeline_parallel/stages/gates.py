@@ -95,6 +95,7 @@ class Gates:
                 return None
             if self._runs():
                 passage.reach(self._stage, where)
+                passage.come_back()
                 passage.inside += 1
                 args, kwargs = passage.beside.take(name, (args, kwargs))
             elif not passage.active:

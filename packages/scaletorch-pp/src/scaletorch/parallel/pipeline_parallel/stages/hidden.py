@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
-from ....dist.building import tensors_in
+from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..runtime.forms import Hidden, is_hidden, strangers
@@ -20,8 +21,9 @@ class HiddenFlow:
     """Takes what a stage's last module returns, and checks that nothing else goes out of it.
 
     Every stage runs the model's whole forward, with the modules of other stages left out. What
-    follows a stage's last module is the next stage's to compute, and nothing here comes of it; but
-    it must not write to what is passed on, and what it collects for the model's output, such as
+    follows a stage's last module is the next stage's to compute, and nothing here comes of it. If
+    it writes to hidden states, or changes their gradient, it is given a copy of what is passed on;
+    that the first forward of a kind finds. What it collects for the model's output, such as
     auxiliary losses of layers, would be lost.
 
     Args:
@@ -39,6 +41,9 @@ class HiddenFlow:
         self._left: Any = None
         self._versions: list[int] = []  # of what was left
         self._hooks = 0  # on what was left
+        self._visits = 0  # of the last module
+        self._copy: Any = None  # of what was left, for the model's code
+        self._copies = self._own_gradients = False
         if exit is not None:
             exit.register_forward_hook(self._leave)
 
@@ -59,22 +64,28 @@ class HiddenFlow:
                 raise InvalidArgumentError(_nothing_message())
             self._leave(None, (), left)
         left = self._left
+        if self._own_gradients:
+            self._refuse_collected(output, left, _reversible_message)
         if not is_hidden(left):
             raise InvalidArgumentError(_stranger_message(left))
         if self._versions != versions(left):
             raise InvalidArgumentError(_changed_message())
         if self._hooks != _hooks_on(tensors_in(left)):
             raise InvalidArgumentError(_gradient_message())
-        self._refuse_collected(output, left)
-        hidden: Hidden = passage.beside.leave(left)
+        self._refuse_collected(output, left, _collected_message)
+        hidden: Hidden = passage.beside.leave(left, max(self._visits, 1))
         return hidden
 
     def reset(self) -> None:
         """Forget the forward that is running."""
-        self._left = None
+        copied = self._copy is not None
+        self._copies |= copied and (
+            any(versions(self._copy)) or _hooks_on(tensors_in(self._copy)) > 0
+        )
+        self._left, self._copy, self._visits, self._own_gradients = None, None, 0, False
         self._passage.reset()
 
-    def _refuse_collected(self, output: Any, left: Any) -> None:
+    def _refuse_collected(self, output: Any, left: Any, message: Callable[[Tensor], str]) -> None:
         """Refuse an output that depends on this stage's parameters by another way than `left`.
 
         Raises:
@@ -88,13 +99,22 @@ class HiddenFlow:
                 received = tensors_in(self._passage.source[1])
                 own = {*map(id, self.gates.parameters()), *map(id, received)}
             if own is not None and not leaves.isdisjoint(own):
-                raise InvalidArgumentError(_collected_message(tensor))
+                raise InvalidArgumentError(message(tensor))
 
-    def _leave(self, module: nn.Module | None, args: tuple[Any, ...], output: Any) -> None:
+    def _leave(self, module: nn.Module | None, args: tuple[Any, ...], output: Any) -> Any:
         passage = self._passage
-        if passage.active and passage.source[0] == self._stage:
-            self._left, self._versions = output, versions(output)
-            self._hooks = _hooks_on(tensors_in(output))
+        if not passage.active or passage.source[0] != self._stage:
+            return None
+        self._left, self._versions = output, versions(output)
+        self._hooks = _hooks_on(tensors_in(output))
+        self._visits += module is not None
+        self._copy = None
+        # Reentrant recomputation runs a layer without gradients, and then gives its output one.
+        self._own_gradients = torch.is_grad_enabled() != passage.gradients and module is not None
+        copies = (passage.examined or self._copies) and not self._own_gradients
+        if copies and module is not None and is_hidden(output):
+            self._copy = map_tensors(Tensor.clone, output)
+        return self._copy
 
 
 def _changed_message() -> str:
@@ -127,6 +147,14 @@ def _stranger_message(left: Any) -> str:
         f"{describe_rank()}: layers must pass on a tensor, or tuples, lists or dicts of tensors, "
         f"numbers, strings and None, got a {type(left).__name__}{inside}; leave that out, or put "
         "it into a tensor"
+    )
+
+
+def _reversible_message(tensor: Tensor) -> str:
+    return (
+        f"{describe_rank()}: the model's forward runs its layers in an autograd function that "
+        "computes their gradients itself, as reversible layers do, so that no stage can compute "
+        "those of its own: use no pipeline (pp_size=1), or layers that autograd follows"
     )
 
 

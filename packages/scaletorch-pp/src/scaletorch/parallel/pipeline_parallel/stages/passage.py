@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ....dist.building import map_tensors, tensors_in
@@ -26,6 +27,7 @@ class Passage:
         first: What the model was given as its first argument.
         furthest: The last stage of which it has met a module, in place or not.
         examined: Whether it is the first of its kind.
+        gradients: Whether it was begun with gradients.
         followed: Whether there are stand-ins; else tensors of that form, whatever their values.
         delivered: Whether what was passed on has been returned to the model's code.
         latest: What the module of an earlier stage that was called last has returned.
@@ -41,6 +43,8 @@ class Passage:
         self.beside = Beside(names)
         self.furthest = self.inside = 0
         self.active = self.examined = self.followed = self.delivered = self.over = False
+        self.gradients = False
+        self._visits = 0  # of the last module of the stage before
         self.source: tuple[int, Any] = 0, None
         self._met = ""  # the first module of the last stage that it has met
         self.first: Any = None
@@ -63,8 +67,8 @@ class Passage:
             examined: Whether it is the first of its kind.
             followed: Whether there are stand-ins.
         """
-        self.active, self.furthest, self.inside = True, 0, 0
-        self.source = stage, received
+        self.active, self.furthest, self.inside, self._visits = True, 0, 0, 0
+        self.source, self.gradients = (stage, received), torch.is_grad_enabled()
         self.samples = {} if stage == 0 else {siblings: received}
         self.examined, self.followed = examined, followed
         self.delivered, self.over = stage == 0, False
@@ -91,6 +95,20 @@ class Passage:
         By these it shows which one was called last.
         """
         return self.examined or self.source[0] in self._skipping
+
+    def come_back(self) -> None:
+        """Note that a module of this stage is called; maybe once more, after the last of them."""
+        if self.over:
+            self.over = False
+            self.beside.note(self.left)
+
+    def comes(self) -> bool:
+        """Return whether this call of the last module of the stage before returns what that gave.
+
+        Layers may run in a loop; it is the last call then.
+        """
+        self._visits += 1
+        return self._visits >= self.beside.visit
 
     def deliver(self, where: str) -> Any:
         """Return what the stage before has passed on, where its last module would return it.
@@ -139,7 +157,8 @@ class Passage:
                 f"modules of stage {self.furthest}: {self._met}. A pipeline runs each stage once. "
                 "If one of the two is only registered where it is not called, name what comes "
                 "before the layers in Split(first=...) and what comes after them in Split(last="
-                "...); if layers are run several times, put that into one layer"
+                "...); if layers are run several times, have all of them on one stage, by "
+                "Split(points=(...)), or use no pipeline (pp_size=1)"
             )
         if stage > self.furthest:
             self.furthest, self._met = stage, where

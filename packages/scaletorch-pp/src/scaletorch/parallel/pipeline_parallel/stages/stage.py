@@ -27,6 +27,7 @@ from .passage import Passage
 from .stand_ins import UnknownValueError, standing, standing_like
 from .state import MANY_FORMS, RuntimeState, name_of_next
 from .ties import Tie, TiedGradients, find_ties
+from .visits import visits_of
 from .weights import Deferral, WeightGradients, defer_weight_gradients, give_own_memory
 
 
@@ -283,8 +284,9 @@ def _agreed_placement(
             raise InvalidArgumentError(message)
         facts = parameter_facts(model)
         stages, splits = stages_of(schedule, len(group_ranks(group)))
-        placement = place(model, config, sum(map(len, stages)))
-        facts += [f"{placement.split}", f"stages of each rank: {stages}"]
+        placement = place(model, config, sum(map(len, stages)), visits_of)
+        facts += [f"{placement.split}", f"modules of each stage: {placement.stages}"]
+        facts.append(f"stages of each rank: {stages}")
     except Exception as error:  # a function that makes a schedule may raise anything
         failed = error
     agree("the model that PipelineParallel splits", facts, group, error=failed)

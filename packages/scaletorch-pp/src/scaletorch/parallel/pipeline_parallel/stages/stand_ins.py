@@ -48,14 +48,15 @@ class StandIn(Tensor):
     Attributes:
         form: A tensor on the meta device.
         forward: The forward that it belongs to.
-        source: The source of that forward, which may be over.
+        source: The source of that forward, which may be over; None for a module's own tensor.
         carried: What has travelled to take its place, if anything has.
     """
 
     carried: Tensor
     form: Tensor
     forward: Forward
-    source: tuple[int, Any]
+    source: tuple[int, Any] | None
+    _is_param: bool
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -83,12 +84,17 @@ class StandIn(Tensor):
             result = func(*map_tensors(_form, args), **map_tensors(_form, kwargs))
         except NotImplementedError:  # the form of its result depends on values
             _refuse_read(standing.forward)
-        forward, source = standing.forward, standing.source
+        forward = standing.forward
+        source = standing.source or forward.source
         return map_tensors(lambda form: _standing(form, device, forward, source), result)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         """Write the form."""
         return f"StandIn(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+    def __deepcopy__(self, memo: Any) -> StandIn:
+        """Return itself: it never changes."""
+        return self
 
     def tolist(self) -> NoReturn:
         """Refuse."""
@@ -125,6 +131,13 @@ def standing_like(value: Any, forward: Forward, of: Tensor) -> Any:
     )
 
 
+def standing_of_module(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, forward: Forward
+) -> StandIn:
+    """Return a stand-in of a module's own tensor, for all forwards to come."""
+    return _standing(torch.empty(shape, dtype=dtype, device=_META), device, forward, None)
+
+
 def stand_ins_within(value: Any) -> Iterator[StandIn]:
     """Yield the stand-ins in a value: itself, or in tuples, lists and mappings, at any depth."""
     return (tensor for tensor in tensors_in(value) if isinstance(tensor, StandIn))
@@ -152,7 +165,9 @@ class _Standing(torch.autograd.Function):
         return None, None, None
 
 
-def _standing(form: Tensor, device: Any, forward: Forward, source: tuple[int, Any]) -> StandIn:
+def _standing(
+    form: Tensor, device: Any, forward: Forward, source: tuple[int, Any] | None
+) -> StandIn:
     made: StandIn = Tensor._make_wrapper_subclass(
         StandIn, form.size(), strides=form.stride(), dtype=form.dtype, device=device
     )

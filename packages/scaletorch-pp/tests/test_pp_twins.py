@@ -1,0 +1,329 @@
+"""What a model's code asks of modules of other stages beside their forward: twins answer."""
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scaletorch.dist import InvalidArgumentError
+from scaletorch.dist.testing import run_ranks
+from scaletorch.parallel.pipeline_parallel import (
+    PassThrough,
+    PipelineParallel,
+    StageError,
+    train_step_pipeline,
+)
+from scaletorch.parallel.pipeline_parallel.stages.twins import cast, is_data, runs_alike, twin_of
+
+WIDTH, VOCAB, LENGTH = 8, 13, 6
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+        self.adapters = nn.ModuleDict({"one": nn.Linear(WIDTH, WIDTH)})
+
+    def forward(self, x, bias=None):
+        y = self.adapters["one"](self.inner(x).tanh())
+        return y if bias is None else y + bias
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.make()
+        self.layers = nn.ModuleList(self.layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def make(self):
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+
+    def layer(self):
+        return Layer()
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x, *self.beside(x))
+        return self.head(x)
+
+    def beside(self, x):
+        return ()
+
+
+class AsksForParts(Net):
+    """Which adapters there are, as X-MOD does."""
+
+    def forward(self, input_ids):
+        return super().forward(input_ids) * sum(
+            len(layer.adapters.keys()) * layer.inner.out_features for layer in self.layers
+        )
+
+
+class Positions(nn.Embedding):
+    """Embeds positions of a shape, and others by a method of its own, as ProphetNet does."""
+
+    def forward(self, shape, device):
+        positions = torch.arange(shape[1], device=device).expand(shape)
+        return super().forward(positions), positions
+
+    def others(self, positions):
+        return super().forward(positions)
+
+
+class EmbedsPositions(Net):
+    def make(self):
+        super().make()
+        self.positions = Positions(LENGTH + 1, WIDTH)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        embedded, positions = self.positions(x.shape[:2], x.device)
+        following = self.positions.others(positions + 1)
+        x = x + embedded
+        for layer in self.layers:
+            x = layer(x, following)
+        return self.head(x)
+
+
+class Bias(nn.Module):
+    """Makes a tensor of more dims than the integers that it is given, as CPM-Ant does."""
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(2 * LENGTH, WIDTH))
+
+    def forward(self, positions):
+        between = positions[:, :, None] - positions[:, None] + LENGTH
+        return F.embedding(between, self.table)
+
+
+class Biased(Net):
+    """With prompts in front, so that hidden states are longer than ids."""
+
+    def make(self):
+        super().make()
+        self.bias = Bias()
+
+    def forward(self, input_ids):
+        ids = torch.cat([torch.ones_like(input_ids[:, :2]), input_ids], 1)
+        x = self.embed(ids)
+        positions = torch.arange(x.shape[1]).expand(x.shape[:2]) % LENGTH
+        bias = self.bias(positions)[:, :, 0, :]
+        for layer in self.layers:
+            x = layer(x, bias)
+        return self.head(x[:, 2:])
+
+
+class Longer(EmbedsPositions):
+    """Two streams after one another; masks are made for the length of the embedded ids."""
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        length = x.shape[1]
+        following = self.positions.others(torch.arange(length) + 1)
+        x = torch.cat([x, x + following], 1)
+        scale = torch.linspace(0.5, 1, length, dtype=torch.float64).repeat(2)[:, None]
+        for layer in self.layers:
+            x = layer(x, scale)
+        return self.head(x[:, :length] + x[:, length:])
+
+
+class Kinds(Layer):
+    """Is of a kind that a method sets, with modules made anew, as BigBird's."""
+
+    kind = "narrow"
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+
+    def set_kind(self, kind):
+        self.kind = kind
+        inner = nn.Linear(self.config.width, self.config.width, dtype=self.inner.weight.dtype)
+        inner.weight, inner.bias = self.inner.weight, self.inner.bias
+        self.inner = inner
+
+    def forward(self, x):
+        return super().forward(x) * (2 if self.kind == "wide" else 1)
+
+
+class Config:
+    width = WIDTH
+
+
+class SetsKinds(Net):
+    def make(self):
+        super().make()
+        self.config = Config()
+
+    def layer(self):
+        return Kinds(self.config)
+
+    def forward(self, input_ids):
+        for layer in self.layers:
+            if layer.kind == "narrow":
+                layer.set_kind("wide")
+        return super().forward(input_ids) * len({layer.kind for layer in self.layers})
+
+
+class Counted(nn.Embedding):
+    """Returns a tuple; with a hook it returns something else."""
+
+    def forward(self, ids, scale):
+        return super().forward(ids) * scale, ids
+
+
+class ReturnsTwo(Net):
+    """Where rows are two, a tensor in the place of the pair would come apart in silence."""
+
+    def make(self):
+        self.embed = Counted(VOCAB, WIDTH)
+
+    def forward(self, input_ids):
+        x, ids = self.embed(scale=2.0, ids=input_ids)
+        for layer in self.layers:
+            x = layer(x, (ids > 3)[..., None])
+        return self.head(x)
+
+
+class ReadsMethod(EmbedsPositions):
+    def beside(self, x):
+        return (float(self.positions.others(torch.arange(LENGTH)).detach().sum()),)
+
+    def forward(self, input_ids):
+        return Net.forward(self, input_ids)
+
+
+class AsksForMore(Net):
+    """Of what is changed by a forward that runs elsewhere."""
+
+    def layer(self):
+        layer = Layer()
+        layer.missing = [1]
+        return layer
+
+    def forward(self, input_ids):
+        return super().forward(input_ids) * len(self.layers[0].missing)
+
+
+def make_batches():
+    tokens = torch.randint(VOCAB, (3, 2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
+    return [{"input_ids": t[:, :-1], "labels": t[:, 1:]} for t in tokens]
+
+
+def build(kind):
+    torch.manual_seed(0)
+    return kind().double()
+
+
+def serial(plain, batches):
+    count = sum(batch["labels"].numel() for batch in batches)
+    for batch in batches:
+        logits = plain(batch["input_ids"]).flatten(0, 1)
+        (F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / count).backward()
+    return {name: parameter.grad for name, parameter in plain.named_parameters()}
+
+
+def as_one_process(kinds, schedule):
+    for kind in kinds:
+        plain = build(kind)
+        stage = PipelineParallel(
+            copy.deepcopy(plain), group=torch.distributed.group.WORLD, schedule=schedule
+        )
+        for _ in range(2):
+            expected = serial(plain, make_batches())
+            train_step_pipeline(stage, make_batches())
+            found = {name: parameter.grad for name, parameter in stage.named_parameters()}
+            assert found, kind
+            for name, gradient in found.items():
+                assert gradient.count_nonzero(), (kind, name)
+                torch.testing.assert_close(gradient, expected[name], rtol=1e-12, atol=1e-15)
+
+
+RIGHT = [AsksForParts, EmbedsPositions, Biased, Longer, SetsKinds]
+
+
+@pytest.mark.parametrize(("ranks", "schedule"), [(2, "1f1b"), (2, "zb_v"), (4, "1f1b")])
+def test_what_is_asked_of_modules_of_other_stages(ranks, schedule):
+    run_ranks(as_one_process, ranks, RIGHT, schedule)
+
+
+def test_a_pair_in_the_place_of_hidden_states():
+    run_ranks(as_one_process, 2, [ReturnsTwo], "1f1b")
+
+
+def refused(kind, text):
+    stage = PipelineParallel(build(kind), group=torch.distributed.group.WORLD)
+    with pytest.raises((InvalidArgumentError, StageError), match=text):
+        train_step_pipeline(stage, make_batches())
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        (ReadsMethod, "reads a number out of hidden states, or what another stage's modules"),
+        (AsksForMore, r"layers\.0 is on stage 0 .* attribute 'missing' is not available here"),
+    ],
+)
+def test_what_a_twin_does_not_have_is_refused(kind, text):
+    run_ranks(refused, 2, kind, text)
+
+
+def passing(module):
+    """Return what stands for a module, in a forward that runs."""
+    through = PassThrough(module, "embed is on stage 0 of the pipeline")
+    passage = through._passage
+    passage.start(1, torch.ones(2, LENGTH, WIDTH), "layers", examined=False, followed=True)
+    passage.first = torch.ones(2, LENGTH, dtype=torch.long)
+    return through
+
+
+def test_what_a_module_makes_of_ids_has_its_form_and_not_if_it_is_hooked():
+    ids, plain, hooked = torch.ones(2, 3, dtype=torch.long), Bias(), Bias()
+    hooked.register_forward_hook(lambda *_: None)
+    assert runs_alike(plain)
+    assert not runs_alike(hooked)
+    assert passing(plain)(ids).shape == (2, 3, 3, WIDTH)
+    assert passing(hooked)(ids).shape == (2, 3)  # a guess: as what it is given
+    embedded, positions = passing(Positions(9, WIDTH))((2, 3), "cpu")
+    assert (embedded.shape, positions.shape) == ((2, 3, WIDTH), (2, 3))
+
+
+def test_a_twin_keeps_no_tensor_alive_and_runs_no_hook():
+    layer = Kinds(Config())
+    layer.cache, layer.names = torch.ones(3), ["a"]
+    layer.own = lambda layer=layer: layer
+    layer.register_forward_hook(lambda *_: pytest.fail("a hook ran"))
+    kept = weakref.ref(layer.inner.weight)
+    twin = twin_of(layer, None, is_data)
+    assert type(twin) is Kinds
+    assert list(twin.adapters) == ["one"]
+    assert not {"cache", "names", "own", "config"} & vars(twin).keys()
+    del layer
+    gc.collect()
+    assert kept() is None
+    assert twin.inner.weight.shape == (WIDTH, WIDTH)
+    cast(twin, None, lambda tensor: tensor.half())
+    assert twin.inner.weight.dtype == twin.adapters["one"].bias.dtype == torch.float16
+
+
+def test_modes_casts_and_plain_attributes_reach_the_twin():
+    through = passing(Kinds(Config()).eval())
+    assert not through.inner.training
+    through.train()
+    assert through.training
+    assert through.inner.training
+    through.double()
+    assert through.inner.weight.dtype == torch.float64
+    through.kind = "wide"
+    assert (through.kind, through._twin.kind) == ("wide", "wide")
+    through._passage.reset()
+    assert through.kind == "wide"
+    with pytest.raises(AttributeError, match="'inner' is not available here"):
+        _ = through.inner
