@@ -111,6 +111,53 @@ FAMILIES = {
     ),
 }
 
+BLT = {"hidden_size": WIDTH, "intermediate_size": 24, "num_attention_heads": 2, "head_dim": 8,
+       "num_key_value_heads": 2, "num_hidden_layers": 2, "dropout": 0.0,
+       "max_position_embeddings": 32, "vocab_size": VOCAB,
+       "hidden_size_global": WIDTH}  # fmt: skip
+CPM_ANT = {"vocab_size": VOCAB, "hidden_size": WIDTH, "dim_ff": 24, "num_hidden_layers": 2,
+           "num_attention_heads": 2, "dim_head": 8, "prompt_length": 3, "dropout_p": 0.0,
+           "prompt_types": 4, "use_cache": False}  # fmt: skip
+PROPHETNET = {**BART, "hidden_size": WIDTH, "num_decoder_layers": 2,
+              "num_decoder_attention_heads": 2,
+              "activation_dropout": 0.0, "attention_dropout": 0.0}  # fmt: skip
+XLM = {"vocab_size": VOCAB, "emb_dim": WIDTH, "n_layers": 2, "n_heads": 2, "causal": True,
+       "dropout": 0.0, "attention_dropout": 0.0, "max_position_embeddings": 32}  # fmt: skip
+FAMILIES |= {
+    "what is in a layer is asked for": (
+        "Xmod",
+        {**USUAL, **QUIET, "languages": ["en_XX", "de_DE"], "default_language": "en_XX"},
+        "XmodForCausalLM",
+        None,
+    ),
+    "the kind of attention changes in the first forward": (
+        "BigBird",
+        {**USUAL, **QUIET, "sep_token_id": 3},
+        "BigBirdForCausalLM",
+        None,
+    ),
+    "biases of integers, and prompts in front": ("CpmAnt", CPM_ANT, "CpmAntForCausalLM", None),
+    "embeddings by a method": ("ProphetNet", PROPHETNET, "ProphetNetForCausalLM", None),
+    "lists in step": ("XLM", XLM, "XLMWithLMHeadModel", None),
+    "a list among others, and patches by a frozen module": (
+        "Blt",
+        {
+            **{f"{part}_config": dict(BLT) for part in ("patcher", "encoder", "decoder", "global")},
+            "encoder_hash_byte_group_vocab": 16,
+            "encoder_hash_byte_group_size": [3],
+            "vocab_size": VOCAB,
+            "use_cache": False,
+        },
+        "BltForCausalLM",
+        Split(
+            first=("model.local_encoder", "model.encoder_hash_tok_embedding",
+                   "model.global_transformer.token_embedding_projection"),
+            layers="model.global_transformer.layers",
+            last=("model.local_decoder", "lm_head"),
+        ),
+    ),
+}  # fmt: skip
+
 
 def build(name: str) -> nn.Module:
     import transformers
