@@ -44,14 +44,17 @@ FAMILIES = {
         "index_head_dim": 8, "index_topk": 4,
     },
     "Mvp": {"decoder_layers": 2, "decoder_attention_heads": 4, "decoder_ffn_dim": 48},
+    "Musicgen": {"num_codebooks": 1, "ffn_dim": 48},  # a table that numbers its rows itself
 }  # fmt: skip
 SUFFIX = {"OpenAIGPT": "LMHeadModel"}
+CONFIG = {"Musicgen": "MusicgenDecoder"}
 COUNTS_NOTHING = ("Bloom", "Mpt")
 
 
 def _build(name, **options):
     torch.manual_seed(3)
-    config = getattr(transformers, f"{name}Config")(**SIZES | FAMILIES[name] | options)
+    config_class = getattr(transformers, f"{CONFIG.get(name, name)}Config")
+    config = config_class(**SIZES | FAMILIES[name] | options)
     model = getattr(transformers, f"{name}{SUFFIX.get(name, 'ForCausalLM')}")(config).double()
     with torch.no_grad():  # biases and scales are to matter too
         generator = torch.Generator().manual_seed(5)
@@ -152,6 +155,10 @@ def _counted_alike(batch):
     _parallel("RoFormer")(batch["input_ids"])
 
 
+def _longer(batch):
+    _logits("Musicgen", _parallel("Musicgen"), {**batch, "input_ids": batch["input_ids"][:, 1:]})
+
+
 def _rows_differ(batch):
     moved = batch["position_ids"] + torch.tensor([[0], [1]])
     _parallel("RoFormer")(batch["input_ids"], position_ids=moved)
@@ -173,6 +180,7 @@ REFUSED = {
     _triangle: "Attention has a causal mask of its own",
     _uncounted: "called without position_ids",
     _counted_alike: "called without position_ids",
+    _longer: "MusicgenSinusoidalPositionalEmbedding was called with other positions",
     _rows_differ: "the same positions for all rows",
     _shards_differ: "the ranks differ",
     _memory: r"is given key_value_states, a tensor \[2, 5, 32\]",
@@ -226,11 +234,3 @@ def test_what_would_be_of_a_shard_is_refused():
     for said in run_ranks(_refuse, 2, timeout=240):
         for call, words in zip(REFUSED, said, strict=True):
             assert re.search(REFUSED[call], words), (call, words)
-
-
-def test_masks_of_another_make_are_refused():
-    config = transformers.XLMConfig(vocab_size=32, emb_dim=32, n_heads=4, n_layers=1)
-    model = apply_context_parallel(transformers.XLMWithLMHeadModel(config))
-    refused = pytest.raises(InvalidArgumentError, match=r"XLMModel neither .* makes its own masks")
-    with refused, ShardedSequences(8).inside(model):
-        pass

@@ -40,12 +40,6 @@ SIZES = {
 }
 SPECIAL = {
     "Qwen3": {"head_dim": 4},
-    "Bart": {
-        "d_model": 32,
-        "decoder_layers": 1,
-        "decoder_attention_heads": 4,
-        "decoder_ffn_dim": 32,
-    },
     "DeepseekV3": {
         "num_key_value_heads": 8,
         "first_k_dense_replace": 2,
@@ -389,8 +383,6 @@ def test_what_cannot_be_exact_is_refused_by_name():
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        ({"name": "CpmAnt"}, "CpmAntForCausalLM takes no position_ids"),
-        ({"name": "Falcon", "alibi": True}, "FalconModel adds ALiBi to its masks"),
         ({"name": "Llama", "rope_parameters": DYNAMIC}, "rotary embeddings of type dynamic"),
     ],
 )
@@ -419,13 +411,3 @@ def test_documents_are_kept_where_a_config_knows_of_no_cache():
     calls.require_documents_kept(model, {"cu_seq_lens_q": TOLD})
     with pytest.raises(InvalidArgumentError, match="call a model of transformers with use_cache"):
         calls.require_documents_kept(model, {"cu_seq_lens_q": TOLD, "use_cache": True})
-
-
-def test_a_decoder_whose_positions_cannot_be_told_is_refused():
-    plain = _build("Bart")
-    table = plain.model.decoder.embed_positions
-    table.__class__ = type("Counts", (torch.nn.Embedding,), {"forward": lambda self, ids: ids})
-    model = apply_context_parallel(plain)
-    refused = pytest.raises(InvalidArgumentError, match="BartForCausalLM takes no position_ids")
-    with refused, ShardedSequences(8).inside(model):
-        pass

@@ -40,6 +40,16 @@ LAYERWISE = {  # it reshapes what it embeds for each layer in its own code
 SMALL = {"n_embd": 32, "n_layer": 2, "n_head": 4}
 BLOOM = {"n_head": 4, "n_layer": 2}
 EXPERTS = {"num_local_experts": 4, "num_experts_per_tok": 2, "kv_channels": 8}
+PART = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 8, "hidden_size_global": 32,
+    "max_position_embeddings": 64, "initializer_range": 0.3, "sliding_window": 9,
+}  # fmt: skip
+PARTS = ("patcher_config", "encoder_config", "decoder_config", "global_config")
+BYTES = {
+    **dict.fromkeys(PARTS, PART), "encoder_hash_byte_group_vocab": 64,
+    "encoder_hash_byte_group_size": [3],
+}  # fmt: skip
 FAMILIES = [
     *WINDOWS,
     ("mistral", {"sliding_window": 12, "attn_implementation": "eager"}),
@@ -59,6 +69,7 @@ FAMILIES = [
     ("bloom", BLOOM),  # which adds residuals inside of its attention and MLP
     ("roformer", {"is_decoder": True}),
     ("jetmoe", EXPERTS),  # whose experts are asked for queries, too
+    ("blt", BYTES),  # in the layers of patches, of several lists of layers
 ]
 UNSHARDED = {"**.mlp.c_fc": "column", "**.mlp.c_proj": "row", "transformer.ln_f": "sequence_join"}
 
@@ -123,6 +134,17 @@ def pooled():
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
 
 
+def shared():
+    """Return how many patches a layer of them and its MLP are given."""
+    model, seen = build("blt", BYTES), []
+    apply_tensor_parallel(model, None, dist.group.WORLD, sequence_parallel=True)
+    layer = model.model.global_transformer.layers[0]
+    for module in (layer.input_layernorm, layer.mlp, model.model.local_decoder.layers[0].mlp):
+        module.register_forward_pre_hook(lambda _, given: seen.append(given[0].shape[1]))
+    loss(model)
+    return seen
+
+
 def refused():
     for kind, options, message in (
         ("bloom", {**SLICED, "n_head": 4, "n_layer": 1}, "mlp' has slow_but_exact: it computes o"),
@@ -147,6 +169,16 @@ def test_masks_and_whole_attention():
     with RankPool(2, timeout=300) as pool:
         pool.run(families)
         pool.run(pooled)
+
+
+def test_patches_are_shared_out_and_bytes_are_not():
+    with RankPool(2, timeout=300) as pool:
+        ours, others = pool.run(shared)
+    assert ours[2] == others[2] == 16, "bytes stay whole"
+    assert ours[:2] == [ours[0]] * 2
+    assert others[:2] == [others[0]] * 2
+    assert 0 <= ours[0] - others[0] <= 1, "patches are shared out"
+    assert ours[0] + others[0] > 2
 
 
 def test_what_is_laid_out_otherwise_is_refused():

@@ -35,7 +35,7 @@ class Terms:
         cp_layout: The order of positions over cp ranks; None if there is one rank.
         manager: The grid; None if the model was put together by hand.
         shares_sequences: Each tp rank holds a shard of every sequence between layers.
-        counts_of_ids: It counts positions of the ids, which are whole here, behind their padding.
+        counts_of_ids: It counts positions itself, of whole ids.
         counts_otherwise: Its own positions, where sequences are divided, are not 0, 1, 2, ...
         counting: How it counts those of whole rows of ids, if that is known.
         router_loss: The auxiliary loss that the model's config asks for.

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import apply_context_parallel
+from ..parallel.context_parallel.building import find_undivided
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ModuleWrapper, ProcessGroupManager
 from ..parallel.pipeline_parallel import AnySchedule, PipelineParallel, Split
@@ -163,8 +164,14 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Settings) 
     if manager.cp_size > 1:
         terms.cp_layout = str(settings.cp_layout)
     if manager.cp_size > 1 or shares:
-        undivided = manager.cp_size == manager.pp_size == 1
-        terms.counts_of_ids = undivided and counts_of_ids(model)
+        terms.counts_of_ids = _counts_of_whole(model, manager, shares=shares)
         if not terms.counts_of_ids:
             ask_positions(model, terms)
     return terms
+
+
+def _counts_of_whole(model: nn.Module, manager: ProcessGroupManager, *, shares: bool) -> bool:
+    """Return whether a model counts positions of whole sequences though they are divided."""
+    if manager.cp_size > 1:
+        return not shares and find_undivided(model) is not None
+    return manager.pp_size == 1 and counts_of_ids(model)

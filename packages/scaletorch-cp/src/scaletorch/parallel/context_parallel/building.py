@@ -10,6 +10,7 @@ from .models.calls import require_computable
 from .models.looking import apart, looking
 from .models.settings import asked, note_shards
 from .models.suspects import Calls, find_suspect
+from .models.undivided import find_undivided
 
 __all__ = [
     "DEFAULT",
@@ -18,6 +19,7 @@ __all__ = [
     "asked",
     "each_alone",
     "find_suspect",
+    "find_undivided",
     "layout_of_whole",
     "looking",
     "note_shards",

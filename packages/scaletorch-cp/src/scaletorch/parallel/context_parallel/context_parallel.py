@@ -29,7 +29,9 @@ from .models.counted_positions import find_counted, give_positions
 from .models.override import install
 from .models.settings import Settings, mark, unmark
 from .models.transformers_attention import adopt
+from .models.undivided import find_undivided
 from .models.whole_attention import attend_whole, takes_positions
+from .models.whole_model import run_whole
 from .models.whole_sequences import find_whole, keep_whole
 
 __all__ = [
@@ -116,9 +118,10 @@ def apply_context_parallel(
     The model is then called with its shard of the batch and of `position_ids`: see `shard_batch`.
 
     Modules of transformers that pass a state along (depthwise convolutions, linear attention) see
-    whole sequences of some rows. Others that mix positions by more than attention (pooling too)
-    would see this rank's shard alone: the first forward that is given ids, or other integers
-    [B, L], runs twice more for that, and refuses it; not so positions that it counts itself.
+    whole sequences of some rows, and so does a model of which nothing can be given a shard. Others
+    that mix positions by more than attention (pooling too) would see this rank's shard alone: the
+    first forward that is given ids, or other integers [B, L], runs twice more for that, and refuses
+    it; not so positions that it counts itself.
 
     Refused when they are met: masks, dropout, `generate`, decoding and cross attention, full
     attention if `layout` says "zigzag" (but within `ShardedSequences.inside`),
@@ -145,15 +148,32 @@ def apply_context_parallel(
     if layout is not None:  # refused here, before the model runs
         require_name(layout)
     require_method(method)
-    settings, counted = Settings(layout, method, ring), find_counted(model)
-    settings.shows_masks = bool(counted)
+    settings = Settings(layout, method, ring)
     mark(model, settings)
-    if ring.size > 1:
+    body = find_undivided(model)
+    if body is None:
+        _divide(model, settings)
+    else:
+        _leave_whole(model, body, settings)
+    return model
+
+
+def _leave_whole(model: nn.Module, body: nn.Module, settings: Settings) -> None:
+    """Let a module run on whole sequences; the model's own code beside it works on shards."""
+    settings.undivided = True
+    run_whole(body)
+    install(model, without={*body.modules()} - {model})
+
+
+def _divide(model: nn.Module, settings: Settings) -> None:
+    """Let a model work on shards, but for attention, and what passes a state along."""
+    counted = find_counted(model)
+    settings.shows_masks = bool(counted)
+    if settings.ring.size > 1:
         _adopt(model)
     _see_whole(model, settings)
     give_positions(model, counted)
     install(model)
-    return model
 
 
 def _see_whole(model: nn.Module, settings: Settings) -> None:

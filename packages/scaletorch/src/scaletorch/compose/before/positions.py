@@ -8,7 +8,6 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ...dist.errors import InvalidArgumentError
 from ...parallel.context_parallel.building import apart, looking
 from ..batches import POSITIONS
 from ..forward import Counting, Terms
@@ -26,15 +25,12 @@ def ask_positions(model: nn.Module, terms: Terms) -> None:
     Args:
         model: The plain model.
         terms: How it wants to be called.
-
-    Raises:
-        InvalidArgumentError: It has changed itself as it ran.
     """
     wants = POSITIONS in terms.arguments and not terms.needs(POSITIONS)
     first = next(model.parameters(), None)
     if not wants or first is None or any(p.is_meta for p in model.parameters()):
         return
-    ids, modules = torch.arange(_LENGTH, device=first.device)[None], [*model.modules()]
+    ids = torch.arange(_LENGTH, device=first.device)[None]
     counting = _counting(model)
     with looking(model):
         try:
@@ -42,13 +38,6 @@ def ask_positions(model: nn.Module, terms: Terms) -> None:
             counted = counting and _logits(model(ids, position_ids=counting(ids)))
         except Exception:  # it needs more than tokens: nothing can be told
             return
-    if modules != [*model.modules()]:
-        raise InvalidArgumentError(
-            f"{terms.name} makes modules anew when it runs on a short sequence, and was to be run "
-            "on one, to see how it counts positions: leave sequences whole (cp_size=1, "
-            "sequence_parallel=False), or make it so that it stays as it is (BigBird: of "
-            "attention_type 'original_full')"
-        )
     if own is None or given is None or not apart(own, given):
         return
     terms.counts_otherwise = True

@@ -69,7 +69,9 @@ def require_computable(model: nn.Module, given: Mapping[str, Any]) -> None:
         InvalidArgumentError: An attention mask with zeros, or positions that are not the shard's.
     """
     settings = settings_of(model)
-    if settings is None or settings.ring.size == 1 or not is_pretrained(model):
+    if settings is None or settings.ring.size == 1 or settings.undivided:
+        return
+    if not is_pretrained(model):
         return
     part = given["input_ids"].shape[1]
     if isinstance(given.get("attention_mask"), Tensor):

@@ -13,7 +13,6 @@ from typing import Any
 from torch import nn
 
 from .calls import is_pretrained
-from .settings import refusal
 from .towers import find_towers
 from .whole_attention import find_attention
 from .whole_mask import NAME as WHOLE
@@ -67,26 +66,14 @@ def compute_whole(part: Any) -> list[tuple[nn.Module, Any]]:
 
     Returns:
         The attention modules with the configs that they had.
-
-    Raises:
-        InvalidArgumentError: It makes its masks itself, of this rank's shard.
     """
-    name, config = type(part).__name__, part.config
+    config = part.config
     if only_holds_others(part):
         return []
-    modules = find_attention(part)
-    if not modules:
-        raise refusal(
-            f"{name} neither uses the attention registry of transformers nor "
-            "F.scaled_dot_product_attention, and makes its own masks, which would be of this "
-            f"rank's shard; its attention is {config._attn_implementation!r}"
-        )
-    if config.model_type == "falcon" and config.alibi:
-        raise refusal(f"{name} adds ALiBi to its masks, which would be of this rank's shard")
     config._attn_implementation_internal = "eager"
     own = copy.deepcopy(config)
     config._attn_implementation_internal = WHOLE
-    within = [inner for module in modules for inner in module.modules()]
+    within = [inner for module in find_attention(part) for inner in module.modules()]
     before = [(inner, config) for inner in within if vars(inner).get("config") is config]
     for inner, _ in before:
         vars(inner)["config"] = own

@@ -19,13 +19,14 @@ def looking(model: nn.Module) -> Iterator[None]:
     """Let forwards of `model` show what they compute, without dropout and without gradients.
 
     Parameters that are nearly zero have other values meanwhile, so that nothing hides behind them.
-    Afterwards mode, parameters, buffers and random generators are what they were.
+    Afterwards mode, parameters, buffers and random generators are what they were, and modules that
+    the model makes anew as it runs (BigBird does for short sequences) have gone.
     """
     first = next(model.parameters(), torch.empty(0))
     devices = [] if first.device.type == "cpu" else [first.device]
     kind = first.device.type if devices else "cuda"
     drawing = torch.random.fork_rng(devices, device_type=kind)
-    with drawing, torch.no_grad(), _buffers_kept(model), evaluating(model):
+    with drawing, torch.no_grad(), _modules_kept(model), _buffers_kept(model), evaluating(model):
         enlarged = _enlarged(model)
         try:
             yield
@@ -81,3 +82,19 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
         for each, value in held.items():
             if not (each.is_meta or torch.equal(each, value)):
                 each.copy_(value)
+
+
+@contextmanager
+def _modules_kept(model: nn.Module) -> Iterator[None]:
+    """Put back all modules, and what they are told, if any of them was made anew."""
+    before = [*model.modules()]
+    held = [(module, dict(vars(module)), dict(module._modules)) for module in before]
+    try:
+        yield
+    finally:
+        if before != [*model.modules()]:
+            for module, told, within in held:
+                vars(module).clear()
+                vars(module).update(told)
+                module._modules.clear()
+                module._modules.update(within)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MethodType
 from typing import Any
@@ -42,13 +42,19 @@ class _Running(threading.local):
 _running = _Running()
 
 
-def install(model: nn.Module) -> None:
+def install(model: nn.Module, without: Container[nn.Module] = ()) -> None:
     """Route the calls of scaled_dot_product_attention in a marked model, in place.
 
     Modules of torch.nn itself call no attention of their own (but nn.MultiheadAttention, which
     the mode refuses), so they are left alone; modules within them are not.
+
+    Args:
+        model: The model.
+        without: Modules within it whose attention is their own.
     """
     for module in list(model.modules()):
+        if module in without:
+            continue
         if module is model or not type(module).__module__.startswith("torch.nn."):
             wrapped = _overriding(module, outermost=module is model)
             # Bound to the module, so that a deep copy of the model calls itself, not this one.
@@ -107,6 +113,11 @@ class AttentionOverride(TorchFunctionMode):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, asked: Asked) -> Tensor:
         """Attend by the model's settings, and count the call."""
         self.calls += 1
+        if self.settings.undivided:  # what runs on whole sequences is left alone
+            raise refusal(
+                "the model attends outside of the module that was to run on whole sequences of "
+                "some rows, as nothing within can be given a shard; keep sequences whole"
+            )
         if asked.cu_seqlens is not None:
             asked = asked._replace(cu_seqlens=self.documents(asked.cu_seqlens))
         elif self.given.get(CU_SEQLENS[0]) is not None:

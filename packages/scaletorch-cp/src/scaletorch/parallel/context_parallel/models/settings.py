@@ -28,6 +28,10 @@ _CALL = "attention of a model that apply_context_parallel was given"
 _NAME = "_scaletorch_context_parallel"
 
 
+class UndividedError(InvalidArgumentError):
+    """A model of which nothing can be given a shard: whole sequences of some rows can be."""
+
+
 class Told(NamedTuple):
     """The batch that a model is told to attend by."""
 
@@ -47,6 +51,7 @@ class Settings:
         shows_masks: Whether attention gets a mask that says no more than that it is causal: its
             module may say otherwise.
         by_bias: Whether the model knows positions by what its attention adds to scores alone.
+        undivided: Whether the model runs as it is, on whole sequences of some rows.
     """
 
     def __init__(self, said: str | None, method: str, ring: Ring) -> None:
@@ -55,13 +60,14 @@ class Settings:
         self.method = method
         self.ring = ring
         self.told: Told | None = None
-        self.asked = self.shows_masks = self.by_bias = False
+        self.asked = self.shows_masks = self.by_bias = self.undivided = False
         self._of_backward: tuple[int, Told | None] | None = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Settings:
         """Return the settings of a copy of the model: process groups are not copied."""
         copied = Settings(self.said, self.method, self.ring)
         copied.shows_masks, copied.by_bias = self.shows_masks, self.by_bias
+        copied.undivided = self.undivided
         return copied
 
     @property
@@ -254,3 +260,8 @@ def _require_ready(settings: Settings | None, model: nn.Module, told: Told, ring
 def refusal(why: str) -> InvalidArgumentError:
     """Return the error of attention that cannot be computed over shards."""
     return InvalidArgumentError(f"context-parallel attention on {describe_rank()}: {why}")
+
+
+def undivided(why: str) -> UndividedError:
+    """Return the error of a model of which nothing can be given a shard."""
+    return UndividedError(f"context-parallel attention on {describe_rank()}: {why}")

@@ -7,7 +7,6 @@ function and a mask function are registered when a model needs them, under this 
 from __future__ import annotations
 
 import copy
-import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,12 +18,11 @@ from ....dist.errors import InvalidArgumentError
 from ..attention import Asked
 from .calls import is_pretrained
 from .computed import attends, compute_whole, computes, other_layers
-from .counted_positions import find_counted
 from .override import AttentionOverride, running_override
 from .settings import refusal, settings_of
 from .towers import find_towers, refuse_calls
 from .transformers_mask import Pattern, context_mask, stranger
-from .whole_attention import find_attention, takes_positions
+from .undivided import require_divisible
 from .whole_mask import NAME as WHOLE
 from .whole_mask import whole_mask
 from .whole_sequences import find_whole
@@ -37,7 +35,6 @@ _WITHOUT_EFFECT = frozenset({
     "num_items_in_batch", "output_hidden_states", "output_router_logits", "position_embeddings",
     "position_ids", "return_dict", "shift_labels", "use_cache",
 })  # fmt: skip
-_POOLING = ("ForSequenceClassification", "ForMultipleChoice", "ForQuestionAnswering")
 _LENGTHY = ("dynamic", "longrope")  # types of rotary embeddings
 
 
@@ -62,8 +59,8 @@ def adopt(model: nn.Module) -> Before:
         What it was like before.
 
     Raises:
-        InvalidArgumentError: A part computes its attention otherwise, or mixes positions in
-            layers that are no attention.
+        UndividedError: Nothing within it can be given a shard.
+        InvalidArgumentError: A part mixes positions in layers that are no attention.
     """
     library = sys.modules.get("transformers.modeling_utils")
     masks = sys.modules.get("transformers.masking_utils")
@@ -83,6 +80,7 @@ def adopt(model: nn.Module) -> Before:
         if settable and part.config._attn_implementation not in (NAME, WHOLE):
             part.set_attn_implementation(NAME)
         try:
+            require_divisible(part)
             if part not in towers and computes(part):
                 before.configs.extend(compute_whole(part))
             _require_adopted(part)
@@ -96,8 +94,9 @@ def adopt(model: nn.Module) -> Before:
 
 @contextmanager
 def adopted(model: nn.Module, *, for_a_while: bool) -> Iterator[None]:
-    """Adopt a model until the end of the context; or do nothing."""
-    before = adopt(model) if for_a_while else Before([], [])
+    """Adopt a model until the end of the context; or do nothing, as for one that is undivided."""
+    whole = any(each.undivided for each in map(settings_of, model.modules()) if each is not None)
+    before = adopt(model) if for_a_while and not whole else Before([], [])
     try:
         yield
     finally:
@@ -207,9 +206,6 @@ def _require_adopted(part: Any) -> None:
     name, whole = type(part).__name__, find_whole(part)
     if whole and not attends(part, whole):
         return
-    _require_positions_by_argument(part)
-    if name.endswith(_POOLING):
-        raise refusal(f"{name} pools over the sequence, of which this rank has a shard")
     lengthy = set(_rope_types(getattr(part.config, "rope_parameters", None))) & set(_LENGTHY)
     if lengthy:
         raise refusal(
@@ -221,20 +217,6 @@ def _require_adopted(part: Any) -> None:
         raise refusal(
             f"{name} has layers of {', '.join(others)}, which would mix the positions of this "
             "rank's shard alone"
-        )
-
-
-def _require_positions_by_argument(part: Any) -> None:
-    """Refuse a model that counts positions itself: every rank would begin with 0."""
-    forwards = (type(model).forward for model in part.modules() if is_pretrained(model))
-    if computes(part) and takes_positions(find_attention(part)):
-        return
-    if not find_counted(part) and not any(
-        "position_ids" in inspect.signature(forward).parameters for forward in forwards
-    ):
-        raise refusal(
-            f"{type(part).__name__} takes no position_ids and would count its positions from 0 on "
-            "every rank"
         )
 
 

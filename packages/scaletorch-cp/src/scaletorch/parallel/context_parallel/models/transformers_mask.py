@@ -28,45 +28,38 @@ class Pattern:
 
 
 def context_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
-    allow_is_causal_skip: bool = True,
-    allow_is_bidirectional_skip: bool = False,
-    **others: Any,
+    *, allow_is_causal_skip: bool = True, allow_is_bidirectional_skip: bool = False, **asked: Any
 ) -> Pattern | None:
     """Return the meaning of a mask, if attention by `context_attention` can do it.
 
     None if the function for "sdpa" gives None as well: all, or all before.
     """
-    lengths = q_length, kv_length, int(q_offset), kv_offset
-    override, pattern = read_mask(*lengths, mask_function, attention_mask)
+    override, pattern = read_mask(**asked)
     skip = allow_is_causal_skip if pattern.causal else allow_is_bidirectional_skip
     skip = skip and not override.settings.shows_masks
     return None if skip and pattern.window is None and pattern.chunk is None else pattern
 
 
 def read_mask(
-    queries: int,
-    keys: int,
-    first: int,
-    first_key: int,
-    function: Any,
-    attention_mask: Tensor | None,
+    *,
+    q_length: int,
+    kv_length: int,
+    q_offset: Any = 0,
+    kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None,
+    attention_mask: Tensor | None = None,
+    **others: Any,
 ) -> tuple[AttentionOverride, Pattern]:
     """Return the override that is on, and what a mask that a model asks for means.
 
     Args:
-        queries: How many there are.
-        keys: How many there are.
-        first: The first query's position.
-        first_key: The first key's.
-        function: Of transformers, which says what sees what.
+        q_length: How many queries there are.
+        kv_length: How many keys there are.
+        q_offset: The first query's position.
+        kv_offset: The first key's.
+        mask_function: Of transformers, which says what sees what.
         attention_mask: Of the shard, or None.
+        **others: What does not change the meaning.
 
     Raises:
         InvalidArgumentError: It cannot be computed; other ranks are told.
@@ -78,12 +71,12 @@ def read_mask(
     settings = override.settings
     try:
         if attention_mask is not None:
-            require_no_padding(attention_mask, queries, settings)
-        _require_one_sequence(queries, keys, first, first_key)
+            require_no_padding(attention_mask, q_length, settings)
+        _require_one_sequence(q_length, kv_length, int(q_offset), kv_offset)
         if alone() is None and not settings.by_bias:
             told = settings.told is not None or override.given.get("cu_seq_lens_q") is not None
-            require_positions(override.position_ids, queries, settings, told=told)
-        return override, _pattern(function)
+            require_positions(override.position_ids, q_length, settings, told=told)
+        return override, _pattern(mask_function)
     except InvalidArgumentError:  # one rank's shard alone may be refused; the others go on
         tell_refusal((settings.ring, None), _device(attention_mask, override.position_ids))
         raise

@@ -11,9 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
-from types import MethodType
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -24,15 +22,17 @@ from ..agreement import require_agreement, signature_of_rows
 from ..alone import alone, weigh_alone
 from .biases import Biases
 from .calls import forward_of
-from .override import AttentionOverride, running_override, unbound
+from .override import AttentionOverride
 from .positions import require_positions
-from .settings import Settings, refusal, settings_of
+from .settings import Settings, refusal
+from .taking_over import Call, take_over
 from .whole_sequences import (
     Exchange,
     exchange_for,
     has_documents,
     hidden_states,
     layout_for,
+    padded,
 )
 
 # Arguments of attention by which a model tells positions: such a one counts none elsewhere.
@@ -88,38 +88,23 @@ def attend_whole(modules: Mapping[nn.Module, int]) -> None:
         modules: That were found, and how many heads their model's config has: biases are made so.
     """
     for module, heads in modules.items():
-        own = module.__dict__.get("forward")
-        inner = type(module).forward if own is None else unbound(own)
-        module.forward = MethodType(_on_whole_sequences(inner, forward_of(module), heads), module)
+        signature = forward_of(module)
+        take_over(module, functools.partial(_on_whole_sequences, signature, heads))
 
 
-def _on_whole_sequences(
-    inner: Callable[..., Any], signature: inspect.Signature, heads: int
-) -> Callable[..., Any]:
-    @functools.wraps(inner)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        settings = settings_of(self)
-        if settings is None or not settings.active:
-            return inner(self, *args, **kwargs)
-        override = running_override(settings)
-        _refuse_documents(self, settings, {} if override is None else override.given)
-        if override is not None:
-            override.calls += 1
-        if settings.ring.size == 1:
-            with nullcontext() if override is None else override.left_alone():
-                return inner(self, *args, **kwargs)
-        bound = signature.bind(self, *args, **kwargs)
-        given = {name: value for name, value in bound.arguments.items() if value is not self}
-        hidden = hidden_states(self, (), given)
-        _require_computable(self, settings, override, hidden)
-        length = layout_for(settings, hidden.shape[1]).length
-        change = _Change(self, exchange_for(settings, hidden), hidden, (length, heads))
-        bound.arguments.update({n: change.argument(n, v, self) for n, v in given.items()})
-        with nullcontext() if override is None else override.left_alone():
-            made = inner(*bound.args, **bound.kwargs)
-        return map_tensors(change.output, made)
-
-    return forward
+def _on_whole_sequences(signature: inspect.Signature, heads: int, call: Call) -> Any:
+    module, settings = call.module, call.settings
+    _refuse_documents(module, settings, call.given)
+    if settings.ring.size == 1:
+        return call.run(call.args, call.kwargs)
+    bound = signature.bind(module, *call.args, **call.kwargs)
+    given = {name: value for name, value in bound.arguments.items() if value is not module}
+    hidden = hidden_states(module, (), given)
+    _require_computable(module, settings, call.override, hidden)
+    length = layout_for(settings, hidden.shape[1]).length
+    change = _Change(module, exchange_for(settings, hidden), hidden, (length, heads))
+    bound.arguments.update({n: change.argument(n, v, module) for n, v in given.items()})
+    return map_tensors(change.output, call.run(bound.args[1:], bound.kwargs))
 
 
 def _require_computable(
@@ -201,18 +186,14 @@ class _Change:
             InvalidArgumentError: It is of positions, but not [rows, length, ...].
         """
         if x.shape[:2] == (self.own, self.whole):
-            return self._weighed(x) if self.alone else self._of_shard(x)
+            if self.alone:
+                return self._weighed(x)
+            return self.exchange.to_positions(self.name, padded(x, self.exchange))
         if x.ndim == 4 and (x.shape[0], x.shape[2]) == (self.own, self.whole):  # weights
             return None
         if self.alone or x.ndim < 2 or self.whole not in x.shape:
             return x  # such as a bias, which the model adds itself
         raise refusal(f"{self.name} returns a tensor {list(x.shape)} of whole sequences")
-
-    def _of_shard(self, x: Tensor) -> Tensor:
-        padding = self.exchange.order.numel() - self.whole
-        if padding:
-            x = torch.cat([x, x.new_zeros(self.own, padding, *x.shape[2:])], 1)
-        return self.exchange.to_positions(self.name, x)
 
     def _weighed(self, x: Tensor) -> Tensor:
         x = torch.ones_like(x).expand(*self.hidden.shape[:2], *x.shape[2:])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,23 +15,18 @@ NAME = __name__
 
 
 def whole_mask(
+    *,
     batch_size: int,
     q_length: int,
-    kv_length: int,
-    q_offset: Any = 0,
-    kv_offset: int = 0,
-    mask_function: Callable[..., Any] | None = None,
-    attention_mask: Tensor | None = None,
     dtype: torch.dtype = torch.float32,
     device: Any = None,
-    **others: Any,
+    **asked: Any,
 ) -> Tensor:
     """Return what is added to scores of whole sequences, [own rows, 1, length, length].
 
     For a position that sees another it is 0, else the lowest number of `dtype`.
     """
-    lengths = q_length, kv_length, int(q_offset), kv_offset
-    override, pattern = read_mask(*lengths, mask_function, attention_mask)
+    override, pattern = read_mask(q_length=q_length, **asked)
     if alone() is not None:
         return torch.zeros((1, 1, 1, 1), dtype=dtype, device=device)
     ring, told = override.settings.ring, override.settings.told

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import MethodType
 from typing import Any
 
 import torch
@@ -27,8 +26,8 @@ from ..alone import alone, weigh_alone
 from ..cp_comms import Ring
 from ..layouts.layout import Layout, layout_of_shards
 from .calls import is_pretrained
-from .override import running_override, unbound
-from .settings import Settings, refusal, settings_of
+from .settings import Settings, refusal
+from .taking_over import Call, take_over
 
 # Classes of transformers, beside those that have a depthwise convolution.
 _WITHOUT_CONVOLUTION = (
@@ -67,32 +66,20 @@ def _passes_state(module: nn.Module) -> bool:
 def keep_whole(modules: list[nn.Module]) -> None:
     """Let modules of a context-parallel model see whole sequences, in place."""
     for module in modules:
-        own = module.__dict__.get("forward")
-        inner = type(module).forward if own is None else unbound(own)
-        module.forward = MethodType(_on_whole_sequences(inner), module)
+        take_over(module, _on_whole_sequences)
 
 
-def _on_whole_sequences(inner: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(inner)
-    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        settings = settings_of(self)
-        if settings is None or not settings.active:
-            return inner(self, *args, **kwargs)
-        override = running_override(settings)
-        if override is not None:
-            override.calls += 1  # this sees whole sequences, as attention does
-        hidden = hidden_states(self, args, kwargs)
-        if alone() is not None:
-            return _each_alone(functools.partial(inner, self), args, kwargs, hidden)
-        _refuse_documents(self, settings, {} if override is None else override.given)
-        if settings.ring.size == 1:
-            return inner(self, *args, **kwargs)
-        exchange = exchange_for(settings, hidden)
-        args, kwargs = map_tensors(exchange.to_rows, (args, kwargs))
-        back = functools.partial(exchange.to_positions, type(self).__name__)
-        return map_tensors(back, inner(self, *args, **kwargs))
-
-    return forward
+def _on_whole_sequences(call: Call) -> Any:
+    hidden = hidden_states(call.module, call.args, call.kwargs)
+    if alone() is not None:
+        return _each_alone(call.inner, call.args, call.kwargs, hidden)
+    _refuse_documents(call.module, call.settings, call.given)
+    if call.settings.ring.size == 1:
+        return call.inner(*call.args, **call.kwargs)
+    exchange = exchange_for(call.settings, hidden)
+    args, kwargs = map_tensors(exchange.to_rows, (call.args, call.kwargs))
+    back = functools.partial(exchange.to_positions, type(call.module).__name__)
+    return map_tensors(back, call.inner(*args, **kwargs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +119,17 @@ class Exchange:
         """Return this rank's shard of what all ranks made of their rows."""
         own = -(-self.rows // self.ring.size)
         if x.shape[:2] != (own, self.order.numel()):
-            return _lost(x, name)
+            return lost(x, name)
         shards = x.index_select(1, self.order)
         return functional.all_to_all(shards, 1, 0, self.ring.group).narrow(0, 0, self.rows)
+
+
+def padded(x: Tensor, exchange: Exchange) -> Tensor:
+    """Return whole sequences [rows, length, ...] with zeros for the padding of their layout."""
+    missing = exchange.order.numel() - x.shape[1]
+    if not missing:
+        return x
+    return torch.cat([x, x.new_zeros(x.shape[0], missing, *x.shape[2:])], 1)
 
 
 def layout_for(settings: Settings, length: int) -> Layout:
@@ -201,7 +196,7 @@ def _each_alone(
     return map_tensors(for_all, inner(*args, **kwargs))
 
 
-def _lost(x: Tensor, name: str) -> Tensor:
+def lost(x: Tensor, name: str) -> Tensor:
     """Return NaN for a state at the sequences' end: this rank has that of other rows than its own.
 
     Raises:

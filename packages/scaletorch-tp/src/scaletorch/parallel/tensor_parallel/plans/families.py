@@ -86,6 +86,11 @@ BITNET = replace(
     },
 )
 
+# Patches are shared out; bytes, in the layers around theirs, stay whole.
+BLT = replace(
+    LLAMA, name="BLT", plan={**LLAMA.plan, "**.global_transformer.layers.*": "sequence_layer"}
+)
+
 # Its scales are of each feature of the heads and of the MLP; its head scales every logit.
 DORY = replace(
     BITNET,
@@ -184,7 +189,7 @@ GPT_OSS = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    *(HUNYUAN, DORY, BITNET, LLAMA, OPENAI_GPT, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
+    *(HUNYUAN, DORY, BITNET, BLT, LLAMA, OPENAI_GPT, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
     *DENSE,
     *PARTIAL,
     *MLPS,
