@@ -14,6 +14,7 @@ One table a size; of the two ranks the larger figure counts, but for exposed ms.
 
 - ms: median of the repeats.
 - x by hand: median of each repeat's own ratio to the way by hand, and its quartiles.
+- x by hand, CPU: the same of processor time, which other programs change least; of both ranks.
 - bytes sent: by each rank, were every collective a ring.
 - / formula: that over the bytes of the rows that have to go to the other rank, once a token and
   rank: there and back, in forward and in backward.
@@ -49,6 +50,7 @@ COLUMNS = [
     "way",
     "ms",
     "x by hand (quartiles)",
+    "x by hand, CPU",
     "bytes sent",
     "/ formula",
     "peak MiB",
@@ -58,7 +60,7 @@ COLUMNS = [
 
 def show(size: Size, ranks: list[tuple[dict[str, Figures], int]]) -> None:
     """Print one size."""
-    repeats = len(ranks[0][0][ALONE].seconds)
+    repeats = len(ranks[0][0][ALONE].spent)
     title = f"hidden {size.hidden}, {size.experts} experts, top-{size.top_k}"
     title += ", a shared one" * size.shared
     title += f", {size.tokens} tokens a rank, {size.routing}, {size.dtype}, {repeats} repeats"
@@ -69,13 +71,16 @@ def show(size: Size, ranks: list[tuple[dict[str, Figures], int]]) -> None:
 
 def rows(ranks: list[dict[str, Figures]], formula: int) -> Iterator[Sequence[str]]:
     """Write a way's row; waiting for a slower rank is not communication."""
-    times = {name: largest([r[name].seconds for r in ranks], float) for name in ranks[0]}
+    spent = {name: [rank[name].spent for rank in ranks] for name in ranks[0]}
+    times = {name: largest(each, lambda s: s.wall) for name, each in spent.items()}
+    cpu = {name: [sum(s.cpu for s in both) for both in zip(*each, strict=True)]
+           for name, each in spent.items()}  # fmt: skip
     for name, seconds in times.items():
         bytes_sent = max(rank[name].sent for rank in ranks)
         waits = map(min, zip(*(rank[name].exposed for rank in ranks), strict=True))
         yield [
             name, f"{1e3 * statistics.median(seconds):.2f}", ratio(seconds, times["by hand"]),
-            str(bytes_sent), f"{bytes_sent / formula:.2f}",
+            ratio(cpu[name], cpu["by hand"]), str(bytes_sent), f"{bytes_sent / formula:.2f}",
             f"{max(rank[name].peak for rank in ranks) / MIB:.2f}",
             f"{1e3 * statistics.median(waits):.2f}",
         ]  # fmt: skip

@@ -7,6 +7,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 
+def one(hidden: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Return an expert's results, [T, H], for tokens [T, H]."""
+    gate, up = F.linear(hidden, gate_up).chunk(2, dim=-1)
+    return F.linear(F.silu(gate) * up, down)
+
+
 class Experts(nn.Module):
     """SwiGLU experts in stacked weights; one after another computes the tokens that chose it.
 
@@ -22,11 +28,6 @@ class Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * inner, hidden) * hidden**-0.5)
         self.down_proj = nn.Parameter(torch.randn(experts, hidden, inner) * inner**-0.5)
 
-    def one(self, expert: int, hidden: Tensor) -> Tensor:
-        """Return an expert's results, [T, H], for tokens [T, H]."""
-        gate, up = F.linear(hidden, self.gate_up_proj[expert]).chunk(2, dim=-1)
-        return F.linear(F.silu(gate) * up, self.down_proj[expert])
-
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Return the weighted results [T, H] of the experts that tokens [T, H] chose, [T, K]."""
         total = torch.zeros_like(hidden)
@@ -34,7 +35,8 @@ class Experts(nn.Module):
             if expert == self.num_experts:  # that of another rank
                 continue
             token, slot = torch.where(top_k_index == expert)
-            found = self.one(expert, hidden[token]) * top_k_weights[token, slot, None]
+            found = one(hidden[token], self.gate_up_proj[expert], self.down_proj[expert])
+            found = found * top_k_weights[token, slot, None]
             total.index_add_(0, token, found.to(total.dtype))
         return total
 

@@ -1,4 +1,7 @@
-"""Experts over ranks written by hand for one block: pairs sorted by expert, two all-to-alls."""
+"""Experts over ranks written by hand for one block: pairs sorted by expert, two all-to-alls.
+
+Gradients of the weights are written once (`unbind`), those of tokens by the quicker kernel.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from .block import Block, Experts
+from .block import Block, Experts, one
 
 
 def _exchange(rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
@@ -63,10 +66,11 @@ class ByHand(nn.Module):
         sends = counts.view(self.ranks, -1).sum(1).tolist()
         heard = heard.view(self.ranks, -1)
         receives, sizes = heard.sum(1).tolist(), heard.flatten().tolist()
-        came = _exchange(hidden[order // top_k], sends, receives)
+        came = _exchange(hidden.index_select(0, order // top_k), sends, receives)
         pieces = came.split(sizes)  # by rank, and of each by expert
         mine = [torch.cat(pieces[expert :: self.own]) for expert in range(self.own)]
-        done = [self.experts.one(expert, rows) for expert, rows in enumerate(mine)]
+        stacks = self.experts.gate_up_proj.unbind(), self.experts.down_proj.unbind()
+        done = [one(*each) for each in zip(mine, *stacks, strict=True)]
         parts = [each.split(sizes[at :: self.own]) for at, each in enumerate(done)]
         back = torch.cat([parts[e][r] for r in range(self.ranks) for e in range(self.own)])
         rows = _exchange(back, receives, sends)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..harness.checks import check
 from ..harness.gauges import exposed, peak, sent
-from ..harness.turns import Run, of_slowest_rank, repeated, seconds
+from ..harness.turns import Run, Spent, of_slowest_rank, repeated, seconds, timed
 from .block import Block
 from .ways import WAYS
 
@@ -48,13 +48,13 @@ class Figures:
     Attributes:
         sent: Bytes.
         peak: Bytes.
-        seconds: Of forward and backward.
+        spent: By forward and backward.
         exposed: Seconds in communication.
     """
 
     sent: int
     peak: int
-    seconds: list[float]
+    spent: list[Spent]
     exposed: list[float]
 
 
@@ -113,7 +113,7 @@ def measure(size: Size, budget: float) -> tuple[dict[str, Figures], int]:
     runs = prepare(size)
     (spent,) = of_slowest_rank([sum(map(seconds, runs.values()))])
     repeats = min(MOST, max(LEAST, int(budget * len(runs) / spent)))
-    times = repeated(seconds, runs, repeats)
+    times = repeated(timed, runs, repeats)
     waits = repeated(exposed, runs, repeats // 3)
     peaks = {name: min(peak(run) for _ in range(2)) for name, run in runs.items()}
     figures = {

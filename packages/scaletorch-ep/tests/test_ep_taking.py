@@ -31,22 +31,44 @@ def _otherwise(up, down, rows, index, weights):
     return total + up[1, 0].sum() + down[2:].sum() + up.sum() + sum(each.sum() for each in down)
 
 
-WAYS = {"a loop": _loop, "otherwise": _otherwise}
+def _matmuls(up, down, rows, index, weights):
+    """Weights the other way round, one product twice, a bias and a result that is written to."""
+    total = rows * 0
+    for expert in index.unique():
+        row, slot = torch.where(index == expert)
+        mine = rows[row]
+        mine *= 2
+        inner = torch.tanh(F.linear(F.linear(mine, up[expert]), down[expert]))
+        inner = inner + F.linear(F.linear(3 * mine, up[expert]), down[expert])
+        scale = weights[row, slot].unsqueeze(1)
+        scale.mul_(3)
+        back = inner @ down[expert] @ up[expert] + rows[row] * scale
+        total = total.index_add(0, row, back * weights[row, slot, None])
+    return total
 
 
-def _run(way, dtype, taking, backwards=1):
+WAYS = {"a loop": _loop, "otherwise": _otherwise, "products": _matmuls}
+SIZES = (3, 0, 5, 4, 0)  # rows of each expert
+
+
+def _run(way, dtype, taking, backwards=1, sizes=()):
     torch.manual_seed(0)
     leaves = [
         torch.randn(shape).to(dtype).requires_grad_()
         for shape in ((EXPERTS, INNER, HIDDEN), (EXPERTS, HIDDEN, INNER), (ROWS, HIDDEN), (ROWS, 1))
     ]
     up, down, rows, weights = leaves
-    given = torch.randint(EXPERTS - 1, (ROWS, 1)), weights
+    index = torch.randint(EXPERTS - 1, (ROWS, 1))
+    if sizes:
+        index = torch.arange(EXPERTS).repeat_interleave(torch.tensor(sizes))[:, None]
+    given = index, weights
 
     def experts(rows, index, weights):
         return WAYS[way](up, down, rows, index, weights)
 
-    out = call_taking(experts, rows, given, (up, down)) if taking else experts(rows, *given)
+    out = experts(rows, *given)
+    if taking:
+        out = call_taking(experts, rows, given, (up, down), EXPERTS if taking == "sorted" else 0)
     gradient = torch.randn(ROWS, HIDDEN).to(dtype)
     for number in range(backwards):
         out.backward(gradient, retain_graph=number + 1 < backwards)
@@ -58,6 +80,40 @@ def _run(way, dtype, taking, backwards=1):
 def test_a_loop_over_experts_has_the_same_bits(dtype, backwards):
     expected = _run("a loop", dtype, False, backwards)
     assert all(map(torch.equal, _run("a loop", dtype, True, backwards), expected))
+
+
+@pytest.mark.parametrize("backwards", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_rows_that_lie_by_expert_are_taken_in_pieces(dtype, backwards):
+    expected = _run("a loop", dtype, False, backwards, SIZES)
+    assert all(map(torch.equal, _run("a loop", dtype, "sorted", backwards, SIZES), expected))
+
+
+@pytest.mark.parametrize("way", ["products", "otherwise"])
+def test_pieces_may_be_written_to_and_parts_used_again(way):
+    expected = _run(way, torch.float64, False, 2, SIZES)
+    found = _run(way, torch.float64, "sorted", 2, SIZES)
+    assert max(map(relative_error, found, expected)) <= 1e-14
+
+
+def test_rows_in_another_order_or_of_two_experts_are_no_piece():
+    rows, weights = torch.randn(ROWS, 3, requires_grad=True), torch.rand(ROWS, 1)
+    numbers = torch.arange(EXPERTS).repeat_interleave(torch.tensor(SIZES))[:, None]
+    for index in ([2, 1, 0], [0, 1], [1, 2, 3], [0, 1, 2, 3], [0, 1, 1], [-12, -11, -10], []):
+        index = torch.tensor(index, dtype=torch.int64)
+        wanted = rows[index].clone(), weights[index, index * 0, None]
+
+        def take(rows, weights, index=index):
+            return rows[index], weights[index, index * 0, None]
+
+        found = call_taking(lambda rows, _, w: take(rows, w), rows, (numbers, weights), (), EXPERTS)
+        assert all(map(torch.equal, found, wanted))
+
+    def outside(rows, _, weights):
+        return weights[torch.arange(3), torch.ones(3).long()]
+
+    with pytest.raises(IndexError, match="out of bounds"):
+        call_taking(outside, rows, (numbers, weights), (), EXPERTS)
 
 
 def test_whatever_else_is_taken_has_its_gradient():
@@ -95,14 +151,16 @@ def test_gradients_of_stacks_are_written_once_and_those_of_rows_quickly(experts)
 
     def call(rows):
         index = torch.tensor([0])
-        return sum((rows[index] @ stack[expert].mT).sum() for expert in range(experts))
+        return sum(F.linear(rows[index], stack[expert]).sum() for expert in range(experts))
 
-    counts, slow = [], []
+    counts, slow, copied = [], [], []
     for out in (call(rows), call_taking(call, rows, (), (stack,))):
         with _Written() as written:
             torch.autograd.grad(out, (stack, rows))
         counts.append(sum(shape == stack.shape for _, shape in written.found))
+        copied.append(sum(name in ("stack.default", "cat.default") for name, _ in written.found))
         slow.append(sum("index_put" in name for name, _ in written.found))
     assert counts[0] >= 2 * experts - 1  # so many are added up
-    assert counts[1] == 1
+    assert counts[1] == 1  # made once, in which products write
+    assert copied[1] == 0
     assert slow == [experts, 0]

@@ -119,6 +119,34 @@ def test_graphs_break_where_layers_communicate(layout):
         assert (operations == 0) == (layout == "tp recomputed"), found
 
 
+def mixtral(backend):
+    """Return the losses of two steps of a model of transformers, with layers compiled or not."""
+    manager = setup_process_group_manager(dp_size=2, ep_size=2)
+    transformers = pytest.importorskip("transformers")
+    config = transformers.MixtralConfig(
+        **{"vocab_size": 32, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4},
+    )
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config).double()
+    model.set_experts_implementation("eager")  # the others know no float64
+    parallel = parallelize(model, manager)
+    for layer in model.base_model.layers if backend else ():
+        layer.compile(backend=backend)
+    optimizer, losses = torch.optim.SGD(parallel.parameters(), lr=0.1), []
+    for _ in range(2):
+        losses.append(train_step(parallel, shard_global_batch(batch(), 1, model=parallel)).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    destroy_process_group_manager()
+    return losses
+
+
+def test_layers_of_transformers_with_experts_are_compiled():
+    expected, found = (run_ranks(mixtral, 2, each, timeout=250)[0] for each in (None, "aot_eager"))
+    assert found == pytest.approx(expected, rel=1e-12)
+
+
 def refused():
     manager = setup_process_group_manager(pp_size=2)
     message = r"torch\.compile\(model\) returns a module around .* in place.*layer\.compile\(\)"

@@ -3,6 +3,7 @@
 import copy
 import threading
 import traceback
+from itertools import pairwise
 
 import pytest
 import torch
@@ -85,13 +86,17 @@ def steps(model):
 def in_both_ways(model, expected):
     """Train in pairs and one after another: the same bits, those of one process to rounding."""
     runtime, heard = pipeline_of(model).runtime, ([], [])
+
+    def noting(number):
+        return lambda text: heard[number].append((text, threading.current_thread()))
+
     generator = torch.get_rng_state()
-    with guard.listening(heard[0].append):
+    with guard.listening(noting(0)):
         together = list(steps(model))
     drawn = torch.get_rng_state()
     switching, runtime.switching = runtime.switching, None
     torch.set_rng_state(generator)
-    with guard.listening(heard[1].append):
+    with guard.listening(noting(1)):
         alone = list(steps(model))
     runtime.switching = switching
     assert torch.equal(torch.get_rng_state(), drawn)
@@ -111,16 +116,21 @@ def in_both_ways(model, expected):
 
 
 def exchanges(heard):
-    return [text for text in heard if "all_to_all" in text]
+    """Return what was told of exchanges, and how often another thread made the next one."""
+    told = [each for each in heard if "all_to_all" in each[0]]
+    turns = sum(one[1] is not other[1] for one, other in pairwise(told))
+    return [text for text, _ in told], turns
 
 
 def trains(expected):
     manager = setup_process_group_manager(**SIZES)
     for recompute in (False, True):
         model = compose.parallelize(build(), manager, schedule="dualpipe_v", recompute=recompute)
-        together, alone = map(exchanges, in_both_ways(model, expected))
+        (together, turns), (alone, none) = map(exchanges, in_both_ways(model, expected))
         assert sorted(together) == sorted(alone)
-        assert together != alone  # those of two actions come in turn
+        # A rank has 6 pairs or more; on two threads one after another, each would take two turns.
+        assert turns >= 6 * 4
+        assert none == 0
         assert all(text.endswith(" in steps") for text in together)  # who made them, on any thread
         # Draws before and behind exchanges: what recomputes and what goes forward draw in turn.
         plan = {"**.experts": "experts"}

@@ -82,7 +82,7 @@ def way_of(
         device = "cpu"
         if info.levels is not None:
             return info.levels  # type: ignore[no-any-return]
-        if not async_op and data.nbytes >= neighbours.LEAST:
+        if not async_op and data.numel() * data.element_size() >= neighbours.LEAST:
             near = memory_way(group)
             if near is not None:
                 return near

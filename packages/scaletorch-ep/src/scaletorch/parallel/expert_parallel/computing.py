@@ -26,8 +26,9 @@ def compute(
 ) -> tuple[Tensor, InvalidArgumentError | None]:
     """Return the results of the rows that came, [R, H], and what is wrong with the experts' own.
 
-    Experts are called with top-k 1, a row for each pair of a row that came and an expert here: so
-    they need to know nothing of experts that are elsewhere, and compute nothing for them.
+    Experts are called with top-k 1, a row for each pair of a row that came and an expert here, one
+    expert after another: so they need to know nothing of experts that are elsewhere, and compute
+    nothing for them.
 
     Args:
         experts: The model's own forward, with indices from 0 to `count` - 1.
@@ -39,17 +40,16 @@ def compute(
     hidden, index, weights, route = came
     if not route.pairs:
         return apply(_Idle, hidden, weights, *parameters), None
-    row, slot = torch.nonzero_static(index < count, size=route.pairs).unbind(1)
-    single = route.pairs == len(hidden)  # every row has one expert here, in the order of rows
-    most = min(count, index.shape[1])  # experts of a row
-    taken = hidden if single else apply(_Spread, hidden, row, most)
-    at = row, slot
-    given = index[at].unsqueeze(1), weights[at].unsqueeze(1)
-    results = call_taking(experts, taken, given, parameters)
+    numbers, order = index.flatten().sort(stable=True)  # experts elsewhere come last
+    numbers, order = numbers[: route.pairs, None], order[: route.pairs]
+    top_k = index.shape[1]
+    row, most = order.div(top_k, rounding_mode="floor"), min(count, top_k)  # experts of a row
+    taken, scales = apply(_Spread, hidden, weights, row, order, most)
+    results = call_taking(experts, taken, (numbers, scales), parameters, count)
     wrong = _wrong(results, taken)
     if wrong is not None:
         results = taken * 0
-    return (results if single else apply(_Fold, results, row, len(hidden), most)), wrong
+    return apply(_Fold, results, row, len(hidden), most), wrong
 
 
 def _wrong(results: Any, taken: Tensor) -> InvalidArgumentError | None:
@@ -71,30 +71,37 @@ class _Idle(Function):
     def forward(ctx: Any, hidden: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
         """Return no results, [0, H]."""
         ctx.like = hidden, weights, *parameters
+        ctx.save_for_backward(hidden.new_empty(0))
         return torch.empty_like(hidden)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return zeros for what needs a gradient."""
+        _ = ctx.saved_tensors  # recomputed here by all ranks
         needed = zip(ctx.like, ctx.needs_input_grad, strict=True)
         return tuple(torch.zeros_like(each) if needs else None for each, needs in needed)
 
 
 class _Spread(Function):
-    """A row for each of its experts here; backward adds up, as `_folded` does."""
+    """A row and its weight for each pair; backward adds up rows, as `_folded` does."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, row: Tensor, most: int) -> Tensor:
-        """Return `rows[row]`."""
-        ctx.row, ctx.rows, ctx.most = row, len(rows), most
-        return rows.index_select(0, row)
+    def forward(
+        ctx: Any, rows: Tensor, weights: Tensor, row: Tensor, order: Tensor, most: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return `rows[row]` and, of shape [P, 1], `weights.flatten()[order]`."""
+        ctx.row, ctx.order, ctx.most = row, order, most
+        ctx.rows, ctx.weights = len(rows), weights.shape
+        return rows.index_select(0, row), weights.view(-1).index_select(0, order).unsqueeze_(1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
-        """Add up the gradients of each row."""
-        return _folded(grads[0], ctx.row, ctx.rows, ctx.most), None, None
+        """Add up the gradients of each row, and put those of weights in their places."""
+        of_weights = grads[1].new_zeros(ctx.weights)
+        of_weights.view(-1).index_copy_(0, ctx.order, grads[1].view(-1))
+        return _folded(grads[0], ctx.row, ctx.rows, ctx.most), of_weights, None, None, None
 
 
 class _Fold(Function):
@@ -103,14 +110,15 @@ class _Fold(Function):
     @staticmethod
     def forward(ctx: Any, results: Tensor, row: Tensor, rows: int, most: int) -> Tensor:
         """Return [rows, H]."""
-        ctx.row = row
+        ctx.save_for_backward(row)
         return _folded(results, row, rows, most)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradient of each result."""
-        return grads[0].index_select(0, ctx.row), None, None, None
+        (row,) = ctx.saved_tensors  # recomputed here by all ranks, as `_Meet` has it
+        return grads[0].index_select(0, row), None, None, None
 
 
 def _folded(results: Tensor, row: Tensor, rows: int, most: int) -> Tensor:

@@ -17,8 +17,9 @@ from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import class_before, deep_copy, shallow_copy
 from .computing import compute
-from .dispatch import combine, dispatch
+from .dispatch import combine_computed, dispatch_rows
 from .shares import ranges_of, share_out
+from .uncompiled import call_uncompiled
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +64,7 @@ class DividedExperts(nn.Module):
         """Return the experts' results for tokens of this rank, [T, H], as the whole module does."""
         own = super().forward
         hidden, index, weights = _routing(own, self._division.name, args, kwargs)
-        results = _over_tokens(self, own, hidden, index, weights)
+        results: Tensor = call_uncompiled(_over_tokens, self, own, hidden, index, weights)
         if not self._division.checked:
             self._division.checked.append(True)
         return results
@@ -109,7 +110,9 @@ def _routing(
     own: Callable[..., Any], name: str, args: Any, kwargs: Any
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the three arguments of a call, by whatever names the module has for them."""
-    given = list(inspect.signature(own).bind(*args, **kwargs).arguments.values())
+    given = list(args)
+    if kwargs or len(given) != 3:
+        given = list(inspect.signature(own).bind(*args, **kwargs).arguments.values())
     if len(given) != 3 or not all(isinstance(each, Tensor) for each in given):
         raise InvalidArgumentError(
             f"{describe_rank()}: '{name}' must be called with hidden states, indices and weights "
@@ -148,7 +151,7 @@ def _over_experts(
         return own(hidden, index, weights)
     shared = vars(module).get("_beside")  # what the block computes beside them
     early = None if shared is None else partial(shared.compute_early, hidden)
-    came = dispatch(hidden, index, weights, division.counts, division.group, early)
+    came = dispatch_rows(hidden, index, weights, division.counts, division.group, early)
     named = {name: _tensor(module, name) for name in division.stacked}
     results, wrong = compute(own, came, len(division.own), [*named.values()])
     if not division.checked:
@@ -156,7 +159,7 @@ def _over_experts(
         agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
     if wrong is not None:
         raise wrong
-    return combine(results, came.route)
+    return combine_computed(results, came.route)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,11 +16,10 @@ from ...dist import get_rank
 from ...dist.building import agree, all_to_all_flat
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
-from .shares import owners
 from .travel import landed
 
-_HIDDEN, _WEIGHTS, _OUTSIDE = 1, 2, 4  # bits that a rank tells the others
-_FIELDS = 4  # numbers that a rank tells each other one: rows, pairs, call, bits
+_HIDDEN, _WEIGHTS = 1, 2  # bits that a rank tells the others: which gradients it needs
+_FIELDS = 5  # numbers that a rank tells each other one: call, bits, rows, pairs, indices outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,26 +70,43 @@ def find_route(
         MismatchError: Ranks differ in sizes, dtypes or experts, or another has such an index.
     """
     _check_shapes(hidden, index, weights)
-    experts = sum(counts)
-    inside = index.clamp(0, experts - 1)
-    slots = index.new_zeros((len(index), len(counts)), dtype=torch.int64)
-    slots.scatter_add_(1, owners(counts, index.device)[inside], torch.ones_like(inside))
-    goes = slots > 0
-    lines = _call(hidden, weights, counts)
-    bits = (inside != index).any() * _OUTSIDE + _needs(hidden, weights)
-    told = slots.new_empty((len(counts), _FIELDS))
-    told[:, 0], told[:, 1], told[:, 2], told[:, 3] = goes.sum(0), slots.sum(0), _digest(lines), bits
-    sizes = [_FIELDS] * len(counts)
-    (came,) = landed([all_to_all_flat(told.view(-1), sizes, sizes, group)])
-    heard = came.view_as(told)
-    mine, theirs = torch.stack((told, heard)).tolist()  # the one time that the host reads
-    told_bits = _read(lines, mine[0], theirs, index, experts, group)
-    sends = tuple(row[0] for row in mine)
-    rows = torch.nonzero_static(goes.t(), size=sum(sends))[:, 1]
-    receives, pairs = tuple(row[0] for row in theirs), sum(row[1] for row in theirs)
-    backward = bool(told_bits & (_HIDDEN | _WEIGHTS))
-    most = min(index.shape[1], len(counts))
-    return Route(group, len(hidden), rows, most, sends, receives, pairs, backward)
+    call = _Call(hidden.shape[1], hidden.dtype, weights.shape[1], weights.dtype, counts,
+                 torch.is_grad_enabled())  # fmt: skip
+    ranks, experts = len(counts), sum(counts)
+    owners = _owners(counts, index.device).take((index.long() + 1).clamp_(0, experts + 1))
+    slots = owners.new_zeros((ranks + 1, len(index)))  # the last row is of indices outside
+    slots.scatter_add_(0, owners.t(), _one(index.device).expand_as(owners.t()))
+    goes, sums = slots[:ranks] > 0, slots.sum(1, keepdim=True)
+    head = _head(_digest(call), _needs(hidden, weights), ranks, index.device)
+    told = torch.cat(
+        (head, goes.sum(1, keepdim=True), sums[:ranks], sums[ranks:].expand(ranks, 1)), 1
+    )
+    sizes = [_FIELDS] * ranks
+    (heard,) = landed([all_to_all_flat(told.view(-1), sizes, sizes, group)])
+    mine, theirs = torch.stack((told, heard.view_as(told))).tolist()  # once, the host reads
+    needed = _read(call, mine[0][0], theirs, index, experts, group)
+    sends, receives = (tuple(row[2] for row in each) for each in (mine, theirs))
+    rows = torch.nonzero_static(goes, size=sum(sends))[:, 1].contiguous()
+    pairs, most = sum(row[3] for row in theirs), min(index.shape[1], ranks)
+    return Route(group, len(hidden), rows, most, sends, receives, pairs, bool(needed))
+
+
+@lru_cache(maxsize=64)
+def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
+    """Return for each index + 1 the rank that has the expert; the first and last are outside."""
+    ranks = [rank for rank, count in enumerate(counts) for _ in range(count)]
+    return torch.tensor([len(counts), *ranks, len(counts)], device=device)
+
+
+@lru_cache(maxsize=64)
+def _one(device: torch.device) -> Tensor:
+    return torch.tensor(1, device=device)
+
+
+@lru_cache(maxsize=64)
+def _head(call: int, needs: int, ranks: int, device: torch.device) -> Tensor:
+    """Return what a rank tells every other one of its call, int64 [ranks, 2]."""
+    return torch.tensor([[call, needs]] * ranks, device=device)
 
 
 def _check_shapes(hidden: Tensor, index: Tensor, weights: Tensor) -> None:
@@ -102,18 +119,29 @@ def _check_shapes(hidden: Tensor, index: Tensor, weights: Tensor) -> None:
         )
 
 
-def _call(hidden: Tensor, weights: Tensor, counts: tuple[int, ...]) -> tuple[str, ...]:
-    return (
-        f"hidden size {hidden.shape[1]}, {hidden.dtype}",
-        f"top-k {weights.shape[1]}, {weights.dtype}",
-        f"experts on the ranks {counts}",
-        f"gradients {'on' if torch.is_grad_enabled() else 'off'}",
-    )
+class _Call(NamedTuple):
+    """What must be the same on all ranks."""
+
+    hidden: int
+    dtype: torch.dtype
+    top_k: int
+    of_weights: torch.dtype
+    counts: tuple[int, ...]
+    gradients: bool
+
+    def lines(self) -> tuple[str, ...]:
+        """Return it as text."""
+        return (
+            f"hidden size {self.hidden}, {self.dtype}",
+            f"top-k {self.top_k}, {self.of_weights}",
+            f"experts on the ranks {self.counts}",
+            f"gradients {'on' if self.gradients else 'off'}",
+        )
 
 
 @lru_cache(maxsize=64)
-def _digest(lines: tuple[str, ...]) -> int:
-    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
+def _digest(call: _Call) -> int:
+    digest = hashlib.blake2b("\n".join(call.lines()).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 
@@ -124,26 +152,25 @@ def _needs(hidden: Tensor, weights: Tensor) -> int:
 
 
 def _read(
-    lines: tuple[str, ...],
-    mine: Sequence[int],
+    call: _Call,
+    mine: int,
     theirs: Sequence[Sequence[int]],
     index: Tensor,
     experts: int,
     group: ProcessGroup | None,
 ) -> int:
-    """Return the bits of all ranks, or raise on every rank what one of them told."""
-    bits = 0
-    for *_, call, each in theirs:
-        bits |= each
-        if call != mine[2]:
-            agree("a call of experts", lines, group)
-    if bits & _OUTSIDE:
-        error = None
-        if mine[3] & _OUTSIDE:
-            wrong = index[(index < 0) | (index >= experts)].unique().tolist()
-            error = InvalidArgumentError(
-                f"{describe_rank()}: rank {get_rank(group)} of the group routes tokens to experts "
-                f"{wrong[:8]}, but they are numbered from 0 to {experts - 1}"
-            )
-        agree("a call of experts", (), group, error=error)
-    return bits
+    """Return what any rank needs, or raise on every rank what is wrong with one of them."""
+    needed, outside = 0, 0
+    for told, needs, *_, beyond in theirs:
+        needed |= needs
+        outside += beyond
+        if told != mine:
+            agree("a call of experts", call.lines(), group)
+    if outside:
+        wrong = index[(index < 0) | (index >= experts)].unique().tolist()
+        error = InvalidArgumentError(
+            f"{describe_rank()}: rank {get_rank(group)} of the group routes tokens to experts "
+            f"{wrong[:8]}, but they are numbered from 0 to {experts - 1}"
+        )
+        agree("a call of experts", (), group, error=error if wrong else None)
+    return needed

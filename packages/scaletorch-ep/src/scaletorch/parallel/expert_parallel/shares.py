@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from itertools import accumulate, pairwise
 
-import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ...dist import require_member
@@ -67,10 +64,3 @@ def counts_of(experts: int | Sequence[int], ranks: int) -> tuple[int, ...]:
             "experts, at most as many as there are experts"
         )
     return counts
-
-
-@lru_cache(maxsize=64)
-def owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return the rank of each expert, int64 [experts]."""
-    numbers = torch.tensor(counts, device=device)
-    return torch.arange(len(counts), device=device).repeat_interleave(numbers)

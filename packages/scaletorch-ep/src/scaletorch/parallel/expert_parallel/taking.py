@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import cached_property
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,57 +14,151 @@ from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
 from .functions import apply
+from .stacks import PRODUCTS, Stack, product
+
+_TAKE = Tensor.__getitem__
+_WATCHED = frozenset((_TAKE, *PRODUCTS))
 
 
 def call_taking(
-    experts: Callable[..., Any], rows: Tensor, given: tuple[Tensor, ...], stacks: Sequence[Tensor]
+    experts: Callable[..., Any],
+    rows: Tensor,
+    given: tuple[Tensor, ...],
+    stacks: Sequence[Tensor],
+    count: int = 0,
 ) -> Any:
     """Call experts, with gradients that cost less of what they take of one stack or of the rows.
 
     The gradient of `stack[expert]` in PyTorch is as large as the stack, zeros but for that expert,
     and all of them are added up: for E experts it writes E times all weights. Here it is written
-    once. The gradient of `rows[index]` is added to in the way that is slow in bfloat16. Values are
-    the same. All else that experts do is as ever, and so is everything if it is compiled.
+    once, by the products themselves. Those of an expert's rows, and of their weights, are joined;
+    of any other `rows[index]` they are added by a kernel that is quick in bfloat16, too. Values
+    are the same. All else that experts do is as ever, and so is everything if it is compiled.
 
     Args:
         experts: Called as `experts(rows, *given)`.
         rows: Hidden states [P, H].
         given: Indices and weights, [P, 1].
         stacks: Parameters of all experts, one along dim 0 for each.
+        count: Of experts, if rows and what is given lie one expert after another; else 0.
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return experts(rows, *given)
-    with _Taking(rows, stacks):
+    with _Taking(rows, given if count else (), stacks, count):
         return experts(rows, *given)
 
 
-class _Taking(TorchFunctionMode):
-    """While it is on, indexing of the rows and of the stacks has gradients of its own."""
+class _Lying(NamedTuple):
+    """Rows that lie one expert after another.
 
-    def __init__(self, rows: Tensor, stacks: Sequence[Tensor]) -> None:
+    Attributes:
+        sizes: Of each expert.
+        first: First row -> the expert.
+        order: All rows, int64 [P].
+        zeros: As many zeros.
+    """
+
+    sizes: list[int]
+    first: dict[int, int]
+    order: Tensor
+    zeros: Tensor
+
+
+class _Taking(TorchFunctionMode):
+    """While it is on, indexing of rows, weights and stacks has gradients of its own."""
+
+    def __init__(
+        self, rows: Tensor, given: tuple[Tensor, ...], stacks: Sequence[Tensor], count: int
+    ) -> None:
         super().__init__()
-        self.rows = rows
-        self.stacks: list[tuple[Tensor, list[Tensor]]] = [(each, []) for each in stacks]
+        self.rows, self.given, self.count = rows, given, count
+        self.weights = given[1] if given else None
+        self.known: list[tuple[Tensor, int]] = []  # indices of all rows of one expert
+        self.pieces: dict[int, tuple[Tensor, ...]] = {}  # of rows or weights
+        self.stacks: list[tuple[Tensor, list[Stack]]] = [(each, []) for each in stacks]
+        self.places: dict[int, tuple[Stack, int]] = {}
+
+    @cached_property
+    def lying(self) -> _Lying:
+        """Where the rows of each expert lie, which the host reads if one takes any."""
+        numbers = self.given[0].view(-1)
+        sizes = torch.bincount(numbers, minlength=self.count).tolist()
+        starts = enumerate(accumulate(sizes[:-1], initial=0))
+        order = torch.arange(len(numbers), device=numbers.device)
+        first = {start: expert for expert, start in starts if sizes[expert]}
+        return _Lying(sizes, first, order, torch.zeros_like(order))
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what was asked for."""
-        part = None
-        if func is Tensor.__getitem__ and not torch.compiler.is_compiling():
-            part = self._part(*args)
-        return func(*args, **(kwargs or {})) if part is None else part
+        if func in _WATCHED and not (kwargs or torch.compiler.is_compiling()):
+            found = self._part(*args) if func is _TAKE else product(func, args, self.places)
+            if found is not None:
+                return found
+        return func(*args, **kwargs) if kwargs else func(*args)
 
     def _part(self, of: Tensor, index: Any) -> Tensor | None:
         """Return what is taken, or None if it is something else."""
-        dim = index.dim() if isinstance(index, Tensor) and index.dtype == torch.int64 else None
-        if of is self.rows and dim == 1:
-            part: Tensor = apply(_Rows, of, index)
-            return part
-        if dim == 0 or type(index) is int:
-            for stack, parts in self.stacks:
-                if of is stack:
-                    parts += [] if parts else stack.unbind()
-                    return parts[int(index)]
+        if of is self.rows:
+            return self._of_rows(index)
+        if of is self.weights:
+            return self._of_weights(index)
+        if type(index) is int or _is_index(index, 0):
+            for whole, known in self.stacks:
+                if of is whole:
+                    known += [] if known else [self._apart(whole)]
+                    return known[0].parts[int(index)]
         return None
+
+    def _of_rows(self, index: Any) -> Tensor | None:
+        if not _is_index(index, 1):
+            return None
+        expert = self._expert_of(index)
+        taken: Tensor = (
+            apply(_Rows, self.rows, index) if expert is None else self._piece(self.rows, expert)
+        )
+        return taken
+
+    def _of_weights(self, index: Any) -> Tensor | None:
+        """Return weights `[row, slot]` or `[row, slot, None]` of one expert's rows."""
+        if type(index) is not tuple or len(index) not in (2, 3) or index[2:] not in ((), (None,)):
+            return None
+        if not (_is_index(index[0], 1) and _is_index(index[1], 1)):
+            return None
+        expert = self._expert_of(index[0])
+        if expert is None or not torch.equal(index[1], self.lying.zeros[: len(index[1])]):
+            return None
+        piece = self._piece(self.given[1], expert)
+        return piece if len(index) == 3 else piece.squeeze(1)
+
+    def _expert_of(self, index: Tensor) -> int | None:
+        """Return the expert whose rows these are, all of them in order; None if it is none."""
+        for known, of in self.known:
+            if index is known:
+                return of
+        if not (self.given and index.numel()):
+            return None
+        start, lying = int(index[0]), self.lying
+        expert = lying.first.get(start)
+        if expert is None or not torch.equal(index, lying.order[start:][: lying.sizes[expert]]):
+            return None
+        self.known.append((index, expert))
+        return expert
+
+    def _piece(self, of: Tensor, expert: int) -> Tensor:
+        """Return a copy, which experts may write to as they may to what an index gives."""
+        pieces = self.pieces.get(id(of))
+        if pieces is None:
+            pieces = self.pieces[id(of)] = of.split(self.lying.sizes)
+        return pieces[expert].clone()
+
+    def _apart(self, whole: Tensor) -> Stack:
+        stack = Stack(whole)
+        self.places |= {id(part): (stack, number) for number, part in enumerate(stack.parts)}
+        return stack
+
+
+def _is_index(index: Any, dims: int) -> bool:
+    return isinstance(index, Tensor) and index.dtype == torch.int64 and index.dim() == dims
 
 
 class _Rows(Function):
