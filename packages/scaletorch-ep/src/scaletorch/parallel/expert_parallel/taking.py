@@ -44,7 +44,9 @@ def call_taking(
     """
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return experts(rows, *given)
-    with _Taking(rows, given if count else (), stacks, count):
+    # To see whose rows an index takes, the host reads it: on a device it would wait each time.
+    lying = given if count and rows.is_cpu else ()
+    with _Taking(rows, lying, stacks, count):
         return experts(rows, *given)
 
 
