@@ -246,7 +246,7 @@ def test_buckets_are_filled_as_the_wrapper_fills_them():
         limit = random_.choice((2**16, 2**24))
         found = DataParallelBucket(module, bucket_size=limit).get_bucket_info()
         held = [Held(size, 4) for size in reversed(sizes)]
-        planned = [bucket.elements for bucket in fill(held, limit, sharded=False)]
+        planned = [sum(each.elements for each in own) for own in fill(held, limit)]
         assert planned == [bucket["elements"] for bucket in found]
 
 

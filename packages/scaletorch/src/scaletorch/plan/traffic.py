@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from .description import Behaviour, Description
-from .estimate import Traffic
+from .costs import Traffic
 from .holding import Holdings
 from .holding.buckets import Buckets, Optimizer
 from .holding.live import backwards

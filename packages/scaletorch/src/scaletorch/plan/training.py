@@ -17,7 +17,7 @@ from ..parallel.pg_manager import Grid, setup_process_group_manager
 from .clusters import Cluster, Device, Link
 from .describing import describe
 from .description import Description
-from .estimate import Time
+from .costs import Time
 from .layout import Layout
 from .timing import time
 from .timing.messages import in_turn

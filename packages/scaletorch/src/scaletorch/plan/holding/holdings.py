@@ -11,7 +11,7 @@ from typing import Any
 from ..description import Behaviour, Description
 from ..layout import Layout
 from .alike import Alike, all_of, by_block, chosen, latest_ties, of
-from .buckets import Bucket, Buckets, Held, Optimizer, fill
+from .buckets import Bucket, Buckets, Held, Optimizer, bucket_of, fill
 from .stages import Places, places, stages_of
 
 
@@ -59,6 +59,7 @@ class Holdings:
         self.description = description
         self.optimizer = optimizer or Optimizer()
         self.layers = {b.kind for b in description.blocks if b.place == "layer"}
+        self.all_kinds = len(next(iter(description.cuts.values()), ()))
         self._names: dict[int, str] = {}
         for block in description.blocks:
             self._names.setdefault(block.kind, block.name)
@@ -170,15 +171,19 @@ class Holdings:
     def _fill(self, alike: Alike, zero: int) -> Buckets:
         """Return buckets of parameters; cuts along other axes have the same ones."""
         if (alike, zero) not in self._filled:
-            found = by_block(alike) if zero == 3 else self._in_messages(alike, zero)
-            self._filled[alike, zero] = Buckets(tuple(Counter(found).items()))
+            found = Counter(by_block(alike)) if zero == 3 else self._in_messages(alike, zero)
+            self._filled[alike, zero] = Buckets(tuple(found.items()))
         return self._filled[alike, zero]
 
-    def _in_messages(self, alike: Alike, zero: int) -> list[Bucket]:
+    def _in_messages(self, alike: Alike, zero: int) -> Counter[Bucket]:
         size, held = self.optimizer.bucket_size, all_of(alike)[::-1]
         shared = [p for p in held if zero and not p.others]
         rest = [p for p in held if not zero or p.others]
-        return [*fill(shared, size, sharded=True), *fill(rest, size, sharded=False)]
+        found = Counter[Bucket]()
+        for each, sharded in ((shared, True), (rest, False)):
+            for own, times in Counter(fill(each, size)).items():
+                found[bucket_of(own, sharded=sharded)] += times
+        return found
 
     def _fullest(self, layout: Layout, number: int) -> int:
         """Return the tp rank, and ep rank, that has the most bytes of parameters."""

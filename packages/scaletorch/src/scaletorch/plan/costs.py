@@ -1,0 +1,77 @@
+"""The costs of a layout: memory of its stages, bytes on its axes, seconds of its step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the fullest rank of a stage's rank of the pipeline.
+
+    Attributes:
+        parameters: Its shards.
+        gradients: Where they are summed.
+        optimizer: The optimizer's state, and master weights if it keeps any.
+        activations: Kept for backward when the rank holds the most, or by the first half of one for
+            the second.
+        working: Above that while a block runs, forward or backward, whichever is more.
+        buffers: Of communication: gradient buckets, messages.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return (
+            self.parameters + self.gradients + self.optimizer + self.activations + self.working
+            + self.buffers
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a rank sends in a step over one axis by one collective.
+
+    Attributes:
+        axis: "tp", "cp", "ep", "pp", "cp_dp" or "edp".
+        operation: As in `Sent`.
+        count: Calls.
+        bytes: Over the wire, as rings send it.
+    """
+
+    axis: str
+    operation: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Seconds of a step, of its slowest rank of the pipeline.
+
+    Attributes:
+        step: In all.
+        computing: Forward, backward and what runs again.
+        exposed: Communication that computation waits for, by axis.
+        hidden: Communication that it does not wait for, by axis.
+        bubble: Share of the step in which the pipeline's ranks wait for one another.
+        update: The optimizer's.
+        low: The step, if what is uncertain is good.
+        high: The step, if it is bad.
+    """
+
+    step: float
+    computing: float
+    exposed: dict[str, float]
+    hidden: dict[str, float]
+    bubble: float
+    update: float
+    low: float
+    high: float
