@@ -34,10 +34,9 @@ from scaletorch.plan import traffic as traffic_module
 from scaletorch.plan.applying import arguments
 from scaletorch.plan.holding import holdings
 from scaletorch.plan.holding.buckets import Held, fill
-from scaletorch.plan.holding.live import backwards, most_live
+from scaletorch.plan.holding.live import backwards, most_live, outer
 from scaletorch.plan.holding.stages import places, schedule_of, stages_of
 from scaletorch.plan.memory import memory, peak
-from scaletorch.plan.memory.busy import outer
 from scaletorch.plan.traffic import traffic
 
 SCHEDULES = [

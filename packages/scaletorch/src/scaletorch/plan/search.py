@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from ..dist.errors import InvalidArgumentError
 from .clusters import Cluster
-from .description import Description
 from .costs import Time
+from .description import Description
 from .estimate import Estimate
 from .holding import Holdings, Optimizer
 from .layout import Layout, Recompute
@@ -140,11 +140,11 @@ def _fitting(
     found: list[tuple[int, int]] = []
     least: tuple[int, Recompute, int] | None = None
     peak = peaks_of(known, layout)
-    described = {
-        each: _described(known.description, layout, each) for each in options.recompute
-    }
+    unknown = [
+        each for each in options.recompute if not _described(known.description, layout, each)
+    ]
     for step, recompute, zero in ladder(layout, options, found):
-        if not described[recompute]:
+        if recompute in unknown:
             continue
         most = peak(recompute, zero)
         if most <= cluster.device.memory:
@@ -161,6 +161,6 @@ def _fitting(
 
 def _described(description: Description, layout: Layout, recompute: Recompute) -> bool:
     """Return whether a layout's cut is described: not each is with selective recomputation."""
-    if (recompute == "selective") == layout.cut.selective:
+    if (recompute == "selective") == (layout.recompute == "selective"):
         return True
     return replace(layout, recompute=recompute).cut in description.cuts

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from .description import Behaviour, Description
 from .costs import Traffic
+from .description import Behaviour, Description
 from .holding import Holdings
 from .holding.buckets import Buckets, Optimizer
 from .holding.live import backwards

@@ -12,8 +12,9 @@ from dataclasses import replace
 from operator import add
 
 from ..holding import Holdings
+from ..holding.live import Counts, outer
 from ..layout import Layout, Recompute
-from .busy import Busy, Counts, Moment, Pipeline, busy, outer, pipeline_of
+from .busy import Busy, Moment, Pipeline, busy, pipeline_of
 from .running import Action
 from .state import state
 from .weights import Told, fullest, told

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import mul
 
-from ..description import Description
 from ..costs import Memory
+from ..description import Description
 from ..holding import Holdings, Optimizer
 from ..layout import Layout
 from .busy import Busy, Moment, busy

@@ -29,7 +29,7 @@ class Sizes(NamedTuple):
         backward: The same backward, in one or in the first half of it.
         left: `halves`, not rounded.
         chunks: `kept` and what a chunk needs, by the runs of its blocks.
-        columns: Of `weights`, by the runs of a rank's chunks.
+        column: Of `weights`.
     """
 
     kept: list[int]
@@ -41,7 +41,7 @@ class Sizes(NamedTuple):
     backward: tuple[list[float], list[float]]
     left: list[float]
     chunks: dict[object, tuple[int, int]]
-    columns: dict[object, list[int]]
+    column: list[int]
 
 
 Runs = tuple[tuple[int, int], ...]  # kinds of blocks, and how many follow one another
@@ -140,7 +140,7 @@ def sizes_of(known: Holdings, layout: Layout) -> Sizes:
 
 def _sizes(known: Holdings, layout: Layout) -> Sizes:
     rows, offloaded = layout.micro_rows, layout.recompute == "offload"
-    found = Sizes([], [], [], [], [], [], ([], []), [], {}, {})
+    found = Sizes([], [], [], [], [], [], ([], []), [], {}, [])
     for kind, own in enumerate(known.description.behaviours(layout.cut)):
         under, again = own.kept.at(rows), 0.0
         if kind in known.layers and layout.recompute == "full":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import add
 from typing import NamedTuple
 
 from ..holding import Holdings
@@ -19,11 +20,11 @@ class State(NamedTuple):
 
     def plus(self, other: State) -> State:
         """Return the sum."""
-        return State(*(a + b for a, b in zip(self, other, strict=True)))
+        return State._make(map(add, self, other))
 
     def times(self, number: int) -> State:
         """Return so many of it."""
-        return State(*(each * number for each in self))
+        return State._make([each * number for each in self]) if number > 1 else self
 
 
 def state(

@@ -12,9 +12,10 @@ from operator import itemgetter, mul
 from typing import NamedTuple
 
 from ..holding import Holdings
+from ..holding.live import Counts, outer
 from ..layout import Layout
-from .busy import Busy, Counts, outer
-from .running import Runs, Sizes, needed, shared_of, sizes_of
+from .busy import Busy
+from .running import Runs, Sizes, needed, sizes_of
 
 Weights = tuple[int, ...]
 
@@ -70,7 +71,7 @@ def fullest(known: Holdings, layout: Layout, ranks: Iterable[Told]) -> list[int]
     sizes, early = sizes_of(known, layout), known.description.early
     found = []
     for number, _, runs, picked, actions in ranks:
-        column = picked(sizes.columns.get(runs) or _column(sizes, runs))
+        column = picked(_column(known, sizes))
         each = []
         for kind, chunk, moments in actions:
             if kind == "W":
@@ -89,10 +90,13 @@ def _always(known: Holdings, sizes: Sizes, number: int) -> int:
     )
 
 
-def _column(sizes: Sizes, runs: tuple[Runs, ...]) -> list[int]:
+def _column(known: Holdings, sizes: Sizes) -> list[int]:
     """Return what is weighed: by kinds what they keep, leave and hand on; `shared` of chunks."""
-    shared = [shared_of(sizes, own) for own in dict.fromkeys(runs)]  # unlike ones
-    found = sizes.columns[runs] = [*sizes.kept, *sizes.halves, *sizes.handed, *shared]
+    found, plain = sizes.column, 3 * known.all_kinds + 1
+    if not found:
+        found += [*sizes.kept, *sizes.halves, *sizes.handed]
+    for kinds in known.kinds_of_chunks[len(found) - plain :]:
+        found.append(max([sizes.shared[kind] for kind in kinds]))
     return found
 
 
@@ -102,10 +106,10 @@ def _weights(known: Holdings, number: int, counts: Counts, offloaded: bool) -> W
     chunks, kinds = len(runs), known.all_kinds
     whole, halves = counts[:chunks], counts[chunks : -2 * chunks]
     sent, received = counts[-2 * chunks : -chunks], counts[-chunks:]
-    unlike, handed = [*dict.fromkeys(runs)], 2 * kinds
-    found = [0] * (3 * kinds + 1 + len(unlike))
+    handed, places = 2 * kinds, [known.place_of_kinds(own) for own in runs]
+    found = [0] * (3 * kinds + 1 + len(known.kinds_of_chunks))
     for chunk, own in enumerate(runs):
-        found[3 * kinds + 1 + unlike.index(own)] += whole[chunk]
+        found[3 * kinds + 1 + places[chunk]] += whole[chunk]
         for kind, times in own:
             found[kind] += whole[chunk] * times
             found[kinds + kind] += halves[chunk] * times if halves else 0
