@@ -2,7 +2,6 @@
 
 import builtins
 import re
-from dataclasses import dataclass
 from xml.etree import ElementTree as Xml
 
 import pytest
@@ -28,18 +27,6 @@ LINKS = (Link(8, 3e-6, 300e9), Link(64, 8e-6, 25e9))
 CLUSTER = Cluster(64, Device("A <quick> one", 80 * GIB, {"bfloat16": 1e14}, 1e12), LINKS)
 
 
-@dataclass(frozen=True)
-class Given(Estimate):
-    """An estimate of a model that there is not."""
-
-    memory: tuple[Memory, ...] = ()
-    traffic: tuple[tuple[Traffic, ...], ...] = ()
-
-
-def given(layout, memory, traffic, time=None):
-    return Given(layout, None, time, memory, traffic)
-
-
 def estimate(grid, gib=5, seconds=4.0, **options):
     memory = tuple(
         Memory(gib * GIB, 2 * gib * GIB, gib * GIB, (grid.pp - at) * GIB, GIB // 2)
@@ -47,7 +34,7 @@ def estimate(grid, gib=5, seconds=4.0, **options):
     )
     sent = (Traffic("tp", "all_reduce", 512, 90 * 2**20), Traffic("cp_dp", "all_gather", 3, 7))
     time = Time(seconds, 3.4, {"tp": 0.4}, {"cp_dp": 0.3}, 0.095, 0.05, 3.5, 4.5)
-    return given(Layout(grid, **options), memory, (sent,) * grid.pp, time)
+    return Estimate(Layout(grid, **options), memory, (sent,) * grid.pp, time)
 
 
 FIRST = estimate(
@@ -117,7 +104,7 @@ def test_what_is_sent_is_that_of_the_rank_that_sends_most():
         (Traffic("pp", "send", 1, 5), Traffic("edp", "x", 1, 2)),
         (Traffic("pp", "x", 1, 3),),
     )
-    own = given(FIRST.layout, FIRST.memory, (first, last))
+    own = Estimate(FIRST.layout, FIRST.memory, (first, last))
     assert sent_by_axis(own) == {"tp": 0, "cp": 0, "ep": 0, "pp": 5, "dp": 2}
 
 

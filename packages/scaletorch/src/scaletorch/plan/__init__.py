@@ -13,10 +13,9 @@ from .clusters import (
     read_cluster,
     write_cluster,
 )
-from .costs import Memory, Time, Traffic
 from .describing import describe, usual_cuts
 from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
-from .estimate import Estimate
+from .estimate import Estimate, Memory, Time, Traffic
 from .holding import Optimizer
 from .layout import Layout
 from .memory import Line, lines

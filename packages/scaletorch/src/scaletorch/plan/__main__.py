@@ -19,11 +19,12 @@ from .arguments import ASSUMED, cluster_of, cuts_of, options_of, sizes_of, subco
 from .clusters import write_cluster
 from .description import Description, read, write
 from .estimate import Estimate
-from .holding import Holdings
+from .memory import memory
 from .options import Refused
 from .search import plan
 from .showing import Shown, explained, grouped, page, png, table
 from .timing import timeline, timer
+from .traffic import traffic
 
 
 def main(given: Sequence[str] | None = None) -> int:
@@ -62,9 +63,8 @@ def planned(arguments: Any) -> tuple[Shown, list[Estimate]]:
     )  # fmt: skip
     fitting = [each for each in found.estimates if meant(each.layout.grid)]
     refused = [each for each in found.refused if meant(each.grid)]
-    known = Holdings(description)
     over = [
-        Estimate(own, known, run(own))
+        Estimate(own, memory(description, own), traffic(description, own), run(own))
         for own in (each.layout for each in refused) if own is not None
     ] if arguments.explain or not fitting else []  # fmt: skip
     over.sort(key=lambda each: each.peak)

@@ -1,9 +1,9 @@
-"""A layout and what it costs."""
+"""What a layout costs: memory of its stages, bytes on its axes, seconds of its step."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
-from functools import cached_property
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -11,39 +11,97 @@ from torch import nn
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from .applying import put_on
-from .costs import Memory, Time, Traffic
-from .holding import Holdings
 from .layout import Layout
-from .memory import memory
-from .traffic import traffic
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes on the fullest rank of a stage's rank of the pipeline.
+
+    Attributes:
+        parameters: Its shards.
+        gradients: Where they are summed.
+        optimizer: The optimizer's state, and master weights if it keeps any.
+        activations: Kept for backward when the rank holds the most, or by the first half of one for
+            the second.
+        working: Above that while a block runs, forward or backward, whichever is more.
+        buffers: Of communication: gradient buckets, messages.
+    """
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    working: int = 0
+    buffers: int = 0
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return (
+            self.parameters + self.gradients + self.optimizer + self.activations + self.working
+            + self.buffers
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a rank sends in a step over one axis by one collective.
+
+    Attributes:
+        axis: "tp", "cp", "ep", "pp", "cp_dp" or "edp".
+        operation: As in `Sent`.
+        count: Calls.
+        bytes: Over the wire, as rings send it.
+    """
+
+    axis: str
+    operation: str
+    count: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Time:
+    """Seconds of a step, of its slowest rank of the pipeline.
+
+    Attributes:
+        step: In all.
+        computing: Forward, backward and what runs again.
+        exposed: Communication that computation waits for, by axis.
+        hidden: Communication that it does not wait for, by axis.
+        bubble: Share of the step in which the pipeline's ranks wait for one another.
+        update: The optimizer's.
+        low: The step, if what is uncertain is good.
+        high: The step, if it is bad.
+    """
+
+    step: float
+    computing: float
+    exposed: dict[str, float]
+    hidden: dict[str, float]
+    bubble: float
+    update: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, slots=True)
 class Estimate:
     """A layout and its costs.
 
-    Of thousands of layouts few are looked at: what the ranks of one hold and send is worked out
-    when it is first asked for.
-
     Attributes:
         layout: The layout.
-        holdings: Of the model and the optimizer.
+        memory: Of each rank of the pipeline; of a search made when it is first looked at, since of
+            thousands of layouts few are.
+        traffic: Of each rank of the pipeline; likewise.
         time: Of a step; None if no cluster's speed is known.
     """
 
     layout: Layout
-    holdings: Holdings = field(repr=False, compare=False)
+    memory: Sequence[Memory]
+    traffic: Sequence[tuple[Traffic, ...]]
     time: Time | None = None
-
-    @cached_property
-    def memory(self) -> tuple[Memory, ...]:
-        """Of each rank of the pipeline."""
-        return memory(self.holdings.description, self.layout, holdings=self.holdings)
-
-    @cached_property
-    def traffic(self) -> tuple[tuple[Traffic, ...], ...]:
-        """Of each rank of the pipeline."""
-        return traffic(self.holdings.description, self.layout, holdings=self.holdings)
 
     @property
     def fullest(self) -> int:
@@ -67,9 +125,5 @@ class Estimate:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain containers and numbers."""
-        return {
-            "layout": asdict(self.layout),
-            "memory": tuple(asdict(each) for each in self.memory),
-            "traffic": tuple(tuple(asdict(each) for each in own) for own in self.traffic),
-            "time": asdict(self.time) if self.time else None,
-        }
+        whole = replace(self, memory=tuple(self.memory), traffic=tuple(self.traffic))
+        return asdict(whole)

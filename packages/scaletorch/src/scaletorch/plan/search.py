@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 
 from ..dist.errors import InvalidArgumentError
 from .clusters import Cluster
-from .costs import Time
 from .description import Description
-from .estimate import Estimate
+from .estimate import Estimate, Time
 from .holding import Holdings, Optimizer
+from .later import Later
 from .layout import Layout, Recompute
-from .memory import Line, lines, peaks_of
+from .memory import Line, lines, peaks_of, ranks_hold
 from .options import Options, Refused, ladder, legal
+from .traffic import ranks_send
 
 GIB = 2**30
 Timer = Callable[[Description, Layout, Cluster], Time]
@@ -127,7 +128,8 @@ def _plan(
         for most, layout in _fitting(known, each, cluster, chosen, refused):
             seconds = None if time is None else time(description, layout, cluster)
             step = 0.0 if seconds is None else seconds.step
-            estimates.append((step, most, Estimate(layout, known, seconds)))
+            held, sent = Later(ranks_hold, known, layout), Later(ranks_send, known, layout)
+            estimates.append((step, most, Estimate(layout, held, sent, seconds)))
     estimates.sort(key=lambda each: each[:2])
     ranked = tuple(each for _, _, each in estimates)
     return Plan(description, cluster, known.optimizer, ranked, tuple(refused))

@@ -15,9 +15,9 @@ from ..dist import barrier, launch
 from ..models import Llama, LlamaConfig
 from ..parallel.pg_manager import Grid, setup_process_group_manager
 from .clusters import Cluster, Device, Link
-from .costs import Time
 from .describing import describe
 from .description import Description
+from .estimate import Time
 from .layout import Layout
 from .timing import time
 from .timing.messages import in_turn

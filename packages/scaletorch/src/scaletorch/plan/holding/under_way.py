@@ -79,10 +79,10 @@ def _under_way(schedule: str, pp: int, chunks: int, count: int) -> tuple[tuple[U
 def _of_rank(program: Sequence[Action | Message], stages: Sequence[int]) -> Iterator[UnderWay]:
     most: dict[tuple[str, int], int] = {}
     chosen: dict[tuple[str, int], list[Message]] = {}
-    for action, live, messages in _moments(program, stages):
+    for action, live, held in _moments(program, stages):
         key, before = (action.kind, action.chunk), most.get((action.kind, action.chunk), -1)
         if live >= before:
-            found = messages()
+            found = held()
             if live > before or len(found) > len(chosen[key]):
                 most[key], chosen[key] = live, found
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.optim import Optimizer
 
 from ...parallel.data_parallel import DataParallelBucket, parameter_shards
-from ..costs import Memory
+from ..estimate import Memory
 
 
 class Kept(saved_tensors_hooks):

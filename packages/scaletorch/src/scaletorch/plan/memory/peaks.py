@@ -37,7 +37,8 @@ def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], int]
         if recompute not in moving:
             own = layout if recompute == layout.recompute else replace(layout, recompute=recompute)
             moving[recompute] = _moving(known, own, pipeline)
-        return max(map(add, held[zero], moving[recompute]))
+        most: int = max(map(add, held[zero], moving[recompute]))
+        return most
 
     return at
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from operator import mul
 
-from ..costs import Memory
 from ..description import Description
+from ..estimate import Memory
 from ..holding import Holdings, Optimizer
 from ..layout import Layout
 from .busy import Busy, Moment, busy
@@ -35,7 +35,11 @@ def memory(
     Raises:
         InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
     """
-    known = holdings or Holdings(description, optimizer)
+    return ranks_hold(holdings or Holdings(description, optimizer), layout)
+
+
+def ranks_hold(known: Holdings, layout: Layout) -> tuple[Memory, ...]:
+    """Return `memory` of a layout."""
     ranks = busy(known, layout)
     ran = running(known, layout, [each.number for each in ranks.each])
     found = [_memory(known, layout, own, each) for own, each in zip(ran, ranks.each, strict=True)]

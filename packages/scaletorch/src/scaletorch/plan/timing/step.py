@@ -9,8 +9,8 @@ from functools import cache
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Timeline
 from ..clusters import Cluster
-from ..costs import Time
 from ..description import Behaviour, Description
+from ..estimate import Time
 from ..holding import Holdings
 from ..holding.stages import stages_of
 from ..layout import Layout
