@@ -158,5 +158,7 @@ def _of_ties(known: Holdings, layout: Layout, number: int, tp: int | None) -> St
         size = each.elements * each.item
         if each.others:
             buffers += size * each.others
-            totals += size if grid.cp * grid.dp > 1 else 0  # beside its bucket
+            # Beside its bucket; where sums are of another dtype its gradient is there anyway.
+            alike = known.optimizer.sum_item in (None, each.item)
+            totals += size if alike and grid.cp * grid.dp > 1 else 0
     return State(gradients=totals, buffers=buffers)
