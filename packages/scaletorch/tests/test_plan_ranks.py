@@ -82,5 +82,6 @@ def test_sums_of_another_dtype_are_held_beside_gradients_as_planned():
 
 def test_fully_sharded_ranks_hold_and_gather_what_is_planned():
     cases = list(islice(drawn_sharded(0, 4), 4))
+    assert any(case.dtype == "bfloat16" for case in cases)
     for case, *own in zip(cases, *run_ranks(sharded, 4, cases, timeout=100), strict=True):
         assert not list(unlike(case, own))

@@ -128,7 +128,8 @@ def _of_bucket(
         state = own * optimizer.moments * (optimizer.item or bucket.item)
         state += optimizer.per_tensor * len(shards)
         return State(own * bucket.item, own * item, state)
-    master = max(bucket.item, 4)  # float32 at least
+    # Shards are of float32 at least; those of `fully_shard` are of the parameters' own dtype.
+    master = bucket.item if zero == 3 else max(bucket.item, 4)
     length = bucket.padded(ranks)
     share = length // ranks
     # Each backward's sum is memory of its own. With ZeRO 2 that of the first one stays which makes
