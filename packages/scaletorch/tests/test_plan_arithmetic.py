@@ -1,5 +1,6 @@
 """The arithmetic of a plan on small descriptions made by hand, and on schedules as data."""
 
+import pickle
 import random
 import re
 from collections import Counter
@@ -29,15 +30,15 @@ from scaletorch.plan import (
     Sent,
     lines,
     plan,
+    search,
 )
 from scaletorch.plan import traffic as traffic_module
 from scaletorch.plan.applying import arguments
 from scaletorch.plan.holding import holdings
 from scaletorch.plan.holding.buckets import Held, fill
-from scaletorch.plan.holding.live import backwards, most_live
+from scaletorch.plan.holding.live import backwards, most_live, outer
 from scaletorch.plan.holding.stages import places, schedule_of, stages_of
 from scaletorch.plan.memory import memory, peak
-from scaletorch.plan.memory.busy import outer
 from scaletorch.plan.traffic import traffic
 
 SCHEDULES = [
@@ -246,7 +247,7 @@ def test_buckets_are_filled_as_the_wrapper_fills_them():
         limit = random_.choice((2**16, 2**24))
         found = DataParallelBucket(module, bucket_size=limit).get_bucket_info()
         held = [Held(size, 4) for size in reversed(sizes)]
-        planned = [bucket.elements for bucket in fill(held, limit, sharded=False)]
+        planned = [sum(each.elements for each in own) for own in fill(held, limit)]
         assert planned == [bucket["elements"] for bucket in found]
 
 
@@ -278,6 +279,30 @@ def test_every_grid_is_planned_or_refused_with_a_reason():
     assert "24 rows are no multiple of dp 16 x 1 rows of a micro-batch" in told
     assert "8 layers are fewer than pp 16 x 1 chunks: a stage has a layer" in told
     assert "sketch is not described for tp 16, cp 1" in told
+
+
+def test_what_ranks_hold_and_send_is_worked_out_for_estimates_that_are_looked_at(monkeypatch):
+    made = []
+    for name in ("ranks_hold", "ranks_send"):
+        plain = getattr(search, name)
+
+        def counted(*args, plain=plain, name=name):
+            made.append(name)
+            return plain(*args)
+
+        monkeypatch.setattr(search, name, counted)
+    known = sketch()
+    best = plan(known, 24, cluster(16)).best()
+    assert made == []
+    assert best.memory == memory(known, best.layout)
+    assert best.traffic == traffic(known, best.layout)
+    assert best.peak == max(each.total for each in best.memory)
+    assert made == ["ranks_hold", "ranks_send"]
+    again = pickle.loads(pickle.dumps(best))
+    assert again == best
+    assert (type(again.memory), type(again.traffic)) == (tuple, tuple)
+    plain = replace(best, memory=tuple(best.memory), traffic=tuple(best.traffic))
+    assert (plain, plain.as_json()) == (best, best.as_json())
 
 
 def test_memory_is_saved_only_where_it_must_be():

@@ -65,7 +65,23 @@ def test_halves_of_backwards_leave_shards_as_planned():
         assert not list(differences(case, own))
 
 
+def test_sums_of_another_dtype_are_held_beside_gradients_as_planned():
+    layouts = [
+        Layout(Grid(pp=2, dp=2), micro_batches=2),
+        Layout(Grid(pp=2, dp=2), zero=2, schedule="zb_h1", micro_batches=2),
+        Layout(Grid(tp=2, dp=2), zero=1),
+        Layout(Grid(pp=4), micro_batches=2),
+    ]
+    cases = [
+        Case("llama", 4, tied, "bfloat16", 16, layout, sum_item=4)
+        for layout in layouts for tied in (False, True)
+    ]  # fmt: skip
+    for case, *own in zip(cases, *run_ranks(measured, 4, cases, timeout=100), strict=True):
+        assert not list(differences(case, own))
+
+
 def test_fully_sharded_ranks_hold_and_gather_what_is_planned():
     cases = list(islice(drawn_sharded(0, 4), 4))
+    assert any(case.dtype == "bfloat16" for case in cases)
     for case, *own in zip(cases, *run_ranks(sharded, 4, cases, timeout=100), strict=True):
         assert not list(unlike(case, own))

@@ -38,7 +38,7 @@ from scaletorch.plan import (
 from scaletorch.plan.clusters.devices import CLUSTERS, DEVICES, cluster_named, device_named
 from scaletorch.plan.clusters.files import read_bench, read_cluster, write_cluster
 from scaletorch.plan.clusters.units import BYTES, BYTES_A_SECOND, FLOPS, SECONDS, quantity
-from scaletorch.plan.timing import closed, pipelines, time, timer
+from scaletorch.plan.timing import closed, pipelines, time, timeline, timer
 from scaletorch.plan.timing.blocks import efficiency
 from scaletorch.plan.timing.messages import route, seconds
 from scaletorch.plan.timing.pipelines import Stage
@@ -91,6 +91,21 @@ def test_a_slow_memory_and_overheads_count() -> None:
     found = time(described(1, {Cut(): kind}), Layout(Grid()), Cluster(1, device, ()))
     # Forward as described; backward as described too, since some of it is.
     assert found.step == pytest.approx((5e-3 + 2e-3) + (6e-3 + 3e-3) * 2)
+
+
+@pytest.mark.parametrize("schedule", TRAINING)
+def test_a_pipeline_without_work_waits_for_its_messages_alone(schedule: str) -> None:
+    idle = described(4, {Cut(): replace(products(0), work=())})
+    for batches in (4, 400):  # simulated, and in closed form
+        layout = Layout(
+            Grid(pp=2), schedule=schedule, chunks=CHUNKS.get(schedule, 1), micro_batches=batches
+        )
+        found = time(idle, layout, EIGHT)
+        assert found.computing == found.update == found.hidden.get("pp", 0) == 0
+        # There and back again: a message is 1 ms and 4 bytes by 1 MB/s.
+        assert 2 * (1e-3 + 4e-6) <= found.exposed["pp"] <= found.step + 1e-9
+        assert found.low == found.step == found.high
+    assert timeline(idle, layout, EIGHT).spans
 
 
 def test_recomputation_runs_forwards_again() -> None:

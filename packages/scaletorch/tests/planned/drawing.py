@@ -24,6 +24,7 @@ class Case:
     dtype: str
     length: int
     layout: Layout
+    sum_item: int | None = None  # bytes of an element of summed gradients
 
     def __str__(self) -> str:
         at = self.layout
@@ -31,12 +32,13 @@ class Case:
             f"{self.family} {self.layers} layers{' tied' * self.tied} {self.dtype} {at.grid} "
             f"{at.schedule}x{at.chunks} zero {at.zero} recompute {at.recompute} "
             f"sp {at.sequence_parallel} {at.micro_batches} x {at.micro_rows}"
+            f"{f' summed in {self.sum_item} bytes' * bool(self.sum_item)}"
         )
 
 
 def drawn(seed: int, ranks: int) -> Iterator[Case]:
     """Yield cases of so many ranks, without an end; every one can be trained."""
-    random_ = random.Random(seed)
+    random_, sums = random.Random(seed), random.Random(seed)
     grids = list(legal_layouts(ranks))
     while True:
         family = random_.choice(("llama", "llama", "mixture"))
@@ -57,7 +59,8 @@ def drawn(seed: int, ranks: int) -> Iterator[Case]:
             micro_batches=random_.choice((1, 2, 3)),
         )
         tied = family == "llama" and random_.random() < 0.4
-        yield Case(family, layers, tied, random_.choice(("float32", "float64")), 16, layout)
+        dtype = random_.choice(("float32", "float64"))
+        yield Case(family, layers, tied, dtype, 16, layout, sums.choice((None, None, 8)))
 
 
 def drawn_wide(seed: int, ranks: int) -> Iterator[Case]:

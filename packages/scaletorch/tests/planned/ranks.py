@@ -29,6 +29,7 @@ AXES = ("tp", "cp", "ep", "pp", "cp_dp", "edp", "world")
 NAMES = {"allreduce": "all_reduce", "_allgather_base": "all_gather", "allgather": "all_gather",
          "alltoall_base": "reduce_scatter", "_reduce_scatter_base": "reduce_scatter",
          "reduce_scatter": "reduce_scatter", "send": "send"}  # fmt: skip
+SUMMED = {None: None, 4: torch.float32, 8: torch.float64}
 Sends = Counter[tuple[str, str]]
 
 
@@ -114,6 +115,9 @@ def prepared(case: Case, manager: ProcessGroupManager):
         schedule=schedule_of(layout) if layout.chunks > 1 else layout.schedule,
         recompute=arguments(layout)["recompute"],
         sequence_parallel=layout.sequence_parallel,
+        data_parallel={
+            "grad_type": {None: None, 4: torch.float32, 8: torch.float64}[case.sum_item]
+        },
     )
     optimizer = torch.optim.AdamW(model.parameters())
     if layout.zero:

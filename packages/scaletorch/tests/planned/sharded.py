@@ -36,7 +36,7 @@ def drawn_sharded(seed: int, ranks: int) -> Iterator[Case]:
             micro_batches=random_.choice((1, 2, 3)),
         )  # fmt: skip
         tied = random_.random() < 0.4
-        dtype = random_.choice(("float32", "float64"))
+        dtype = random_.choice(("float32", "float64", "bfloat16"))
         yield Case("llama", random_.choice((2, 3, 4)), tied, dtype, 16, layout)
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -91,14 +92,15 @@ class Estimate:
 
     Attributes:
         layout: The layout.
-        memory: Of each rank of the pipeline.
-        traffic: Of each rank of the pipeline.
+        memory: Of each rank of the pipeline; of a search made when it is first looked at, since of
+            thousands of layouts few are.
+        traffic: Of each rank of the pipeline; likewise.
         time: Of a step; None if no cluster's speed is known.
     """
 
     layout: Layout
-    memory: tuple[Memory, ...]
-    traffic: tuple[tuple[Traffic, ...], ...]
+    memory: Sequence[Memory]
+    traffic: Sequence[tuple[Traffic, ...]]
     time: Time | None = None
 
     @property
@@ -123,4 +125,5 @@ class Estimate:
 
     def as_json(self) -> dict[str, Any]:
         """Return plain containers and numbers."""
-        return asdict(self)
+        whole = replace(self, memory=tuple(self.memory), traffic=tuple(self.traffic))
+        return asdict(whole)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
@@ -98,8 +98,8 @@ def legal(
 
 def ladder(
     layout: Layout, options: Options, found: Sequence[tuple[int, int]] = ()
-) -> Iterator[tuple[tuple[int, int], Layout]]:
-    """Yield a layout with ever more of what saves memory, and how much of each.
+) -> Iterator[tuple[tuple[int, int], Recompute, int]]:
+    """Yield how much a layout has of what saves memory, ever more: step, recomputation, ZeRO.
 
     Args:
         layout: The layout.
@@ -112,8 +112,7 @@ def ladder(
             continue
         if zeros[zero] == 3 and layout.grid.pp > 1:
             continue
-        own = replace(layout, recompute=options.recompute[recompute], zero=zeros[zero])
-        yield (recompute, zero), own
+        yield (recompute, zero), options.recompute[recompute], zeros[zero]
 
 
 @cache

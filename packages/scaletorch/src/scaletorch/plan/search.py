@@ -5,17 +5,18 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..dist.errors import InvalidArgumentError
 from .clusters import Cluster
 from .description import Description
 from .estimate import Estimate, Time
 from .holding import Holdings, Optimizer
-from .layout import Layout
-from .memory import Line, lines, memory, peak
+from .later import Later
+from .layout import Layout, Recompute
+from .memory import Line, lines, peaks_of, ranks_hold
 from .options import Options, Refused, ladder, legal
-from .traffic import traffic
+from .traffic import ranks_send
 
 GIB = 2**30
 Timer = Callable[[Description, Layout, Cluster], Time]
@@ -126,9 +127,8 @@ def _plan(
             continue
         for most, layout in _fitting(known, each, cluster, chosen, refused):
             seconds = None if time is None else time(description, layout, cluster)
-            held = memory(description, layout, holdings=known)
-            sent = traffic(description, layout, holdings=known)
             step = 0.0 if seconds is None else seconds.step
+            held, sent = Later(ranks_hold, known, layout), Later(ranks_send, known, layout)
             estimates.append((step, most, Estimate(layout, held, sent, seconds)))
     estimates.sort(key=lambda each: each[:2])
     ranked = tuple(each for _, _, each in estimates)
@@ -140,18 +140,29 @@ def _fitting(
 ) -> Iterator[tuple[int, Layout]]:
     """Yield peak and layout, with the least of what saves memory to fit; or say that none does."""
     found: list[tuple[int, int]] = []
-    least: tuple[int, Layout] | None = None
-    for step, own in ladder(layout, options, found):
-        if own.cut not in known.description.cuts:  # not each is, with selective recomputation
+    least: tuple[int, Recompute, int] | None = None
+    peak = peaks_of(known, layout)
+    unknown = [
+        each for each in options.recompute if not _described(known.description, layout, each)
+    ]
+    for step, recompute, zero in ladder(layout, options, found):
+        if recompute in unknown:
             continue
-        most = peak(known, own)
+        most = peak(recompute, zero)
         if most <= cluster.device.memory:
             found.append(step)
-            yield most, own
+            yield most, replace(layout, recompute=recompute, zero=zero)
         elif least is None or most < least[0]:
-            least = most, own
+            least = most, recompute, zero
     if not found and least is not None:
-        has = cluster.device.memory / GIB
-        why = f"needs {least[0] / GIB:.3g} GiB of {has:.3g}, with zero {least[1].zero} and "
-        why += f"recompute {least[1].recompute}"
-        refused.append(Refused(layout.grid, why, least[1]))
+        most, recompute, zero = least
+        why = f"needs {most / GIB:.3g} GiB of {cluster.device.memory / GIB:.3g}, "
+        why += f"with zero {zero} and recompute {recompute}"
+        refused.append(Refused(layout.grid, why, replace(layout, recompute=recompute, zero=zero)))
+
+
+def _described(description: Description, layout: Layout, recompute: Recompute) -> bool:
+    """Return whether a layout's cut is described: not each is with selective recomputation."""
+    if (recompute == "selective") == (layout.recompute == "selective"):
+        return True
+    return replace(layout, recompute=recompute).cut in description.cuts

@@ -45,7 +45,11 @@ def traffic(
     Raises:
         InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
     """
-    known = holdings or Holdings(description, optimizer)
+    return ranks_send(holdings or Holdings(description, optimizer), layout)
+
+
+def ranks_send(known: Holdings, layout: Layout) -> tuple[tuple[Traffic, ...], ...]:
+    """Return `traffic` of a layout."""
     full = layout.recompute == "full"
     key = layout.grid, layout.cut, layout.zero, full, layout.micro_rows, layout.micro_batches
     found: dict[tuple[int, int], tuple[Traffic, ...]] = known.sent.setdefault(key, {})

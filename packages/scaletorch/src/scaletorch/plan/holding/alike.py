@@ -11,11 +11,10 @@ Alike = tuple[tuple[tuple[Held, ...], int, bool], ...]
 """Parameters of a block, how many blocks with such follow one another, whether they are layers."""
 
 
-def of(parameter: Parameter, at: int, others: int, apart: bool, chunk: int) -> Held:
+def of(parameter: Parameter, at: int, others: int, apart: bool, chunk: int, late: bool) -> Held:
     """Return a parameter on a tp or ep rank; `apart` is whether edp is not cp x dp."""
     local = parameter.local[min(at, len(parameter.local) - 1)]
-    expert = parameter.expert and apart
-    return Held(local, parameter.item, others, expert, chunk, parameter.late)
+    return Held(local, parameter.item, others, parameter.expert and apart, chunk, late)
 
 
 def chosen(alike: Alike, expert: bool) -> Alike:

@@ -110,31 +110,30 @@ class Buckets:
     each: tuple[tuple[Bucket, int], ...]
 
 
-def fill(held: Sequence[Held], bucket_size: int, *, sharded: bool) -> list[Bucket]:
+def fill(held: Sequence[Held], bucket_size: int) -> list[tuple[Held, ...]]:
     """Part gradients into buckets as `DataParallelBucket` does if they travel in messages.
 
     Args:
         held: Parameters in the order in which backward makes their gradients.
         bucket_size: The most elements of a bucket of several.
-        sharded: As in `Bucket`.
     """
-    usual = min(bucket_size, max(sum(p.elements for p in held) // LEAST_BUCKETS, SMALL))
+    usual = min(bucket_size, max(sum([p[0] for p in held]) // LEAST_BUCKETS, SMALL))
     members: list[list[Held]] = []
     current: dict[int, list[Held]] = {}
     room: dict[int, int] = {}
     ends: dict[int, int] = {}
     for place, each in enumerate(held):
-        item = each.item
-        if each.elements > room.get(item, -1):
+        elements, item, *_ = each
+        if elements > room.get(item, -1):
             current[item] = []
             room[item] = usual if members else min(usual, SMALL)
             members.append(current[item])
         own = current[item]
         own.append(each)
-        room[item] -= each.elements
+        room[item] -= elements
         ends[id(own)] = place
     members.sort(key=lambda own: ends[id(own)])
-    return [bucket_of(own, sharded=sharded) for own in members]
+    return [tuple(own) for own in members]
 
 
 def bucket_of(

@@ -11,7 +11,7 @@ from typing import Any
 from ..description import Behaviour, Description
 from ..layout import Layout
 from .alike import Alike, all_of, by_block, chosen, latest_ties, of
-from .buckets import Bucket, Buckets, Held, Optimizer, fill
+from .buckets import Bucket, Buckets, Held, Optimizer, bucket_of, fill
 from .stages import Places, places, stages_of
 
 
@@ -59,6 +59,8 @@ class Holdings:
         self.description = description
         self.optimizer = optimizer or Optimizer()
         self.layers = {b.kind for b in description.blocks if b.place == "layer"}
+        self.all_kinds = len(next(iter(description.cuts.values()), ()))
+        self.kinds_of_chunks: list[frozenset[int]] = []
         self._names: dict[int, str] = {}
         for block in description.blocks:
             self._names.setdefault(block.kind, block.name)
@@ -79,6 +81,7 @@ class Holdings:
         self._chunks: dict[int, list[Counter[int]]] = {}
         self._kinds: dict[int, Counter[int]] = {}
         self._runs: dict[int, tuple[tuple[tuple[int, int], ...], ...]] = {}
+        self._held: dict[object, tuple[Held, ...]] = {}
         self._alike: dict[object, Alike] = {}
         self._buckets: dict[object, dict[str, Buckets]] = {}
         self._filled: dict[tuple[Alike, int], Buckets] = {}
@@ -133,6 +136,13 @@ class Holdings:
             )
         return self._runs[number]
 
+    def place_of_kinds(self, runs: tuple[tuple[int, int], ...]) -> int:
+        """Return where the kinds of a chunk's blocks are in `kinds_of_chunks`."""
+        kinds = frozenset(kind for kind, _ in runs)
+        if kinds not in self.kinds_of_chunks:
+            self.kinds_of_chunks.append(kinds)
+        return self.kinds_of_chunks.index(kinds)
+
     def parameters(self, layout: Layout, number: int, tp: int | None = None) -> list[Held]:
         """Return the parameters of a rank of this number in the order of the model, tied ones once.
 
@@ -170,15 +180,19 @@ class Holdings:
     def _fill(self, alike: Alike, zero: int) -> Buckets:
         """Return buckets of parameters; cuts along other axes have the same ones."""
         if (alike, zero) not in self._filled:
-            found = by_block(alike) if zero == 3 else self._in_messages(alike, zero)
-            self._filled[alike, zero] = Buckets(tuple(Counter(found).items()))
+            found = Counter(by_block(alike)) if zero == 3 else self._in_messages(alike, zero)
+            self._filled[alike, zero] = Buckets(tuple(found.items()))
         return self._filled[alike, zero]
 
-    def _in_messages(self, alike: Alike, zero: int) -> list[Bucket]:
+    def _in_messages(self, alike: Alike, zero: int) -> Counter[Bucket]:
         size, held = self.optimizer.bucket_size, all_of(alike)[::-1]
         shared = [p for p in held if zero and not p.others]
         rest = [p for p in held if not zero or p.others]
-        return [*fill(shared, size, sharded=True), *fill(rest, size, sharded=False)]
+        found = Counter[Bucket]()
+        for each, sharded in ((shared, True), (rest, False)):
+            for own, times in Counter(fill(each, size)).items():
+                found[bucket_of(own, sharded=sharded)] += times
+        return found
 
     def _fullest(self, layout: Layout, number: int) -> int:
         """Return the tp rank, and ep rank, that has the most bytes of parameters."""
@@ -224,16 +238,23 @@ class Holdings:
                 name = f"{kind}.{each.name}"
                 if name not in seen:  # of tied ones, backward comes to the last chunk first
                     last, late = latest.get(name, (chunk, each.late))
-                    own = of(each, at, others.get(name, 0), apart, last)
-                    yield own._replace(late=late)
+                    yield of(each, at, others.get(name, 0), apart, last, late)
                 seen.update(next((names for names in self.description.tied if name in names), ()))
+
+        def held(kind: int, chunk: int) -> tuple[Held, ...]:
+            if self.description.tied:
+                return tuple(block(kind, chunk))
+            key = grid.tp, grid.ep, grid.etp, at, kind, chunk
+            if key not in self._held:
+                self._held[key] = tuple(block(kind, chunk))
+            return self._held[key]
 
         for chunk, runs in enumerate(self.runs(number)):
             for kind, times in runs:
                 layer = kind in self.layers
-                yield tuple(block(kind, chunk)), 1, layer
+                yield held(kind, chunk), 1, layer
                 if times > 1:  # what is tied was in the first
-                    yield tuple(block(kind, chunk)), times - 1, layer
+                    yield held(kind, chunk), times - 1, layer
 
     def _read(self, where: Places, stages: tuple[tuple[int, ...], ...]) -> Iterator[Content]:
         kinds = [block.kind for block in self.description.blocks]

@@ -6,16 +6,17 @@ until then: so a rank keeps whole micro-batches, and halves of some.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from functools import lru_cache
 from operator import ge
 from typing import NamedTuple
 
 from ...parallel.pipeline_parallel import SCHEDULES
 
-Moments = tuple[tuple[int, ...], ...]
+Counts = tuple[int, ...]
+Moments = tuple[Counts, ...]
 """Whole micro-batches by chunk, and behind them halves by chunk if the schedule has such, at those
-moments at which no other moment has more of all."""
+moments at which no others have more of all."""
 
 
 class Before(NamedTuple):
@@ -119,7 +120,7 @@ def _put_off(rank: int, pp: int, m: int) -> Live:
     """Follow "zb_h1": a rank runs a "W" as soon as it has more halves than its number."""
     first = [(min(m - done, pp - rank), min(done, rank)) for done in range(m)]
     second = max(min(m, pp) - rank - 1, 0), min(rank + 1, m)
-    return Before("I", 0, _maximal({*first})), Before("W", 0, (second,))
+    return Before("I", 0, tuple(outer({*first}))), Before("W", 0, (second,))
 
 
 def _interleaved(rank: int, pp: int, m: int, chunks: int) -> Live:
@@ -154,13 +155,27 @@ def _alive(moves: Moves, counts: int) -> Live:
         now[chunk] += whole
         if half:
             now[chunk + counts // 2] += half
-    return tuple(Before(*key, _maximal(moments)) for key, moments in found.items())
+    return tuple(Before(*key, tuple(outer(moments))) for key, moments in found.items())
 
 
-def _maximal(moments: Collection[tuple[int, ...]]) -> Moments:
-    """Leave out moments of which another one has as much of everything."""
-    found: list[tuple[int, ...]] = []
-    for each in sorted(moments, reverse=True):
+def outer(counts: Iterable[Counts]) -> list[Counts]:
+    """Return those that may have the most bytes, whatever the sizes of all are.
+
+    Others have no more of anything than another one, or than a mean of two others.
+    """
+    found: list[Counts] = []
+    for each in sorted(counts, reverse=True):
+        while len(found) > 1 and _between(found[-2], found[-1], each):
+            found.pop()
         if not any(all(map(ge, more, each)) for more in found):
             found.append(each)
-    return tuple(found)
+    return found
+
+
+def _between(first: Counts, middle: Counts, last: Counts) -> bool:
+    """Return whether a mean of the outer ones has as much of all as the one in the middle."""
+    whole, part = first[0] - last[0], middle[0] - last[0]
+    return whole > 0 and all(
+        whole * b <= part * a + (whole - part) * c
+        for a, b, c in zip(first, middle, last, strict=True)
+    )

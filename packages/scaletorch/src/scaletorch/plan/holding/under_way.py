@@ -1,24 +1,24 @@
 """Messages between stages that a rank holds at the moment at which it keeps the most.
 
-As the pipeline's runtime has them on the CPU: a rank begins to receive some actions early, and
-holds the latest of what it has sent. Outputs that are kept until their backward are no part of it.
+As the pipeline's runtime has them on the CPU: a rank begins to receive `AHEAD` actions early, and
+holds the latest `IN_FLIGHT` of what it has sent. Outputs that are kept until their backward are no
+part of it.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Action, Receive, Send, derive_messages
+from ...parallel.pipeline_parallel.building import AHEAD, IN_FLIGHT
 from ..layout import Layout
 from .live import ROUNDS, SPLIT
 from .stages import schedule_of
 
-AHEAD = 4  # actions by which a receive begins early
-IN_FLIGHT = 8  # messages sent that are held
 LONG = 16  # ranks of a pipeline with ends and a middle
 
 Message = Send | Receive
@@ -77,12 +77,14 @@ def _under_way(schedule: str, pp: int, chunks: int, count: int) -> tuple[tuple[U
 
 
 def _of_rank(program: Sequence[Action | Message], stages: Sequence[int]) -> Iterator[UnderWay]:
-    most: dict[tuple[str, int], tuple[int, int]] = {}
+    most: dict[tuple[str, int], int] = {}
     chosen: dict[tuple[str, int], list[Message]] = {}
-    for action, live, messages in _moments(program, stages):
-        key, size = (action.kind, action.chunk), (live, len(messages))
-        if size > most.get(key, (-1, -1)):
-            most[key], chosen[key] = size, messages
+    for action, live, held in _moments(program, stages):
+        key, before = (action.kind, action.chunk), most.get((action.kind, action.chunk), -1)
+        if live >= before:
+            found = held()
+            if live > before or len(found) > len(chosen[key]):
+                most[key], chosen[key] = live, found
     chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
     for key, messages in chosen.items():
         counts = Counter((type(m), m.gradient, chunk_of[_own(m)]) for m in messages)
@@ -109,8 +111,13 @@ def _own(message: Message) -> int:
 
 def _moments(
     program: Sequence[Action | Message], stages: Sequence[int]
-) -> Iterator[tuple[Action, int, list[Message]]]:
+) -> Iterator[tuple[Action, int, Callable[[], list[Message]]]]:
     """Yield each backward, how many micro-batches are kept then, halves too, and the messages."""
+
+    def held() -> list[Message]:
+        here = [m for m in sent if m.gradient or (m.stage, m.micro_batch) not in live]
+        return [*here, *come.values()]
+
     sent: deque[Message] = deque(maxlen=IN_FLIGHT)
     come: dict[tuple[int, int, bool], Message] = {}
     live: set[tuple[int, int]] = set()
@@ -126,8 +133,7 @@ def _moments(
             come.pop((*here, False), None)
             live.add(here)
             continue
-        held = [m for m in sent if m.gradient or (m.stage, m.micro_batch) not in live]
-        yield action, len(live) + halves, [*held, *come.values()]
+        yield action, len(live) + halves, held
         come.pop((*here, True), None)
         live.discard(here)
         halves += {"I": 1, "W": -1}.get(action.kind, 0)

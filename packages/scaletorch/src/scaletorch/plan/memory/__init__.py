@@ -1,7 +1,7 @@
 """Bytes on the ranks of a layout: what a plan says, line by line, and what a rank really holds."""
 
 from .explaining import Line, lines
-from .peaks import peak
-from .ranks import kept_by_autograd, memory
+from .peaks import peak, peaks_of
+from .ranks import kept_by_autograd, memory, ranks_hold
 
-__all__ = ["Line", "kept_by_autograd", "lines", "memory", "peak"]
+__all__ = ["Line", "kept_by_autograd", "lines", "memory", "peak", "peaks_of", "ranks_hold"]

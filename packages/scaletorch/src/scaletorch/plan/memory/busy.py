@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
-from operator import add, ge
+from operator import add
 from typing import NamedTuple
 
 from ..holding import Holdings
-from ..holding.live import Live, enough, halved, most_live
+from ..holding.live import Counts, Live, enough, halved, most_live, outer
 from ..holding.under_way import UnderWay, followed, under_way
 from ..layout import Layout
 from .running import Action
 
-Counts = tuple[int, ...]  # by chunk
 Pipeline = tuple[str, int, int, int, int]
 
 
@@ -93,26 +92,3 @@ def _moments(live: Live, ways: Sequence[UnderWay]) -> Iterator[Moment]:
             found[(*kept, *map(add, kept, sent), *received)] = kept
         for counts in outer(found):
             yield Moment((kind, chunk), found[counts], counts)
-
-
-def outer(counts: Iterable[Counts]) -> list[Counts]:
-    """Return those that may have the most bytes, whatever the sizes of all are.
-
-    Others have no more of anything than another one, or than a mean of two others.
-    """
-    found: list[Counts] = []
-    for each in sorted(counts, reverse=True):
-        while len(found) > 1 and _between(found[-2], found[-1], each):
-            found.pop()
-        if not any(all(map(ge, more, each)) for more in found):
-            found.append(each)
-    return found
-
-
-def _between(first: Counts, middle: Counts, last: Counts) -> bool:
-    """Return whether a mean of the outer ones has as much of all as the one in the middle."""
-    whole, part = first[0] - last[0], middle[0] - last[0]
-    return whole > 0 and all(
-        whole * b <= part * a + (whole - part) * c
-        for a, b, c in zip(first, middle, last, strict=True)
-    )

@@ -66,7 +66,7 @@ def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     yield Line("parameters", f"{count} tensors of {blocks} blocks", held.parameters)
     yield Line("gradients", f"zero {layout.zero}", held.gradients)
     yield Line("optimizer", known.optimizer.name, held.optimizer)
-    own = running(known, layout)[number]
+    (own,) = running(known, layout, [number])
     total, (action, now, _) = fullest_moment(own, place.moments)
     kept, passed = sum(map(mul, now, own.kept)), sum(map(mul, now, own.passed))
     working = own.working[action]

@@ -7,29 +7,51 @@ those ranks and moments alone that may be the fullest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from operator import add
+
 from ..holding import Holdings
-from ..layout import Layout
-from .busy import Busy, Counts, Moment, Pipeline, busy, outer, pipeline_of
-from .ranks import fullest_moment
-from .running import Action, running
+from ..holding.live import Counts, outer
+from ..layout import Layout, Recompute
+from .busy import Busy, Moment, Pipeline, busy, pipeline_of
+from .running import Action
 from .state import state
+from .weights import Told, fullest, told
 
 
 def peak(known: Holdings, layout: Layout) -> int:
     """Return the largest total of `memory`."""
+    return peaks_of(known, layout)(layout.recompute, layout.zero)
+
+
+def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], int]:
+    """Return `peak` of a layout by recomputation and stage of ZeRO."""
     pipeline = pipeline_of(layout)
-    held, moving = _held(known, layout, pipeline), _moving(known, layout, pipeline)
-    return max([a + b for a, b in zip(held, moving, strict=True)])
+    held: dict[int, list[int]] = {}
+    moving: dict[str, list[int]] = {}
+
+    def at(recompute: Recompute, zero: int) -> int:
+        if zero not in held:
+            held[zero] = _held(known, layout, zero, pipeline)
+        if recompute not in moving:
+            own = layout if recompute == layout.recompute else replace(layout, recompute=recompute)
+            moving[recompute] = _moving(known, own, pipeline)
+        most: int = max(map(add, held[zero], moving[recompute]))
+        return most
+
+    return at
 
 
-def _held(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[int]:
+def _held(known: Holdings, layout: Layout, zero: int, pipeline: Pipeline) -> list[int]:
     """Return what there is before a step on those ranks that `_telling` names."""
     grid = layout.grid
-    key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, layout.zero, pipeline
+    key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, zero, pipeline
     found: list[int] | None = known.peaks.get(key)
     if found is None:
+        own = replace(layout, zero=zero)
         found = known.peaks[key] = [
-            sum(state(known, layout, each.number, halves=each.halves))
+            sum(state(known, own, each.number, halves=each.halves))
             for each in _telling(known, layout, pipeline)
         ]
     return found
@@ -40,25 +62,24 @@ def _moving(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[int]:
     key = layout.cut, layout.recompute, layout.micro_rows, pipeline
     found: list[int] | None = known.peaks.get(key)
     if found is None:
-        ran = running(known, layout)
-        found = known.peaks[key] = [
-            fullest_moment(ran[each.number], each.moments)[0]
-            for each in _telling(known, layout, pipeline)
-        ]
+        found = known.peaks[key] = fullest(known, layout, _telling(known, layout, pipeline))
     return found
 
 
-def _telling(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[Busy]:
+def _telling(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[Told]:
     """Return ranks with the same blocks as one, at moments of which no other may have more."""
-    found: list[Busy] | None = known.peaks.get(pipeline)
+    offloaded = layout.recompute == "offload"
+    found: list[Told] | None = known.peaks.get((offloaded, pipeline))
     if found is None:
         each: dict[tuple[int, tuple[bool, ...]], dict[Action, dict[Counts, Moment]]] = {}
         for number, halves, moments in busy(known, layout).each:
             own = each.setdefault((number, halves), {})
             for moment in moments:
                 own.setdefault(moment.action, {})[moment.counts] = moment
-        found = known.peaks[pipeline] = [
+        ranks = [
             Busy(*key, tuple(all_[counts] for all_ in own.values() for counts in outer(all_)))
             for key, own in each.items()
         ]
+        found = [told(known, rank, offloaded=offloaded) for rank in ranks]
+        known.peaks[offloaded, pipeline] = found
     return found

@@ -35,9 +35,14 @@ def memory(
     Raises:
         InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
     """
-    known = holdings or Holdings(description, optimizer)
-    ran, ranks = running(known, layout), busy(known, layout)
-    found = [_memory(known, layout, ran[each.number], each) for each in ranks.each]
+    return ranks_hold(holdings or Holdings(description, optimizer), layout)
+
+
+def ranks_hold(known: Holdings, layout: Layout) -> tuple[Memory, ...]:
+    """Return `memory` of a layout."""
+    ranks = busy(known, layout)
+    ran = running(known, layout, [each.number for each in ranks.each])
+    found = [_memory(known, layout, own, each) for own, each in zip(ran, ranks.each, strict=True)]
     return tuple([found[place] for place in ranks.places])
 
 
@@ -66,9 +71,10 @@ def kept_by_autograd(description: Description, layout: Layout) -> tuple[int, ...
         InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
     """
     known = Holdings(description)
-    ran, ranks = running(known, layout), busy(known, layout)
+    ranks = busy(known, layout)
+    ran = running(known, layout, [each.number for each in ranks.each])
     found = [
-        max(sum(map(mul, m.kept, ran[each.number].kept[: layout.chunks])) for m in each.moments)
-        for each in ranks.each
+        max(sum(map(mul, m.kept, own.kept[: layout.chunks])) for m in each.moments)
+        for own, each in zip(ran, ranks.each, strict=True)
     ]
     return tuple([found[place] for place in ranks.places])

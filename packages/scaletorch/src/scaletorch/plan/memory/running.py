@@ -29,6 +29,7 @@ class Sizes(NamedTuple):
         backward: The same backward, in one or in the first half of it.
         left: `halves`, not rounded.
         chunks: `kept` and what a chunk needs, by the runs of its blocks.
+        column: Of `weights`.
     """
 
     kept: list[int]
@@ -40,8 +41,10 @@ class Sizes(NamedTuple):
     backward: tuple[list[float], list[float]]
     left: list[float]
     chunks: dict[object, tuple[int, int]]
+    column: list[int]
 
 
+Runs = tuple[tuple[int, int], ...]  # kinds of blocks, and how many follow one another
 Action = tuple[str, int]  # kind and chunk
 
 
@@ -64,32 +67,44 @@ class Running(NamedTuple):
     always: int
 
 
-def running(known: Holdings, layout: Layout) -> dict[int, Running]:
-    """Return what ranks need for micro-batches, by their numbers.
+def running(known: Holdings, layout: Layout, numbers: Sequence[int]) -> list[Running]:
+    """Return what ranks of these numbers need for micro-batches.
 
     What a chunk has sent on is kept; what it has received is kept by its first layer, if that is
     not offloaded.
     """
-    key = layout.cut, layout.recompute, layout.micro_rows, layout.schedule in SPLIT
-    found: dict[int, Running] = known.running.setdefault(key, {})
-    for number in known.numbers(layout):
+    split = layout.schedule in SPLIT
+    key = layout.cut, layout.recompute, layout.micro_rows, split
+    found: dict[int, Running] | None = known.running.get(key)
+    if found is None:
+        found = known.running[key] = {}
+    sizes = None
+    for number in numbers:
         if number not in found:
-            found[number] = _running(known, layout, number)
-    return found
+            sizes = sizes or sizes_of(known, layout)
+            halves = known.latest(layout, number) if split else ()
+            found[number] = _running(known, sizes, number, halves, layout.recompute == "offload")
+    return [found[number] for number in numbers]
 
 
-def _running(known: Holdings, layout: Layout, number: int) -> Running:
-    sizes, content, all_runs = sizes_of(known, layout), known.content(number), known.runs(number)
-    kept, needed = zip(*[_chunk(sizes, runs, split=False) for runs in all_runs], strict=True)
-    working = {("B", chunk): size for chunk, size in enumerate(needed)}
-    if layout.schedule in SPLIT:
-        kept += tuple(sum(sizes.halves[kind] * times for kind, times in runs) for runs in all_runs)
+def _running(
+    known: Holdings, sizes: Sizes, number: int, halves: tuple[int, ...], offloaded: bool
+) -> Running:
+    """Return what a rank needs; `halves` are of `Holdings.latest`, if backwards have such."""
+    content, all_runs = known.content(number), known.runs(number)
+    both = [_chunk(sizes, runs, split=False) for runs in all_runs]
+    kept = tuple([own for own, _ in both])
+    working = {("B", chunk): needed for chunk, (_, needed) in enumerate(both)}
+    if halves:
+        kept += tuple(
+            [sum([sizes.halves[kind] * times for kind, times in runs]) for runs in all_runs]
+        )
         for chunk, runs in enumerate(all_runs):
             working["I", chunk] = _chunk(sizes, runs, split=True)[1]
-            working["W", chunk] = known.latest(layout, number)[chunk]
+            working["W", chunk] = halves[chunk]
     sent = tuple([sizes.handed[kind] for kind in content.left])
     received = tuple([sizes.handed[kind] for kind in content.entered])
-    passed = tuple(map(add, sent, received)) if layout.recompute == "offload" else sent
+    passed = tuple(map(add, sent, received)) if offloaded else sent
     return Running(kept, passed, working, *_messages(known, kept, passed, sent, received))
 
 
@@ -125,7 +140,7 @@ def sizes_of(known: Holdings, layout: Layout) -> Sizes:
 
 def _sizes(known: Holdings, layout: Layout) -> Sizes:
     rows, offloaded = layout.micro_rows, layout.recompute == "offload"
-    found = Sizes([], [], [], [], [], [], ([], []), [], {})
+    found = Sizes([], [], [], [], [], [], ([], []), [], {}, [])
     for kind, own in enumerate(known.description.behaviours(layout.cut)):
         under, again = own.kept.at(rows), 0.0
         if kind in known.layers and layout.recompute == "full":
@@ -145,7 +160,7 @@ def _sizes(known: Holdings, layout: Layout) -> Sizes:
     return found
 
 
-def _chunk(sizes: Sizes, runs: Sequence[tuple[int, int]], *, split: bool) -> tuple[int, int]:
+def _chunk(sizes: Sizes, runs: Runs, *, split: bool) -> tuple[int, int]:
     """Return what autograd keeps of a micro-batch in a chunk, and what it needs above that to run.
 
     While a block runs, those behind it keep nothing yet, or no more: but for what the first half of
@@ -163,9 +178,19 @@ def _chunk(sizes: Sizes, runs: Sequence[tuple[int, int]], *, split: bool) -> tup
             first = under + sizes.under[kind] + leaves * (times - 1) + behind + backward
             under += sizes.under[kind] * times
             most = max(most, first, under + behind + backward, under + sizes.forward[kind])
-        kept += max(sizes.shared[kind] for kind, _ in runs)
+        kept += shared_of(sizes, runs)
         found = sizes.chunks[runs, split] = kept, round(max(most - under, 0))
     return found
+
+
+def needed(sizes: Sizes, runs: Runs, *, split: bool) -> int:
+    """Return what a chunk needs to run backward, or the first half of that, above what it keeps."""
+    return _chunk(sizes, runs, split=split)[1]
+
+
+def shared_of(sizes: Sizes, runs: Runs) -> int:
+    """Return what the blocks of a chunk keep together."""
+    return max(sizes.shared[kind] for kind, _ in runs)
 
 
 def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterator[tuple[str, int]]:
@@ -178,7 +203,7 @@ def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterato
         again = kind in known.layers and layout.recompute == "full"
         named = f"{times} x {known.name(kind)}"
         yield f"inputs of {named}" if again else named, sizes.kept[kind] * times
-    yield "shared", max(sizes.shared[kind] for kind in kinds)
+    yield "shared", shared_of(sizes, known.runs(number)[chunk])
 
 
 def left_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterator[tuple[str, int]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import add
 from typing import NamedTuple
 
 from ..holding import Holdings
@@ -19,11 +20,11 @@ class State(NamedTuple):
 
     def plus(self, other: State) -> State:
         """Return the sum."""
-        return State(*(a + b for a, b in zip(self, other, strict=True)))
+        return State._make(map(add, self, other))
 
     def times(self, number: int) -> State:
         """Return so many of it."""
-        return State(*(each * number for each in self))
+        return State._make([each * number for each in self]) if number > 1 else self
 
 
 def state(
@@ -127,7 +128,8 @@ def _of_bucket(
         state = own * optimizer.moments * (optimizer.item or bucket.item)
         state += optimizer.per_tensor * len(shards)
         return State(own * bucket.item, own * item, state)
-    master = max(bucket.item, 4)  # float32 at least
+    # Shards are of float32 at least; those of `fully_shard` are of the parameters' own dtype.
+    master = bucket.item if zero == 3 else max(bucket.item, 4)
     length = bucket.padded(ranks)
     share = length // ranks
     # Each backward's sum is memory of its own. With ZeRO 2 that of the first one stays which makes
@@ -157,5 +159,7 @@ def _of_ties(known: Holdings, layout: Layout, number: int, tp: int | None) -> St
         size = each.elements * each.item
         if each.others:
             buffers += size * each.others
-            totals += size if grid.cp * grid.dp > 1 else 0  # beside its bucket
+            # Beside its bucket; where sums are of another dtype its gradient is there anyway.
+            alike = known.optimizer.sum_item in (None, each.item)
+            totals += size if alike and grid.cp * grid.dp > 1 else 0
     return State(gradients=totals, buffers=buffers)

@@ -69,10 +69,13 @@ def _simulated(schedule: Schedule, stages: Sequence[Stage], message: float) -> l
 
 
 def simulated(schedule: Schedule, stages: Sequence[Stage], message: float) -> Timeline:
-    """Return when actions run, by a factor for each stage on the mean of forward and backward."""
+    """Return when actions run, by a factor for each stage on the mean of forward and backward.
+
+    If no stage has any work, messages are all that takes time.
+    """
     forward, backward, weights = (sum(each) for each in zip(*stages, strict=True))
     whole, tiny = forward + backward, 1e-12 * (1 + forward + backward)
-    factors = [max(tiny, (each.forward + each.backward) / whole) for each in stages]
+    factors = [max(tiny, (each.forward + each.backward) / (whole or 1)) for each in stages]
     costs = Costs(
         max(forward, tiny), max(backward, tiny), max(backward - weights, tiny),
         max(weights, tiny), message, factors,

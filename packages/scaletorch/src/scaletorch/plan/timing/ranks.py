@@ -38,14 +38,30 @@ class Rank(NamedTuple):
         return sum(n * (k.forward.computing + k.backward.computing) for k, n in self.kinds)
 
 
+Known = dict[tuple[int, int, Route, Route], dict[int, Rank]]
+
+
 def ranks_of(
     holdings: Holdings, layout: Layout, cluster: Cluster, kinds: list[Kind],
-    ways: Mapping[str, Route],
+    ways: Mapping[str, Route], known: Known,
 ) -> list[Rank]:  # fmt: skip
-    """Return what the ranks of the pipeline take; equal ones are worked out once."""
+    """Return what the ranks of the pipeline take; equal ones are worked out once.
+
+    Args:
+        holdings: Of the model.
+        layout: The layout.
+        cluster: The cluster.
+        kinds: What its blocks take in the layout.
+        ways: By axis.
+        known: Ranks of other layouts with the same `kinds`, to which these are added.
+    """
     description, numbers = holdings.description, holdings.numbers(layout)
-    alike = {number: _rank(holdings, layout, cluster, kinds, number, ways) for number in {*numbers}}
-    ranks = [alike[number] for number in numbers]
+    rounds = layout.micro_batches if layout.zero >= 2 else 1
+    key = layout.zero, rounds, ways["cp_dp"], ways["edp"]
+    same = known.setdefault(key, {})
+    for number in {*numbers} - same.keys():
+        same[number] = _rank(holdings, layout, cluster, kinds, number, ways)
+    ranks = [same[number] for number in numbers]
     if not description.tied or layout.grid.pp == 1:
         return ranks
     holders = holders_of(description, places(description, layout))

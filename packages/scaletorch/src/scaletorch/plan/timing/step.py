@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Timeline
@@ -16,7 +17,7 @@ from ..layout import Layout
 from .blocks import Spent, spent
 from .messages import Route, route, seconds
 from .pipelines import Stage, built, ends, simulated
-from .ranks import Kind, Rank, ranks_of, summed
+from .ranks import Kind, Known, Rank, ranks_of, summed
 
 AXES = ("tp", "cp", "ep", "pp", "cp_dp", "edp")
 WORLD = "tp_cp_pp_dp"
@@ -57,25 +58,25 @@ def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
 
 def timer(description: Description, cluster: Cluster) -> Callable[[Layout], Time]:
     """Return `time` for many layouts of one model: what they share is worked out once."""
-    known: dict[tuple[object, ...], list[Kind]] = {}
+    known: dict[tuple[object, ...], tuple[list[Kind], Known]] = {}
     holdings = Holdings(description)
-    routes: dict[tuple[Grid, str], Route] = {}
 
-    def of_grid(grid: Grid) -> dict[str, Route]:
-        for axis in (*AXES, WORLD):
-            if (grid, axis) not in routes:
-                routes[grid, axis] = route(grid, axis, cluster)
-        return {axis: routes[grid, axis] for axis in (*AXES, WORLD)}
+    @cache
+    def of_grid(grid: Grid) -> tuple[dict[str, Route], float]:
+        ways = {axis: route(grid, axis, cluster) for axis in (*AXES, WORLD)}
+        return ways, _control(cluster, ways)
 
     def run(layout: Layout) -> Time:
-        ways = of_grid(layout.grid)
+        ways, control = of_grid(layout.grid)
         key = (
             layout.cut, layout.micro_rows, layout.recompute,
             *(ways[axis] for axis in ("tp", "cp", "ep")),
         )  # fmt: skip
         if key not in known:
-            known[key] = _kinds(description, layout, cluster, ways)
-        return _time(holdings, layout, cluster, known[key], ways)
+            known[key] = _kinds(description, layout, cluster, ways), {}
+        kinds, same = known[key]
+        ranks = ranks_of(holdings, layout, cluster, kinds, ways, same)
+        return _time(description, layout, cluster, ranks, ways["pp"], control)
 
     return run
 
@@ -95,7 +96,7 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
     """
     ways = {axis: route(layout.grid, axis, cluster) for axis in (*AXES, WORLD)}
     kinds = _kinds(description, layout, cluster, ways)
-    ranks = ranks_of(Holdings(description), layout, cluster, kinds, ways)
+    ranks = ranks_of(Holdings(description), layout, cluster, kinds, ways, {})
     message = _message(description, layout, cluster, ways["pp"])
     schedule = built(layout.schedule, layout.grid.pp, layout.micro_batches, len(ranks[0].stages))
     return replace(simulated(schedule, _in_order(layout, ranks), message), unit="s")
@@ -133,18 +134,14 @@ def _again(backward: Spent, forward: Spent, recompute: str) -> Spent:
 
 
 def _time(
-    holdings: Holdings, layout: Layout, cluster: Cluster, kinds: list[Kind],
-    ways: dict[str, Route],
+    description: Description, layout: Layout, cluster: Cluster, ranks: list[Rank], way: Route,
+    control: float,
 ) -> Time:  # fmt: skip
-    ranks = ranks_of(holdings, layout, cluster, kinds, ways)
     order = _in_order(layout, ranks)
-    message = _message(holdings.description, layout, cluster, ways["pp"])
+    message = _message(description, layout, cluster, way)
     speeds = _speeds(layout, cluster)
     name, chunks, number = layout.schedule, len(ranks[0].stages), layout.micro_batches
     done = ends(name, chunks, number, order, message, speeds)
-    control = sum(
-        seconds("all_reduce", count, 0, ways[axis], cluster) for axis, count in CONTROL.items()
-    )
     totals = [
         end + sum(rank.end.exposed.values()) + rank.end.update
         for end, rank in zip(done, ranks, strict=True)
@@ -190,11 +187,23 @@ def _summed(
     )  # fmt: skip
 
 
+def _control(cluster: Cluster, ways: Mapping[str, Route]) -> float:
+    return sum(
+        seconds("all_reduce", count, 0, ways[axis], cluster) for axis, count in CONTROL.items()
+    )
+
+
 def _in_order(layout: Layout, ranks: list[Rank]) -> list[Stage]:
     """Return the stages of all ranks in the order of the forward."""
-    found: dict[int, Stage] = {}
-    for rank, own in enumerate(stages_of(layout.schedule, layout.grid.pp, layout.chunks)):
-        found.update(zip(own, ranks[rank].stages, strict=False))
+    order = _order(layout.schedule, layout.grid.pp, layout.chunks)
+    return [ranks[rank].stages[chunk] for rank, chunk in order]
+
+
+@cache
+def _order(schedule: str, pp: int, chunks: int) -> list[tuple[int, int]]:
+    """Return rank and chunk of each stage."""
+    each = enumerate(stages_of(schedule, pp, chunks))
+    found = {stage: (rank, at) for rank, own in each for at, stage in enumerate(own)}
     return [found[stage] for stage in sorted(found)]
 
 
