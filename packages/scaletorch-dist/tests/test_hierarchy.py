@@ -52,7 +52,6 @@ def results(group, shape, dtype, op):
 
 def check_results(nodes, members):
     os.environ["GROUP_RANK"] = str(nodes[dist.get_rank()])  # a node of its own to everyone
-    levels.LEAST = 0
     flat, deep = c10d.new_group(members), c10d.new_group(members)
     if dist.get_rank() in members:
         assert dist.use_hierarchy(deep)
@@ -107,7 +106,6 @@ def started(group, at, dtype):
 def check_under_way(nodes):
     rank = dist.get_rank()
     os.environ["GROUP_RANK"] = str(nodes[rank])
-    levels.LEAST = 0
     flat, deep = (c10d.new_group(range(len(nodes))) for _ in range(2))
     assert dist.use_hierarchy(deep)
     for dtype in (torch.float64, torch.bfloat16, torch.int32):
@@ -138,7 +136,6 @@ def test_calls_under_way_go_through_the_nodes_too(nodes):
 def check_failing_stage():
     rank = dist.get_rank()
     os.environ["GROUP_RANK"] = str(rank // 2)
-    levels.LEAST = 0
     assert dist.use_hierarchy()
     world, across = info_of(c10d.group.WORLD).levels, ValueError("no way across")
     task = levels.Task([(levels.ACROSS, mock.Mock(side_effect=across))])
@@ -156,7 +153,6 @@ def test_a_stage_that_fails_is_for_who_waits_for_its_call():
 
 def check_guarded():
     os.environ["GROUP_RANK"] = str(dist.get_rank() // 2)
-    levels.LEAST = 0
     assert dist.use_hierarchy()
     with guard.watch():
         works = [dist.all_reduce(torch.ones(3), async_op=True) for _ in range(3)]

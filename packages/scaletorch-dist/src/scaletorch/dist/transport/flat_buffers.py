@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from ..world.info import info_of
 from .joining import node_memory
 
 LEAST = 2**16  # elements for which memory is quicker than messages
@@ -23,6 +24,7 @@ class FlatBuffers:
     """
 
     def __init__(self, group: ProcessGroup | None = None) -> None:
+        self._group = group
         self._memory = node_memory(group)
         self._least = LEAST
 
@@ -30,6 +32,11 @@ class FlatBuffers:
     def shared(self) -> bool:
         """Whether whoever computes adds up, in memory; else messages travel beside."""
         return self._memory is not None
+
+    @property
+    def staged(self) -> bool:
+        """Whether a call is several, inside nodes and across them (`use_hierarchy`)."""
+        return self._group is not None and info_of(self._group).levels is not None
 
     def slot(self) -> int | None:
         """Return a number for tensors of which each takes the place of the one before."""

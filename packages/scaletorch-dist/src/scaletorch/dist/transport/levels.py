@@ -31,8 +31,6 @@ from ..world.info import get_timeout, group_ranks, info_of
 from .by_memory import Done
 from .ways import T, Way, arrived, way_of
 
-LEAST = 4096  # bytes; gloo reduces smaller tensors in fewer steps than there are ranks
-
 Stage = tuple[int, Callable[[bool], Any]]  # a column, and what makes a stage, given `async_op`
 INSIDE, ACROSS, BACK, OVER = range(4)  # columns of stages, each with a group of its own
 
@@ -105,8 +103,6 @@ class LevelsWay(Way):
         self, buffer: Tensor, recipe: Recipe, done: Done[T], async_op: bool
     ) -> T | Work[T]:
         """Reduce a tensor: to the ranks of a node, each its shard across nodes, then gathered."""
-        if buffer.nbytes < LEAST:
-            return super().all_reduce(buffer, recipe, done, async_op)
         flat = buffer.view(-1)
         counts = even_parts(flat.numel(), len(self.order))
         own = flat.split(counts)[self.inside.rank()]

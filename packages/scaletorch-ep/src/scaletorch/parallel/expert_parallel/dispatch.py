@@ -17,10 +17,12 @@ from ...dist.building import all_to_all_flat, sum_dtype
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from .functions import add_pairs, apply
-from .packing import INTEGERS, columns, pack, unpack
 from .routes import Route, find_route
 from .shares import counts_of, expert_group, ranges_of
 from .travel import landed
+
+# Weights and indices travel as integers of the weights' width.
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Dispatched(NamedTuple):
@@ -51,7 +53,7 @@ def dispatch(
     """Send every token to the ranks that have its experts, once to each; all ranks call it.
 
     Nothing is dropped, whatever the imbalance; ranks may have no tokens, and get none. Counts
-    travel first, then rows: two all-to-alls, of which the first is small. A backward sends
+    travel first, then rows: one small all-to-all and two that run together. A backward sends
     gradients the other way by the same counts; it is run by all ranks or by none, so what any of
     them needs, all compute.
 
@@ -73,29 +75,16 @@ def dispatch(
         >>> rows = dispatch(hidden, top_k_index, top_k_weights, experts=8, group=group)
         >>> hidden = combine(own_experts(*rows[:3]), rows.route)
     """
-    came = dispatch_rows(hidden, top_k_index, top_k_weights, experts, group, meanwhile)
-    return came._replace(hidden=came.hidden.contiguous())
-
-
-def dispatch_rows(
-    hidden: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    experts: int | Sequence[int],
-    group: ProcessGroup | None,
-    meanwhile: Callable[[], object] | None,
-) -> Dispatched:
-    """Do what `dispatch` does; hidden states that come may have gaps between rows."""
     group = expert_group(group)
     counts = counts_of(experts, get_world_size(group))
     route = find_route(hidden, top_k_index, top_k_weights, counts, group)
-    kind = INTEGERS[top_k_weights.element_size()]
+    kind = _INTEGERS[top_k_weights.element_size()]
     if sum(counts) > torch.iinfo(kind).max:
         raise InvalidArgumentError(f"{top_k_weights.dtype} weights carry fewer than 32768 experts")
     if route.backward and not (hidden.requires_grad or top_k_weights.requires_grad):
         hidden = hidden.detach().requires_grad_()  # another rank needs gradients, so all send them
     own = ranges_of(counts)[get_rank(group)]
-    flight = _Flight(route, hidden.shape[1], top_k_weights.shape[1], own)
+    flight = _Flight(route, (hidden.shape[1], top_k_weights.shape[1]), own)
     marks = apply(_Leave, hidden, top_k_weights, top_k_index, flight)
     if meanwhile is not None:
         meanwhile()
@@ -140,18 +129,14 @@ class _Flight:
     """What is under way between two nodes of the graph: hidden states, and what goes with them."""
 
     route: Route
-    width: int  # H
-    top_k: int
+    widths: tuple[int, int]  # H and K
     own: range  # experts here
-    work: Work[Tensor] | None = None
+    works: tuple[Work[Tensor], ...] = ()
 
-    def land(self, like: Tensor, weights: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """Wait for it; return hidden states and the integers behind them, `number` a row."""
-        work, self.work = self.work, None
-        (came,) = landed([] if work is None else [work])
-        kind = INTEGERS[weights.element_size()]
-        came = came.view(-1, self.width + columns(kind, number, like.dtype))
-        return unpack(came, self.width, kind, number)
+    def land(self) -> list[Tensor]:
+        """Wait for all of it."""
+        works, self.works = self.works, ()
+        return landed(works)
 
 
 class _Leave(Function):
@@ -163,20 +148,19 @@ class _Leave(Function):
     ) -> tuple[Tensor, Tensor]:
         """Return a mark for each of hidden states and weights, of no elements."""
         ctx.flight, route = flight, flight.route
-        kind = INTEGERS[weights.element_size()]
+        kind = _INTEGERS[weights.element_size()]
         beside = torch.cat((weights.contiguous().view(kind), index.to(kind)), 1)
-        flight.work = _send(pack(hidden, beside, route.rows), route)
-        ctx.marks = marks = hidden.new_empty(0), weights.new_empty(0)
-        return marks
+        rows = (each.index_select(0, route.rows) for each in (hidden, beside))
+        flight.works = tuple(_send(each, route) for each in rows)
+        return hidden.new_empty(0), weights.new_empty(0)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *_: Tensor) -> Any:
         """Return the gradients of hidden states and weights."""
-        flight, (hidden, weights) = ctx.flight, ctx.marks
-        rows, bits = flight.land(hidden, weights, flight.top_k)
-        gradients = rows, bits.contiguous().view(weights.dtype)
-        return *(_add_up(each, flight.route) for each in gradients), None, None
+        flight = ctx.flight
+        came = zip(flight.land(), flight.widths, strict=True)
+        return *(_add_up(each.view(-1, width), flight.route) for each, width in came), None, None
 
 
 class _Arrive(Function):
@@ -188,24 +172,23 @@ class _Arrive(Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what came: hidden states [R, H], weights and indices [R, K]."""
         ctx.flight, ctx.marks = flight, (hidden, weights)
-        top_k, own = flight.top_k, flight.own
-        rows, beside = flight.land(hidden, weights, 2 * top_k)
+        (rows, beside), (width, top_k), own = flight.land(), flight.widths, flight.own
+        beside = beside.view(-1, 2 * top_k)
         indices = beside[:, top_k:].long() - own.start
         elsewhere = (indices < 0).logical_or_(indices >= len(own))
         indices.masked_fill_(elsewhere, len(own))
         values = beside[:, :top_k].clone(memory_format=torch.contiguous_format).view(weights.dtype)
         ctx.elsewhere = elsewhere
         ctx.mark_non_differentiable(indices)
-        return rows, values.masked_fill_(elsewhere, 0), indices
+        return rows.view(-1, width), values.masked_fill_(elsewhere, 0), indices
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send both gradients back: every rank does, whichever it needs."""
         flight = ctx.flight
-        of_weights = grads[1].masked_fill(ctx.elsewhere, 0).contiguous()
-        bits = of_weights.view(INTEGERS[of_weights.element_size()])
-        flight.work = _send_back(pack(grads[0], bits), flight.route)
+        gradients = grads[0].contiguous(), grads[1].masked_fill(ctx.elsewhere, 0).contiguous()
+        flight.works = tuple(_send_back(each, flight.route) for each in gradients)
         return *(torch.zeros_like(mark) for mark in ctx.marks), None
 
 

@@ -17,7 +17,7 @@ from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import class_before, deep_copy, shallow_copy
 from .computing import compute
-from .dispatch import combine_computed, dispatch_rows
+from .dispatch import combine_computed, dispatch
 from .shares import ranges_of, share_out
 from .uncompiled import call_uncompiled
 
@@ -151,7 +151,7 @@ def _over_experts(
         return own(hidden, index, weights)
     shared = vars(module).get("_beside")  # what the block computes beside them
     early = None if shared is None else partial(shared.compute_early, hidden)
-    came = dispatch_rows(hidden, index, weights, division.counts, division.group, early)
+    came = dispatch(hidden, index, weights, division.counts, division.group, early)
     named = {name: _tensor(module, name) for name in division.stacked}
     results, wrong = compute(own, came, len(division.own), [*named.values()])
     if not division.checked:

@@ -68,8 +68,11 @@ class Reduction:
     @property
     def least_buckets(self) -> int:
         """Into how many buckets a model's gradients go at least, if these do not get too small."""
-        # Messages travel while backward goes on; memory is read by whoever computes.
-        return 3 if self.buffers.shared else 8
+        # Messages travel while backward goes on, but each costs the computation a little; memory is
+        # read by whoever computes.
+        if self.buffers.shared:
+            return 3
+        return 4 if self.buffers.staged else 8
 
     @property
     def multiple(self) -> int:
