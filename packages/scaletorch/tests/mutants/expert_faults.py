@@ -108,7 +108,7 @@ def experts_alike_on_every_rank(rows: Any) -> Any:
     return lambda whole, own, memo: rows(whole, range(len(own)), memo)
 
 
-@fault("module:combine", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("module:combine_computed", layout="2x1x1x1-ep2", born="forward: *.experts")
 def results_not_put_back_in_order(combine: Any) -> Any:
     """Results go back in another order than that in which their tokens came."""
     return lambda rows, route: combine(rows.flip(0), route)
@@ -178,7 +178,7 @@ def weights_sum_to_one_on_each_rank(compute: Any) -> Any:
     return normalised
 
 
-@fault("module:combine", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("module:combine_computed", layout="2x1x1x1-ep2", born="forward: *.experts")
 def tokens_beyond_a_capacity_dropped(combine: Any) -> Any:
     """A rank leaves out what comes beyond its share and a quarter."""
 
