@@ -29,10 +29,16 @@ class ShortShared(Shared):
     depth = 3
 
 
+class ShortRouted(Routed):
+    """The same with experts."""
+
+    depth = 3
+
+
 def of_length(layout):
-    """The specimens of a layout: for whole sequences, and for shares of them."""
+    """The specimens of a layout: for whole sequences, for shares of them, and with experts."""
     staged = parse_layout(layout).pp > 1
-    return (Specimen, Shared) if staged else (ShortSpecimen, ShortShared)
+    return (Specimen, Shared, Routed) if staged else (ShortSpecimen, ShortShared, ShortRouted)
 
 
 def cases_of(layout, chosen):
@@ -68,7 +74,7 @@ def test_every_value_of_every_option(layout, tmp_path):
     for name, values in OPTIONS.items():
         tried = {getattr(case, name) for case in cases}
         assert len(tried) == 1 or tried == set(values)
-    for model, sequences in zip(of_length(layout), ("off", "on"), strict=True):
+    for model, sequences in zip(of_length(layout)[:2], ("off", "on"), strict=True):
         own = [case for case in cases if case.sequence_parallel == sequences]
         assert not own or not unsound(tmp_path, model, PLAN, own)
 
@@ -83,4 +89,4 @@ def test_shares_of_sequences(layout, tmp_path):
 @pytest.mark.parametrize("layout", ["2x1x1x2-ep2", "1x2x1x2-ep2", "1x1x2x2-ep4"])
 def test_experts(layout, tmp_path):
     chosen = [{}, *({name: value} for name, value in NESTED.items()), NESTED]
-    assert not unsound(tmp_path, Routed, ROUTED_PLAN, cases_of(layout, chosen))
+    assert not unsound(tmp_path, of_length(layout)[2], ROUTED_PLAN, cases_of(layout, chosen))
