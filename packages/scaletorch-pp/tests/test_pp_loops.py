@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 import torch
-import torch.nn.functional as F
+from one_process import build, serial
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
@@ -154,19 +154,6 @@ def make_batches():
         tokens = torch.randint(VOCAB, (2, LENGTH + 1 + extra % 3), generator=generator)
         batches.append({"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]})
     return batches
-
-
-def build(kind):
-    torch.manual_seed(0)
-    return kind().double()
-
-
-def serial(plain, batches):
-    count = sum(batch["labels"].numel() for batch in batches)
-    for batch in batches:
-        logits = plain(batch["input_ids"]).flatten(0, 1)
-        (F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / count).backward()
-    return {name: parameter.grad for name, parameter in plain.named_parameters()}
 
 
 def as_one_process(kind, schedule="1f1b", split=None):

@@ -6,7 +6,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
+from one_process import serial
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError, MismatchError, StateError
@@ -298,13 +298,6 @@ def split(kind, schedule="1f1b", **options):
     return plain, PipelineParallel(copy.deepcopy(plain), group=world, schedule=schedule)
 
 
-def serial_step(plain, batches):
-    count = sum(batch["labels"].numel() for batch in batches)
-    for batch in batches:
-        logits = plain(batch["input_ids"]).flatten(0, 1)
-        (F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / count).backward()
-
-
 def check(stage, plain):
     references = dict(plain.named_parameters())
     for name, parameter in stage.named_parameters():
@@ -317,7 +310,7 @@ def trains(kinds, schedules):
     for kind, schedule in itertools.product(kinds, schedules):
         plain, stage = split(kind, schedule)
         for _ in range(2):
-            serial_step(plain, make_batches())
+            serial(plain, make_batches())
             train_step_pipeline(stage, make_batches())
             check(stage, plain)
 
@@ -370,7 +363,7 @@ def test_modules_replaced_after_wrapping_stay():
         if stage.is_last_stage:
             stage.module.head = Adapted(stage.module.head)
         for _ in range(2):
-            serial_step(plain, make_batches())
+            serial(plain, make_batches())
             train_step_pipeline(stage, make_batches())
         assert ("head.down" in dict(stage.named_parameters())) == stage.is_last_stage
         check(stage, plain)
@@ -388,7 +381,7 @@ def test_adapters_in_frozen_layers():
         for layer in model.layers:
             if isinstance(layer, Layer):
                 layer.linear = Adapted(layer.linear)
-    serial_step(plain, make_batches())
+    serial(plain, make_batches())
     train_step_pipeline(stage, make_batches())
     check(stage, plain)
 

@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 import torch.nn.functional as F
+from one_process import build, serial
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError
@@ -215,19 +216,6 @@ class AsksForMore(Net):
 def make_batches():
     tokens = torch.randint(VOCAB, (3, 2, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": t[:, :-1], "labels": t[:, 1:]} for t in tokens]
-
-
-def build(kind):
-    torch.manual_seed(0)
-    return kind().double()
-
-
-def serial(plain, batches):
-    count = sum(batch["labels"].numel() for batch in batches)
-    for batch in batches:
-        logits = plain(batch["input_ids"]).flatten(0, 1)
-        (F.cross_entropy(logits, batch["labels"].flatten(), reduction="sum") / count).backward()
-    return {name: parameter.grad for name, parameter in plain.named_parameters()}
 
 
 def as_one_process(kinds, schedule):

@@ -13,14 +13,8 @@ from scaletorch.plan.showing import Shown, explained, page, png, table
 from scaletorch.plan.showing.bars import COLOURS, bars
 from scaletorch.plan.showing.nodes import COLOURS as AXES
 from scaletorch.plan.showing.nodes import ITSELF, OTHERS, nodes
-from scaletorch.plan.showing.shown import (
-    grouped,
-    in_bytes,
-    in_seconds,
-    in_short,
-    options_of,
-    sent_by_axis,
-)
+from scaletorch.plan.showing.shown import grouped, options_of, sent_by_axis
+from scaletorch.plan.showing.units import in_bytes, in_seconds, in_short
 
 GIB = 2**30
 LINKS = (Link(8, 3e-6, 300e9), Link(64, 8e-6, 25e9))

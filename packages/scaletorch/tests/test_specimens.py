@@ -17,6 +17,30 @@ DRAWN = 4  # combinations of all options, of each layout
 NESTED = {"sequence_parallel": "on", "recompute": "layers", "data_parallel": "zero2"}
 
 
+class ShortSpecimen(Specimen):
+    """For layouts without stages, which look at layers one by one: a first, an inner, a last."""
+
+    depth = 3
+
+
+class ShortShared(Shared):
+    """The same for sequence parallelism."""
+
+    depth = 3
+
+
+class ShortRouted(Routed):
+    """The same with experts."""
+
+    depth = 3
+
+
+def of_length(layout):
+    """The specimens of a layout: for whole sequences, for shares of them, and with experts."""
+    staged = parse_layout(layout).pp > 1
+    return (Specimen, Shared, Routed) if staged else (ShortSpecimen, ShortShared, ShortRouted)
+
+
 def cases_of(layout, chosen):
     """The cases that options give on a layout, without what cannot matter to it."""
     grids = [parse_layout(layout)]
@@ -50,7 +74,7 @@ def test_every_value_of_every_option(layout, tmp_path):
     for name, values in OPTIONS.items():
         tried = {getattr(case, name) for case in cases}
         assert len(tried) == 1 or tried == set(values)
-    for model, sequences in ((Specimen, "off"), (Shared, "on")):
+    for model, sequences in zip(of_length(layout)[:2], ("off", "on"), strict=True):
         own = [case for case in cases if case.sequence_parallel == sequences]
         assert not own or not unsound(tmp_path, model, PLAN, own)
 
@@ -59,10 +83,10 @@ def test_every_value_of_every_option(layout, tmp_path):
 def test_shares_of_sequences(layout, tmp_path):
     shares = {"sequence_parallel": "on"}
     chosen = [shares, shares | {"recompute": "layers"}, shares | {"loss_parallel": "on"}]
-    assert not unsound(tmp_path, Shared, PLAN, cases_of(layout, chosen))
+    assert not unsound(tmp_path, of_length(layout)[1], PLAN, cases_of(layout, chosen))
 
 
 @pytest.mark.parametrize("layout", ["2x1x1x2-ep2", "1x2x1x2-ep2", "1x1x2x2-ep4"])
 def test_experts(layout, tmp_path):
     chosen = [{}, *({name: value} for name, value in NESTED.items()), NESTED]
-    assert not unsound(tmp_path, Routed, ROUTED_PLAN, cases_of(layout, chosen))
+    assert not unsound(tmp_path, of_length(layout)[2], ROUTED_PLAN, cases_of(layout, chosen))

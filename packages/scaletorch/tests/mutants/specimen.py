@@ -95,12 +95,14 @@ class Rare(nn.Module):
 class Specimen(nn.Module):
     """A decoder with a tied head, a padding row, a rarely used and a never used parameter."""
 
+    depth = LAYERS  # enough for stages of unequal length, four of two ranks
+
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(VOCABULARY, HIDDEN, padding_idx=PADDING)
         self.rare: nn.Module = Rare()
         self.spare = nn.Linear(2, 2)
-        self.layers = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.layers = nn.ModuleList(Block() for _ in range(self.depth))
         self.norm = nn.RMSNorm(HIDDEN)
         self.lm_head = nn.Linear(HIDDEN, VOCABULARY, bias=False)
         self.lm_head.weight = self.embed_tokens.weight

@@ -78,7 +78,7 @@ def run_case(case: Case, subject: Subject, reference: str) -> RankReport:
     return RankReport(len(found), worst, failures[:SHOWN], bitwise, flips, saved["margin"])
 
 
-@functools.lru_cache(maxsize=2)
+@functools.lru_cache(maxsize=8)
 def load_reference(path: str) -> Mapping[str, Any]:
     """Return what one process left; nobody may change its tensors."""
     saved: Mapping[str, Any] = torch.load(path, weights_only=True, mmap=True)

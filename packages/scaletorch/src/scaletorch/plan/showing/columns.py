@@ -6,18 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..estimate import Estimate
-from .shown import (
-    AXES,
-    GIB,
-    MIB,
-    SORTS,
-    Shown,
-    in_seconds,
-    in_short,
-    options_of,
-    sent_by_axis,
-    sizes_of,
-)
+from .shown import AXES, GIB, MIB, SORTS, Shown, options_of, sent_by_axis, sizes_of
+from .units import in_seconds, in_short
 
 LEFT = ("DPxPPxCPxTP", "options")  # columns of words
 SHORT = dict(zip(SORTS, ("param", "grad", "optim", "activ", "working", "buffers"), strict=True))

@@ -10,8 +10,9 @@ from .bars import bars
 from .lanes import lanes
 from .nodes import nodes
 from .shapes import close, picture, text
-from .shown import Shown, in_bytes, options_of, sizes_of
+from .shown import Shown, options_of, sizes_of
 from .table import table
+from .units import in_bytes
 
 LINE, MARGIN = 15, 20
 _DOWN = ("y", "y1", "y2")

@@ -62,14 +62,11 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
         InvalidArgumentError: `whole` is not of the plain parameter's length, or a module of the
             model has other names than this.
     """
-    owner, _, parameter = name.rpartition(".")
-    _refuse_misspelt(model, name)
-    try:
-        layer = model.get_submodule(owner)
-    except AttributeError:  # of another pipeline stage
-        return whole
-    if not isinstance(layer, TensorParallelLayer) or layer.tp_size == 1:
-        return whole
+    layer, rest = _deepest(model, name)
+    _refuse_misspelt(model, name, layer, rest[0])
+    if not isinstance(layer, TensorParallelLayer) or layer.tp_size == 1 or len(rest) > 1:
+        return whole  # not sharded, or of another pipeline stage
+    parameter = rest[0]
     dim = layer.shard_dims.get(parameter)
     if dim is None:
         return whole
@@ -82,17 +79,24 @@ def take_own(model: nn.Module, name: str, whole: Tensor) -> Tensor:
     return cut.take(whole)
 
 
-def _refuse_misspelt(model: nn.Module, name: str) -> None:
+def _deepest(model: nn.Module, name: str) -> tuple[nn.Module, Sequence[str]]:
+    """Return the last module on the way to a name that is here, and the parts of the name below it.
+
+    It goes down once: wrappers look long for what they hold, and this is asked for every name.
+    """
+    parts = name.split(".")
+    for depth, part in enumerate(parts[:-1]):
+        below = getattr(model, part, None)
+        if not isinstance(below, nn.Module):
+            return model, parts[depth:]
+        model = below
+    return model, parts[-1:]
+
+
+def _refuse_misspelt(model: nn.Module, name: str, module: nn.Module, part: str) -> None:
     """Refuse a name of which a module here, that has names, has the beginning but not the rest."""
-    parts, module, depth = name.split("."), model, 0
-    while depth < len(parts) - 1:
-        try:
-            module = model.get_submodule(".".join(parts[: depth + 1]))
-        except AttributeError:
-            break
-        depth += 1
-    part, known = parts[depth], {**module._modules, **module._parameters, **module._buffers}
-    if known and not hasattr(module, part) and part != "_extra_state":
+    known = {**module._modules, **module._parameters, **module._buffers}
+    if known and part not in known and not hasattr(module, part) and part != "_extra_state":
         names = (n for n, _ in model.named_parameters(remove_duplicate=False))
         close = ", ".join(difflib.get_close_matches(name, names)) or ", ".join(sorted(known))
         raise InvalidArgumentError(
