@@ -277,7 +277,7 @@ def test_every_grid_is_planned_or_refused_with_a_reason():
     assert all(each.layout.grid.world_size == 16 for each in found.estimates)
     told = {each.why for each in found.refused}
     assert "24 rows are no multiple of dp 16 x 1 rows of a micro-batch" in told
-    assert "8 layers are fewer than pp 16 x 1 chunks: a stage has a layer" in told
+    assert "8 layers are fewer than pp 16 x 1 chunks: each stage needs one" in told
     assert "sketch is not described for tp 16, cp 1" in told
 
 

@@ -158,7 +158,7 @@ def _schedules(grid: Grid, layers: int, options: Options) -> list[tuple[str, int
     if not found:
         least = min((chunks for _, chunks in options.schedules), default=1)
         raise InvalidArgumentError(
-            f"{layers} layers are fewer than pp {grid.pp} x {least} chunks: a stage has a layer"
+            f"{layers} layers are fewer than pp {grid.pp} x {least} chunks: each stage needs one"
         )
     return found
 

@@ -5,11 +5,13 @@ of whole sequences somewhere in the model, where no shard could be known. But a 
 row of a batch from that row alone. So rows change places with positions around all of it: of ids
 before, of hidden states behind. Its head and the loss have shards again.
 
-With fewer rows than ranks some compute rows that nobody asked for: nothing is gained then.
+With fewer rows than ranks some compute rows that nobody asked for: nothing is gained then, which a
+warning says.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
@@ -50,10 +52,22 @@ def _on_whole_sequences(names: Sequence[str], call: Call) -> Any:
         form = torch.empty(()).expand(*tokens.shape[:2], 1)
         mine = signature_of_rows(form, layout, settings.ring)
         require_agreement(mine, tokens.device, settings.ring)
+        _warn_of_idle_ranks(name, len(tokens), settings.ring.size)
     by_place = zip_longest(names[: len(call.args)], call.args, fillvalue="")
     args = tuple(map_tensors(partial(rows.given, name), x) for name, x in by_place)
     kwargs = {n: map_tensors(partial(rows.given, n), x) for n, x in call.kwargs.items()}
     return map_tensors(rows.made, call.run(args, kwargs))
+
+
+def _warn_of_idle_ranks(name: str, rows: int, ranks: int) -> None:
+    if rows < ranks:
+        warnings.warn(
+            f"{name} cannot be divided along the sequence, and runs on whole sequences of some "
+            f"rows: of {ranks} context-parallel ranks {ranks - rows} have none of the {rows} and "
+            "gain nothing; make micro-batches of more rows, or cp smaller",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 class _Rows:
