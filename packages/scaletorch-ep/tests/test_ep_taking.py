@@ -121,6 +121,20 @@ def test_whatever_else_is_taken_has_its_gradient():
     assert max(map(relative_error, found, expected)) <= 1e-14
 
 
+def test_products_are_those_of_autocast():
+    up, rows = torch.randn(EXPERTS, 2, 3, requires_grad=True), torch.randn(ROWS, 3)
+
+    def experts(rows):
+        return F.linear(rows[torch.tensor([0, 1])], up[1])
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = call_taking(experts, rows, (), (up,)), experts(rows)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, wanted)
+    (found - 2 * wanted).float().sum().backward()
+    assert torch.equal(up.grad[1], -torch.ones(2, 1) @ rows[:2].bfloat16().sum(0, True).float())
+
+
 @pytest.mark.parametrize(("place", "index"), [("rows", ROWS), ("rows", -ROWS - 1), ("up", EXPERTS)])
 def test_what_is_not_there_is_refused(place, index):
     up, rows = torch.ones(EXPERTS, 2, 2, requires_grad=True), torch.ones(ROWS, 2)
