@@ -55,13 +55,11 @@ class _Lying(NamedTuple):
 
     Attributes:
         sizes: Of each expert.
-        first: First row -> the expert.
-        order: All rows, int64 [P].
+        first: First row -> the expert, and all its rows, int64.
     """
 
     sizes: list[int]
-    first: dict[int, int]
-    order: Tensor
+    first: dict[int, tuple[int, Tensor]]
 
 
 class _Taking(TorchFunctionMode):
@@ -85,10 +83,10 @@ class _Taking(TorchFunctionMode):
         """Where the rows of each expert lie, which the host reads if one takes any."""
         numbers = self.given[0].view(-1)
         sizes = torch.bincount(numbers, minlength=self.count).tolist()
+        rows = torch.arange(len(numbers)).split(sizes)
         starts = enumerate(accumulate(sizes[:-1], initial=0))
-        order = torch.arange(len(numbers), device=numbers.device)
-        first = {start: expert for expert, start in starts if sizes[expert]}
-        return _Lying(sizes, first, order)
+        first = {start: (expert, rows[expert]) for expert, start in starts if sizes[expert]}
+        return _Lying(sizes, first)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what was asked for."""
@@ -135,12 +133,11 @@ class _Taking(TorchFunctionMode):
             return self.known[id(index)][1]
         if not (self.given and index.numel()):
             return None
-        start, lying = int(index[0]), self.lying
-        expert = lying.first.get(start)
-        if expert is None or not torch.equal(index, lying.order[start:][: lying.sizes[expert]]):
+        found = self.lying.first.get(int(index[0]))
+        if found is None or not torch.equal(index, found[1]):
             return None
-        self.known[id(index)] = index, expert
-        return expert
+        self.known[id(index)] = index, found[0]
+        return found[0]
 
     def _piece(self, of: Tensor, expert: int) -> Tensor:
         """Return a copy, which experts may write to as they may to what an index gives."""
