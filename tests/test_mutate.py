@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import pytest
 sys.path.append(str(Path(__file__).resolve().parent.parent / "tools"))
 
 from mutation import hunt as hunting
-from mutation import scope, tree
+from mutation import planted, scope, tree
 from mutation.draw import all_places, draw
 from mutation.hunt import Hunt, go, read
 from mutation.places import AT_IMPORT, changed, places
@@ -45,6 +46,7 @@ def spin(n: int) -> int:
 '''
 
 TESTS = """
+import pytest
 import toy
 
 def test_add():
@@ -53,6 +55,19 @@ def test_add():
 def test_spin():
     assert toy.spin(2) == 0
 """
+
+SKIPPED = """
+@pytest.mark.skip(reason="not today")
+def test_skipped():
+    assert toy.spin(2) == 0
+"""
+
+
+def commit(root):
+    """Commit all that is there."""
+    who = ["-c", "user.name=toy", "-c", "user.email=toy@localhost"]
+    for words in (["add", "."], ["commit", "-q", "--allow-empty", "-m", "toy"]):
+        subprocess.run(["git", *who, *words], cwd=root, check=True)
 
 
 @pytest.fixture
@@ -66,9 +81,8 @@ def toy(tmp_path, monkeypatch):
     }.items():
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).write_text(text)
-    for words in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "toy"]):
-        who = ["-c", "user.name=toy", "-c", "user.email=toy@localhost"]
-        subprocess.run(["git", *who, *words], cwd=root, check=True)
+    subprocess.run(["git", "init", "-q"], cwd=root, check=True)
+    commit(root)
     monkeypatch.setattr(scope, "SOURCES", ("packages/toy/src",))
     return Hunt(root, tmp_path / "out", hunting.resolve(root, "HEAD"), 1, 100, 2, 0)
 
@@ -160,6 +174,35 @@ def test_a_hunt_goes_on_where_it_was_ended(toy, monkeypatch):
     assert TOY in [(p / "packages/toy/src/toy.py").read_text() for p in toy.out.glob("tree-*")]
     with pytest.raises(ValueError, match="name another folder"):
         go(Hunt(**{**{n: getattr(toy, n) for n in toy.__slots__}, "seed": 2}), said.append)
+
+
+PLANT = planted.Plant(
+    "negative", "a fault", "packages/toy/src/toy.py", "return a + b", "return a - b", ""
+)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "test", "said"),
+    [
+        ("test_toy.py", TESTS, "test_add", None),
+        ("test_toy.py", TESTS + SKIPPED, "test_skipped", "run not at all.*not today"),
+        ("test_toy.py", TESTS, "test_ad", "run not at all"),
+        ("conftest.py", "raise ImportError", "test_add", "run not at all"),
+    ],
+)
+def test_no_fault_survives_a_test_that_does_not_run(toy, monkeypatch, file, text, test, said):
+    folder = "packages/toy/tests"
+    (toy.root / folder / file).write_text(text)
+    commit(toy.root)
+    plant = replace(PLANT, test=f"{folder}/test_toy.py::{test}")
+    monkeypatch.setattr(planted, "plants", lambda: [plant])
+    hunt, heard = replace(toy, commit=hunting.resolve(toy.root, "HEAD")), []
+    if said is None:
+        assert planted.hunt(hunt, (), heard.append)
+        assert heard[-1] == "1 of 1 planted faults caught"
+        return
+    with pytest.raises(ValueError, match=said):
+        planted.hunt(hunt, (), heard.append)
 
 
 def test_an_equivalent_counts_neither_way(monkeypatch, tmp_path):

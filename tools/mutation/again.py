@@ -41,12 +41,27 @@ def again(hunt: Hunt, numbers: list[int], tests: list[str], say: Callable[[str],
 
 
 def control(worker: Worker, files: list[str], tests: list[str]) -> measure.Measured:
-    """Run the tests without a mutant."""
+    """Run the tests without a mutant.
+
+    Raises:
+        ValueError: One of them fails, or is skipped or not there: it could catch nothing.
+    """
     events, ended = worker.ask(files, LIMIT, only=tests)
     failed = [event for event in events if "failed" in event]
-    if failed or not ended:
-        raise ValueError(f"the tests fail without a mutant: {failed}")
-    return measure.Measured({e["ended"]: e["seconds"] for e in events if "ended" in e}, [], {})
+    skipped = {event["skipped"]: event["text"] for event in events if "skipped" in event}
+    ran = {e["ended"]: e["seconds"] for e in events if "ended" in e and e["ended"] not in skipped}
+    silent = [test for test in tests if not any(is_of(name, test) for name in ran)]
+    if failed or silent or not ended:
+        raise ValueError(
+            f"without a mutant these tests fail: {failed}; these run not at all: {silent}, skipped "
+            f"{skipped}; see {worker.folder / '.mutation' / 'report.log'}"
+        )
+    return measure.Measured(ran, [], {})
+
+
+def is_of(test: str, name: str) -> bool:
+    """Return whether a test is the one of a name, a case of it, or in the file of that name."""
+    return test == name or test.startswith((f"{name}[", f"{name}::"))
 
 
 def _one(hunt: Hunt, worker: Worker, mutant: Mutant, measured: measure.Measured) -> str:

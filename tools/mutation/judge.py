@@ -56,6 +56,8 @@ class Reporter:
             text = report.longreprtext
             late = "Timeout (>" in text or "Timeout >" in text
             self.write(failed=report.nodeid, late=late, text=text[-600:])
+        elif report.skipped:
+            self.write(skipped=report.nodeid, text=str(report.longrepr)[-600:])
         elif report.when == "teardown":
             self.write(ended=report.nodeid, seconds=self.spent[report.nodeid])
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import tree
-from .again import control
+from .again import control, is_of
 from .draw import Mutant
 from .hunt import Hunt
 from .places import Place
@@ -72,7 +72,7 @@ def hunt(given: Hunt, names: Iterable[str], say: Callable[[str], None]) -> bool:
         say: Called with a line for each.
 
     Raises:
-        ValueError: A text is not there, or a test fails without a fault.
+        ValueError: A text is not there, or a test fails without a fault, or does not run.
     """
     wanted = set(names)
     chosen = [each for each in plants() if not wanted or each.name in wanted]
@@ -94,11 +94,6 @@ def hunt(given: Hunt, names: Iterable[str], say: Callable[[str], None]) -> bool:
         worker.close()
     say(f"{caught} of {len(chosen)} planted faults caught")
     return caught == len(chosen)
-
-
-def is_of(test: str, name: str) -> bool:
-    """Return whether a test is the one that a plant names, or a case of it."""
-    return test == name or test.startswith(f"{name}[")
 
 
 def to_markdown(given: Iterable[Plant]) -> str:

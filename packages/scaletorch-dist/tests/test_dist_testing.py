@@ -12,7 +12,7 @@ import torch.distributed as c10d
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from scaletorch.dist import RankFailedError, launch
+from scaletorch.dist import RankFailedError, StateError, launch
 from scaletorch.dist.ranks import locate
 from scaletorch.dist.testing import distributed_test, preload, run_ranks
 
@@ -244,6 +244,15 @@ def test_what_is_preloaded_is_shared_with_ranks():
     assert after > before + 100
     preload("xmlrpc.client")
     assert launch(frozen_objects, 1) == [(after, True)]
+
+
+def test_what_is_preloaded_is_found_on_the_path_of_now(tmp_path, monkeypatch):
+    run_ranks(frozen_objects, 1)  # the server began before
+    (tmp_path / "preloaded_later.py").write_text("")
+    with pytest.raises(StateError, match="No module named 'preloaded_later'"):
+        preload("preloaded_later")
+    monkeypatch.syspath_prepend(tmp_path)
+    preload("preloaded_later")
 
 
 PRELOADING = """

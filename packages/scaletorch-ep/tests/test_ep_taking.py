@@ -116,9 +116,31 @@ def test_rows_in_another_order_or_of_two_experts_are_no_piece():
         call_taking(outside, rows, (numbers, weights), (), EXPERTS)
 
 
+def test_a_second_backward_leaves_alone_what_the_first_one_returned():
+    up, rows = torch.randn(EXPERTS, 2, 3, requires_grad=True), torch.randn(ROWS, 3)
+    out = call_taking(lambda rows: F.linear(rows, up[1]).sum(), rows, (), (up,))
+    first, second = (torch.autograd.grad(k * out, up, retain_graph=True)[0] for k in (1, 2))
+    assert torch.equal(2 * first, second)
+    assert first.any()
+
+
 def test_whatever_else_is_taken_has_its_gradient():
     found, expected = (_run("otherwise", torch.float64, taking) for taking in (True, False))
     assert max(map(relative_error, found, expected)) <= 1e-14
+
+
+def test_products_are_those_of_autocast():
+    up, rows = torch.randn(EXPERTS, 2, 3, requires_grad=True), torch.randn(ROWS, 3)
+
+    def experts(rows):
+        return F.linear(rows[torch.tensor([0, 1])], up[1])
+
+    with torch.autocast("cpu", torch.bfloat16):
+        found, wanted = call_taking(experts, rows, (), (up,)), experts(rows)
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, wanted)
+    (found - 2 * wanted).float().sum().backward()
+    assert torch.equal(up.grad[1], -torch.ones(2, 1) @ rows[:2].bfloat16().sum(0, True).float())
 
 
 @pytest.mark.parametrize(("place", "index"), [("rows", ROWS), ("rows", -ROWS - 1), ("up", EXPERTS)])

@@ -88,6 +88,7 @@ class _Server:
                 self.answer(request, fds, rank_main)
 
     def answer(self, request: dict[str, Any], fds: list[int], rank_main: RankMain) -> None:
+        sys.path[:] = request["path"]  # the caller's may have grown
         try:
             _preload(request["preload"])
         except Exception:

@@ -109,9 +109,13 @@ class ForkServer:
         return message
 
     def preload(self, modules: Iterable[str]) -> None:
-        """Import modules in the server, so that ranks started later have them."""
+        """Import modules in the server, so that ranks started later have them.
+
+        They are looked for on this process's module path of now, not of when the server began.
+        """
         with self._lock:
-            fork_server.send_message(self._socket, {"preload": list(modules)})
+            request = {"preload": list(modules), "path": sys.path}
+            fork_server.send_message(self._socket, request)
             self._receive()
 
     def spawn(self, request: dict[str, Any]) -> RankProcess:

@@ -55,15 +55,11 @@ class _Lying(NamedTuple):
 
     Attributes:
         sizes: Of each expert.
-        first: First row -> the expert.
-        order: All rows, int64 [P].
-        zeros: As many zeros.
+        first: First row -> the expert, and all its rows, int64.
     """
 
     sizes: list[int]
-    first: dict[int, int]
-    order: Tensor
-    zeros: Tensor
+    first: dict[int, tuple[int, Tensor]]
 
 
 class _Taking(TorchFunctionMode):
@@ -75,20 +71,22 @@ class _Taking(TorchFunctionMode):
         super().__init__()
         self.rows, self.given, self.count = rows, given, count
         self.weights = given[1] if given else None
-        self.known: list[tuple[Tensor, int]] = []  # indices of all rows of one expert
+        # By `id`, of tensors that live as long as this.
+        self.known: dict[int, tuple[Tensor, int]] = {}  # indices of all rows of one expert
         self.pieces: dict[int, tuple[Tensor, ...]] = {}  # of rows or weights
-        self.stacks: list[tuple[Tensor, list[Stack]]] = [(each, []) for each in stacks]
-        self.places: dict[int, tuple[Stack, int]] = {}
+        self.wholes = {id(each): each for each in stacks}
+        self.stacks: dict[int, Stack] = {}  # of which a part was taken
+        self.places: dict[int, tuple[Stack, int]] = {}  # of parts
 
     @cached_property
     def lying(self) -> _Lying:
         """Where the rows of each expert lie, which the host reads if one takes any."""
         numbers = self.given[0].view(-1)
         sizes = torch.bincount(numbers, minlength=self.count).tolist()
+        rows = torch.arange(len(numbers)).split(sizes)
         starts = enumerate(accumulate(sizes[:-1], initial=0))
-        order = torch.arange(len(numbers), device=numbers.device)
-        first = {start: expert for expert, start in starts if sizes[expert]}
-        return _Lying(sizes, first, order, torch.zeros_like(order))
+        first = {start: (expert, rows[expert]) for expert, start in starts if sizes[expert]}
+        return _Lying(sizes, first)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what was asked for."""
@@ -104,11 +102,8 @@ class _Taking(TorchFunctionMode):
             return self._of_rows(index)
         if of is self.weights:
             return self._of_weights(index)
-        if type(index) is int or _is_index(index, 0):
-            for whole, known in self.stacks:
-                if of is whole:
-                    known += [] if known else [self._apart(whole)]
-                    return known[0].parts[int(index)]
+        if id(of) in self.wholes and (type(index) is int or _is_index(index, 0)):
+            return self._parts(of)[int(index)]
         return None
 
     def _of_rows(self, index: Any) -> Tensor | None:
@@ -127,24 +122,22 @@ class _Taking(TorchFunctionMode):
         if not (_is_index(index[0], 1) and _is_index(index[1], 1)):
             return None
         expert = self._expert_of(index[0])
-        if expert is None or not torch.equal(index[1], self.lying.zeros[: len(index[1])]):
+        if expert is None or index[1].any():
             return None
         piece = self._piece(self.given[1], expert)
         return piece if len(index) == 3 else piece.squeeze(1)
 
     def _expert_of(self, index: Tensor) -> int | None:
         """Return the expert whose rows these are, all of them in order; None if it is none."""
-        for known, of in self.known:
-            if index is known:
-                return of
+        if id(index) in self.known:
+            return self.known[id(index)][1]
         if not (self.given and index.numel()):
             return None
-        start, lying = int(index[0]), self.lying
-        expert = lying.first.get(start)
-        if expert is None or not torch.equal(index, lying.order[start:][: lying.sizes[expert]]):
+        found = self.lying.first.get(int(index[0]))
+        if found is None or not torch.equal(index, found[1]):
             return None
-        self.known.append((index, expert))
-        return expert
+        self.known[id(index)] = index, found[0]
+        return found[0]
 
     def _piece(self, of: Tensor, expert: int) -> Tensor:
         """Return a copy, which experts may write to as they may to what an index gives."""
@@ -153,10 +146,11 @@ class _Taking(TorchFunctionMode):
             pieces = self.pieces[id(of)] = of.split(self.lying.sizes)
         return pieces[expert].clone()
 
-    def _apart(self, whole: Tensor) -> Stack:
-        stack = Stack(whole)
-        self.places |= {id(part): (stack, number) for number, part in enumerate(stack.parts)}
-        return stack
+    def _parts(self, whole: Tensor) -> tuple[Tensor, ...]:
+        if id(whole) not in self.stacks:
+            stack = self.stacks[id(whole)] = Stack(whole)
+            self.places |= {id(part): (stack, number) for number, part in enumerate(stack.parts)}
+        return self.stacks[id(whole)].parts
 
 
 def _is_index(index: Any, dims: int) -> bool:
