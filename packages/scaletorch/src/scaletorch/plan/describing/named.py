@@ -28,8 +28,11 @@ def named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Mo
     Raises:
         InvalidArgumentError: There is none, or transformers is missing.
     """
-    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise InvalidArgumentError(f"dtype {dtype!r} is none of torch's, such as bfloat16")
+    known = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(known, torch.dtype) and known.is_floating_point):
+        raise InvalidArgumentError(
+            f"dtype {dtype!r} is none of torch's of floats, such as bfloat16"
+        )
     path = Path(given)
     if path.exists():
         return _of_file(path, dtype)
