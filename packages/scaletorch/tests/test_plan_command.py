@@ -131,6 +131,19 @@ def folder(tmp_path_factory):
 def _damage(made):
     """Write descriptions that are none, and a module whose own code fails."""
     (made / "failing.py").write_text("1 / 0")
+    for name, config in {
+        "odd": CONFIG | {"hidden_size": "wide"},
+        "seeing": {"model_type": "vit"},
+    }.items():
+        (made / name).mkdir()
+        (made / name / "config.json").write_text(json.dumps(config))
+    device = {"name": "own", "memory": "1GiB", "flops": {}, "moving": "1GB/s"}
+    link = {"ranks": 4, "latency": "3us", "bandwidth": "1GB/s"}
+    for name, parts in {
+        "hiding": {"device": device | {"hides": "all"}, "links": [link]},
+        "calling": {"device": device, "links": [link | {"calls": {"send": 5}}]},
+    }.items():
+        (made / f"{name}.json").write_text(json.dumps({"ranks": 4} | parts))
     text = (made / "tiny.json").read_text()
     for name, change in {
         "words": lambda content: content.update(length="sixteen"),
@@ -244,6 +257,10 @@ WRONG = {
     f"{MODEL} plannable:broken": "the model cannot run on the batch: RuntimeError: ",
     f"{MODEL} plannable:model --dtype bfloat17": "dtype 'bfloat17' is none of torch's",
     f"{MODEL} empty": "the folder empty has no config.json",
+    f"{MODEL} odd": "is no config of transformers: Validation error for field 'hidden_size':",
+    f"{MODEL} seeing": "transformers has no causal language model for ViTConfig: name a function",
+    f"{PLAN} --cluster hiding.json": "device: hides must be a number from 0, got 'all'",
+    f"{PLAN} --cluster calling.json": "link 0: calls have a latency and a bandwidth each",
     f"{PLAN} --memory 80GiBi": "--memory '80GiBi' has the unknown unit 'GiBi'",
     f"{PLAN} --device H100-SMX": "did you mean H100-SXM?",
     f"{PLAN} --device MI300X": "links of MI300X are not known: say --link",

@@ -157,7 +157,7 @@ def _why_elsewhere(
     lists: Sequence[str],
     total: int,
 ) -> str | None:
-    """Return which weights of single experts are not where they are looked for."""
+    """Return which weights of single experts lie elsewhere than in their rows."""
     names = [name for name, leaf in leaves.items() if leaf.requires_grad]
     inside = tuple(f"{each}." if each else "" for each in lists)
     for name, *used in zip(names, *uses, strict=True):
