@@ -175,4 +175,5 @@ def test_shared_experts_are_computed_once_and_early_where_they_can_be(recompute)
             calls = {"twice": 2, "not at all": 0}.get(order, 1) + (order in IN_VAIN)
             early = order != "with an argument more"
             assert (told.index("shared") < told.index("experts")) == early, order
-            assert told.count("shared") == calls * told.count("experts"), order
+            asked = 2  # calls of experts that belong to no step: whether they can be apart
+            assert told.count("shared") == calls * (told.count("experts") - asked), order

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from scaletorch.models import Llama, LlamaConfig
+from scaletorch.parallel.pipeline_parallel import Split
 
 
 def model():
@@ -85,7 +86,20 @@ def without_ids(rows):
     return {"pixels": torch.zeros(rows, 16)}
 
 
+class Encoding(Own):
+    def __init__(self):
+        super().__init__()
+        self.encoder = nn.ModuleList([Block(False)])
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in (*self.encoder, *self.layers):
+            x = layer(x)
+        return self.head(x)
+
+
 NUMBER = 3
+SPLIT = Split(first=("embed", "encoder"), layers="layers", last=("head",))
 """
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
@@ -109,8 +123,36 @@ def folder(tmp_path_factory):
         patch.syspath_prepend(str(made))
         words = "describe --model plannable:model --length 16 --tp 1 2 --cp 1 --out tiny.json"
         assert main([*words.split(), "--sequence-parallel", "off"]) == 0
+        _damage(made)
         yield made
     sys.modules.pop("plannable", None)
+
+
+def _damage(made):
+    """Write descriptions that are none, and a module whose own code fails."""
+    (made / "failing.py").write_text("1 / 0")
+    for name, config in {
+        "odd": CONFIG | {"hidden_size": "wide"},
+        "seeing": {"model_type": "vit"},
+    }.items():
+        (made / name).mkdir()
+        (made / name / "config.json").write_text(json.dumps(config))
+    device = {"name": "own", "memory": "1GiB", "flops": {}, "moving": "1GB/s"}
+    link = {"ranks": 4, "latency": "3us", "bandwidth": "1GB/s"}
+    for name, parts in {
+        "hiding": {"device": device | {"hides": "all"}, "links": [link]},
+        "calling": {"device": device, "links": [link | {"calls": {"send": 5}}]},
+    }.items():
+        (made / f"{name}.json").write_text(json.dumps({"ranks": 4} | parts))
+    text = (made / "tiny.json").read_text()
+    for name, change in {
+        "words": lambda content: content.update(length="sixteen"),
+        "kinds": lambda content: content["cuts"][0]["kinds"].pop(),
+        "bytes": lambda content: content["cuts"][0]["kinds"][0]["kept"].update(per_row="many"),
+    }.items():
+        content = json.loads(text)
+        change(content)
+        (made / f"{name}.json").write_text(json.dumps(content))
 
 
 @pytest.fixture
@@ -183,6 +225,12 @@ def test_a_model_with_a_plan_of_ones_own(run, folder):
     assert f"(plannable.py:{line})" in said
 
 
+def test_a_model_whose_layers_are_not_one_list(run):
+    words = "--length 16 --tp 1 --cp 1 --ranks 2 --rows 4 --model plannable:Encoding"
+    assert "cannot tell which modules are the layers" in run(words, code=2)
+    assert "1x2x1x1" in run(f"{words} --split plannable:SPLIT")
+
+
 def test_a_config_of_transformers(run, folder):
     pytest.importorskip("transformers")
     run("describe --model tiny --length 16 --tp 1 --cp 1 --dtype bfloat16 --out hf.json")
@@ -209,6 +257,10 @@ WRONG = {
     f"{MODEL} plannable:broken": "the model cannot run on the batch: RuntimeError: ",
     f"{MODEL} plannable:model --dtype bfloat17": "dtype 'bfloat17' is none of torch's",
     f"{MODEL} empty": "the folder empty has no config.json",
+    f"{MODEL} odd": "is no config of transformers: Validation error for field 'hidden_size':",
+    f"{MODEL} seeing": "transformers has no causal language model for ViTConfig: name a function",
+    f"{PLAN} --cluster hiding.json": "device: hides must be a number from 0, got 'all'",
+    f"{PLAN} --cluster calling.json": "link 0: calls have a latency and a bandwidth each",
     f"{PLAN} --memory 80GiBi": "--memory '80GiBi' has the unknown unit 'GiBi'",
     f"{PLAN} --device H100-SMX": "did you mean H100-SXM?",
     f"{PLAN} --device MI300X": "links of MI300X are not known: say --link",
@@ -217,13 +269,26 @@ WRONG = {
     f"{PLAN} --link 4:3us:300GB/s": "--link is for --device",
     f"{PLAN} --cluster short.json": "links miss a level: 4 ranks",
     f"{PLAN} --cluster short.json --device H200": "leave out --device",
-    f"{PLAN} --cluster nowhere.json": "'nowhere.json' is not in the table",
+    f"{PLAN} --cluster nowhere.json": "--cluster nowhere.json: there is no such file",
+    f"{PLAN} --cluster dgx-h300": "cluster 'dgx-h300' is not in the table",
+    f"{PLAN} --device H100": "did you mean H100-SXM?",
+    f"{PLAN} --ep 3": "and ep to divide dp x cp x tp and be one that",
+    f"{PLAN} --tp 1 --explain 1x1x1x4": "1x1x1x4 is not legal: sizes that were asked for",
+    f"{MODEL} plannable:model --dtype int8": "dtype 'int8' is none of torch's of floats",
+    f"{MODEL} plannable:model --plan plannable:NUMBER": "has to name a Mapping, and names a int",
+    f"{MODEL} plannable:model --batch plannable:NUMBER": "has to name a Callable, and names",
+    f"{MODEL} failing:model": "'failing:model' cannot be imported: ZeroDivisionError",
+    f"{MODEL} ..plannable:model": "'..plannable:model' cannot be imported: TypeError",
     f"{PLAN} --tp 3": "no layout of 4 ranks with 8 rows and tp 3 is",
     f"{PLAN} --tp 2 --sequence-parallel on": "Llama is not described for tp 2",
     f"{PLAN} --explain 2x2x2x2": "it has 16 ranks, and 4 are planned for",
     "--description tiny.json --ranks 4 --rows 7 --dp 4": "no layout of 4 ranks with 7 rows",
     "--description wrong.json --ranks 4 --rows 8": "wrong.json is of version 0",
-    "--description nowhere.json --ranks 4 --rows 8": "nowhere.json",
+    "--description nowhere.json --ranks 4 --rows 8": "nowhere.json cannot be read: No such file",
+    "--description short.json --ranks 4 --rows 8": "no description of a model: it has no 'version'",
+    "--description words.json --ranks 4 --rows 8": "no description of a model: its length is no nu",
+    "--description kinds.json --ranks 4 --rows 8": "or its blocks are of other kinds than cuts",
+    "--description bytes.json --ranks 4 --rows 8": "'per_row': 'many'} are no finite numbers",
 }
 
 

@@ -46,7 +46,7 @@ def load(name: str) -> Any:
     """Return what `package.module:name` names; the current folder counts.
 
     Raises:
-        InvalidArgumentError: there is no such module, or no such name in it.
+        InvalidArgumentError: There is no such module, or no such name in it, or its own code fails.
     """
     module, _, attribute = name.partition(":")
     if os.getcwd() not in sys.path:
@@ -55,3 +55,6 @@ def load(name: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError, ValueError) as error:
         raise InvalidArgumentError(f"{name!r} is not package.module:name: {error}") from error
+    except Exception as error:  # of the module's own code, or a relative name
+        told = f"{type(error).__name__}: {error}"
+        raise InvalidArgumentError(f"{name!r} cannot be imported: {told}") from error

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ..compose.naming import layout_name, load, parse_layout
 from ..dist.errors import InvalidArgumentError, ScaletorchError
 from ..parallel.pg_manager import Grid
+from ..parallel.pipeline_parallel import Split
 from .arguments import ASSUMED, cluster_of, cuts_of, options_of, sizes_of, subcommand
 from .clusters import write_cluster
 from .description import Description, read, write
@@ -137,9 +138,21 @@ def description_of(arguments: Any) -> Description:
     name, build = named(arguments.model, arguments.dtype)
     return describe(
         build, arguments.length, cuts=cuts_of(arguments, experts_of(build)),
-        batch=load(arguments.batch) if arguments.batch else None,
-        plan=load(arguments.plan) if arguments.plan else None, name=name,
+        batch=_loaded(arguments, "batch", Callable), plan=_loaded(arguments, "plan", Mapping),
+        split=_loaded(arguments, "split", Split), name=name,
     )  # fmt: skip
+
+
+def _loaded(arguments: Any, option: str, kind: Any) -> Any:
+    given = getattr(arguments, option)
+    if given is None:
+        return None
+    found = load(given)
+    if not isinstance(found, kind):
+        raise InvalidArgumentError(
+            f"--{option} {given} has to name a {kind.__name__}, and names a {type(found).__name__}"
+        )
+    return found
 
 
 def _chosen(shown: Shown, legal: Sequence[Estimate], text: str) -> Estimate:
@@ -154,7 +167,9 @@ def _chosen(shown: Shown, legal: Sequence[Estimate], text: str) -> Estimate:
             return each
     why = next((why for name, why in shown.refused if name == layout_name(grid)), "")
     ranks = shown.cluster.ranks
-    why = why or f"it has {grid.world_size} ranks, and {ranks} are planned for"
+    if grid.world_size != ranks:
+        why = f"it has {grid.world_size} ranks, and {ranks} are planned for"
+    why = why or "sizes that were asked for, or ways that the model is described for, leave it out"
     raise InvalidArgumentError(f"{text} is not legal: {why}")
 
 
@@ -165,7 +180,10 @@ def _none(shown: Shown, sizes: dict[str, list[int]]) -> str:
     start += f" and {named}" if named else ""
     reasons = list(grouped(shown.refused))
     if not reasons:
-        return f"{start} is there: sizes have to multiply to the ranks"
+        return (
+            f"{start} is there: sizes of dp, pp, cp and tp have to multiply to the ranks, and ep "
+            "to divide dp x cp x tp and be one that the model is described for"
+        )
     count, example, why = reasons[0]
     return f"{start} is legal; of {len(shown.refused)} for {count} such as {example}: {why}"
 

@@ -104,6 +104,7 @@ def _model(parser: argparse.ArgumentParser) -> None:
     _say("--dtype", help="of parameters, such as bfloat16; else as the model is built")
     _say("--batch", help="package.module:function of rows, what `train_step` takes of a model")
     _say("--plan", help="package.module:name of a tensor parallel plan")
+    _say("--split", help="package.module:name of a Split, if the layers are not one nn.ModuleList")
 
 
 def _count(text: str) -> int:
@@ -131,6 +132,8 @@ def cluster_of(arguments: Any) -> Cluster:
         cluster = _of_device(arguments.device, arguments.link, ranks)
     elif named and Path(named).exists():
         cluster = read_cluster(Path(named), ranks)
+    elif named and Path(named).suffix:
+        raise InvalidArgumentError(f"--cluster {named}: there is no such file")
     else:
         cluster = cluster_named(named or DEFAULT, ranks)
     if arguments.memory is None:

@@ -8,6 +8,7 @@ that are affine in the rows of a micro-batch.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -253,17 +254,33 @@ def read(path: Path) -> Description:
             raise InvalidArgumentError(
                 f"{path} is of version {version}, and {VERSION} is read here"
             )
-        return Description(
+        found = Description(
             content["name"], content["length"], content["dtype"],
             tuple(Block(**each) for each in content["blocks"]),
             {Cut(**each["cut"]): tuple(map(_behaviour, each["kinds"])) for each in content["cuts"]},
             {Cut(**cut): why for cut, why in content["refused"]},
             tuple(map(tuple, content["tied"])), content["source"],
         )  # fmt: skip
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        kinds = 1 + max(block.kind for block in found.blocks)
+        if type(found.length) is not int or {kinds} != {len(x) for x in found.cuts.values()}:
+            raise ValueError("its length is no number, or its blocks are of other kinds than cuts")
+        return found
+    except OSError as error:
+        raise InvalidArgumentError(f"{path} cannot be read: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, InvalidArgumentError):
             raise
-        raise InvalidArgumentError(f"{path} is no description of a model: {error}") from None
+        raise InvalidArgumentError(f"{path} is no description of a model: {_told(error)}") from None
+
+
+def _told(error: Exception) -> str:
+    return f"it has no {error}" if isinstance(error, KeyError) else str(error)
+
+
+def _affine(given: dict[str, Any]) -> Affine:
+    if any(type(each) not in (int, float) or not math.isfinite(each) for each in given.values()):
+        raise ValueError(f"{given} are no finite numbers")
+    return Affine(**given)
 
 
 def _behaviour(given: dict[str, Any]) -> Behaviour:
@@ -273,10 +290,10 @@ def _behaviour(given: dict[str, Any]) -> Behaviour:
     }  # fmt: skip
     return Behaviour(
         tuple(Parameter(**{**each, "local": tuple(each["local"])}) for each in given["parameters"]),
-        **{name: Affine(**given[name]) for name in plain},
-        sent=tuple(Sent(**{**each, "bytes": Affine(**each["bytes"])}) for each in given["sent"]),
+        **{name: _affine(given[name]) for name in plain},
+        sent=tuple(Sent(**{**each, "bytes": _affine(each["bytes"])}) for each in given["sent"]),
         work=tuple(
-            Work(**{**each, "flops": Affine(**each["flops"]), "moved": Affine(**each["moved"])})
+            Work(**{**each, "flops": _affine(each["flops"]), "moved": _affine(each["moved"])})
             for each in given["work"]
         ),
     )

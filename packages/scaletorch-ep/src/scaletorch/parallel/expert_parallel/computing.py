@@ -53,14 +53,16 @@ def compute(
 
 
 def _wrong(results: Any, taken: Tensor) -> InvalidArgumentError | None:
-    got = f"a {type(results).__name__}"
+    got, way_out = f"a {type(results).__name__}", ""
     if isinstance(results, Tensor):
         if (results.shape, results.dtype) == (taken.shape, taken.dtype):
             return None
         got = f"{results.dtype} {tuple(results.shape)}"
+        if results.shape == taken.shape:
+            way_out = ": let them return results.to(hidden.dtype)"
     return InvalidArgumentError(
         f"{describe_rank()}: experts must return what they are given, {taken.dtype} "
-        f"{tuple(taken.shape)}, got {got}"
+        f"{tuple(taken.shape)}, got {got}{way_out}"
     )
 
 

@@ -16,6 +16,7 @@ from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError, StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import class_before, deep_copy, shallow_copy
+from .apart import why_mixed
 from .computing import compute
 from .dispatch import combine_computed, dispatch
 from .shares import ranges_of, share_out
@@ -155,6 +156,9 @@ def _over_experts(
     named = {name: _tensor(module, name) for name in division.stacked}
     results, wrong = compute(own, came, len(division.own), [*named.values()])
     if not division.checked:
+        here, total = len(division.own), sum(division.counts)
+        names = division.stacked, division.lists
+        wrong = wrong or why_mixed(module, own, came, names, here, total)
         lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
         agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
     if wrong is not None:

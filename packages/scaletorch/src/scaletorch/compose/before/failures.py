@@ -28,8 +28,9 @@ _WAYS_OUT = {
         "length (a mask, positions, blocks) does not fit that: use cp_size=1"
     ),
     "ep": (
-        "each rank has some of the experts, and the module wants all of them: use ep_size=1, or "
-        "name the experts in a plan"
+        "each rank has some of the experts, and the module wants all of them: use ep_size=1, name "
+        "the experts in a plan, or let them keep their number in an attribute such as num_experts, "
+        "which is set to this rank's"
     ),
 }
 

@@ -84,6 +84,7 @@ def cluster_named(name: str, ranks: int) -> Cluster:
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> str:
     names = list(known)
-    close = get_close_matches(name, names, 1, 0.4)
+    close = [each for each in names if name and each.lower().startswith(name.lower())]
+    close = close or get_close_matches(name, names, 1, 0.4)
     meant = f"; did you mean {close[0]}?" if close else ""
     return f"{what} {name!r} is not in the table: {', '.join(names)}{meant}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -108,8 +109,8 @@ def device_of(given: Any, where: str) -> Device:
         quantity(given["updating"], BYTES_A_SECOND, f"{where}: updating")
         if given.get("updating")
         else 0.0,
-        float(given.get("hides", 1.0)),
-        float(given.get("spread", 0.1)),
+        _share(given.get("hides", 1.0), f"{where}: hides"),
+        _share(given.get("spread", 0.1), f"{where}: spread"),
         str(given.get("source", "")),
     )
 
@@ -122,7 +123,8 @@ def _link(given: Any, where: str, folder: Path) -> Link:
         return Link(ranks, found.latency, found.bandwidth, found.calls)
     _fields(given, {"ranks", "latency", "bandwidth"}, {"calls"}, where)
     calls = given.get("calls", {})
-    if not isinstance(calls, Mapping) or any(len(each) != 2 for each in calls.values()):
+    pairs = calls.values() if isinstance(calls, Mapping) else [None]
+    if not all(isinstance(each, list) and len(each) == 2 for each in pairs):
         raise InvalidArgumentError(f"{where}: calls have a latency and a bandwidth each")
     return Link(
         _whole(given["ranks"], f"{where}: ranks"),
@@ -136,6 +138,12 @@ def _pair(latency: object, bandwidth: object, where: str) -> tuple[float, float]
         quantity(latency, SECONDS, f"{where}: latency"),
         quantity(bandwidth, BYTES_A_SECOND, f"{where}: bandwidth"),
     )
+
+
+def _share(given: object, where: str) -> float:
+    if isinstance(given, int | float) and 0 <= given < math.inf:
+        return float(given)
+    raise InvalidArgumentError(f"{where} must be a number from 0, got {given!r}")
 
 
 def _shares(given: Any, where: str) -> Shares:

@@ -28,8 +28,11 @@ def named(given: str, dtype: str | None = None) -> tuple[str, Callable[[], nn.Mo
     Raises:
         InvalidArgumentError: There is none, or transformers is missing.
     """
-    if dtype is not None and not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise InvalidArgumentError(f"dtype {dtype!r} is none of torch's, such as bfloat16")
+    known = None if dtype is None else getattr(torch, dtype, None)
+    if dtype is not None and not (isinstance(known, torch.dtype) and known.is_floating_point):
+        raise InvalidArgumentError(
+            f"dtype {dtype!r} is none of torch's of floats, such as bfloat16"
+        )
     path = Path(given)
     if path.exists():
         return _of_file(path, dtype)
@@ -66,8 +69,8 @@ def _of_file(path: Path, dtype: str | None) -> tuple[str, Callable[[], nn.Module
     transformers = _transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(file)
-    except (ValueError, KeyError, OSError) as error:
-        why = str(error).partition("\n")[0]
+    except Exception as error:  # of validators, too, which are no ValueErrors
+        why = " ".join(str(error).split("\n")[:2])
         raise InvalidArgumentError(f"{file} is no config of transformers: {why}") from error
     name = path.resolve().name if path.is_dir() else path.resolve().parent.name
     return name, lambda: _of_config(config, dtype)
@@ -77,7 +80,13 @@ def _of_config(config: Any, dtype: str | None) -> nn.Module:
     transformers = _transformers()
     config.use_cache = False  # which training has no use for
     more = {} if dtype is None else {"dtype": getattr(torch, dtype)}
-    model: nn.Module = transformers.AutoModelForCausalLM.from_config(config, **more)
+    causal = transformers.AutoModelForCausalLM
+    if type(config) not in causal._model_mapping and not getattr(config, "auto_map", None):
+        raise InvalidArgumentError(
+            f"transformers has no causal language model for {type(config).__name__}: name a "
+            "function that makes yours, package.module:function"
+        )
+    model: nn.Module = causal.from_config(config, **more)
     return model
 
 
