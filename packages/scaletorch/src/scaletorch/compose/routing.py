@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from ..dist import all_reduce, get_comm_device
 from ..dist.errors import InvalidArgumentError
 from ..parallel.expert_parallel import RoutingStatistics, count_tokens
-from ..parallel.expert_parallel.building import move_bias, statistics_of
+from ..parallel.expert_parallel.building import is_bare_list, move_bias, statistics_of
 from .forward import Terms, manager_of, pipeline_of, terms_of
 
 
@@ -48,6 +48,12 @@ def count_routing(
         found, module = _tensor(block, bias), block._modules.get(experts)
         if found is None or module is None:
             continue
+        if is_bare_list(module):
+            raise InvalidArgumentError(
+                f"'{name}.{experts}' is a list that its block loops over, and is not called with "
+                "the indices of experts, which are to be counted: count them in the block "
+                "(scaletorch.parallel.expert_parallel.count_tokens)"
+            )
         count = torch.zeros(len(found), dtype=torch.int64, device=found.device)
         counts[f"{name}.{bias}".lstrip(".")] = count
         # In front of what other strategies do with the arguments.

@@ -3,7 +3,7 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
-from .finding import Found, find_experts
+from .finding import Found, find_experts, is_bare_list
 from .losses import move_bias, statistics_of
 from .module import DividedExperts, Division
 from .plans import named_experts
@@ -18,6 +18,7 @@ __all__ = [
     "find_expert_cuts",
     "find_experts",
     "gather_experts",
+    "is_bare_list",
     "move_bias",
     "named_experts",
     "own_experts",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 from typing import TypeVar
 
 from torch import Tensor, nn
@@ -13,7 +13,8 @@ from ...dist import get_world_size
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import mark_divided
-from .finding import Found, find_experts
+from .finding import Found, find_experts, is_bare_list
+from .lists import check_lists, check_shared, loop_over
 from .module import DividedExperts, Division, ExpertList, put_before
 from .plans import Plan, called_experts, named_experts, own_patterns
 from .shared import compute_beside
@@ -40,7 +41,8 @@ def apply_expert_parallel(
     of all ranks that chose them; everything else stays whole. Parameters and buffers with as many
     rows along dim 0 as there are experts are cut, and lists of as many modules keep this rank's
     under their names; attributes that hold the number are set to this rank's. Parameters are
-    replaced: make the optimizer afterwards. Tied ones stay tied.
+    replaced: make the optimizer afterwards. Tied ones stay tied. A named `nn.ModuleList` has no
+    call: the block that loops over it is run to see what it asks for, and again with the results.
 
     Each rank calls the model with tokens of its own, as in data parallelism. An expert's gradient
     then is of the tokens of all ranks of the group, and that of other parameters of its own.
@@ -78,13 +80,28 @@ def apply_expert_parallel(
     _check(model, found, shared=sharers > 1)
     if ranks == sharers == 1:
         return model
+    beside = tokens is sharing is None and ranks > 1
+    _install(model, found, divisions, group if sharing is None else sharing, beside=beside)
+    return model
+
+
+def _install(
+    model: nn.Module,
+    found: list[Found],
+    divisions: list[Division],
+    group: ProcessGroup | None,
+    *,
+    beside: bool,
+) -> None:
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for each, division in zip(found, divisions, strict=True):
+        looped = is_bare_list(each.module)
         _cut(each, division, memo)
-        mark_divided(each.module, group if sharing is None else sharing)
-        if tokens is sharing is None and ranks > 1 and each.name:
+        mark_divided(each.module, group)
+        if looped:
+            loop_over(model, each.module)
+        elif beside and each.name:
             compute_beside(model.get_submodule(each.name.rpartition(".")[0]), each.module)
-    return model
 
 
 def _find(model: nn.Module, plan: Plan | None) -> list[Found]:
@@ -109,10 +126,13 @@ def _divide(
 
 def _check(model: nn.Module, found: list[Found], shared: bool) -> None:
     """Refuse what the cut would make wrong, before anything is cut."""
-    inside: set[int] = set()
     for each in found:
         if isinstance(each.module, DividedExperts):
             raise InvalidArgumentError(f"{describe_rank()}: '{each.name}' is divided already")
+    check_lists(model, {each.name: each.module for each in found if is_bare_list(each.module)})
+    check_shared(model, {place: part for each in found for place, part in _lists(each)})
+    inside: set[int] = set()
+    for each in found:
         own = dict(each.module.named_parameters(remove_duplicate=False))
         inside |= {id(own[name]) for name in each.stacked if name in own}
         prefixes = tuple(f"{name}." if name else "" for name in each.lists)
@@ -136,6 +156,11 @@ def _check(model: nn.Module, found: list[Found], shared: bool) -> None:
                     f"{describe_rank()}: '{name}.{own_name}' is tied to a parameter of experts, "
                     "which is cut along dim 0; untie it"
                 )
+
+
+def _lists(found: Found) -> Iterator[tuple[str, nn.Module]]:
+    for name in found.lists:
+        yield f"{found.name}.{name}".strip("."), found.module.get_submodule(name)
 
 
 def _cut(found: Found, division: Division, memo: Memo) -> None:

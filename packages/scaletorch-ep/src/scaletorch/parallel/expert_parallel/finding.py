@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeGuard
 
 from torch import Tensor, nn
 
 from ...dist.errors import InvalidArgumentError
+from .asking import LoopedList
 
 _NOT_A_NUMBER_OF_EXPERTS = ("per_", "top", "shared")  # parts of names such as num_experts_per_tok
 
@@ -19,7 +21,8 @@ class Found:
 
     Attributes:
         name: The module's first name in the model.
-        module: It is called as `experts(hidden, top_k_index, top_k_weights)`.
+        module: It is called as `experts(hidden, top_k_index, top_k_weights)`, or is a bare list
+            of experts that the block around it loops over.
         experts: Their number.
         stacked: Names in the module of parameters with an expert a row of dim 0.
         buffers: The same of buffers.
@@ -42,6 +45,8 @@ def find_experts(name: str, module: nn.Module) -> Found:
     Raises:
         InvalidArgumentError: It is not called as experts are, or it cannot be divided.
     """
+    if is_bare_list(module):
+        return Found(name, module, len(module), (), (), ("",), ())
     _check_call(name, module)
     lists = {
         inner: each
@@ -63,13 +68,19 @@ def find_experts(name: str, module: nn.Module) -> Found:
     return Found(name, module, experts, stacked, buffers, divided, numbers)
 
 
+def is_bare_list(module: nn.Module) -> TypeGuard[nn.ModuleList]:
+    """Return whether a module is a list without a forward, whose block loops over its elements."""
+    own = type(module).forward is not nn.Module.forward  # torch's own raises
+    return isinstance(module, LoopedList) or (isinstance(module, nn.ModuleList) and not own)
+
+
 def _check_call(name: str, module: nn.Module) -> None:
     kind = type(module).__name__
     if type(module).forward is nn.Module.forward:  # torch's own, which raises
         raise InvalidArgumentError(
-            f"'{name}' is a {kind} without a forward of its own: the block around it loops over "
-            "experts, so tokens cannot be sent to them; put the loop into a module that is called "
-            "as experts(hidden, top_k_index, top_k_weights), and name that one"
+            f"'{name}' is a {kind} without a forward of its own, and no nn.ModuleList: put experts "
+            "into one, or what is done with them into a module that is called as experts(hidden, "
+            "top_k_index, top_k_weights), and name that one"
         )
     if "forward" in vars(module):
         raise InvalidArgumentError(

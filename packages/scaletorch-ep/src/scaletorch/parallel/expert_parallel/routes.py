@@ -77,7 +77,7 @@ def find_route(
     slots = owners.new_zeros((ranks + 1, len(index)))  # the last row is of indices outside
     slots.scatter_add_(0, owners.t(), _one(index.device).expand_as(owners.t()))
     goes, sums = slots[:ranks] > 0, slots.sum(1, keepdim=True)
-    head = _head(_digest(call), _needs(hidden, weights), ranks, index.device)
+    head = _head(digest_of(*call.lines()), _needs(hidden, weights), ranks, index.device)
     told = torch.cat(
         (head, goes.sum(1, keepdim=True), sums[:ranks], sums[ranks:].expand(ranks, 1)), 1
     )
@@ -140,8 +140,9 @@ class _Call(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _digest(call: _Call) -> int:
-    digest = hashlib.blake2b("\n".join(call.lines()).encode(), digest_size=8).digest()
+def digest_of(*lines: str) -> int:
+    """Return a number that stands for lines of text."""
+    digest = hashlib.blake2b("\n".join(lines).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
 
 

@@ -162,8 +162,9 @@ def _check(model: nn.Module, tensors: Mapping[str, Tensor], cuts: Mapping[str, E
     for name, tensor in tensors.items():
         if name not in known:
             raise InvalidArgumentError(f"{describe_rank()}: the model has no '{name}'")
-        # Another strategy may have cut further dims, and made whole ones of them already.
-        if name in cuts and tensor.shape[:1] != known[name].shape[:1]:
+        # Another strategy may have cut further dims, and made whole ones of them already; those of
+        # an expert of a list are its own, whatever their shape.
+        if name in cuts and cuts[name].dim == 0 and tensor.shape[:1] != known[name].shape[:1]:
             raise InvalidArgumentError(
                 f"{describe_rank()}: '{name}' has shape {tuple(tensor.shape)}, but this rank's "
                 f"experts have {tuple(known[name].shape)}"
