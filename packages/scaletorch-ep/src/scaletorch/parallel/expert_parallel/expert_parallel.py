@@ -13,11 +13,12 @@ from ...dist import get_world_size
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import mark_divided
+from .calls import ROUTED
 from .finding import Found, find_experts
 from .module import DividedExperts, Division, ExpertList, put_before
-from .plans import Plan, called_experts, named_experts, own_patterns
+from .plans import Plan, named_experts
 from .shared import compute_beside
-from .shares import counts_of, expert_group, token_group
+from .shares import counts_of, expert_group, rows_of, token_group
 
 __all__ = ["apply_expert_parallel"]
 
@@ -73,7 +74,7 @@ def apply_expert_parallel(
     sharing = token_group(tp_group)
     tokens = None if sequence_parallel else sharing
     ranks, sharers = get_world_size(group), 1 if sharing is None else get_world_size(sharing)
-    found = _find(model, plan)
+    found = [find_experts(name, module) for name, module in named_experts(model, plan).items()]
     divisions = [_divide(each, group, tokens, ranks) for each in found]
     _check(model, found, shared=sharers > 1)
     if ranks == sharers == 1:
@@ -82,17 +83,9 @@ def apply_expert_parallel(
     for each, division in zip(found, divisions, strict=True):
         _cut(each, division, memo)
         mark_divided(each.module, group if sharing is None else sharing)
-        if tokens is sharing is None and ranks > 1 and each.name:
+        if tokens is sharing is None and ranks > 1 and each.name and each.way == ROUTED:
             compute_beside(model.get_submodule(each.name.rpartition(".")[0]), each.module)
     return model
-
-
-def _find(model: nn.Module, plan: Plan | None) -> list[Found]:
-    """Return the experts of a model; without any plan the reason why none would do comes first."""
-    if plan is None and not own_patterns(model):
-        for name, module in called_experts(model).items():
-            find_experts(name, module)
-    return [find_experts(name, module) for name, module in named_experts(model, plan).items()]
 
 
 def _divide(
@@ -104,7 +97,16 @@ def _divide(
             f"{ranks} ranks that they are to be divided over: take ep = {found.experts} at most"
         )
     counts = counts_of(found.experts, ranks)
-    return Division(found.name, group, tokens, counts, found.stacked, found.buffers, found.lists)
+    rows = {
+        name: rows_of(counts, len(found.module.get_parameter(name)), found.beyond)
+        for name in found.stacked
+    } | {
+        name: rows_of(counts, len(found.module.get_buffer(name)), found.beyond)
+        for name in found.buffers
+    }
+    return Division(
+        found.name, group, tokens, counts, rows, found.stacked, found.lists, found.way, found.beyond
+    )
 
 
 def _check(model: nn.Module, found: list[Found], shared: bool) -> None:
@@ -140,6 +142,7 @@ def _check(model: nn.Module, found: list[Found], shared: bool) -> None:
 
 def _cut(found: Found, division: Division, memo: Memo) -> None:
     module, own = found.module, division.own
+    rows = {name: division.own_rows(name) for name in division.rows}
     for name in found.lists:
         part = module.get_submodule(name)
         kept = [(str(expert), part._modules[str(expert)]) for expert in own]
@@ -149,12 +152,12 @@ def _cut(found: Found, division: Division, memo: Memo) -> None:
         put_before(ExpertList, part)
     for name in found.stacked:
         owner, tensor = _owner(module, name)
-        owner._parameters[tensor] = _rows(module.get_parameter(name), own, memo)
+        owner._parameters[tensor] = _rows(module.get_parameter(name), rows[name], memo)
     for name in found.buffers:
         owner, tensor = _owner(module, name)
-        owner._buffers[tensor] = module.get_buffer(name)[own.start : own.stop].clone()
+        owner._buffers[tensor] = module.get_buffer(name)[rows[name]].clone()
     for owner, attribute in found.numbers:
-        setattr(owner, attribute, len(own))
+        setattr(owner, attribute, getattr(owner, attribute) - found.experts + len(own))
     vars(module)["_division"] = division
     put_before(DividedExperts, module)
 
@@ -164,9 +167,8 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(owner), tensor
 
 
-def _rows(whole: nn.Parameter, own: range, memo: Memo) -> nn.Parameter:
+def _rows(whole: nn.Parameter, rows: slice, memo: Memo) -> nn.Parameter:
     if whole not in memo:
-        rows = slice(own.start, own.stop)
         cut = nn.Parameter(whole.detach()[rows].clone(), requires_grad=whole.requires_grad)
         vars(cut).update(vars(whole))
         cut.grad = None if whole.grad is None else whole.grad[rows].clone()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Self
@@ -13,11 +12,13 @@ from torch.distributed import ProcessGroup
 
 from ...dist import functional, get_rank, get_world_size
 from ...dist.building import agree
-from ...dist.errors import InvalidArgumentError, StateError
+from ...dist.errors import StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import class_before, deep_copy, shallow_copy
+from .calls import ROUTED, WAYS, Given, Run, read_call, runner
 from .computing import compute
-from .dispatch import combine_computed, dispatch
+from .dispatch import Dispatched, combine_computed, dispatch
+from .routes import number_apart, stay
 from .shares import ranges_of, share_out
 from .uncompiled import call_uncompiled
 
@@ -31,9 +32,12 @@ class Division:
         group: Ranks that have the experts.
         tokens: Ranks that hold the same tokens and each send a share of them; None is this alone.
         counts: Experts of each rank of the group.
-        stacked: Names in the module of parameters that are cut along dim 0.
-        buffers: The same of buffers.
+        rows: Names in the module of parameters and buffers that are cut along dim 0 -> the rows
+            of each rank of the group.
+        stacked: Which of them are parameters.
         lists: Names in the module of lists of experts.
+        way: How the module is called, of `WAYS`.
+        beyond: How many experts without weights are numbered behind the others.
         checked: Holds True once the ranks have agreed in a first call.
     """
 
@@ -41,15 +45,22 @@ class Division:
     group: ProcessGroup | None
     tokens: ProcessGroup | None
     counts: tuple[int, ...]
+    rows: Mapping[str, tuple[int, ...]]
     stacked: tuple[str, ...]
-    buffers: tuple[str, ...]
     lists: tuple[str, ...]
+    way: str = ROUTED
+    beyond: int = 0
     checked: list[bool] = field(default_factory=list)
 
     @property
     def own(self) -> range:
         """The experts of this rank."""
         return ranges_of(self.counts)[get_rank(self.group)]
+
+    def own_rows(self, name: str) -> slice:
+        """Return the rows of this rank's experts in a stack."""
+        own = ranges_of(self.rows[name])[get_rank(self.group)]
+        return slice(own.start, own.stop)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
         return self
@@ -62,12 +73,15 @@ class DividedExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the experts' results for tokens of this rank, [T, H], as the whole module does."""
-        own = super().forward
-        hidden, index, weights = _routing(own, self._division.name, args, kwargs)
-        results: Tensor = call_uncompiled(_over_tokens, self, own, hidden, index, weights)
-        if not self._division.checked:
-            self._division.checked.append(True)
-        return results
+        own, division = super().forward, self._division
+        way = WAYS[division.way]
+        given = read_call(own, way, division.name, sum(division.counts), args, kwargs)
+        experts, beyond = len(division.own) + division.beyond, division.beyond
+        run = runner(own, way, experts, given.dims, beyond if len(division.counts) > 1 else 0)
+        results: Tensor = call_uncompiled(_over_tokens, self, run, given)
+        if not division.checked:
+            division.checked.append(True)
+        return given.back(results)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return deep_copy(self, getattr(super(), "__deepcopy__", None), memo)
@@ -106,60 +120,48 @@ def put_before(mixin: type[nn.Module], module: nn.Module) -> None:
     module.__class__ = class_before(mixin, own, own.__name__)
 
 
-def _routing(
-    own: Callable[..., Any], name: str, args: Any, kwargs: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three arguments of a call, by whatever names the module has for them."""
-    given = list(args)
-    if kwargs or len(given) != 3:
-        given = list(inspect.signature(own).bind(*args, **kwargs).arguments.values())
-    if len(given) != 3 or not all(isinstance(each, Tensor) for each in given):
-        raise InvalidArgumentError(
-            f"{describe_rank()}: '{name}' must be called with hidden states, indices and weights "
-            f"alone, got {[type(each).__name__ for each in given]}"
-        )
-    return given[0], given[1], given[2]
-
-
-def _over_tokens(module: DividedExperts, own: Callable[..., Tensor], *given: Tensor) -> Tensor:
+def _over_tokens(module: DividedExperts, run: Run, given: Given) -> Tensor:
     """Give each rank that holds the same tokens a share of them, and join the results."""
-    group = module._division.tokens
+    group, name = module._division.tokens, module._division.name
     ranks = 1 if group is None else get_world_size(group)
     if ranks == 1:
-        return _over_experts(module, own, *given)
-    hidden, index, weights = given
+        return _over_experts(module, run, given)
     if not module._division.checked:
-        shapes = [f"{tuple(each.shape)} {each.dtype}" for each in given]
-        agree(f"the tokens of '{module._division.name}', the same on all tp ranks", shapes, group)
-    sizes = share_out(len(hidden), ranks)
-    hidden = functional.split(hidden, 0, group, sizes=sizes)
-    weights = functional.split(weights, 0, group, sizes=sizes)
-    results = _over_experts(module, own, hidden, index.split(sizes)[get_rank(group)], weights)
-    return functional.gather(results, 0, group, sizes=sizes)
+        shapes = [f"{tuple(each.shape)} {each.dtype}" for each in given[:3]]
+        agree(f"the tokens of '{name}', the same on all tp ranks", shapes, group)
+    units = share_out(len(given.hidden) // given.unit, ranks)
+    sizes = [number * given.unit for number in units]
+    share = given._replace(
+        hidden=functional.split(given.hidden, 0, group, sizes=sizes),
+        index=given.index.split(sizes)[get_rank(group)],
+        weights=functional.split(given.weights, 0, group, sizes=sizes),
+    )
+    return functional.gather(_over_experts(module, run, share), 0, group, sizes=sizes)
 
 
-def _over_experts(
-    module: DividedExperts,
-    own: Callable[..., Tensor],
-    hidden: Tensor,
-    index: Tensor,
-    weights: Tensor,
-) -> Tensor:
+def _over_experts(module: DividedExperts, run: Run, given: Given) -> Tensor:
     """Send tokens to the ranks of their experts, compute what comes, and send results back."""
-    division = module._division
-    if len(division.counts) == 1:
-        return own(hidden, index, weights)
-    shared = vars(module).get("_beside")  # what the block computes beside them
-    early = None if shared is None else partial(shared.compute_early, hidden)
-    came = dispatch(hidden, index, weights, division.counts, division.group, early)
+    division, (hidden, index, weights, *_) = module._division, given
+    routed, here = division.way == ROUTED, len(division.counts) == 1
+    if here and routed:
+        return run(hidden, index, weights)
+    counts = tuple(number + division.beyond for number in division.counts)
+    if here:
+        came = Dispatched(hidden, index, weights, stay(index))
+    else:
+        shared = vars(module).get("_beside")  # what the block computes beside them
+        early = None if shared is None else partial(shared.compute_early, hidden)
+        index = number_apart(index, division.counts, division.beyond, get_rank(division.group))
+        came = dispatch(hidden, index, weights, counts, division.group, early)
     named = {name: _tensor(module, name) for name in division.stacked}
-    results, wrong = compute(own, came, len(division.own), [*named.values()])
+    results, wrong = compute(run, came, counts[get_rank(division.group)], [*named.values()], routed)
     if not division.checked:
         lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
+        lines.append(f"results of width {results.shape[1]}")
         agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
     if wrong is not None:
         raise wrong
-    return combine_computed(results, came.route)
+    return results if here else combine_computed(results, came.route)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

@@ -8,6 +8,7 @@ from torch import nn
 
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager.building import matching, no_match
+from .finding import takes_sorted
 
 Plan = Mapping[str, str]
 
@@ -28,6 +29,8 @@ def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
     modules = dict(model.named_modules(remove_duplicate=False))
     patterns = own_patterns(model) if plan is None else _patterns(plan)
     chosen: dict[nn.Module, str] = {}
+    if plan is None and not patterns:
+        chosen = {module: name for name, module in _recognised(model).items()}
     for pattern in patterns:
         names = matching(pattern, modules)
         if not names and plan is not None:
@@ -43,12 +46,22 @@ def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
     return {chosen[module]: module for module in model.modules() if module in chosen}
 
 
-def called_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with parameters that a model calls experts, whatever its plans say."""
-    return {
+def _recognised(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the experts of a model without any plan, by name or by how they are called.
+
+    They are the modules with parameters that are called experts, and those that take rows sorted by
+    expert, whatever their names; of modules inside one another the inner ones.
+    """
+    found = {
         name: module
         for name, module in model.named_modules()
-        if name.rpartition(".")[2] == EXPERTS and any(True for _ in module.parameters())
+        if (name.rpartition(".")[2] == EXPERTS and any(True for _ in module.parameters()))
+        or takes_sorted(module)
+    }
+    return {
+        name: module
+        for name, module in found.items()
+        if not any(other.startswith(f"{name}.") for other in found)
     }
 
 
