@@ -104,7 +104,7 @@ CALLED = {
         "zero_expert_num": 2,
         "expert_ffn_hidden_size": 12,
         "ffn_hidden_size": 24,
-        "num_layers": 2,
+        "num_hidden_layers": 4,  # two of which make a layer
         "num_key_value_heads": 4,
         "q_lora_rank": 12,
         "kv_lora_rank": 8,

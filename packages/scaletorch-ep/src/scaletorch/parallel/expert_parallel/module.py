@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -15,7 +15,7 @@ from ...dist.building import agree
 from ...dist.errors import StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import class_before, deep_copy, shallow_copy
-from .calls import ROUTED, WAYS, Given, Run, read_call, runner
+from .calls import ALL, ROUTED, WAYS, Given, Run, read_call, runner
 from .computing import compute
 from .dispatch import Dispatched, combine_computed, dispatch
 from .routes import number_apart, stay
@@ -83,6 +83,11 @@ class DividedExperts(nn.Module):
             division.checked.append(True)
         return given.back(results)
 
+    @property
+    def takes_all(self) -> bool:
+        """Whether it is called with as many rows for each expert."""
+        return self._division.way == ALL
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return deep_copy(self, getattr(super(), "__deepcopy__", None), memo)
 
@@ -118,6 +123,11 @@ def put_before(mixin: type[nn.Module], module: nn.Module) -> None:
     """Put `mixin` before the class of `module`, in place; it stays an instance of that class."""
     own = type(module)
     module.__class__ = class_before(mixin, own, own.__name__)
+
+
+def share_tokens(experts: DividedExperts, group: ProcessGroup | None) -> None:
+    """Have ranks that hold the same tokens each send a share of them, from now on."""
+    vars(experts)["_division"] = replace(experts._division, tokens=group)
 
 
 def _over_tokens(module: DividedExperts, run: Run, given: Given) -> Tensor:
