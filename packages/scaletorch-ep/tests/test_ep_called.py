@@ -13,11 +13,13 @@ from scaletorch.dist import InvalidArgumentError, MismatchError
 from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
 from scaletorch.parallel.expert_parallel import (
     apply_expert_parallel,
+    dispatch,
     find_expert_cuts,
     gather_experts,
     own_experts,
 )
 from scaletorch.parallel.expert_parallel.building import find_experts
+from scaletorch.parallel.expert_parallel.routes import number_apart
 
 WORLD = c10d.group.WORLD
 TOKENS = 10
@@ -212,3 +214,14 @@ def test_calls_that_do_not_fit():
     outside = torch.tensor([[0, 7]] if c10d.get_rank() else [[0, 6]])
     with pytest.raises((InvalidArgumentError, MismatchError), match="routes tokens to experts"):
         beyond(rows[:1], outside, torch.ones(1, 2))
+
+
+@distributed_test(world_size=2)
+def test_tokens_stay_for_experts_without_weights():
+    rank, counts = c10d.get_rank(), (3, 2)
+    index = torch.tensor([[5, 6], [5, 0], [6, 4], [1, 3]])
+    there = number_apart(index, counts, 2, rank)
+    route = dispatch(torch.ones(4, HIDDEN), there, torch.ones(4, 2), (5, 4), WORLD).route
+    # Each rank keeps three tokens for those, and sends on what has experts of the other one.
+    assert route.sends == ((4, 2) if rank == 0 else (2, 4))
+    assert route.rows.tolist() == ([0, 1, 2, 3, 2, 3] if rank == 0 else [1, 3, 0, 1, 2, 3])

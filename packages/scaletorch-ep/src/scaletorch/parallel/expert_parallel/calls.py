@@ -22,16 +22,16 @@ class Given(NamedTuple):
 
     Attributes:
         hidden: [T, H].
-        index: Integers [T, K].
-        weights: [T, K].
+        top_k_index: Integers [T, K].
+        top_k_weights: [T, K].
         unit: Rows that stay together where rows are shared out.
         dims: Those of the hidden states, as the module was called.
         back: Returns results [T, O] as the module does.
     """
 
     hidden: Tensor
-    index: Tensor
-    weights: Tensor
+    top_k_index: Tensor
+    top_k_weights: Tensor
     unit: int
     dims: int
     back: Callable[[Tensor], Tensor]
@@ -46,7 +46,7 @@ class Way(NamedTuple):
         read: Takes the arguments and the number of experts.
         run: Calls experts, given how many they are, dims as in `Given`, and rows that lie one
             expert after another with indices and weights [P, 1].
-        same_width: Results are as wide as rows.
+        same_width: Results are as wide as rows, and of their dtype.
     """
 
     words: str

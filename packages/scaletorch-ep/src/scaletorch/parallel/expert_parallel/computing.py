@@ -40,12 +40,12 @@ def compute(
         count: Experts here.
         parameters: Those of all experts together, which get a gradient of zeros if no row came,
             as they do where no token of a batch chooses an expert.
-        same_width: Results are as wide as rows.
+        same_width: Results are as wide as rows, and of their dtype.
     """
     hidden, index, weights, route = came
     if not route.pairs:
-        width = hidden.shape[1] if same_width else _width(experts, hidden, count)
-        return apply(_Idle, width, hidden, weights, *parameters), None
+        like = hidden if same_width else _results(experts, hidden, count)
+        return apply(_Idle, like, hidden, weights, *parameters), None
     numbers, order = index.flatten().sort(stable=True)  # experts elsewhere come last
     numbers, order = numbers[: route.pairs, None], order[: route.pairs]
     top_k = index.shape[1]
@@ -58,22 +58,23 @@ def compute(
     return apply(_Fold, results, row, len(hidden), most), wrong
 
 
-def _width(experts: Experts, hidden: Tensor, count: int) -> int:
-    """Return how wide results are, where no row came: of one of zeros for each expert."""
+def _results(experts: Experts, hidden: Tensor, count: int) -> Tensor:
+    """Return what results are like where no row came: those of a row of zeros for each expert."""
     index = torch.arange(count, device=hidden.device)[:, None]
     with torch.no_grad():
         zeros = hidden.new_zeros((count, hidden.shape[1]))
-        return experts(zeros, index, hidden.new_ones((count, 1))).shape[-1]
+        return experts(zeros, index, hidden.new_ones((count, 1)))
 
 
 def _wrong(results: Any, taken: Tensor, same_width: bool) -> InvalidArgumentError | None:
     got = f"a {type(results).__name__}"
     if isinstance(results, Tensor):
-        shape = taken.shape if same_width else (len(taken), results.shape[-1:].numel())
-        if (results.shape, results.dtype) == (shape, taken.dtype):
+        same = results.shape == taken.shape and results.dtype == taken.dtype
+        rows = results.dim() == 2 and len(results) == len(taken) and results.is_floating_point()
+        if same or (rows and not same_width):
             return None
         got = f"{results.dtype} {tuple(results.shape)}"
-    expected = "" if same_width else ", or rows of another width"
+    expected = "" if same_width else ", or as many rows of another width or dtype"
     return InvalidArgumentError(
         f"{describe_rank()}: experts must return what they are given, {taken.dtype} "
         f"{tuple(taken.shape)}{expected}, got {got}"
@@ -85,12 +86,12 @@ class _Idle(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, width: int, hidden: Tensor, weights: Tensor, *parameters: Tensor
+        ctx: Any, results: Tensor, hidden: Tensor, weights: Tensor, *parameters: Tensor
     ) -> Tensor:
         """Return no results, [0, O]."""
         ctx.like = hidden, weights, *parameters
         ctx.save_for_backward(hidden.new_empty(0))
-        return hidden.new_empty((0, width))
+        return results.new_empty((0, results.shape[1]))
 
     @staticmethod
     @once_differentiable

@@ -97,16 +97,13 @@ def _divide(
             f"{ranks} ranks that they are to be divided over: take ep = {found.experts} at most"
         )
     counts = counts_of(found.experts, ranks)
-    rows = {
-        name: rows_of(counts, len(found.module.get_parameter(name)), found.beyond)
-        for name in found.stacked
-    } | {
-        name: rows_of(counts, len(found.module.get_buffer(name)), found.beyond)
-        for name in found.buffers
-    }
+    tensors: dict[str, Tensor] = {name: found.module.get_parameter(name) for name in found.stacked}
+    tensors |= {name: found.module.get_buffer(name) for name in found.buffers}
+    rows = {n: rows_of(counts, len(each), found.beyond) for n, each in tensors.items()}
     return Division(
-        found.name, group, tokens, counts, rows, found.stacked, found.lists, found.way, found.beyond
-    )
+        found.name, group, tokens, counts, found.stacked, found.buffers, found.lists, rows,
+        found.way, found.beyond,
+    )  # fmt: skip
 
 
 def _check(model: nn.Module, found: list[Found], shared: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -32,10 +32,10 @@ class Division:
         group: Ranks that have the experts.
         tokens: Ranks that hold the same tokens and each send a share of them; None is this alone.
         counts: Experts of each rank of the group.
-        rows: Names in the module of parameters and buffers that are cut along dim 0 -> the rows
-            of each rank of the group.
-        stacked: Which of them are parameters.
+        stacked: Names in the module of parameters that are cut along dim 0.
+        buffers: The same of buffers.
         lists: Names in the module of lists of experts.
+        rows: Names of parameters and buffers that are cut -> the rows of each rank of the group.
         way: How the module is called, of `WAYS`.
         beyond: How many experts without weights are numbered behind the others.
         checked: Holds True once the ranks have agreed in a first call.
@@ -45,9 +45,10 @@ class Division:
     group: ProcessGroup | None
     tokens: ProcessGroup | None
     counts: tuple[int, ...]
-    rows: Mapping[str, tuple[int, ...]]
     stacked: tuple[str, ...]
+    buffers: tuple[str, ...]
     lists: tuple[str, ...]
+    rows: Mapping[str, tuple[int, ...]]
     way: str = ROUTED
     beyond: int = 0
     checked: list[bool] = field(default_factory=list)
@@ -73,15 +74,10 @@ class DividedExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the experts' results for tokens of this rank, [T, H], as the whole module does."""
-        own, division = super().forward, self._division
-        way = WAYS[division.way]
-        given = read_call(own, way, division.name, sum(division.counts), args, kwargs)
-        experts, beyond = len(division.own) + division.beyond, division.beyond
-        run = runner(own, way, experts, given.dims, beyond if len(division.counts) > 1 else 0)
-        results: Tensor = call_uncompiled(_over_tokens, self, run, given)
-        if not division.checked:
-            division.checked.append(True)
-        return given.back(results)
+        results: Tensor = call_uncompiled(_call, self, super().forward, args, kwargs)
+        if not self._division.checked:
+            self._division.checked.append(True)
+        return results
 
     @property
     def takes_all(self) -> bool:
@@ -130,6 +126,20 @@ def share_tokens(experts: DividedExperts, group: ProcessGroup | None) -> None:
     vars(experts)["_division"] = replace(experts._division, tokens=group)
 
 
+def _call(
+    module: DividedExperts,
+    own: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """Return what the module's own forward does, whatever it is called with."""
+    division, way = module._division, WAYS[module._division.way]
+    given = read_call(own, way, division.name, sum(division.counts), args, kwargs)
+    beyond = division.beyond if len(division.counts) > 1 else 0
+    run = runner(own, way, len(division.own) + division.beyond, given.dims, beyond)
+    return given.back(_over_tokens(module, run, given))
+
+
 def _over_tokens(module: DividedExperts, run: Run, given: Given) -> Tensor:
     """Give each rank that holds the same tokens a share of them, and join the results."""
     group, name = module._division.tokens, module._division.name
@@ -143,8 +153,8 @@ def _over_tokens(module: DividedExperts, run: Run, given: Given) -> Tensor:
     sizes = [number * given.unit for number in units]
     share = given._replace(
         hidden=functional.split(given.hidden, 0, group, sizes=sizes),
-        index=given.index.split(sizes)[get_rank(group)],
-        weights=functional.split(given.weights, 0, group, sizes=sizes),
+        top_k_index=given.top_k_index.split(sizes)[get_rank(group)],
+        top_k_weights=functional.split(given.top_k_weights, 0, group, sizes=sizes),
     )
     return functional.gather(_over_experts(module, run, share), 0, group, sizes=sizes)
 
@@ -154,7 +164,8 @@ def _over_experts(module: DividedExperts, run: Run, given: Given) -> Tensor:
     division, (hidden, index, weights, *_) = module._division, given
     routed, here = division.way == ROUTED, len(division.counts) == 1
     if here and routed:
-        return run(hidden, index, weights)
+        whole: Tensor = run(hidden, index, weights)
+        return whole
     counts = tuple(number + division.beyond for number in division.counts)
     if here:
         came = Dispatched(hidden, index, weights, stay(index))
@@ -167,7 +178,7 @@ def _over_experts(module: DividedExperts, run: Run, given: Given) -> Tensor:
     results, wrong = compute(run, came, counts[get_rank(division.group)], [*named.values()], routed)
     if not division.checked:
         lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
-        lines.append(f"results of width {results.shape[1]}")
+        lines.append(f"results {results.dtype}, of width {results.shape[1]}")
         agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
     if wrong is not None:
         raise wrong

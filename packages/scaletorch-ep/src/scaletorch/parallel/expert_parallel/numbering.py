@@ -42,7 +42,7 @@ def count(name: str, module: nn.Module, lists: Lists, tensors: Tensors) -> Numbe
     if not numbers:  # nothing tells the number: stacks of matrices do, or the only list
         said = {each.shape[0] for each in tensors.values() if each.dim() > 2} | lengths
     if not said and len(numbers) == 1 and _has_blocks(module, tensors, *numbers):
-        return Number(*numbers, 0, tuple(tensors))
+        return Number(numbers.pop(), 0, tuple(tensors))
     beyond = _beyond(module, said)
     if len(said) != 1 and not beyond:
         raise InvalidArgumentError(

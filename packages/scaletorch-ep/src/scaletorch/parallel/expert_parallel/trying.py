@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,12 @@ from torch import Tensor, nn
 from .calls import ALL, ROUTED, SORTED, takes
 from .numbering import Number
 
+_PLAIN = (bool, int, float, str)
 _MARKED = 1  # the expert whose weights are no numbers
+
+
+# Of a class, by its experts, the shapes of its tensors and its settings: layers are alike.
+_known: WeakKeyDictionary[type, dict[Any, str | None]] = WeakKeyDictionary()
 
 
 def find_way(module: nn.Module, number: Number) -> str | None:
@@ -31,6 +37,16 @@ def find_way(module: nn.Module, number: Number) -> str | None:
         return ROUTED
     if number.experts <= _MARKED or number.beyond:
         return None
+    shapes = tuple((name, each.shape) for name, each in module.state_dict().items())
+    settings = (f"{name} {value}" for name, value in vars(module).items() if type(value) in _PLAIN)
+    key, known = (number, shapes, *settings), _known.setdefault(type(module), {})
+    if key not in known:
+        known[key] = _try(module, number)
+    return known[key]
+
+
+def _try(module: nn.Module, number: Number) -> str | None:
+    """Return the first way that the module understands, or None."""
     tries = (SORTED, _sizes(number.experts)), (ALL, [2] * number.experts)
     for way, sizes in tries:
         given = (sizes,) if way == SORTED else ()
