@@ -38,11 +38,11 @@ def apply_expert_parallel(
 
     The modules that the plan names are called as `experts(hidden, top_k_index, top_k_weights)`,
     [T, H], [T, K] and [T, K]; as `experts(rows, sizes)`, rows [P, H] one expert after another and
-    a list of how many each has; or as `experts(rows)`, as many rows for each. Their own code computes, on this rank's experts and on the tokens
-    of all ranks that chose them; everything else stays whole. Parameters and buffers with as many
-    rows along dim 0 as there are experts are cut, and lists of as many modules keep this rank's
-    under their names; attributes that hold the number are set to this rank's. Parameters are
-    replaced: make the optimizer afterwards. Tied ones stay tied.
+    a list of how many each has; or as `experts(rows)`, as many rows for each. Their own code
+    computes, on this rank's experts and on the tokens of all ranks that chose them; everything else
+    stays whole. Parameters and buffers with rows of experts along dim 0 are cut, and lists of as
+    many modules keep this rank's under their names; attributes that hold the number are set to this
+    rank's. Parameters are replaced: make the optimizer afterwards. Tied ones stay tied.
 
     Each rank calls the model with tokens of its own, as in data parallelism. An expert's gradient
     then is of the tokens of all ranks of the group, and that of other parameters of its own.

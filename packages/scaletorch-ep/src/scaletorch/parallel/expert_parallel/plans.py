@@ -40,8 +40,8 @@ def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
     if not chosen:
         raise InvalidArgumentError(
             f"{type(model).__name__} brings no plan for experts (base_model_ep_plan of its config) "
-            "and calls no module experts: pass one that names the modules called as experts(hidden, top_k_index, "
-            'top_k_weights), such as {"**.mlp.experts": "experts"}'
+            "and calls no module experts: pass one that names the modules called as "
+            'experts(hidden, top_k_index, top_k_weights), such as {"**.mlp.experts": "experts"}'
         )
     return {chosen[module]: module for module in model.modules() if module in chosen}
 
