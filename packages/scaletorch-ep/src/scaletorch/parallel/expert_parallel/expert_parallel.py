@@ -37,12 +37,11 @@ def apply_expert_parallel(
     """Leave each rank its experts of a model, in place, without communication.
 
     The modules that the plan names are called as `experts(hidden, top_k_index, top_k_weights)`,
-    [T, H], [T, K] and [T, K]; as `experts(rows, sizes)`, rows [P, H] one expert after another and
-    a list of how many each has; or as `experts(rows)`, as many rows for each. Their own code
-    computes, on this rank's experts and on the tokens of all ranks that chose them; everything else
-    stays whole. Parameters and buffers with rows of experts along dim 0 are cut, and lists of as
-    many modules keep this rank's under their names; attributes that hold the number are set to this
-    rank's. Parameters are replaced: make the optimizer afterwards. Tied ones stay tied.
+    [T, H], [T, K] and [T, K]; as `experts(rows, sizes)`, rows [P, H] one expert after another; or
+    as `experts(rows)`, as many for each. Their own code computes, on this rank's experts and on the
+    tokens that chose them; all else stays whole. Parameters and buffers with rows of experts along
+    dim 0 are cut, lists of as many modules keep this rank's under their names, and attributes that
+    hold the number are set to this rank's. Make the optimizer afterwards. Tied ones stay tied.
 
     Each rank calls the model with tokens of its own, as in data parallelism. An expert's gradient
     then is of the tokens of all ranks of the group, and that of other parameters of its own.
@@ -51,8 +50,7 @@ def apply_expert_parallel(
         model: The whole model, equal on every rank.
         plan: Pattern of module names -> `"experts"`. `*` stands for any text inside one component
             of a name, a component `**` for any number of components. None is the model's own
-            (`base_model_ep_plan` of transformers), or else modules called `experts` and those that
-            take rows and sizes.
+            (`base_model_ep_plan`), or else modules called `experts` and those that take sizes.
         group: The ranks that the experts are divided over, in contiguous ranges, the first ranks
             one more; None is the `ep` axis of the current manager.
         tp_group: Ranks that hold the same tokens, of which each then sends a share, even if each
