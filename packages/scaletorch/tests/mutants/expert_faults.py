@@ -60,8 +60,8 @@ def hidden_gradient_of_own_experts_alone(backward: Any) -> Any:
 def router_gradient_of_own_share(over_tokens: Any) -> Any:
     """Where tp ranks share tokens out, each keeps the router's gradient of its share."""
 
-    def keeping(module: Any, own: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        group = module._division.tokens
+    def keeping(module: Any, run: Any, given: Any) -> Tensor:
+        group, weights = module._division.tokens, given.top_k_weights
         rank, share = get_rank(group), len(weights) // get_world_size(group)
 
         def own_share(grad: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def router_gradient_of_own_share(over_tokens: Any) -> Any:
 
         if weights.requires_grad:
             weights.register_hook(own_share)
-        out: Tensor = over_tokens(module, own, hidden, index, weights)
+        out: Tensor = over_tokens(module, run, given)
         return out
 
     return keeping
