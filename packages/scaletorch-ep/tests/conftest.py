@@ -1,4 +1,4 @@
-"""Ranks have from the start what all tests' ranks would import; blocks of tests lie beside them."""
+"""Tests import blocks that lie beside them; ranks have from the start what all would import."""
 
 import sys
 from pathlib import Path

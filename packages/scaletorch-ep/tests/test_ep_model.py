@@ -237,7 +237,7 @@ def test_gathering_refuses_what_does_not_fit():
         gather_experts(model, {name: torch.ones(5, HIDDEN, 4)})
     with pytest.raises(RuntimeError, match="disagree on the tensors of experts"):
         gather_experts(model, model.state_dict() if c10d.get_rank() else {})
-    with pytest.raises(ValueError, match="the whole has 5 experts"):
+    with pytest.raises(ValueError, match="the whole has 5 rows of experts"):
         own_experts(model, model.state_dict())
 
 

@@ -98,14 +98,15 @@ CASES = {
 @distributed_test(world_size=2)
 def test_a_model_that_cannot_be_divided_is_as_before(case):
     make, plan, message = CASES[case]
-    model = nn.ModuleDict({"experts": make()})
+    name = "moe" if case == "no plan" else "experts"  # which is known by its name
+    model = nn.ModuleDict({name: make()})
     before = {name: id(each) for name, each in model.named_parameters()}
     if not case.startswith("no plan"):
         plan = plan or {"experts": "experts"}
     with pytest.raises(InvalidArgumentError, match=message):
         apply_expert_parallel(model, plan, WORLD)
     assert {name: id(each) for name, each in model.named_parameters()} == before
-    assert type(model["experts"]).__mro__[1] is not type(model["experts"])
+    assert type(model[name]).__mro__[1] is not type(model[name])
 
 
 @distributed_test(world_size=2)

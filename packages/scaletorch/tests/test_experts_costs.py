@@ -124,8 +124,10 @@ def test_what_cannot_be_counted_or_measured():
         InvalidArgumentError, match=r"'layers.1.experts' is not to be seen .*top_k="
     ):
         compose.active_costs(Mixed(), plan=PLAN)
-    with pytest.raises(InvalidArgumentError, match="brings no plan for experts"):
-        compose.active_costs(Mixed())
+    with pytest.raises(
+        InvalidArgumentError, match=r"brings no plan .* and calls no module experts"
+    ):
+        compose.active_costs(nn.Sequential(nn.Linear(2, 2)))
     assert len(measure_costs(Mixture(CONFIG), {"input_ids": batch()["input_ids"]}, repeats=1)) == 5
 
 

@@ -60,8 +60,8 @@ def hidden_gradient_of_own_experts_alone(backward: Any) -> Any:
 def router_gradient_of_own_share(over_tokens: Any) -> Any:
     """Where tp ranks share tokens out, each keeps the router's gradient of its share."""
 
-    def keeping(module: Any, own: Any, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
-        group = module._division.tokens
+    def keeping(module: Any, run: Any, given: Any) -> Tensor:
+        group, weights = module._division.tokens, given.top_k_weights
         rank, share = get_rank(group), len(weights) // get_world_size(group)
 
         def own_share(grad: Tensor) -> Tensor:
@@ -71,7 +71,7 @@ def router_gradient_of_own_share(over_tokens: Any) -> Any:
 
         if weights.requires_grad:
             weights.register_hook(own_share)
-        out: Tensor = over_tokens(module, own, hidden, index, weights)
+        out: Tensor = over_tokens(module, run, given)
         return out
 
     return keeping
@@ -105,7 +105,7 @@ def expert_gradients_times_ep(rows: Any) -> Any:
 @fault("expert_parallel:_rows", layout="2x1x1x1-ep2", born="forward: *.experts")
 def experts_alike_on_every_rank(rows: Any) -> Any:
     """Every rank begins with the experts of the first."""
-    return lambda whole, own, memo: rows(whole, range(len(own)), memo)
+    return lambda whole, own, memo: rows(whole, slice(0, own.stop - own.start), memo)
 
 
 @fault("module:combine_computed", layout="2x1x1x1-ep2", born="forward: *.experts")
@@ -145,12 +145,12 @@ def second_expert_of_a_rank_replaces_the_first(folded: Any) -> Any:
 def sentinel_is_an_expert(compute: Any) -> Any:
     """A token's experts of other ranks are computed by the last one here, with some weight."""
 
-    def counting(experts: Any, came: Any, count: int, parameters: Any) -> Any:
+    def counting(experts: Any, came: Any, count: int, *more: Any) -> Any:
         elsewhere = came.top_k_index == count
         route = replace(came.route, pairs=elsewhere.numel())
         index = came.top_k_index.clamp(max=count - 1)
         weights = came.top_k_weights.masked_fill(elsewhere, 0.1)
-        return compute(experts, type(came)(came.hidden, index, weights, route), count, parameters)
+        return compute(experts, type(came)(came.hidden, index, weights, route), count, *more)
 
     return counting
 
@@ -159,10 +159,10 @@ def sentinel_is_an_expert(compute: Any) -> Any:
 def indices_from_another_expert(compute: Any) -> Any:
     """A rank counts its experts from the second on."""
 
-    def shifted(experts: Any, came: Any, count: int, parameters: Any) -> Any:
+    def shifted(experts: Any, came: Any, count: int, *more: Any) -> Any:
         index = came.top_k_index
         moved = torch.where(index < count, (index + 1) % count, index)
-        return compute(experts, came._replace(top_k_index=moved), count, parameters)
+        return compute(experts, came._replace(top_k_index=moved), count, *more)
 
     return shifted
 
@@ -171,9 +171,9 @@ def indices_from_another_expert(compute: Any) -> Any:
 def weights_sum_to_one_on_each_rank(compute: Any) -> Any:
     """A token's weights are normalised over the experts of a rank, not over all that it has."""
 
-    def normalised(experts: Any, came: Any, count: int, parameters: Any) -> Any:
+    def normalised(experts: Any, came: Any, count: int, *more: Any) -> Any:
         weights = came.top_k_weights / came.top_k_weights.sum(-1, keepdim=True)
-        return compute(experts, came._replace(top_k_weights=weights), count, parameters)
+        return compute(experts, came._replace(top_k_weights=weights), count, *more)
 
     return normalised
 
@@ -203,8 +203,8 @@ def rank_without_tokens_has_no_gradient(backward: Any) -> Any:
     """The experts of a rank to which no token goes have no gradient in place of zeros."""
 
     def none(ctx: Any, *grads: Tensor) -> Any:
-        hidden, weights, *parameters = backward(ctx, *grads)
-        return hidden, weights, *[None for _ in parameters]
+        results, hidden, weights, *parameters = backward(ctx, *grads)
+        return results, hidden, weights, *[None for _ in parameters]
 
     return none
 

@@ -51,8 +51,10 @@ def active_costs(
     named = {pattern: style for pattern, style in (plan or {}).items() if style == "experts"}
     share: dict[nn.Parameter, Fraction] = {}  # exact: every rank finds the same sums
     for name, module in named_experts(model, named or None).items():
-        number = find_experts(name, module).experts
+        found = find_experts(name, module)
+        number = found.experts + found.beyond
         chosen = _top_k(model, name) if top_k is None else top_k
+        chosen = number if found.way == "all" else chosen
         share |= dict.fromkeys(module.parameters(), Fraction(chosen, number))
     return tuple(
         float(sum(p.numel() * share.get(p, 1) for p in _computing(model, part)))

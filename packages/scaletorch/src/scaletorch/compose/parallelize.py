@@ -21,6 +21,7 @@ from .before.batch_norm import synchronise_batch_norms
 from .before.initial import require_one_model
 from .before.positions import ask_positions
 from .costs import agreed_split
+from .expert_tokens import settle_tokens
 from .experts import divide_experts, expert_groups, hide_exchanges
 from .forward import Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
@@ -92,6 +93,8 @@ def parallelize(
     layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
     if manager.tp_size > 1:  # while all layers are there; one rank needs no plan
         _shard_layers(model, manager, layers, settings)
+    if terms.shares_sequences:
+        settle_tokens(model, manager)
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
     if recompute:  # around all that a layer does, communication included
         _KEEPING[recompute](model, split)

@@ -48,8 +48,8 @@ def why_mixed(
         module: With the experts of this rank.
         experts: Its own forward.
         came: Rows of experts of this rank.
-        names: Of its parameters that have a row along dim 0 for each expert here, and of its lists
-            of experts.
+        names: Of its parameters that have rows along dim 0 for each expert here, as many for each,
+            and of its lists of experts.
         here: Number of experts here.
         total: Number of experts on all ranks.
     """
@@ -62,7 +62,7 @@ def why_mixed(
         top_k = min(here, came.top_k_index.shape[1])
         why = None if _alike(results.detach()[:top_k], together.detach()) else _ALONE
         if why is None and results.requires_grad:
-            why = _why_elsewhere(leaves, _uses(results, leaves), *names, total)
+            why = _why_elsewhere(leaves, _uses(results, leaves), *names, (here, total))
     if why is None:
         return None
     return InvalidArgumentError(f"{describe_rank()}: experts {type(module).__name__} {why}")
@@ -155,17 +155,18 @@ def _why_elsewhere(
     uses: list[list[Tensor]],
     stacked: Sequence[str],
     lists: Sequence[str],
-    total: int,
+    numbers: tuple[int, int],
 ) -> str | None:
     """Return which weights of single experts lie elsewhere than in their rows."""
+    here, total = numbers
     names = [name for name, leaf in leaves.items() if leaf.requires_grad]
     inside = tuple(f"{each}." if each else "" for each in lists)
     for name, *used in zip(names, *uses, strict=True):
         if name in stacked:
-            rows = [each.flatten(1).any(1) if each.dim() > 1 else each for each in used]
+            rows = [each.reshape(here, -1).any(1) for each in used]
             if any(row[:e].any() or row[e + 1 :].any() for e, row in enumerate(rows)):
                 return (
-                    f"use weights of one another: each takes more of '{name}' than its own row "
+                    f"use weights of one another: each takes more of '{name}' than its own rows "
                     "along dim 0, and the other rows may be on other ranks"
                 )
         elif not name.startswith(inside) and _of_single(used, total):

@@ -5,7 +5,7 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 
 from .finding import Found, find_experts, is_bare_list
 from .losses import move_bias, statistics_of
-from .module import DividedExperts, Division
+from .module import DividedExperts, Division, share_tokens
 from .plans import named_experts
 from .state import ExpertCut, find_expert_cuts, gather_experts, own_experts
 from .travel import while_travelling
@@ -22,6 +22,7 @@ __all__ = [
     "move_bias",
     "named_experts",
     "own_experts",
+    "share_tokens",
     "statistics_of",
     "while_travelling",
 ]

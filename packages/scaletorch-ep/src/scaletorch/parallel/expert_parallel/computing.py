@@ -22,7 +22,11 @@ Experts = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def compute(
-    experts: Experts, came: Dispatched, count: int, parameters: Sequence[Tensor]
+    experts: Experts,
+    came: Dispatched,
+    count: int,
+    parameters: Sequence[Tensor],
+    same_width: bool = True,
 ) -> tuple[Tensor, InvalidArgumentError | None]:
     """Return the results of the rows that came, [R, H], and what is wrong with the experts' own.
 
@@ -36,33 +40,46 @@ def compute(
         count: Experts here.
         parameters: Those of all experts together, which get a gradient of zeros if no row came,
             as they do where no token of a batch chooses an expert.
+        same_width: Results are as wide as rows, and of their dtype.
     """
     hidden, index, weights, route = came
     if not route.pairs:
-        return apply(_Idle, hidden, weights, *parameters), None
+        like = hidden if same_width else _results(experts, hidden, count)
+        return apply(_Idle, like, hidden, weights, *parameters), None
     numbers, order = index.flatten().sort(stable=True)  # experts elsewhere come last
     numbers, order = numbers[: route.pairs, None], order[: route.pairs]
     top_k = index.shape[1]
     row, most = order.div(top_k, rounding_mode="floor"), min(count, top_k)  # experts of a row
     taken, scales = apply(_Spread, hidden, weights, row, order, most)
     results = call_taking(experts, taken, (numbers, scales), parameters, count)
-    wrong = _wrong(results, taken)
+    wrong = _wrong(results, taken, same_width)
     if wrong is not None:
         results = taken * 0
     return apply(_Fold, results, row, len(hidden), most), wrong
 
 
-def _wrong(results: Any, taken: Tensor) -> InvalidArgumentError | None:
+def _results(experts: Experts, hidden: Tensor, count: int) -> Tensor:
+    """Return what results are like where no row came: those of a row of zeros for each expert."""
+    index = torch.arange(count, device=hidden.device)[:, None]
+    with torch.no_grad():
+        zeros = hidden.new_zeros((count, hidden.shape[1]))
+        return experts(zeros, index, hidden.new_ones((count, 1)))
+
+
+def _wrong(results: Any, taken: Tensor, same_width: bool) -> InvalidArgumentError | None:
     got, way_out = f"a {type(results).__name__}", ""
     if isinstance(results, Tensor):
-        if (results.shape, results.dtype) == (taken.shape, taken.dtype):
+        same = results.shape == taken.shape and results.dtype == taken.dtype
+        rows = results.dim() == 2 and len(results) == len(taken) and results.is_floating_point()
+        if same or (rows and not same_width):
             return None
         got = f"{results.dtype} {tuple(results.shape)}"
         if results.shape == taken.shape:
             way_out = ": let them return results.to(hidden.dtype)"
+    expected = "" if same_width else ", or as many rows of another width or dtype"
     return InvalidArgumentError(
         f"{describe_rank()}: experts must return what they are given, {taken.dtype} "
-        f"{tuple(taken.shape)}, got {got}{way_out}"
+        f"{tuple(taken.shape)}{expected}, got {got}{way_out}"
     )
 
 
@@ -70,19 +87,21 @@ class _Idle(Function):
     """No rows: nothing is computed, and the graph goes on as it does on the other ranks."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weights: Tensor, *parameters: Tensor) -> Tensor:
-        """Return no results, [0, H]."""
+    def forward(
+        ctx: Any, results: Tensor, hidden: Tensor, weights: Tensor, *parameters: Tensor
+    ) -> Tensor:
+        """Return no results, [0, O]."""
         ctx.like = hidden, weights, *parameters
         ctx.save_for_backward(hidden.new_empty(0))
-        return torch.empty_like(hidden)
+        return results.new_empty((0, results.shape[1]))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return zeros for what needs a gradient."""
         _ = ctx.saved_tensors  # recomputed here by all ranks
-        needed = zip(ctx.like, ctx.needs_input_grad, strict=True)
-        return tuple(torch.zeros_like(each) if needs else None for each, needs in needed)
+        needed = zip(ctx.like, ctx.needs_input_grad[1:], strict=True)
+        return None, *(torch.zeros_like(each) if needs else None for each, needs in needed)
 
 
 class _Spread(Function):

@@ -13,12 +13,13 @@ from ...dist import get_world_size
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import mark_divided
+from .calls import ROUTED
 from .finding import Found, find_experts, is_bare_list
 from .lists import check_lists, check_shared, loop_over
 from .module import DividedExperts, Division, ExpertList, put_before
-from .plans import Plan, called_experts, named_experts, own_patterns
+from .plans import Plan, named_experts
 from .shared import compute_beside
-from .shares import counts_of, expert_group, token_group
+from .shares import counts_of, expert_group, rows_of, token_group
 
 __all__ = ["apply_expert_parallel"]
 
@@ -37,12 +38,13 @@ def apply_expert_parallel(
     """Leave each rank its experts of a model, in place, without communication.
 
     The modules that the plan names are called as `experts(hidden, top_k_index, top_k_weights)`,
-    [T, H], [T, K] and [T, K]. Their own code computes, on this rank's experts and on the tokens
-    of all ranks that chose them; everything else stays whole. Parameters and buffers with as many
-    rows along dim 0 as there are experts are cut, and lists of as many modules keep this rank's
-    under their names; attributes that hold the number are set to this rank's. Parameters are
-    replaced: make the optimizer afterwards. Tied ones stay tied. A named `nn.ModuleList` has no
-    call: the block that loops over it is run to see what it asks for, and again with the results.
+    [T, H], [T, K] and [T, K]; as `experts(rows, sizes)`, rows [P, H] one expert after another; or
+    as `experts(rows)`, as many for each. Their own code computes, on this rank's experts and on the
+    tokens that chose them; all else stays whole. Parameters and buffers with rows of experts along
+    dim 0 are cut, lists of as many modules keep this rank's under their names, and attributes that
+    hold the number are set to this rank's. Make the optimizer afterwards. Tied ones stay tied. A
+    named `nn.ModuleList` has no call: the block that loops over it is run to see what it asks for,
+    and again with the results.
 
     Each rank calls the model with tokens of its own, as in data parallelism. An expert's gradient
     then is of the tokens of all ranks of the group, and that of other parameters of its own.
@@ -51,7 +53,7 @@ def apply_expert_parallel(
         model: The whole model, equal on every rank.
         plan: Pattern of module names -> `"experts"`. `*` stands for any text inside one component
             of a name, a component `**` for any number of components. None is the model's own
-            (`base_model_ep_plan` of transformers).
+            (`base_model_ep_plan`), or else modules called `experts` and those that take sizes.
         group: The ranks that the experts are divided over, in contiguous ranges, the first ranks
             one more; None is the `ep` axis of the current manager.
         tp_group: Ranks that hold the same tokens, of which each then sends a share, even if each
@@ -75,7 +77,7 @@ def apply_expert_parallel(
     sharing = token_group(tp_group)
     tokens = None if sequence_parallel else sharing
     ranks, sharers = get_world_size(group), 1 if sharing is None else get_world_size(sharing)
-    found = _find(model, plan)
+    found = [find_experts(name, module) for name, module in named_experts(model, plan).items()]
     divisions = [_divide(each, group, tokens, ranks) for each in found]
     _check(model, found, shared=sharers > 1)
     if ranks == sharers == 1:
@@ -100,16 +102,8 @@ def _install(
         mark_divided(each.module, group)
         if looped:
             loop_over(model, each.module)
-        elif beside and each.name:
+        elif beside and each.name and each.way == ROUTED:
             compute_beside(model.get_submodule(each.name.rpartition(".")[0]), each.module)
-
-
-def _find(model: nn.Module, plan: Plan | None) -> list[Found]:
-    """Return the experts of a model; without any plan the reason why none would do comes first."""
-    if plan is None and not own_patterns(model):
-        for name, module in called_experts(model).items():
-            find_experts(name, module)
-    return [find_experts(name, module) for name, module in named_experts(model, plan).items()]
 
 
 def _divide(
@@ -121,7 +115,13 @@ def _divide(
             f"{ranks} ranks that they are to be divided over: take ep = {found.experts} at most"
         )
     counts = counts_of(found.experts, ranks)
-    return Division(found.name, group, tokens, counts, found.stacked, found.buffers, found.lists)
+    tensors: dict[str, Tensor] = {name: found.module.get_parameter(name) for name in found.stacked}
+    tensors |= {name: found.module.get_buffer(name) for name in found.buffers}
+    rows = {n: rows_of(counts, len(each), found.beyond) for n, each in tensors.items()}
+    return Division(
+        found.name, group, tokens, counts, found.stacked, found.buffers, found.lists, rows,
+        found.way, found.beyond,
+    )  # fmt: skip
 
 
 def _check(model: nn.Module, found: list[Found], shared: bool) -> None:
@@ -165,6 +165,7 @@ def _lists(found: Found) -> Iterator[tuple[str, nn.Module]]:
 
 def _cut(found: Found, division: Division, memo: Memo) -> None:
     module, own = found.module, division.own
+    rows = {name: division.own_rows(name) for name in division.rows}
     for name in found.lists:
         part = module.get_submodule(name)
         kept = [(str(expert), part._modules[str(expert)]) for expert in own]
@@ -174,12 +175,12 @@ def _cut(found: Found, division: Division, memo: Memo) -> None:
         put_before(ExpertList, part)
     for name in found.stacked:
         owner, tensor = _owner(module, name)
-        owner._parameters[tensor] = _rows(module.get_parameter(name), own, memo)
+        owner._parameters[tensor] = _rows(module.get_parameter(name), rows[name], memo)
     for name in found.buffers:
         owner, tensor = _owner(module, name)
-        owner._buffers[tensor] = module.get_buffer(name)[own.start : own.stop].clone()
+        owner._buffers[tensor] = module.get_buffer(name)[rows[name]].clone()
     for owner, attribute in found.numbers:
-        setattr(owner, attribute, len(own))
+        setattr(owner, attribute, getattr(owner, attribute) - found.experts + len(own))
     vars(module)["_division"] = division
     put_before(DividedExperts, module)
 
@@ -189,9 +190,8 @@ def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
     return module.get_submodule(owner), tensor
 
 
-def _rows(whole: nn.Parameter, own: range, memo: Memo) -> nn.Parameter:
+def _rows(whole: nn.Parameter, rows: slice, memo: Memo) -> nn.Parameter:
     if whole not in memo:
-        rows = slice(own.start, own.stop)
         cut = nn.Parameter(whole.detach()[rows].clone(), requires_grad=whole.requires_grad)
         vars(cut).update(vars(whole))
         cut.grad = None if whole.grad is None else whole.grad[rows].clone()

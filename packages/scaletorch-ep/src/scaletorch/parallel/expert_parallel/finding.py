@@ -11,8 +11,9 @@ from torch import Tensor, nn
 
 from ...dist.errors import InvalidArgumentError
 from .asking import LoopedList
-
-_NOT_A_NUMBER_OF_EXPERTS = ("per_", "top", "shared")  # parts of names such as num_experts_per_tok
+from .calls import ROUTED, SORTED, WAYS, takes
+from .numbering import count, numbers_of, shapes
+from .trying import find_way
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,13 +22,15 @@ class Found:
 
     Attributes:
         name: The module's first name in the model.
-        module: It is called as `experts(hidden, top_k_index, top_k_weights)`, or is a bare list
-            of experts that the block around it loops over.
-        experts: Their number.
-        stacked: Names in the module of parameters with an expert a row of dim 0.
+        module: It is called as `way` says, or is a bare list of experts that the block around it
+            loops over.
+        experts: Their number, of those with weights.
+        stacked: Names in the module of parameters with experts along dim 0, a row each or as many.
         buffers: The same of buffers.
         lists: Names in the module of lists with a module an expert; "" is the module itself.
         numbers: Where the number itself is kept: modules and names of their attributes.
+        way: How it is called, of `WAYS`.
+        beyond: How many experts without weights are numbered behind the others.
     """
 
     name: str
@@ -37,6 +40,8 @@ class Found:
     buffers: tuple[str, ...]
     lists: tuple[str, ...]
     numbers: tuple[tuple[nn.Module, str], ...]
+    way: str = ROUTED
+    beyond: int = 0
 
 
 def find_experts(name: str, module: nn.Module) -> Found:
@@ -54,18 +59,33 @@ def find_experts(name: str, module: nn.Module) -> Found:
         if isinstance(each, nn.ModuleList) and len(each)
     }
     tensors = {inner: each for inner, each in _tensors(module) if not _within(inner, lists)}
-    experts = _number(name, module, lists, tensors)
-    rows = [inner for inner, each in tensors.items() if each.shape[:1] == (experts,)]
-    stacked = tuple(n for n in rows if isinstance(tensors[n], nn.Parameter))
-    buffers = tuple(n for n in rows if n not in stacked)
+    number = count(name, module, lists, tensors)
+    experts = number.experts
+    stacked = tuple(n for n in number.stacked if isinstance(tensors[n], nn.Parameter))
+    buffers = tuple(n for n in number.stacked if n not in stacked)
     divided = tuple(inner for inner, each in lists.items() if len(each) == experts)
     if not stacked and not divided:
         raise InvalidArgumentError(
             f"'{name}' has {experts} experts, but no parameter with as many rows along dim 0 and "
-            f"no list of as many modules: {_shapes(tensors)}"
+            f"no list of as many modules: {shapes(tensors)}"
         )
-    numbers = tuple(at for at, number in _numbers(module) if number == experts)
-    return Found(name, module, experts, stacked, buffers, divided, numbers)
+    way = find_way(module, number)
+    if way is None:
+        raise InvalidArgumentError(_called_otherwise(name, module))
+    kept = {experts, experts + number.beyond}
+    numbers = tuple(at for at, value in numbers_of(module) if value in kept)
+    return Found(name, module, experts, stacked, buffers, divided, numbers, way, number.beyond)
+
+
+def takes_sorted(module: nn.Module) -> bool:
+    """Return whether a module has stacks of experts, and takes rows sorted by expert."""
+    numbered = any(at[0] is module for at, _ in numbers_of(module))
+    if not (numbered and module._parameters and takes(module, 2)) or takes(module, 1):
+        return False
+    try:
+        return find_experts("", module).way == SORTED
+    except InvalidArgumentError:
+        return False
 
 
 def is_bare_list(module: nn.Module) -> TypeGuard[nn.ModuleList]:
@@ -86,21 +106,17 @@ def _check_call(name: str, module: nn.Module) -> None:
         raise InvalidArgumentError(
             f"the forward of '{name}' was replaced on the instance: divide experts before that"
         )
-    if not takes_routing(module):
-        raise InvalidArgumentError(
-            f"'{name}' ({kind}) is called as {kind}{inspect.signature(module.forward)}, not as "
-            "experts(hidden, top_k_index, top_k_weights): its routing is decided elsewhere, so "
-            "tokens cannot be sent to its experts"
-        )
+    if not any(takes(module, len(way.kinds)) for way in WAYS.values()):
+        raise InvalidArgumentError(_called_otherwise(name, module))
 
 
-def takes_routing(module: nn.Module) -> bool:
-    """Return whether a module can be called with hidden states, indices and weights alone."""
-    try:
-        inspect.signature(module.forward).bind(None, None, None)
-    except TypeError:
-        return False
-    return True
+def _called_otherwise(name: str, module: nn.Module) -> str:
+    kind = type(module).__name__
+    return (
+        f"'{name}' ({kind}) is called as {kind}{inspect.signature(module.forward)}, not as "
+        f"{', nor as '.join(way.words for way in WAYS.values())}: its routing is decided "
+        "elsewhere, so tokens cannot be sent to its experts"
+    )
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -110,35 +126,3 @@ def _tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 def _within(name: str, lists: dict[str, nn.ModuleList]) -> bool:
     return any(name.startswith(f"{each}." if each else each) for each in lists)
-
-
-def _numbers(module: nn.Module) -> Iterator[tuple[tuple[nn.Module, str], int]]:
-    """Yield attributes that may hold the number of experts, of the module and of its parts."""
-    for each in module.modules():
-        for attribute, value in vars(each).items():
-            excluded = any(part in attribute for part in _NOT_A_NUMBER_OF_EXPERTS)
-            if type(value) is int and "experts" in attribute and not excluded:
-                yield (each, attribute), value
-
-
-def _number(
-    name: str, module: nn.Module, lists: dict[str, nn.ModuleList], tensors: dict[str, Tensor]
-) -> int:
-    lengths = {len(each) for each in lists.values()}
-    rows = {each.shape[0] for each in tensors.values() if each.dim()}
-    numbers = {number for _, number in _numbers(module)}
-    said = numbers & (lengths | rows)
-    if not numbers:  # nothing tells the number: stacks of matrices do, or the only list
-        said = {each.shape[0] for each in tensors.values() if each.dim() > 2} | lengths
-    if len(said) != 1:
-        raise InvalidArgumentError(
-            f"the number of experts of '{name}' ({type(module).__name__}) is "
-            f"{'one of ' + str(sorted(said)) if said else 'not to be seen'}: an attribute such as "
-            "num_experts is to say it, and parameters to have as many rows along dim 0 (or a list "
-            f"as many modules); it has {_shapes(tensors)}"
-        )
-    return said.pop()
-
-
-def _shapes(tensors: dict[str, Tensor]) -> str:
-    return ", ".join(f"{n} {tuple(t.shape)}" for n, t in tensors.items()) or "no parameters"

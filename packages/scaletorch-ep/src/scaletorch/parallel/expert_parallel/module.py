@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
@@ -13,12 +12,14 @@ from torch.distributed import ProcessGroup
 
 from ...dist import functional, get_rank, get_world_size
 from ...dist.building import agree
-from ...dist.errors import InvalidArgumentError, StateError
+from ...dist.errors import StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import class_before, deep_copy, shallow_copy
 from .apart import why_mixed
+from .calls import ALL, ROUTED, WAYS, Given, Run, read_call, runner
 from .computing import compute
-from .dispatch import combine_computed, dispatch
+from .dispatch import Dispatched, combine_computed, dispatch
+from .routes import number_apart, stay
 from .shares import ranges_of, share_out
 from .uncompiled import call_uncompiled
 
@@ -35,6 +36,9 @@ class Division:
         stacked: Names in the module of parameters that are cut along dim 0.
         buffers: The same of buffers.
         lists: Names in the module of lists of experts.
+        rows: Names of parameters and buffers that are cut -> the rows of each rank of the group.
+        way: How the module is called, of `WAYS`.
+        beyond: How many experts without weights are numbered behind the others.
         checked: Holds True once the ranks have agreed in a first call.
     """
 
@@ -45,12 +49,20 @@ class Division:
     stacked: tuple[str, ...]
     buffers: tuple[str, ...]
     lists: tuple[str, ...]
+    rows: Mapping[str, tuple[int, ...]]
+    way: str = ROUTED
+    beyond: int = 0
     checked: list[bool] = field(default_factory=list)
 
     @property
     def own(self) -> range:
         """The experts of this rank."""
         return ranges_of(self.counts)[get_rank(self.group)]
+
+    def own_rows(self, name: str) -> slice:
+        """Return the rows of this rank's experts in a stack."""
+        own = ranges_of(self.rows[name])[get_rank(self.group)]
+        return slice(own.start, own.stop)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Division:
         return self
@@ -63,12 +75,15 @@ class DividedExperts(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """Return the experts' results for tokens of this rank, [T, H], as the whole module does."""
-        own = super().forward
-        hidden, index, weights = _routing(own, self._division.name, args, kwargs)
-        results: Tensor = call_uncompiled(_over_tokens, self, own, hidden, index, weights)
+        results: Tensor = call_uncompiled(_call, self, super().forward, args, kwargs)
         if not self._division.checked:
             self._division.checked.append(True)
         return results
+
+    @property
+    def takes_all(self) -> bool:
+        """Whether it is called with as many rows for each expert."""
+        return self._division.way == ALL
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return deep_copy(self, getattr(super(), "__deepcopy__", None), memo)
@@ -107,63 +122,71 @@ def put_before(mixin: type[nn.Module], module: nn.Module) -> None:
     module.__class__ = class_before(mixin, own, own.__name__)
 
 
-def _routing(
-    own: Callable[..., Any], name: str, args: Any, kwargs: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the three arguments of a call, by whatever names the module has for them."""
-    given = list(args)
-    if kwargs or len(given) != 3:
-        given = list(inspect.signature(own).bind(*args, **kwargs).arguments.values())
-    if len(given) != 3 or not all(isinstance(each, Tensor) for each in given):
-        raise InvalidArgumentError(
-            f"{describe_rank()}: '{name}' must be called with hidden states, indices and weights "
-            f"alone, got {[type(each).__name__ for each in given]}"
-        )
-    return given[0], given[1], given[2]
+def share_tokens(experts: DividedExperts, group: ProcessGroup | None) -> None:
+    """Have ranks that hold the same tokens each send a share of them, from now on."""
+    vars(experts)["_division"] = replace(experts._division, tokens=group)
 
 
-def _over_tokens(module: DividedExperts, own: Callable[..., Tensor], *given: Tensor) -> Tensor:
+def _call(
+    module: DividedExperts,
+    own: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> Tensor:
+    """Return what the module's own forward does, whatever it is called with."""
+    division, way = module._division, WAYS[module._division.way]
+    given = read_call(own, way, division.name, sum(division.counts), args, kwargs)
+    beyond = division.beyond if len(division.counts) > 1 else 0
+    run = runner(own, way, len(division.own) + division.beyond, given.dims, beyond)
+    return given.back(_over_tokens(module, run, given))
+
+
+def _over_tokens(module: DividedExperts, run: Run, given: Given) -> Tensor:
     """Give each rank that holds the same tokens a share of them, and join the results."""
-    group = module._division.tokens
+    group, name = module._division.tokens, module._division.name
     ranks = 1 if group is None else get_world_size(group)
     if ranks == 1:
-        return _over_experts(module, own, *given)
-    hidden, index, weights = given
+        return _over_experts(module, run, given)
     if not module._division.checked:
-        shapes = [f"{tuple(each.shape)} {each.dtype}" for each in given]
-        agree(f"the tokens of '{module._division.name}', the same on all tp ranks", shapes, group)
-    sizes = share_out(len(hidden), ranks)
-    hidden = functional.split(hidden, 0, group, sizes=sizes)
-    weights = functional.split(weights, 0, group, sizes=sizes)
-    results = _over_experts(module, own, hidden, index.split(sizes)[get_rank(group)], weights)
-    return functional.gather(results, 0, group, sizes=sizes)
+        shapes = [f"{tuple(each.shape)} {each.dtype}" for each in given[:3]]
+        agree(f"the tokens of '{name}', the same on all tp ranks", shapes, group)
+    units = share_out(len(given.hidden) // given.unit, ranks)
+    sizes = [number * given.unit for number in units]
+    share = given._replace(
+        hidden=functional.split(given.hidden, 0, group, sizes=sizes),
+        top_k_index=given.top_k_index.split(sizes)[get_rank(group)],
+        top_k_weights=functional.split(given.top_k_weights, 0, group, sizes=sizes),
+    )
+    return functional.gather(_over_experts(module, run, share), 0, group, sizes=sizes)
 
 
-def _over_experts(
-    module: DividedExperts,
-    own: Callable[..., Tensor],
-    hidden: Tensor,
-    index: Tensor,
-    weights: Tensor,
-) -> Tensor:
+def _over_experts(module: DividedExperts, run: Run, given: Given) -> Tensor:
     """Send tokens to the ranks of their experts, compute what comes, and send results back."""
-    division = module._division
-    if len(division.counts) == 1:
-        return own(hidden, index, weights)
-    shared = vars(module).get("_beside")  # what the block computes beside them
-    early = None if shared is None else partial(shared.compute_early, hidden)
-    came = dispatch(hidden, index, weights, division.counts, division.group, early)
+    division, (hidden, index, weights, *_) = module._division, given
+    routed, here = division.way == ROUTED, len(division.counts) == 1
+    if here and routed:
+        whole: Tensor = run(hidden, index, weights)
+        return whole
+    counts = tuple(number + division.beyond for number in division.counts)
+    if here:
+        came = Dispatched(hidden, index, weights, stay(index))
+    else:
+        shared = vars(module).get("_beside")  # what the block computes beside them
+        early = None if shared is None else partial(shared.compute_early, hidden)
+        index = number_apart(index, division.counts, division.beyond, get_rank(division.group))
+        came = dispatch(hidden, index, weights, counts, division.group, early)
     named = {name: _tensor(module, name) for name in division.stacked}
-    results, wrong = compute(own, came, len(division.own), [*named.values()])
+    results, wrong = compute(run, came, counts[get_rank(division.group)], [*named.values()], routed)
     if not division.checked:
-        here, total = len(division.own), sum(division.counts)
-        names = division.stacked, division.lists
-        wrong = wrong or why_mixed(module, own, came, names, here, total)
+        if wrong is None and routed and not division.beyond:
+            names, total = (division.stacked, division.lists), sum(division.counts)
+            wrong = why_mixed(module, run, came, names, len(division.own), total)
         lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
+        lines.append(f"results {results.dtype}, of width {results.shape[1]}")
         agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
     if wrong is not None:
         raise wrong
-    return combine_computed(results, came.route)
+    return results if here else combine_computed(results, came.route)
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

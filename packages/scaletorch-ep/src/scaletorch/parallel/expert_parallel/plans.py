@@ -8,6 +8,7 @@ from torch import nn
 
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager.building import matching, no_match
+from .finding import is_bare_list, takes_sorted
 
 Plan = Mapping[str, str]
 
@@ -28,6 +29,8 @@ def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
     modules = dict(model.named_modules(remove_duplicate=False))
     patterns = own_patterns(model) if plan is None else _patterns(plan)
     chosen: dict[nn.Module, str] = {}
+    if plan is None and not patterns:
+        chosen = {module: name for name, module in _recognised(model).items()}
     for pattern in patterns:
         names = matching(pattern, modules)
         if not names and plan is not None:
@@ -36,20 +39,35 @@ def named_experts(model: nn.Module, plan: Plan | None) -> dict[str, nn.Module]:
             chosen.setdefault(modules[name], name)
     if not chosen:
         raise InvalidArgumentError(
-            f"{type(model).__name__} brings no plan for experts (base_model_ep_plan of its config)"
-            ": pass one that names the modules called as experts(hidden, top_k_index, "
-            'top_k_weights), such as {"**.mlp.experts": "experts"}'
+            f"{type(model).__name__} brings no plan for experts (base_model_ep_plan of its config) "
+            "and calls no module experts: pass one that names the modules called as "
+            'experts(hidden, top_k_index, top_k_weights), such as {"**.mlp.experts": "experts"}'
         )
     return {chosen[module]: module for module in model.modules() if module in chosen}
 
 
-def called_experts(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules with parameters that a model calls experts, whatever its plans say."""
-    return {
+def _recognised(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the experts of a model without any plan, by name or by how they are called.
+
+    They are the modules with parameters that are called experts, and those that take rows sorted by
+    expert, whatever their names; of modules inside one another the inner ones. Lists that a block
+    loops over are none: it would run twice without being asked to.
+    """
+    found = {
         name: module
         for name, module in model.named_modules()
-        if name.rpartition(".")[2] == EXPERTS and any(True for _ in module.parameters())
+        if _is_named(name, module) or takes_sorted(module)
     }
+    return {
+        name: module
+        for name, module in found.items()
+        if not any(other.startswith(f"{name}.") for other in found)
+    }
+
+
+def _is_named(name: str, module: nn.Module) -> bool:
+    own = name.rpartition(".")[2] == EXPERTS and not is_bare_list(module)
+    return own and any(True for _ in module.parameters())
 
 
 def own_patterns(model: nn.Module) -> list[str]:

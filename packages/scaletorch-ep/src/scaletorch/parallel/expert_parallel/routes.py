@@ -16,6 +16,7 @@ from ...dist import get_rank
 from ...dist.building import agree, all_to_all_flat
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
+from .shares import ranges_of
 from .travel import landed
 
 _HIDDEN, _WEIGHTS = 1, 2  # bits that a rank tells the others: which gradients it needs
@@ -89,6 +90,36 @@ def find_route(
     rows = torch.nonzero_static(goes, size=sum(sends))[:, 1].contiguous()
     pairs, most = sum(row[3] for row in theirs), min(index.shape[1], ranks)
     return Route(group, len(hidden), rows, most, sends, receives, pairs, bool(needed))
+
+
+def stay(index: Tensor) -> Route:
+    """Return the route of rows whose experts are all here."""
+    nowhere = index.new_empty(0)
+    return Route(None, len(index), nowhere, 1, (), (), index.numel(), backward=False)
+
+
+def number_apart(index: Tensor, counts: tuple[int, ...], beyond: int, rank: int) -> Tensor:
+    """Return indices counted so that every rank has experts of its own without weights.
+
+    Args:
+        index: Integers [T, K]; those with weights come first.
+        counts: Experts with weights of each rank.
+        beyond: How many have none. A token goes nowhere for them.
+        rank: This one.
+    """
+    if not beyond:
+        return index
+    inside = index.long().add(1).clamp(0, sum(counts) + beyond + 1)
+    return _numbers_apart(counts, beyond, rank, index.device).take(inside)
+
+
+@lru_cache(maxsize=64)
+def _numbers_apart(counts: tuple[int, ...], beyond: int, rank: int, device: torch.device) -> Tensor:
+    """Return for each index + 1 the number; the first and last are outside."""
+    ranges = ranges_of([count + beyond for count in counts])
+    weighted = [each.start + at for each, n in zip(ranges, counts, strict=True) for at in range(n)]
+    own = ranges[rank][counts[rank] :]
+    return torch.tensor([-1, *weighted, *own, ranges[-1].stop], device=device)
 
 
 @lru_cache(maxsize=64)

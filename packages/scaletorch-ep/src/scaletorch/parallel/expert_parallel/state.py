@@ -23,8 +23,8 @@ class ExpertCut(NamedTuple):
     Attributes:
         dim: 0 for a stack of experts, of which this rank has rows; None for what belongs to one
             expert of a list, which this rank has whole and no other of the group at all.
-        whole: Number of experts: the rows of the whole stack.
-        ranges: The experts of each rank of the group.
+        whole: The rows of the whole stack: one for each expert, or as many; or their number.
+        ranges: The rows of each rank of the group, or its experts.
         group: The ranks; None is this one alone.
     """
 
@@ -35,7 +35,7 @@ class ExpertCut(NamedTuple):
 
     @property
     def own(self) -> range:
-        """The experts of this rank."""
+        """Those of this rank."""
         return self.ranges[get_rank(self.group)]
 
 
@@ -52,13 +52,12 @@ def find_expert_cuts(model: nn.Module) -> dict[str, ExpertCut]:
     cuts: dict[str, ExpertCut] = {}
     for name, module in _divided(model):
         division, prefix = module._division, f"{name}." if name else ""
-        stack = _cut(division, 0)
-        cuts |= dict.fromkeys((prefix + n for n in (*division.stacked, *division.buffers)), stack)
+        cuts |= {prefix + n: _cut(division, 0, rows) for n, rows in division.rows.items()}
         for each in division.lists:
             inner = module.get_submodule(each).state_dict(
                 prefix=f"{prefix}{each}.".replace("..", ".")
             )
-            cuts |= dict.fromkeys(inner, _cut(division, None))
+            cuts |= dict.fromkeys(inner, _cut(division, None, division.counts))
     return cuts
 
 
@@ -111,7 +110,7 @@ def own_experts(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
         state: What the plain model's `state_dict()` holds, or gradients by its names.
 
     Raises:
-        InvalidArgumentError: A stack has not as many rows as there are experts.
+        InvalidArgumentError: A stack has not the rows of all experts.
     """
     cuts, own = find_expert_cuts(model), {}
     elsewhere = _elsewhere(model)
@@ -121,7 +120,7 @@ def own_experts(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
             if value.shape[:1] != (cut.whole,):
                 raise InvalidArgumentError(
                     f"{describe_rank()}: '{name}' has shape {tuple(value.shape)}, but the whole "
-                    f"has {cut.whole} experts along dim 0"
+                    f"has {cut.whole} rows of experts along dim 0"
                 )
             own[name] = value[cut.own.start : cut.own.stop]
         elif not name.startswith(elsewhere):
@@ -140,8 +139,8 @@ def _divided(model: nn.Module) -> Iterator[tuple[str, DividedExperts]]:
             )
 
 
-def _cut(division: Division, dim: int | None) -> ExpertCut:
-    return ExpertCut(dim, sum(division.counts), ranges_of(division.counts), division.group)
+def _cut(division: Division, dim: int | None, rows: tuple[int, ...]) -> ExpertCut:
+    return ExpertCut(dim, sum(rows), ranges_of(rows), division.group)
 
 
 def _elsewhere(model: nn.Module) -> tuple[str, ...]:

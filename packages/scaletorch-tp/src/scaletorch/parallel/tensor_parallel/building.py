@@ -6,12 +6,14 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 from .regions.region import ADAPTED, layer_of, summed_outside
 from .sharing.adapters import Adapter, check_adapters, shard_adapters
 from .sharing.sequence import counts_of_ids
+from .sharing.whole_sequence import WholeSequence
 from .state.whole import ParameterCut, find_cuts
 
 __all__ = [
     "ADAPTED",
     "Adapter",
     "ParameterCut",
+    "WholeSequence",
     "check_adapters",
     "counts_of_ids",
     "find_cuts",

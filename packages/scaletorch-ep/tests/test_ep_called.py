@@ -1,0 +1,227 @@
+"""Experts that are called with rows sorted by expert or with all, or that have no weights."""
+
+import copy
+
+import pytest
+import torch
+import torch.distributed as c10d
+from called_blocks import BLOCKS, EXPERTS, HIDDEN, All, Beyond, Rows, Sorted
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from scaletorch.dist import InvalidArgumentError, MismatchError
+from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
+from scaletorch.parallel.expert_parallel import (
+    apply_expert_parallel,
+    dispatch,
+    find_expert_cuts,
+    gather_experts,
+    own_experts,
+)
+from scaletorch.parallel.expert_parallel.building import find_experts
+from scaletorch.parallel.expert_parallel.routes import number_apart
+
+WORLD = c10d.group.WORLD
+TOKENS = 10
+
+
+class Model(nn.Module):
+    def __init__(self, kind, skewed=False):
+        super().__init__()
+        torch.manual_seed(4)
+        self.blocks = nn.ModuleList(BLOCKS[kind]() for _ in range(2))
+        for block in self.blocks if skewed else ():
+            block.router.bias.data[:3] += 50  # experts of the first ranks alone get tokens
+        self.double()
+
+    def forward(self, x, recompute=False):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
+        return x
+
+
+def _batch():
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(7)).double()
+
+
+def _gradients(model):
+    named = model.named_parameters()
+    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+
+
+def _trained(kind, skewed):
+    model, batch = Model(kind, skewed), _batch().requires_grad_()
+    loss = model(batch).square().sum() / TOKENS
+    loss.backward()
+    return loss.detach(), batch.grad, _gradients(model), model
+
+
+def _divided(kind, sizes, skewed, recompute):
+    """Return the worst difference of this rank's loss, gradients and state to one process's."""
+    rank = c10d.get_rank()
+    loss, of_batch, gradients, plain = _trained(kind, skewed)
+    model = apply_expert_parallel(Model(kind, skewed), None, WORLD)
+    own = _batch().split(sizes)[rank].requires_grad_()
+    mine = model(own, recompute).square().sum() / TOKENS
+    mine.backward()
+    cuts, found = find_expert_cuts(model), _gradients(model)
+    for name, gradient in found.items():
+        if name not in cuts:
+            c10d.all_reduce(gradient)
+    assert {n.partition(".router")[0] for n in found if n not in cuts} == {"blocks.0", "blocks.1"}
+    whole, total = gather_experts(model, found), mine.detach()
+    c10d.all_reduce(total)
+    state, expected = gather_experts(model, model.state_dict()), plain.state_dict()
+    assert state.keys() == expected.keys() == gradients.keys()
+    assert all(torch.equal(state[name], each) for name, each in expected.items())
+    mine_again = own_experts(model, expected)
+    assert all(torch.equal(mine_again[n], each) for n, each in model.state_dict().items())
+    errors = [relative_error(total, loss), relative_error(own.grad, of_batch.split(sizes)[rank])]
+    return worst([*errors, *(relative_error(whole[n], gradients[n]) for n in gradients)])
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+@pytest.mark.parametrize("sizes", [(7, 3), (4, 0, 6), (3, 3, 3, 1)])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_as_one_process(kind, sizes, skewed):
+    for recompute in (False, True):
+        assert max(run_ranks(_divided, len(sizes), kind, sizes, skewed, recompute)) <= 1e-12
+
+
+def _shared(kind, divided):
+    """Two tp ranks hold the same tokens, over all ranks divided experts or whole ones."""
+    rank = c10d.get_rank()
+    pairs, alone = [c10d.new_group([0, 1]), c10d.new_group([2, 3])], None
+    for each in range(4):
+        group = c10d.new_group([each])
+        alone = group if each == rank else alone
+    tp_group = pairs[rank // 2]
+    plain = Model(kind)
+    group = WORLD if divided else alone
+    model = apply_expert_parallel(Model(kind), None, group, tp_group=tp_group)
+    whole = torch.randn(2, 7, HIDDEN, generator=torch.Generator().manual_seed(8)).double()
+    whole.requires_grad_()
+    for part in whole:
+        plain(part).square().sum().backward()
+    own = whole.detach()[rank // 2].clone().requires_grad_()
+    model(own).square().sum().backward()
+    cuts, found = find_expert_cuts(model), _gradients(model)
+    for name, gradient in found.items():
+        if name not in cuts or not divided:
+            c10d.all_reduce(gradient)
+        if name not in cuts:
+            gradient /= 2  # each tp rank has the whole of its tokens
+    gathered, expected = gather_experts(model, found), _gradients(plain)
+    errors = [relative_error(own.grad, whole.grad[rank // 2])]
+    return worst([*errors, *(relative_error(gathered[n], expected[n]) for n in expected)])
+
+
+@pytest.mark.parametrize("divided", [True, False])
+@pytest.mark.parametrize("kind", BLOCKS)
+def test_tokens_that_tp_ranks_share(kind, divided):
+    assert max(run_ranks(_shared, 4, kind, divided)) <= 1e-12
+
+
+class TokenMajor(All):
+    """Experts of each token, one token after another: no rows sorted by expert."""
+
+    def forward(self, hidden):
+        rows = hidden.view(-1, len(self.up), HIDDEN).transpose(0, 1)
+        return (
+            super().forward(rows.reshape(-1, HIDDEN)).view(rows.shape).transpose(0, 1).flatten(0, 1)
+        )
+
+
+class Routing(All):
+    """Routes tokens itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Parameter(torch.randn(EXPERTS, HIDDEN))
+
+    def forward(self, hidden):
+        best = (hidden @ self.gate.T).argmax(1)
+        return torch.einsum("th,thi,tio->to", hidden, self.up[best], self.down[best])
+
+
+class Counted(Sorted):
+    """Takes an index, no sizes."""
+
+    def forward(self, inputs, index):
+        return torch.einsum("th,toh->to", inputs, self.weight[index])
+
+
+class Joined(Sorted):
+    """Mixes the rows of all experts."""
+
+    def forward(self, inputs, sizes):
+        return super().forward(inputs + inputs.mean(), sizes) + self.weight.mean()
+
+
+@pytest.mark.parametrize("kind", [TokenMajor, Routing, Counted, Joined])
+def test_what_only_looks_like_it_is_refused(kind):
+    module = kind(HIDDEN, 8) if issubclass(kind, Sorted) else kind()
+    with pytest.raises(InvalidArgumentError, match=f"{kind.__name__}.* is called as .*, not as"):
+        find_experts("experts", module)
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize(
+    ("make", "way"), [(All, "all"), (lambda: Sorted(HIDDEN, 8), "sorted"), (Rows, "routed")]
+)
+def test_the_trial_leaves_everything_as_it_was(make, way, device):
+    module = make().to(device)
+    with torch.no_grad():
+        next(module.parameters()).fill_(torch.nan)  # values do not matter
+    before, random = copy.deepcopy(module.state_dict()), torch.get_rng_state()
+    assert find_experts("experts", module).way == way
+    assert torch.equal(torch.get_rng_state(), random)
+    if device == "cpu":
+        for name, each in module.state_dict().items():
+            assert torch.equal(each.nan_to_num(), before[name].nan_to_num())
+
+
+def test_experts_without_weights_are_on_every_rank():
+    found = find_experts("experts", Beyond())
+    assert (found.experts, found.beyond, len(found.numbers)) == (EXPERTS, 2, 2)
+    module = Beyond()
+    module.zero_expert_num = 1  # the numbers do not add up
+    with pytest.raises(InvalidArgumentError, match=r"is one of \[5, 7\]"):
+        find_experts("experts", module)
+    module = Rows()
+    module.ffn_size = 3  # nothing says how many rows an expert has
+    with pytest.raises(InvalidArgumentError, match="is not to be seen"):
+        find_experts("experts", module)
+
+
+@distributed_test(world_size=2)
+def test_calls_that_do_not_fit():
+    model = apply_expert_parallel(
+        nn.ModuleDict({"experts": All(), "up": Sorted(HIDDEN, 8)}), None, WORLD
+    )
+    rows = torch.ones(11, HIDDEN)
+    with pytest.raises(
+        InvalidArgumentError, match=r"as many rows for each of 5 experts.*\(11, 6\)"
+    ):
+        model["experts"](rows)
+    with pytest.raises(InvalidArgumentError, match=r"each of 5 experts has.* and \[3, 3, 3"):
+        model["up"](rows, [3, 3, 3, 3, 3])
+    with pytest.raises(
+        InvalidArgumentError, match=r"must be called experts\(rows, sizes\).*Tensor'\]"
+    ):
+        model["up"](rows, torch.ones(5))
+    beyond = apply_expert_parallel(nn.ModuleDict({"experts": Beyond()}), None, WORLD)["experts"]
+    outside = torch.tensor([[0, 7]] if c10d.get_rank() else [[0, 6]])
+    with pytest.raises((InvalidArgumentError, MismatchError), match="routes tokens to experts"):
+        beyond(rows[:1], outside, torch.ones(1, 2))
+
+
+@distributed_test(world_size=2)
+def test_tokens_stay_for_experts_without_weights():
+    rank, counts = c10d.get_rank(), (3, 2)
+    index = torch.tensor([[5, 6], [5, 0], [6, 4], [1, 3]])
+    there = number_apart(index, counts, 2, rank)
+    route = dispatch(torch.ones(4, HIDDEN), there, torch.ones(4, 2), (5, 4), WORLD).route
+    # Each rank keeps three tokens for those, and sends on what has experts of the other one.
+    assert route.sends == ((4, 2) if rank == 0 else (2, 4))
+    assert route.rows.tolist() == ([0, 1, 2, 3, 2, 3] if rank == 0 else [1, 3, 0, 1, 2, 3])

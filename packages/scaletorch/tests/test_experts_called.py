@@ -1,0 +1,71 @@
+"""Families whose experts are called with sorted rows or with all, or that have none for a token."""
+
+import pytest
+import torch
+
+from scaletorch import compose
+from scaletorch.checkpoint import load
+from scaletorch.dist import RankFailedError
+from scaletorch.dist.testing import relative_error, run_ranks
+
+transformers = pytest.importorskip("transformers")
+
+from test_experts import CALLED, build, reference, trained  # noqa: E402
+from test_experts_checkpoint import begin, go_on, prepared  # noqa: E402
+
+SEQUENCES = {"sequence_parallel": True}
+BOTH = {"dp_size": 2, "tp_size": 2, "ep_size": 2, "etp_size": 2}
+SHARED = {"dp_size": 2, "tp_size": 2, "ep_size": 4}
+LAYOUTS = [
+    ({"dp_size": 4, "ep_size": 2}, {}, 1, 0),
+    ({"dp_size": 4, "ep_size": 4}, {}, 2, 1),
+    (SHARED, {}, 1, 0),
+    (BOTH, {}, 1, 0),
+    ({"dp_size": 2, "pp_size": 2, "ep_size": 2}, {"recompute": True}, 2, 1),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options", "micro_batches", "stage"), LAYOUTS)
+@pytest.mark.parametrize("family", CALLED)
+def test_layouts(family, sizes, options, micro_batches, stage):
+    trained(4, family, sizes, options, micro_batches, stage)
+
+
+@pytest.mark.parametrize("sizes", [SHARED, {"dp_size": 2, "tp_size": 2, "etp_size": 1}])
+@pytest.mark.parametrize("family", CALLED)
+def test_shards_of_sequences(family, sizes):
+    trained(4, family, sizes, SEQUENCES)
+
+
+@pytest.mark.parametrize("family", ["JetMoe", "LongcatFlash"])
+def test_shards_of_sequences_and_experts_divided_both_ways(family):
+    trained(4, family, BOTH, SEQUENCES)
+
+
+@pytest.mark.parametrize(("family", "why"), [("Llama4", "rows for all"), ("Dbrx", "not cut over")])
+def test_experts_that_would_miss_tokens_are_refused(family, why):
+    with pytest.raises(RankFailedError, match=f"experts '.*' are .*{why}.*take etp = 1"):
+        trained(4, family, BOTH, SEQUENCES)
+
+
+def state_of(folder, family):
+    model, optimizer = prepared({}, 0, family)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(0.5)
+    load(folder, model, optimizer)
+    return compose.full_state_dict(model)
+
+
+@pytest.mark.parametrize("family", CALLED)
+def test_checkpoints_and_files_of_transformers(family, tmp_path):
+    run_ranks(begin, 4, str(tmp_path), {"dp_size": 4, "ep_size": 4}, 1, family, timeout=120)
+    run_ranks(go_on, 4, reference(family), str(tmp_path), SHARED, 0, family, timeout=120)
+    run_ranks(go_on, 1, reference(family), str(tmp_path), {}, 0, family, timeout=120)
+    (expected,) = run_ranks(state_of, 1, str(tmp_path), family, timeout=120)
+    plain = build(family)
+    plain.config.save_pretrained(tmp_path / "plain")
+    theirs = type(plain).from_pretrained(tmp_path / "plain", dtype=torch.float64).state_dict()
+    assert theirs.keys() == expected.keys()
+    for name, tensor in theirs.items():
+        assert relative_error(tensor, expected[name].to(tensor.dtype)) < 1e-9, name
