@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Timeline
@@ -24,8 +25,24 @@ WORLD = "tp_cp_pp_dp"
 # All-reduces of a few numbers in each step: tokens are counted, ranks agree, losses are summed.
 CONTROL = {WORLD: 1, "pp": 2, "cp_dp": 2}
 
-# The timer that `time` used last: a search asks for layout after layout of one model.
-_LATEST: list[tuple[Description, Cluster, Callable[[Layout], Time]]] = []
+UNSURE = 1e-9  # share by which sums in another order may be off
+
+
+class Timers(NamedTuple):
+    """What tells how long layouts of one model take on a cluster.
+
+    Attributes:
+        exact: Returns `time` of a layout.
+        least: Returns seconds that its step takes at the least, sooner: those in which the busiest
+            rank of its pipeline computes, with messages that it waits for meanwhile.
+    """
+
+    exact: Callable[[Layout], Time]
+    least: Callable[[Layout], float]
+
+
+# The timers that `time` used last: a search asks for layout after layout of one model.
+_LATEST: list[tuple[Description, Cluster, Timers]] = []
 
 
 def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
@@ -48,17 +65,26 @@ def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
         InvalidArgumentError: The model is not described so, or cannot be cut so; or the device has
             no figure for its dtype.
     """
-    for known, its, run in _LATEST:
-        if known is description and its is cluster:
-            return run(layout)
-    run = timer(description, cluster)
-    _LATEST[:] = [(description, cluster, run)]
-    return run(layout)
+    return timers(description, cluster).exact(layout)
 
 
 def timer(description: Description, cluster: Cluster) -> Callable[[Layout], Time]:
     """Return `time` for many layouts of one model: what they share is worked out once."""
-    known: dict[tuple[object, ...], tuple[list[Kind], Known]] = {}
+    return timers(description, cluster).exact
+
+
+def timers(description: Description, cluster: Cluster) -> Timers:
+    """Return what tells the times of many layouts of one model."""
+    for known, its, found in _LATEST:
+        if known is description and its is cluster:
+            return found
+    found = _timers(description, cluster)
+    _LATEST[:] = [(description, cluster, found)]
+    return found
+
+
+def _timers(description: Description, cluster: Cluster) -> Timers:
+    known: dict[tuple[object, ...], tuple[list[Kind], Known, dict[int, float]]] = {}
     holdings = Holdings(description)
 
     @cache
@@ -66,19 +92,34 @@ def timer(description: Description, cluster: Cluster) -> Callable[[Layout], Time
         ways = {axis: route(grid, axis, cluster) for axis in (*AXES, WORLD)}
         return ways, _control(cluster, ways)
 
-    def run(layout: Layout) -> Time:
-        ways, control = of_grid(layout.grid)
+    def shared(
+        layout: Layout, ways: dict[str, Route]
+    ) -> tuple[list[Kind], Known, dict[int, float]]:
         key = (
             layout.cut, layout.micro_rows, layout.recompute,
             *(ways[axis] for axis in ("tp", "cp", "ep")),
         )  # fmt: skip
         if key not in known:
-            known[key] = _kinds(description, layout, cluster, ways), {}
-        kinds, same = known[key]
+            known[key] = _kinds(description, layout, cluster, ways), {}, {}
+        return known[key]
+
+    def exact(layout: Layout) -> Time:
+        ways, control = of_grid(layout.grid)
+        kinds, same, _ = shared(layout, ways)
         ranks = ranks_of(holdings, layout, cluster, kinds, ways, same)
         return _time(description, layout, cluster, ranks, ways["pp"], control)
 
-    return run
+    def least(layout: Layout) -> float:
+        kinds, _, busy = shared(layout, of_grid(layout.grid)[0])
+        numbers = {*holdings.numbers(layout)}
+        for number in numbers - busy.keys():
+            own = holdings.kinds(number).items()
+            busy[number] = sum(n * (kinds[k].forward.total + kinds[k].backward.total) for k, n in own)
+        quicker = max(_speeds(layout, cluster), default=1.0)
+        most = max([busy[number] for number in numbers])
+        return layout.micro_batches * most / quicker * (1 - UNSURE)
+
+    return Timers(exact, least)
 
 
 def timeline(description: Description, layout: Layout, cluster: Cluster) -> Timeline:
