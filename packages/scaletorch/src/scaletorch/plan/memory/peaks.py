@@ -15,7 +15,7 @@ from ..holding import Holdings
 from ..holding.live import Counts, outer
 from ..layout import Layout, Recompute
 from .busy import Busy, Moment, Pipeline, busy, pipeline_of
-from .running import Action
+from .running import Action, sizes_of
 from .state import state
 from .weights import Told, fullest, told
 
@@ -51,25 +51,25 @@ def _held(known: Holdings, layout: Layout, zero: int, pipeline: Pipeline) -> lis
     if found is None:
         own = replace(layout, zero=zero)
         found = known.peaks[key] = [
-            sum(state(known, own, each.number, halves=each.halves))
-            for each in _telling(known, layout, pipeline)
+            sum(state(known, own, number, halves=halves))
+            for number, halves in _telling(known, layout, pipeline).ranks
         ]
     return found
 
 
 def _moving(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[int]:
     """Return what micro-batches need on the same ranks."""
-    key = layout.cut, layout.recompute, layout.micro_rows, pipeline
-    found: list[int] | None = known.peaks.get(key)
+    key = layout.recompute, layout.micro_rows, pipeline
+    found: list[list[int]] | None = known.peaks.get(key)
     if found is None:
         found = known.peaks[key] = fullest(known, layout, _telling(known, layout, pipeline))
-    return found
+    return found[sizes_of(known, layout)[1]]
 
 
-def _telling(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[Told]:
+def _telling(known: Holdings, layout: Layout, pipeline: Pipeline) -> Told:
     """Return ranks with the same blocks as one, at moments of which no other may have more."""
     offloaded = layout.recompute == "offload"
-    found: list[Told] | None = known.peaks.get((offloaded, pipeline))
+    found: Told | None = known.peaks.get((offloaded, pipeline))
     if found is None:
         each: dict[tuple[int, tuple[bool, ...]], dict[Action, dict[Counts, Moment]]] = {}
         for number, halves, moments in busy(known, layout).each:
@@ -80,6 +80,5 @@ def _telling(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[Told]:
             Busy(*key, tuple(all_[counts] for all_ in own.values() for counts in outer(all_)))
             for key, own in each.items()
         ]
-        found = [told(known, rank, offloaded=offloaded) for rank in ranks]
-        known.peaks[offloaded, pipeline] = found
+        found = known.peaks[offloaded, pipeline] = told(known, ranks, offloaded=offloaded)
     return found
