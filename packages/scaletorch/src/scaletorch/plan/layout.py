@@ -53,6 +53,15 @@ class Layout:
             self.cp_method if grid.cp > 1 else "", self.recompute == "selective",
         )  # fmt: skip
 
+    def saving(self, recompute: Recompute, zero: int) -> Layout:
+        """Return it with this of what saves memory."""
+        if (recompute, zero) == (self.recompute, self.zero):
+            return self
+        return Layout(
+            self.grid, self.sequence_parallel, recompute, zero, self.schedule, self.chunks,
+            self.cp_method, self.micro_rows, self.micro_batches,
+        )  # fmt: skip
+
 
 @cache
 def cut_of(tp: int, cp: int, ep: int, shares: bool, method: str, selective: bool) -> Cut:

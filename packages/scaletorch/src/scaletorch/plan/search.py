@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
@@ -201,18 +201,18 @@ def _fitting(
         most = peak(recompute, zero)
         if most <= cluster.device.memory:
             found.append(step)
-            yield most, replace(layout, recompute=recompute, zero=zero)
+            yield most, layout.saving(recompute, zero)
         elif least is None or most < least[0]:
             least = most, recompute, zero
     if not found and least is not None:
         most, recompute, zero = least
         why = f"needs {most / GIB:.3g} GiB of {cluster.device.memory / GIB:.3g}, "
         why += f"with zero {zero} and recompute {recompute}"
-        refused.append(Refused(layout.grid, why, replace(layout, recompute=recompute, zero=zero)))
+        refused.append(Refused(layout.grid, why, layout.saving(recompute, zero)))
 
 
 def _described(description: Description, layout: Layout, recompute: Recompute) -> bool:
     """Return whether a layout's cut is described: not each is with selective recomputation."""
     if (recompute == "selective") == (layout.recompute == "selective"):
         return True
-    return replace(layout, recompute=recompute).cut in description.cuts
+    return layout.saving(recompute, layout.zero).cut in description.cuts

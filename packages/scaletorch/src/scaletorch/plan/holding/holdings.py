@@ -69,6 +69,7 @@ class Holdings:
         self.running: dict[Any, Any] = {}
         self.sizes: dict[Any, Any] = {}
         self.busy: dict[Any, Any] = {}
+        self.late: dict[Any, Any] = {}
         self.peaks: dict[Any, Any] = {}
         self.sent: dict[Any, Any] = {}  # of traffic.py
         self.sends: dict[Any, Any] = {}

@@ -8,7 +8,6 @@ those ranks and moments alone that may be the fullest.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from operator import add
 
 from ..holding import Holdings
@@ -35,8 +34,7 @@ def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], int]
         if zero not in held:
             held[zero] = _held(known, layout, zero, pipeline)
         if recompute not in moving:
-            own = layout if recompute == layout.recompute else replace(layout, recompute=recompute)
-            moving[recompute] = _moving(known, own, pipeline)
+            moving[recompute] = _moving(known, layout.saving(recompute, zero), pipeline)
         most: int = max(map(add, held[zero], moving[recompute]))
         return most
 
@@ -49,7 +47,7 @@ def _held(known: Holdings, layout: Layout, zero: int, pipeline: Pipeline) -> lis
     key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, zero, pipeline
     found: list[int] | None = known.peaks.get(key)
     if found is None:
-        own = replace(layout, zero=zero)
+        own = layout.saving(layout.recompute, zero)
         found = known.peaks[key] = [
             sum(state(known, own, number, halves=halves))
             for number, halves in _telling(known, layout, pipeline).ranks

@@ -35,7 +35,6 @@ class Sizes(NamedTuple):
         left: `halves`, not rounded.
         chunks: `kept` and what a chunk needs, by the runs of its blocks.
         column: Of `weights`.
-        latest: Of `weights`.
     """
 
     cuts: dict[Cut, int]
@@ -49,7 +48,6 @@ class Sizes(NamedTuple):
     left: list[Tensor]
     chunks: dict[object, tuple[Tensor, Tensor]]
     column: list[Tensor]
-    latest: dict[int, list[Tensor]]
 
 
 Runs = tuple[tuple[int, int], ...]  # kinds of blocks, and how many follow one another
@@ -159,7 +157,7 @@ def _sizes(known: Holdings, recompute: Recompute, rows: int) -> Sizes:
         cut_of(c.tp, c.cp, c.ep, c.sequence_parallel, c.cp_method, c.selective): at
         for at, c in enumerate(behaviours)
     }
-    found = Sizes(cuts, [], [], [], [], [], [], ([], []), [], {}, [], {})
+    found = Sizes(cuts, [], [], [], [], [], [], ([], []), [], {}, [])
     nothing = torch.zeros(len(cuts), dtype=torch.float64)
     for kind, own in enumerate(zip(*behaviours.values(), strict=True)):
         under, again = _of_all(own, "kept", rows), nothing

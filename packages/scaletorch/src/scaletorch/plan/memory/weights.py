@@ -65,7 +65,8 @@ def fullest(known: Holdings, layout: Layout, ranks: Told) -> list[list[int]]:
     """Return for every cut the most bytes of micro-batches under way on each rank."""
     sizes, _ = sizes_of(known, layout)
     column = torch.stack(_column(known, sizes)[: ranks.weights.shape[1]])
-    works = torch.stack([_works(known, sizes, *each) for each in ranks.actions])
+    selective = layout.recompute == "selective"
+    works = torch.stack([_works(known, sizes, selective, *each) for each in ranks.actions])
     moments = torch.split(ranks.weights @ column + works, ranks.counts)
     found = torch.stack([own.amax(0) for own in moments])
     if not known.description.early:
@@ -74,21 +75,25 @@ def fullest(known: Holdings, layout: Layout, ranks: Told) -> list[list[int]]:
     return most
 
 
-def _works(known: Holdings, sizes: Sizes, number: int, kind: str, chunk: int) -> Tensor:
+def _works(
+    known: Holdings, sizes: Sizes, selective: bool, number: int, kind: str, chunk: int
+) -> Tensor:
     """Return what an action needs above what is kept."""
     if kind == "W":
-        return _latest(known, sizes, number)[chunk]
+        return _latest(known, sizes, number, selective)[chunk]
     return chunk_of(sizes, known.runs(number)[chunk], split=kind == "I")[1]
 
 
-def _latest(known: Holdings, sizes: Sizes, number: int) -> list[Tensor]:
+def _latest(known: Holdings, sizes: Sizes, number: int, selective: bool) -> list[Tensor]:
     """Return `Holdings.latest` by chunk, for every cut."""
-    if number not in sizes.latest:
+    found: list[Tensor] | None = known.late.get((number, selective))
+    if found is None:
         alike = {(cut.tp, cut.ep): cut for cut in sizes.cuts}
         each = {key: known.latest(_layout(cut), number) for key, cut in alike.items()}
         by_cut = [each[cut.tp, cut.ep] for cut in sizes.cuts]
-        sizes.latest[number] = [torch.tensor(own) for own in zip(*by_cut, strict=True)]
-    return sizes.latest[number]
+        found = [torch.tensor(own) for own in zip(*by_cut, strict=True)]
+        known.late[number, selective] = found
+    return found
 
 
 def _layout(cut: Cut) -> Layout:
