@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from ..description import Behaviour, Description
-from ..layout import Layout
+from ..description import Behaviour, Cut, Description
+from ..layout import Layout, cut_of
 from .alike import Alike, all_of, by_block, chosen, latest_ties, of
 from .buckets import Bucket, Buckets, Held, Optimizer, bucket_of, fill
 from .stages import Places, places, stages_of
@@ -88,7 +88,29 @@ class Holdings:
         self._filled: dict[tuple[Alike, int], Buckets] = {}
         self._latest: dict[object, tuple[int, ...]] = {}
         self._places: dict[object, int] = {}
+        self._cuts: dict[bool, dict[Cut, int]] = {}
         self._sums: dict[tuple[int, int, int], list[int]] = {}
+
+    def cuts(self, selective: bool) -> dict[Cut, int]:
+        """Return the places of cuts with selective recomputation, or of those without it."""
+        if selective not in self._cuts:
+            each = [cut for cut in self.description.cuts if cut.selective == selective]
+            self._cuts[selective] = {
+                cut_of(c.tp, c.cp, c.ep, c.sequence_parallel, c.cp_method, c.selective): at
+                for at, c in enumerate(each)
+            }
+        return self._cuts[selective]
+
+    def place_of_cut(self, layout: Layout) -> int:
+        """Return the place of a layout's cut.
+
+        Raises:
+            InvalidArgumentError: The model cannot be cut so, or it was not described.
+        """
+        cut = layout.cut
+        if (place := self.cuts(cut.selective).get(cut)) is None:
+            raise self.description.missing(cut)
+        return place
 
     def numbers(self, layout: Layout) -> tuple[int, ...]:
         """Return for each rank of the pipeline a number, the same for ranks with the same content.

@@ -14,7 +14,7 @@ from ..holding import Holdings
 from ..holding.live import Counts, outer
 from ..layout import Layout, Recompute
 from .busy import Busy, Moment, Pipeline, busy, pipeline_of
-from .running import Action, sizes_of
+from .running import Action
 from .state import state
 from .weights import Told, fullest, told
 
@@ -34,7 +34,10 @@ def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], int]
         if zero not in held:
             held[zero] = _held(known, layout, zero, pipeline)
         if recompute not in moving:
-            moving[recompute] = _moving(known, layout.saving(recompute, zero), pipeline)
+            own = layout
+            if "selective" in (recompute, layout.recompute):
+                own = layout.saving(recompute, zero)
+            moving[recompute] = _moving(known, layout, recompute, pipeline)[known.place_of_cut(own)]
         most: int = max(map(add, held[zero], moving[recompute]))
         return most
 
@@ -50,23 +53,25 @@ def _held(known: Holdings, layout: Layout, zero: int, pipeline: Pipeline) -> lis
         own = layout.saving(layout.recompute, zero)
         found = known.peaks[key] = [
             sum(state(known, own, number, halves=halves))
-            for number, halves in _telling(known, layout, pipeline).ranks
+            for number, halves in _telling(known, layout, pipeline, offloaded=False).ranks
         ]
     return found
 
 
-def _moving(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[int]:
-    """Return what micro-batches need on the same ranks."""
-    key = layout.recompute, layout.micro_rows, pipeline
+def _moving(
+    known: Holdings, layout: Layout, recompute: Recompute, pipeline: Pipeline
+) -> list[list[int]]:
+    """Return for every cut what micro-batches need on the same ranks."""
+    key = recompute, layout.micro_rows, pipeline
     found: list[list[int]] | None = known.peaks.get(key)
     if found is None:
-        found = known.peaks[key] = fullest(known, layout, _telling(known, layout, pipeline))
-    return found[sizes_of(known, layout)[1]]
+        ranks = _telling(known, layout, pipeline, offloaded=recompute == "offload")
+        found = known.peaks[key] = fullest(known, recompute, layout.micro_rows, ranks)
+    return found
 
 
-def _telling(known: Holdings, layout: Layout, pipeline: Pipeline) -> Told:
+def _telling(known: Holdings, layout: Layout, pipeline: Pipeline, *, offloaded: bool) -> Told:
     """Return ranks with the same blocks as one, at moments of which no other may have more."""
-    offloaded = layout.recompute == "offload"
     found: Told | None = known.peaks.get((offloaded, pipeline))
     if found is None:
         each: dict[tuple[int, tuple[bool, ...]], dict[Action, dict[Counts, Moment]]] = {}

@@ -14,17 +14,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..description import Behaviour, Cut
+from ..description import Behaviour
 from ..holding import Holdings
 from ..holding.live import SPLIT
-from ..layout import Layout, Recompute, cut_of
+from ..layout import Layout, Recompute
 
 
 class Sizes(NamedTuple):
-    """Bytes of a micro-batch in blocks, by kinds: of each a number for every cut.
+    """Bytes of a micro-batch in blocks, by kinds: of each a number for every cut of `Holdings.cuts`.
 
     Attributes:
-        cuts: The place of each cut.
         kept: What autograd keeps of one: its input, if layers run again; nothing, if the host does.
         shared: What all of a chunk keep together, once.
         handed: What one hands on. One more, 0, is at its end: kind -1 of `Content` is none.
@@ -37,7 +36,6 @@ class Sizes(NamedTuple):
         column: Of `weights`.
     """
 
-    cuts: dict[Cut, int]
     kept: list[Tensor]
     shared: list[Tensor]
     handed: list[Tensor]
@@ -96,7 +94,8 @@ def _running(
 ) -> Running:
     """Return what a rank needs; `halves` are of `Holdings.latest`, if backwards have such."""
     content, all_runs = known.content(number), known.runs(number)
-    sizes, at = sizes_of(known, layout)
+    sizes = sizes_of(known, layout.recompute, layout.micro_rows)
+    at = known.place_of_cut(layout)
     both = [chunk_of(sizes, runs, split=False) for runs in all_runs]
     kept = tuple([int(own[at]) for own, _ in both])
     working = {("B", chunk): int(needed[at]) for chunk, (_, needed) in enumerate(both)}
@@ -134,32 +133,21 @@ def _messages(
     return (*whole, *counted, *counted), max(sent) + max(received)
 
 
-def sizes_of(known: Holdings, layout: Layout) -> tuple[Sizes, int]:
-    """Return what kinds of blocks keep and need, and the place of a layout's cut.
-
-    Raises:
-        InvalidArgumentError: The model cannot be cut so, or it was not described.
-    """
-    key = layout.recompute, layout.micro_rows
-    found: Sizes | None = known.sizes.get(key)
+def sizes_of(known: Holdings, recompute: Recompute, rows: int) -> Sizes:
+    """Return what kinds of blocks keep and need in all cuts."""
+    found: Sizes | None = known.sizes.get((recompute, rows))
     if found is None:
-        found = known.sizes[key] = _sizes(known, *key)
-    cut = layout.cut
-    if cut not in found.cuts:
-        known.description.behaviours(cut)
-    return found, found.cuts[cut]
+        found = known.sizes[recompute, rows] = _sizes(known, recompute, rows)
+    return found
 
 
 def _sizes(known: Holdings, recompute: Recompute, rows: int) -> Sizes:
-    selective, offloaded = recompute == "selective", recompute == "offload"
-    behaviours = {c: own for c, own in known.description.cuts.items() if c.selective == selective}
-    cuts = {
-        cut_of(c.tp, c.cp, c.ep, c.sequence_parallel, c.cp_method, c.selective): at
-        for at, c in enumerate(behaviours)
-    }
-    found = Sizes(cuts, [], [], [], [], [], [], ([], []), [], {}, [])
+    offloaded = recompute == "offload"
+    cuts = known.cuts(recompute == "selective")
+    behaviours = [known.description.cuts[cut] for cut in cuts]
+    found = Sizes([], [], [], [], [], [], ([], []), [], {}, [])
     nothing = torch.zeros(len(cuts), dtype=torch.float64)
-    for kind, own in enumerate(zip(*behaviours.values(), strict=True)):
+    for kind, own in enumerate(zip(*behaviours, strict=True)):
         under, again = _of_all(own, "kept", rows), nothing
         if kind in known.layers and recompute == "full":
             # All of it is there while it runs again.
@@ -223,7 +211,8 @@ def shared_of(sizes: Sizes, runs: Runs) -> Tensor:
 
 def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterator[tuple[str, int]]:
     """Yield what autograd keeps of a micro-batch in a chunk, by kinds of blocks."""
-    sizes, at = sizes_of(known, layout)
+    sizes = sizes_of(known, layout.recompute, layout.micro_rows)
+    at = known.place_of_cut(layout)
     kinds = Counter[int]()
     for kind, times in known.runs(number)[chunk]:
         kinds[kind] += times
@@ -236,6 +225,7 @@ def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterato
 
 def left_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterator[tuple[str, int]]:
     """Yield what the first half of a backward of a chunk leaves for the second, by kinds."""
-    sizes, at = sizes_of(known, layout)
+    sizes = sizes_of(known, layout.recompute, layout.micro_rows)
+    at = known.place_of_cut(layout)
     for kind, times in known.runs(number)[chunk]:
         yield f"halves of {times} x {known.name(kind)}", int(sizes.halves[kind][at]) * times

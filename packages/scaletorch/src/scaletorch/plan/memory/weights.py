@@ -61,11 +61,10 @@ def told(known: Holdings, ranks: Iterable[Busy], *, offloaded: bool) -> Told:
     return Told(own, actions, counts, weights)
 
 
-def fullest(known: Holdings, layout: Layout, ranks: Told) -> list[list[int]]:
+def fullest(known: Holdings, recompute: Recompute, rows: int, ranks: Told) -> list[list[int]]:
     """Return for every cut the most bytes of micro-batches under way on each rank."""
-    sizes, _ = sizes_of(known, layout)
+    sizes, selective = sizes_of(known, recompute, rows), recompute == "selective"
     column = torch.stack(_column(known, sizes)[: ranks.weights.shape[1]])
-    selective = layout.recompute == "selective"
     works = torch.stack([_works(known, sizes, selective, *each) for each in ranks.actions])
     moments = torch.split(ranks.weights @ column + works, ranks.counts)
     found = torch.stack([own.amax(0) for own in moments])
@@ -80,17 +79,18 @@ def _works(
 ) -> Tensor:
     """Return what an action needs above what is kept."""
     if kind == "W":
-        return _latest(known, sizes, number, selective)[chunk]
+        return _latest(known, number, selective)[chunk]
     return chunk_of(sizes, known.runs(number)[chunk], split=kind == "I")[1]
 
 
-def _latest(known: Holdings, sizes: Sizes, number: int, selective: bool) -> list[Tensor]:
+def _latest(known: Holdings, number: int, selective: bool) -> list[Tensor]:
     """Return `Holdings.latest` by chunk, for every cut."""
     found: list[Tensor] | None = known.late.get((number, selective))
     if found is None:
-        alike = {(cut.tp, cut.ep): cut for cut in sizes.cuts}
+        cuts = known.cuts(selective)
+        alike = {(cut.tp, cut.ep): cut for cut in cuts}
         each = {key: known.latest(_layout(cut), number) for key, cut in alike.items()}
-        by_cut = [each[cut.tp, cut.ep] for cut in sizes.cuts]
+        by_cut = [each[cut.tp, cut.ep] for cut in cuts]
         found = [torch.tensor(own) for own in zip(*by_cut, strict=True)]
         known.late[number, selective] = found
     return found

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Timeline
 from ..clusters import Cluster
-from ..description import Behaviour, Description
+from ..description import Description
 from ..estimate import Time
 from ..holding import Holdings
 from ..holding.stages import stages_of
@@ -25,6 +25,8 @@ WORLD = "tp_cp_pp_dp"
 # All-reduces of a few numbers in each step: tokens are counted, ranks agree, losses are summed.
 CONTROL = {WORLD: 1, "pp": 2, "cp_dp": 2}
 
+# Forward and backward of each kind, by cut, rows and routes.
+Spends = dict[tuple[object, ...], list[tuple[Spent, Spent]]]
 UNSURE = 1e-9  # share by which sums in another order may be off
 
 
@@ -85,6 +87,7 @@ def timers(description: Description, cluster: Cluster) -> Timers:
 
 def _timers(description: Description, cluster: Cluster) -> Timers:
     known: dict[tuple[object, ...], tuple[list[Kind], Known, dict[int, float]]] = {}
+    spends: Spends = {}
     holdings = Holdings(description)
 
     @cache
@@ -100,7 +103,7 @@ def _timers(description: Description, cluster: Cluster) -> Timers:
             *(ways[axis] for axis in ("tp", "cp", "ep")),
         )  # fmt: skip
         if key not in known:
-            known[key] = _kinds(description, layout, cluster, ways), {}, {}
+            known[key] = _kinds(description, layout, cluster, ways, spends), {}, {}
         return known[key]
 
     def exact(layout: Layout) -> Time:
@@ -136,7 +139,7 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
         InvalidArgumentError: As `time`.
     """
     ways = {axis: route(layout.grid, axis, cluster) for axis in (*AXES, WORLD)}
-    kinds = _kinds(description, layout, cluster, ways)
+    kinds = _kinds(description, layout, cluster, ways, {})
     ranks = ranks_of(Holdings(description), layout, cluster, kinds, ways, {})
     message = _message(description, layout, cluster, ways["pp"])
     schedule = built(layout.schedule, layout.grid.pp, layout.micro_batches, len(ranks[0].stages))
@@ -144,21 +147,28 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
 
 
 def _kinds(
-    description: Description, layout: Layout, cluster: Cluster, ways: dict[str, Route]
-) -> list[Kind]:
+    description: Description, layout: Layout, cluster: Cluster, ways: dict[str, Route],
+    spends: Spends,
+) -> list[Kind]:  # fmt: skip
+    """Return what blocks take; `spends` has what was worked out before, and gets more."""
     layers = {block.kind for block in description.blocks if block.place == "layer"}
-
-    def one(kind: int, behaviour: Behaviour) -> Kind:
-        forward, backward = (
-            spent(behaviour, phase, layout.micro_rows, description.dtype, cluster, ways)
-            for phase in ("forward", "backward")
+    key = layout.cut, layout.micro_rows, ways["tp"], ways["cp"], ways["ep"]
+    if key not in spends:
+        spends[key] = [
+            (
+                spent(own, "forward", layout.micro_rows, description.dtype, cluster, ways),
+                spent(own, "backward", layout.micro_rows, description.dtype, cluster, ways),
+            )
+            for own in description.behaviours(layout.cut)
+        ]
+    return [
+        Kind(
+            forward,
+            _again(backward, forward, layout.recompute) if kind in layers else backward,
+            backward.matmul / 2,  # of the two products, that for the weights
         )
-        weights = backward.matmul / 2  # of the two products, that for the weights
-        if kind in layers:
-            backward = _again(backward, forward, layout.recompute)
-        return Kind(forward, backward, weights)
-
-    return [one(*each) for each in enumerate(description.behaviours(layout.cut))]
+        for kind, (forward, backward) in enumerate(spends[key])
+    ]
 
 
 def _again(backward: Spent, forward: Spent, recompute: str) -> Spent:
