@@ -94,6 +94,8 @@ class Bucket:
         share = self.padded(ranks) // ranks
         start, stop, at, found = share * rank, share * (rank + 1), 0, []
         for size, backward in zip(self.sizes, self.backwards, strict=True):
+            if at >= stop:
+                break
             found.append((min(stop, at + size) - max(start, at), backward))
             at += size
         return [(size, backward) for size, backward in found if size > 0]

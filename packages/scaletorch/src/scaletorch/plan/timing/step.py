@@ -20,7 +20,7 @@ from .messages import Route, route, seconds
 from .pipelines import Stage, built, ends, simulated
 from .ranks import Kind, Known, Rank, ranks_of, summed
 
-AXES = ("tp", "cp", "ep", "pp", "cp_dp", "edp")
+INNER, OUTER = ("tp", "cp", "ep"), ("pp", "cp_dp", "edp")  # axes inside of blocks, and others
 WORLD = "tp_cp_pp_dp"
 # All-reduces of a few numbers in each step: tokens are counted, ranks agree, losses are summed.
 CONTROL = {WORLD: 1, "pp": 2, "cp_dp": 2}
@@ -91,29 +91,29 @@ def _timers(description: Description, cluster: Cluster) -> Timers:
     holdings = Holdings(description)
 
     @cache
+    def inner(grid: Grid) -> dict[str, Route]:
+        return {axis: route(grid, axis, cluster) for axis in INNER}
+
+    @cache
     def of_grid(grid: Grid) -> tuple[dict[str, Route], float]:
-        ways = {axis: route(grid, axis, cluster) for axis in (*AXES, WORLD)}
+        ways = inner(grid) | {axis: route(grid, axis, cluster) for axis in (*OUTER, WORLD)}
         return ways, _control(cluster, ways)
 
-    def shared(
-        layout: Layout, ways: dict[str, Route]
-    ) -> tuple[list[Kind], Known, dict[int, float]]:
-        key = (
-            layout.cut, layout.micro_rows, layout.recompute,
-            *(ways[axis] for axis in ("tp", "cp", "ep")),
-        )  # fmt: skip
+    def shared(layout: Layout) -> tuple[list[Kind], Known, dict[int, float]]:
+        ways = inner(layout.grid)
+        key = layout.cut, layout.micro_rows, layout.recompute, *ways.values()
         if key not in known:
             known[key] = _kinds(description, layout, cluster, ways, spends), {}, {}
         return known[key]
 
     def exact(layout: Layout) -> Time:
         ways, control = of_grid(layout.grid)
-        kinds, same, _ = shared(layout, ways)
+        kinds, same, _ = shared(layout)
         ranks = ranks_of(holdings, layout, cluster, kinds, ways, same)
         return _time(description, layout, cluster, ranks, ways["pp"], control)
 
     def least(layout: Layout) -> float:
-        kinds, _, busy = shared(layout, of_grid(layout.grid)[0])
+        kinds, _, busy = shared(layout)
         numbers = {*holdings.numbers(layout)}
         for number in numbers - busy.keys():
             own = holdings.kinds(number).items()
@@ -138,7 +138,7 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
     Raises:
         InvalidArgumentError: As `time`.
     """
-    ways = {axis: route(layout.grid, axis, cluster) for axis in (*AXES, WORLD)}
+    ways = {axis: route(layout.grid, axis, cluster) for axis in (*INNER, *OUTER, WORLD)}
     kinds = _kinds(description, layout, cluster, ways, {})
     ranks = ranks_of(Holdings(description), layout, cluster, kinds, ways, {})
     message = _message(description, layout, cluster, ways["pp"])
@@ -152,7 +152,7 @@ def _kinds(
 ) -> list[Kind]:  # fmt: skip
     """Return what blocks take; `spends` has what was worked out before, and gets more."""
     layers = {block.kind for block in description.blocks if block.place == "layer"}
-    key = layout.cut, layout.micro_rows, ways["tp"], ways["cp"], ways["ep"]
+    key = layout.cut, layout.micro_rows, *(ways[axis] for axis in INNER)
     if key not in spends:
         spends[key] = [
             (
