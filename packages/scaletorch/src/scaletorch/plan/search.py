@@ -137,6 +137,7 @@ def _plan(
     timed = None if time is None else _timers(time, description, cluster)
     least = [0.0 if timed is None else timed.least(layout) for _, layout in fitting]
     estimates = Later(len(fitting), _ranked(known, fitting, least, timed))
+    estimates[:1]  # the best is found now
     return Plan(description, cluster, known.optimizer, estimates, tuple(refused))
 
 
