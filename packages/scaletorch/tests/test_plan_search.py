@@ -54,9 +54,7 @@ def model(layers: int = 9) -> Description:
         *(Block(f"layers.{at}", 1, "layer") for at in range(layers)),
         Block("head", 2, "last"),
     )
-    cuts = {
-        Cut(tp): tuple(block(flops, tp) for flops in (1e5, 1e6, 4e6)) for tp in (1, 2)
-    }
+    cuts = {Cut(tp): tuple(block(flops, tp) for flops in (1e5, 1e6, 4e6)) for tp in (1, 2)}
     return Description("uneven", 8, "float32", blocks, cuts)
 
 

@@ -58,9 +58,7 @@ def planned(arguments: Any) -> tuple[Shown, list[Estimate]]:
     def meant(grid: Grid) -> bool:
         return all(getattr(grid, axis) in allowed for axis, allowed in sizes.items())
 
-    found = plan(
-        description, arguments.rows, cluster, options=options_of(arguments), time=time
-    )
+    found = plan(description, arguments.rows, cluster, options=options_of(arguments), time=time)
     fitting = [each for each in found.estimates if meant(each.layout.grid)]
     refused = [each for each in found.refused if meant(each.grid)]
     over = [

@@ -21,7 +21,7 @@ from ..layout import Layout, Recompute
 
 
 class Sizes(NamedTuple):
-    """Bytes of a micro-batch in blocks, by kinds: of each a number for every cut of `Holdings.cuts`.
+    """Bytes of a micro-batch in blocks, by kinds: a number for every cut of `Holdings.cuts`.
 
     Attributes:
         kept: What autograd keeps of one: its input, if layers run again; nothing, if the host does.
@@ -101,7 +101,10 @@ def _running(
     working = {("B", chunk): int(needed[at]) for chunk, (_, needed) in enumerate(both)}
     if halves:
         kept += tuple(
-            [sum([int(sizes.halves[kind][at]) * times for kind, times in runs]) for runs in all_runs]
+            [
+                sum([int(sizes.halves[kind][at]) * times for kind, times in runs])
+                for runs in all_runs
+            ]
         )
         for chunk, runs in enumerate(all_runs):
             working["I", chunk] = int(chunk_of(sizes, runs, split=True)[1][at])

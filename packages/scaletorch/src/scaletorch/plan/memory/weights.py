@@ -41,7 +41,7 @@ class Told(NamedTuple):
 
 
 def told(known: Holdings, ranks: Iterable[Busy], *, offloaded: bool) -> Told:
-    """Return ranks with their moments as weights; `offloaded` is whether what they receive stays."""
+    """Return ranks with their moments as weights; `offloaded`: whether what they receive stays."""
     own: list[tuple[int, tuple[bool, ...]]] = []
     actions: list[tuple[int, str, int]] = []
     counts: list[int] = []

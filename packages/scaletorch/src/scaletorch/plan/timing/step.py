@@ -119,15 +119,18 @@ def _timers(description: Description, cluster: Cluster) -> Timers:
     def least(layout: Layout) -> float:
         kinds, _, busy = shared(layout)
         numbers = {*holdings.numbers(layout)}
+        most: float
         for number in numbers - busy.keys():
             own = holdings.kinds(number).items()
-            busy[number] = sum(n * (kinds[k].forward.total + kinds[k].backward.total) for k, n in own)
-        number, quicker = layout.micro_batches, max(_speeds(layout, cluster), default=1.0)
+            busy[number] = sum(
+                n * (kinds[k].forward.total + kinds[k].backward.total) for k, n in own
+            )
+        batches, quicker = layout.micro_batches, max(_speeds(layout, cluster), default=1.0)
         if layout.schedule in FILLED:
-            each = [busy[own] for own in holdings.numbers(layout)]
-            most = max(map(add, accumulate(each, initial=0.0), [number * own for own in each]))
+            each = [busy[place] for place in holdings.numbers(layout)]
+            most = max(map(add, accumulate(each, initial=0.0), [batches * one for one in each]))
         else:
-            most = number * max([busy[own] for own in numbers])
+            most = batches * max([busy[place] for place in numbers])
         return most / quicker * (1 - UNSURE)
 
     return Timers(exact, least)
