@@ -12,7 +12,7 @@ from ..description import Behaviour, Cut, Description
 from ..layout import Layout, cut_of
 from .alike import Alike, all_of, by_block, chosen, latest_ties, of
 from .buckets import Bucket, Buckets, Held, Optimizer, bucket_of, fill
-from .stages import Places, places, stages_of
+from .stages import Places, holders_of, places, stages_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,16 +299,3 @@ class Holdings:
                 ),
                 ties=tuple((name, len(ranks - {rank})) for name, ranks in holders.items()),
             )
-
-
-def holders_of(description: Description, where: Places) -> dict[str, set[int]]:
-    """Return the ranks of the pipeline that have a tied parameter, by each of its names."""
-    on: dict[int, set[int]] = {}
-    for rank, chunks in enumerate(where):
-        for at in (at for chunk in chunks for at in chunk):
-            on.setdefault(description.blocks[at].kind, set()).add(rank)
-    return {
-        name: {r for each in names for r in on.get(int(each.partition(".")[0]), ())}
-        for names in description.tied
-        for name in names
-    }
