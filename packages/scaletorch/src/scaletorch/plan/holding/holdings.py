@@ -61,9 +61,7 @@ class Holdings:
         self.layers = {b.kind for b in description.blocks if b.place == "layer"}
         self.all_kinds = len(next(iter(description.cuts.values()), ()))
         self.kinds_of_chunks: list[frozenset[int]] = []
-        self._names: dict[int, str] = {}
-        for block in description.blocks:
-            self._names.setdefault(block.kind, block.name)
+        self._names = {block.kind: block.name for block in reversed(description.blocks)}
         self.states: dict[Any, Any] = {}  # of memory/
         self.groups: dict[Any, Any] = {}
         self.running: dict[Any, Any] = {}
