@@ -24,7 +24,7 @@ from .memory import memory
 from .options import Refused
 from .search import plan
 from .showing import Shown, explained, grouped, page, png, table
-from .timing import timeline, timer
+from .timing import time, timeline
 from .traffic import traffic
 
 
@@ -53,19 +53,19 @@ def _plan(arguments: Any) -> int:
 def planned(arguments: Any) -> tuple[Shown, list[Estimate]]:
     """Return the plan as it is shown, and all legal layouts; the nearest if none fits."""
     description, cluster = description_of(arguments), cluster_of(arguments)
-    run, sizes = timer(description, cluster), sizes_of(arguments)
+    sizes = sizes_of(arguments)
 
     def meant(grid: Grid) -> bool:
         return all(getattr(grid, axis) in allowed for axis, allowed in sizes.items())
 
-    found = plan(
-        description, arguments.rows, cluster, options=options_of(arguments),
-        time=lambda _, layout, __: run(layout),
-    )  # fmt: skip
+    found = plan(description, arguments.rows, cluster, options=options_of(arguments), time=time)
     fitting = [each for each in found.estimates if meant(each.layout.grid)]
     refused = [each for each in found.refused if meant(each.grid)]
     over = [
-        Estimate(own, memory(description, own), traffic(description, own), run(own))
+        Estimate(
+            own, memory(description, own), traffic(description, own),
+            time(description, own, cluster),
+        )
         for own in (each.layout for each in refused) if own is not None
     ] if arguments.explain or not fitting else []  # fmt: skip
     over.sort(key=lambda each: each.peak)

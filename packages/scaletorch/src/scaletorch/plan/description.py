@@ -209,7 +209,11 @@ class Description:
         """
         if (found := self.cuts.get(cut)) is not None:
             return found
-        raise InvalidArgumentError(
+        raise self.missing(cut)
+
+    def missing(self, cut: Cut) -> InvalidArgumentError:
+        """Return the error about a cut of which nothing is known."""
+        return InvalidArgumentError(
             self.refused.get(cut) or f"{self.name} is not described with {cut}"
         )
 

@@ -1,28 +1,32 @@
-"""A tuple that is made when it is first looked at."""
+"""A tuple of which each item is made when it is first looked at, or one behind it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
-from typing import Any, TypeVar, overload
+from collections.abc import Iterable, Sequence
+from itertools import islice
+from typing import TypeVar, overload
 
 T = TypeVar("T")
 
 
 class Later(Sequence[T]):
-    """What `make` returns, made once, and not before someone asks; pickled as a plain tuple.
+    """What `items` yields, no more of it than someone looks at; pickled as a plain tuple.
 
     Args:
-        make: Called with `arguments`.
-        arguments: Of it.
+        length: How many there are.
+        items: Yields them.
     """
 
-    def __init__(self, make: Callable[..., tuple[T, ...]], *arguments: Any) -> None:
-        self._make, self._arguments = make, arguments
+    def __init__(self, length: int, items: Iterable[T]) -> None:
+        self._length, self._items = length, iter(items)
+        self._made: list[T] = []
 
-    @cached_property
-    def _made(self) -> tuple[T, ...]:
-        return self._make(*self._arguments)
+    def _until(self, stop: int) -> list[T]:
+        self._made += islice(self._items, max(0, stop - len(self._made)))
+        return self._made
+
+    def _all(self) -> tuple[T, ...]:
+        return tuple(self._until(self._length))
 
     @overload
     def __getitem__(self, at: int) -> T: ...
@@ -30,24 +34,29 @@ class Later(Sequence[T]):
     def __getitem__(self, at: slice) -> tuple[T, ...]: ...
     def __getitem__(self, at: int | slice) -> T | tuple[T, ...]:
         """Return one or some of it."""
-        return self._made[at]
+        if isinstance(at, slice):
+            wanted = range(self._length)[at]
+            made = self._until(max(wanted, default=-1) + 1)
+            return tuple([made[each] for each in wanted])
+        place = range(self._length)[at]
+        return self._until(place + 1)[place]
 
     def __len__(self) -> int:
         """Return how many there are."""
-        return len(self._made)
+        return self._length
 
     def __eq__(self, other: object) -> bool:
         """Return whether the other one has the same in the same order."""
-        return self._made == (other._made if isinstance(other, Later) else other)
+        return self._all() == (other._all() if isinstance(other, Later) else other)
 
     def __hash__(self) -> int:
         """Return the hash of the tuple."""
-        return hash(self._made)
+        return hash(self._all())
 
     def __repr__(self) -> str:
         """Return the tuple's text."""
-        return repr(self._made)
+        return repr(self._all())
 
     def __reduce__(self) -> tuple[type[tuple[T, ...]], tuple[tuple[T, ...]]]:
         """Pickle the tuple."""
-        return tuple, (self._made,)
+        return tuple, (self._all(),)

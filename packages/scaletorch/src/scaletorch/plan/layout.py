@@ -48,12 +48,22 @@ class Layout:
     def cut(self) -> Cut:
         """How its layers are divided."""
         grid = self.grid
-        return _cut(
+        return cut_of(
             grid.tp, grid.cp, grid.ep, self.sequence_parallel and grid.tp > 1,
             self.cp_method if grid.cp > 1 else "", self.recompute == "selective",
         )  # fmt: skip
 
+    def saving(self, recompute: Recompute, zero: int) -> Layout:
+        """Return it with this of what saves memory."""
+        if (recompute, zero) == (self.recompute, self.zero):
+            return self
+        return Layout(
+            self.grid, self.sequence_parallel, recompute, zero, self.schedule, self.chunks,
+            self.cp_method, self.micro_rows, self.micro_batches,
+        )  # fmt: skip
+
 
 @cache
-def _cut(tp: int, cp: int, ep: int, shares: bool, method: str, selective: bool) -> Cut:
+def cut_of(tp: int, cp: int, ep: int, shares: bool, method: str, selective: bool) -> Cut:
+    """Return a cut; the same object for the same one, so that it is found in no time."""
     return Cut(tp, cp, ep, shares, method, selective)

@@ -108,7 +108,7 @@ def ladder(
     """
     zeros = options.zero if _shared(layout.grid) else (0,)
     for recompute, zero in _steps(len(options.recompute), len(zeros)):
-        if any(a <= recompute and b <= zero for a, b in found):
+        if found and any(a <= recompute and b <= zero for a, b in found):
             continue
         if zeros[zero] == 3 and layout.grid.pp > 1:
             continue

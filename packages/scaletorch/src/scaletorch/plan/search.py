@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
+from heapq import heapify, heappop, heappush
+from typing import Any, TypeVar
 
 from ..dist.errors import InvalidArgumentError
 from .clusters import Cluster
@@ -16,9 +19,13 @@ from .later import Later
 from .layout import Layout, Recompute
 from .memory import Line, lines, peaks_of, ranks_hold
 from .options import Options, Refused, ladder, legal
+from .timing import Timers, timers
+from .timing import time as seconds_of
 from .traffic import ranks_send
 
 GIB = 2**30
+UNTIMED = -1  # in place of a peak: goes before all whose time is the same
+T = TypeVar("T")
 Timer = Callable[[Description, Layout, Cluster], Time]
 
 
@@ -30,14 +37,15 @@ class Plan:
         description: The model.
         cluster: What it would run on.
         optimizer: What is kept for each parameter.
-        estimates: Of those that fit, the best first: by time if it is known, else by memory.
+        estimates: Of those that fit, the best first: by time if it is known, else by memory. What
+            one costs is worked out when it is looked at.
         refused: The others, and why.
     """
 
     description: Description
     cluster: Cluster
     optimizer: Optimizer
-    estimates: tuple[Estimate, ...]
+    estimates: Sequence[Estimate]
     refused: tuple[Refused, ...]
 
     def best(self) -> Estimate:
@@ -119,20 +127,63 @@ def _plan(
     time: Timer | None,
 ) -> Plan:
     known = Holdings(description, optimizer)
-    estimates: list[tuple[float, int, Estimate]] = []
+    fitting: list[tuple[int, Layout]] = []
     refused: list[Refused] = []
     for each in legal(description, rows, cluster.ranks, chosen):
         if isinstance(each, Refused):
             refused.append(each)
-            continue
-        for most, layout in _fitting(known, each, cluster, chosen, refused):
-            seconds = None if time is None else time(description, layout, cluster)
-            step = 0.0 if seconds is None else seconds.step
-            held, sent = Later(ranks_hold, known, layout), Later(ranks_send, known, layout)
-            estimates.append((step, most, Estimate(layout, held, sent, seconds)))
-    estimates.sort(key=lambda each: each[:2])
-    ranked = tuple(each for _, _, each in estimates)
-    return Plan(description, cluster, known.optimizer, ranked, tuple(refused))
+        else:
+            fitting += _fitting(known, each, cluster, chosen, refused)
+    timed = None if time is None else _timers(time, description, cluster)
+    least = [0.0 if timed is None else timed.least(layout) for _, layout in fitting]
+    estimates = Later(len(fitting), _ranked(known, fitting, least, timed))
+    estimates[:1]  # the best is found now
+    return Plan(description, cluster, known.optimizer, estimates, tuple(refused))
+
+
+def _timers(time: Timer, description: Description, cluster: Cluster) -> Timers:
+    """Return what tells the time of a layout; of another timer than ours no least time is known."""
+    if time is seconds_of:
+        return timers(description, cluster)
+    exact = cache(lambda layout: time(description, layout, cluster))
+    return Timers(exact, lambda layout: exact(layout).step)
+
+
+def _ranked(
+    known: Holdings,
+    fitting: Sequence[tuple[int, Layout]],
+    least: Sequence[float],
+    timed: Timers | None,
+) -> Iterator[Estimate]:
+    """Yield estimates, the best first; no more times are worked out than it takes to tell which.
+
+    Args:
+        known: Of the description.
+        fitting: Peaks and layouts.
+        least: Seconds that each layout takes at the least.
+        timed: By whose times they are ranked, and then by peaks; None is by peaks alone.
+    """
+    queue = [
+        (low, own[0] if timed is None else UNTIMED, at)
+        for at, (low, own) in enumerate(zip(least, fitting, strict=True))
+    ]
+    heapify(queue)
+    times: dict[int, Time] = {}
+    while queue:
+        _, most, at = heappop(queue)
+        peak, layout = fitting[at]
+        if timed is not None and most == UNTIMED:  # if it is the best is seen by its time
+            times[at] = timed.exact(layout)
+            heappush(queue, (times[at].step, peak, at))
+        else:
+            stages = layout.grid.pp
+            held = Later(stages, _when_asked(ranks_hold, known, layout))
+            sent = Later(stages, _when_asked(ranks_send, known, layout))
+            yield Estimate(layout, held, sent, times.get(at))
+
+
+def _when_asked(make: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
+    yield from make(*arguments)
 
 
 def _fitting(
@@ -151,18 +202,18 @@ def _fitting(
         most = peak(recompute, zero)
         if most <= cluster.device.memory:
             found.append(step)
-            yield most, replace(layout, recompute=recompute, zero=zero)
+            yield most, layout.saving(recompute, zero)
         elif least is None or most < least[0]:
             least = most, recompute, zero
     if not found and least is not None:
         most, recompute, zero = least
         why = f"needs {most / GIB:.3g} GiB of {cluster.device.memory / GIB:.3g}, "
         why += f"with zero {zero} and recompute {recompute}"
-        refused.append(Refused(layout.grid, why, replace(layout, recompute=recompute, zero=zero)))
+        refused.append(Refused(layout.grid, why, layout.saving(recompute, zero)))
 
 
 def _described(description: Description, layout: Layout, recompute: Recompute) -> bool:
     """Return whether a layout's cut is described: not each is with selective recomputation."""
     if (recompute == "selective") == (layout.recompute == "selective"):
         return True
-    return replace(layout, recompute=recompute).cut in description.cuts
+    return layout.saving(recompute, layout.zero).cut in description.cuts

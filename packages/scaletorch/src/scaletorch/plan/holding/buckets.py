@@ -94,6 +94,8 @@ class Bucket:
         share = self.padded(ranks) // ranks
         start, stop, at, found = share * rank, share * (rank + 1), 0, []
         for size, backward in zip(self.sizes, self.backwards, strict=True):
+            if at >= stop:
+                break
             found.append((min(stop, at + size) - max(start, at), backward))
             at += size
         return [(size, backward) for size, backward in found if size > 0]
@@ -119,21 +121,21 @@ def fill(held: Sequence[Held], bucket_size: int) -> list[tuple[Held, ...]]:
     """
     usual = min(bucket_size, max(sum([p[0] for p in held]) // LEAST_BUCKETS, SMALL))
     members: list[list[Held]] = []
-    current: dict[int, list[Held]] = {}
+    ends: list[int] = []
+    current: dict[int, int] = {}
     room: dict[int, int] = {}
-    ends: dict[int, int] = {}
     for place, each in enumerate(held):
-        elements, item, *_ = each
+        elements, item = each[0], each[1]
         if elements > room.get(item, -1):
-            current[item] = []
+            current[item] = len(members)
             room[item] = usual if members else min(usual, SMALL)
-            members.append(current[item])
+            members.append([])
+            ends.append(place)
         own = current[item]
-        own.append(each)
+        members[own].append(each)
+        ends[own] = place
         room[item] -= elements
-        ends[id(own)] = place
-    members.sort(key=lambda own: ends[id(own)])
-    return [tuple(own) for own in members]
+    return [tuple(members[own]) for own in sorted(range(len(members)), key=ends.__getitem__)]
 
 
 def bucket_of(

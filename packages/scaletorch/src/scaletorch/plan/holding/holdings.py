@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from ..description import Behaviour, Description
-from ..layout import Layout
+from ..description import Behaviour, Cut, Description
+from ..layout import Layout, cut_of
 from .alike import Alike, all_of, by_block, chosen, latest_ties, of
 from .buckets import Bucket, Buckets, Held, Optimizer, bucket_of, fill
-from .stages import Places, places, stages_of
+from .stages import Places, holders_of, places, stages_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,14 +61,13 @@ class Holdings:
         self.layers = {b.kind for b in description.blocks if b.place == "layer"}
         self.all_kinds = len(next(iter(description.cuts.values()), ()))
         self.kinds_of_chunks: list[frozenset[int]] = []
-        self._names: dict[int, str] = {}
-        for block in description.blocks:
-            self._names.setdefault(block.kind, block.name)
+        self._names = {block.kind: block.name for block in reversed(description.blocks)}
         self.states: dict[Any, Any] = {}  # of memory/
         self.groups: dict[Any, Any] = {}
         self.running: dict[Any, Any] = {}
         self.sizes: dict[Any, Any] = {}
         self.busy: dict[Any, Any] = {}
+        self.late: dict[Any, Any] = {}
         self.peaks: dict[Any, Any] = {}
         self.sent: dict[Any, Any] = {}  # of traffic.py
         self.sends: dict[Any, Any] = {}
@@ -87,7 +86,29 @@ class Holdings:
         self._filled: dict[tuple[Alike, int], Buckets] = {}
         self._latest: dict[object, tuple[int, ...]] = {}
         self._places: dict[object, int] = {}
+        self._cuts: dict[bool, dict[Cut, int]] = {}
         self._sums: dict[tuple[int, int, int], list[int]] = {}
+
+    def cuts(self, selective: bool) -> dict[Cut, int]:
+        """Return the places of cuts with selective recomputation, or of those without it."""
+        if selective not in self._cuts:
+            each = [cut for cut in self.description.cuts if cut.selective == selective]
+            self._cuts[selective] = {
+                cut_of(c.tp, c.cp, c.ep, c.sequence_parallel, c.cp_method, c.selective): at
+                for at, c in enumerate(each)
+            }
+        return self._cuts[selective]
+
+    def place_of_cut(self, layout: Layout) -> int:
+        """Return the place of a layout's cut.
+
+        Raises:
+            InvalidArgumentError: The model cannot be cut so, or it was not described.
+        """
+        cut = layout.cut
+        if (place := self.cuts(cut.selective).get(cut)) is None:
+            raise self.description.missing(cut)
+        return place
 
     def numbers(self, layout: Layout) -> tuple[int, ...]:
         """Return for each rank of the pipeline a number, the same for ranks with the same content.
@@ -276,16 +297,3 @@ class Holdings:
                 ),
                 ties=tuple((name, len(ranks - {rank})) for name, ranks in holders.items()),
             )
-
-
-def holders_of(description: Description, where: Places) -> dict[str, set[int]]:
-    """Return the ranks of the pipeline that have a tied parameter, by each of its names."""
-    on: dict[int, set[int]] = {}
-    for rank, chunks in enumerate(where):
-        for at in (at for chunk in chunks for at in chunk):
-            on.setdefault(description.blocks[at].kind, set()).add(rank)
-    return {
-        name: {r for each in names for r in on.get(int(each.partition(".")[0]), ())}
-        for names in description.tied
-        for name in names
-    }

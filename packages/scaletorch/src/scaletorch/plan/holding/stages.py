@@ -75,6 +75,19 @@ def _places(first: int, layers: int, last: int, schedule: str, pp: int, chunks: 
     return tuple(tuple(tuple(cut[stage]) for stage in own) for own in stages)
 
 
+def holders_of(description: Description, where: Places) -> dict[str, set[int]]:
+    """Return the ranks of the pipeline that have a tied parameter, by each of its names."""
+    on: dict[int, set[int]] = {}
+    for rank, chunks in enumerate(where):
+        for at in (at for chunk in chunks for at in chunk):
+            on.setdefault(description.blocks[at].kind, set()).add(rank)
+    return {
+        name: {r for each in names for r in on.get(int(each.partition(".")[0]), ())}
+        for names in description.tied
+        for name in names
+    }
+
+
 def _check(schedule: str, pp: int, chunks: int) -> None:
     if schedule not in SCHEDULES or schedule == "forward_only":
         known = ", ".join(name for name in SCHEDULES if name != "forward_only")

@@ -8,7 +8,6 @@ those ranks and moments alone that may be the fullest.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from operator import add
 
 from ..holding import Holdings
@@ -35,8 +34,10 @@ def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], int]
         if zero not in held:
             held[zero] = _held(known, layout, zero, pipeline)
         if recompute not in moving:
-            own = layout if recompute == layout.recompute else replace(layout, recompute=recompute)
-            moving[recompute] = _moving(known, own, pipeline)
+            own = layout
+            if "selective" in (recompute, layout.recompute):
+                own = layout.saving(recompute, zero)
+            moving[recompute] = _moving(known, layout, recompute, pipeline)[known.place_of_cut(own)]
         most: int = max(map(add, held[zero], moving[recompute]))
         return most
 
@@ -49,27 +50,29 @@ def _held(known: Holdings, layout: Layout, zero: int, pipeline: Pipeline) -> lis
     key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, zero, pipeline
     found: list[int] | None = known.peaks.get(key)
     if found is None:
-        own = replace(layout, zero=zero)
+        own = layout.saving(layout.recompute, zero)
         found = known.peaks[key] = [
-            sum(state(known, own, each.number, halves=each.halves))
-            for each in _telling(known, layout, pipeline)
+            sum(state(known, own, number, halves=halves))
+            for number, halves in _telling(known, layout, pipeline, offloaded=False).ranks
         ]
     return found
 
 
-def _moving(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[int]:
-    """Return what micro-batches need on the same ranks."""
-    key = layout.cut, layout.recompute, layout.micro_rows, pipeline
-    found: list[int] | None = known.peaks.get(key)
+def _moving(
+    known: Holdings, layout: Layout, recompute: Recompute, pipeline: Pipeline
+) -> list[list[int]]:
+    """Return for every cut what micro-batches need on the same ranks."""
+    key = recompute, layout.micro_rows, pipeline
+    found: list[list[int]] | None = known.peaks.get(key)
     if found is None:
-        found = known.peaks[key] = fullest(known, layout, _telling(known, layout, pipeline))
+        ranks = _telling(known, layout, pipeline, offloaded=recompute == "offload")
+        found = known.peaks[key] = fullest(known, recompute, layout.micro_rows, ranks)
     return found
 
 
-def _telling(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[Told]:
+def _telling(known: Holdings, layout: Layout, pipeline: Pipeline, *, offloaded: bool) -> Told:
     """Return ranks with the same blocks as one, at moments of which no other may have more."""
-    offloaded = layout.recompute == "offload"
-    found: list[Told] | None = known.peaks.get((offloaded, pipeline))
+    found: Told | None = known.peaks.get((offloaded, pipeline))
     if found is None:
         each: dict[tuple[int, tuple[bool, ...]], dict[Action, dict[Counts, Moment]]] = {}
         for number, halves, moments in busy(known, layout).each:
@@ -80,6 +83,5 @@ def _telling(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[Told]:
             Busy(*key, tuple(all_[counts] for all_ in own.values() for counts in outer(all_)))
             for key, own in each.items()
         ]
-        found = [told(known, rank, offloaded=offloaded) for rank in ranks]
-        known.peaks[offloaded, pipeline] = found
+        found = known.peaks[offloaded, pipeline] = told(known, ranks, offloaded=offloaded)
     return found

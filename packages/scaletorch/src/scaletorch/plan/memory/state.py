@@ -22,10 +22,6 @@ class State(NamedTuple):
         """Return the sum."""
         return State._make(map(add, self, other))
 
-    def times(self, number: int) -> State:
-        """Return so many of it."""
-        return State._make([each * number for each in self]) if number > 1 else self
-
 
 def state(
     known: Holdings,
@@ -67,13 +63,14 @@ def _of_group(
     key = buckets, ranks, replica, zero, halves
     found: State | None = known.groups.get(key)
     if found is None:
-        found = State()
+        parameters = gradients = optimizer = 0
         for bucket, times in buckets.each:
             own = _of_bucket(bucket, zero, halves, ranks, replica, known.optimizer)
-            found = found.plus(own.times(times))
-        if ranks > 1:
-            found = found.plus(State(buffers=_moving(buckets, zero, ranks, known.optimizer)))
-        known.groups[key] = found
+            parameters += own.parameters * times
+            gradients += own.gradients * times
+            optimizer += own.optimizer * times
+        buffers = _moving(buckets, zero, ranks, known.optimizer) if ranks > 1 else 0
+        found = known.groups[key] = State(parameters, gradients, optimizer, buffers)
     return found
 
 

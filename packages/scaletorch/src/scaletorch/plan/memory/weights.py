@@ -1,102 +1,125 @@
-"""What a rank has at a moment, as weights on the bytes of kinds of blocks.
+"""What ranks have at their moments, as weights on the bytes of kinds of blocks.
 
-A search sums the same moments for cut after cut: the weights are worked out once, and then a sum is
-all that is left. Rounded bytes are whole numbers, so it is the sum of `fullest_moment`.
+A search sums the same moments for cut after cut: the weights are worked out once, and then one
+product has the sums of all cuts. Rounded bytes are whole numbers, so it is those of
+`fullest_moment`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, compress
-from operator import itemgetter, mul
+from collections.abc import Iterable
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
+
+from ...parallel.pg_manager import Grid
+from ..description import Cut
 from ..holding import Holdings
 from ..holding.live import Counts, outer
-from ..layout import Layout
+from ..layout import Layout, Recompute
 from .busy import Busy
-from .running import Runs, Sizes, needed, sizes_of
+from .running import Sizes, chunk_of, sizes_of
 
 Weights = tuple[int, ...]
 
 
-class Weighed(NamedTuple):
-    """The moments of a rank before actions of one kind and chunk.
-
-    Attributes:
-        kind: Of the action.
-        chunk: Of the action.
-        moments: Weights on what is `picked` of `_column`.
-    """
-
-    kind: str
-    chunk: int
-    moments: list[Weights]
-
-
 class Told(NamedTuple):
-    """A rank of the pipeline with its moments as weights.
+    """Ranks of a pipeline with their moments as weights.
 
     Attributes:
-        number: As `Busy`.
-        halves: As `Busy`.
-        runs: The blocks of its chunks.
-        picked: Returns that of a column which its moments weigh.
-        actions: Its moments.
+        ranks: Number and halves of each, as `Busy`.
+        actions: Of each moment: the rank's number, and kind and chunk of the action.
+        counts: How many of the moments each rank has.
+        weights: Of each moment, on `_column`.
     """
 
-    number: int
-    halves: tuple[bool, ...]
-    runs: tuple[Runs, ...]
-    picked: Callable[[Sequence[int]], Sequence[int]]
-    actions: tuple[Weighed, ...]
+    ranks: list[tuple[int, tuple[bool, ...]]]
+    actions: list[tuple[int, str, int]]
+    counts: list[int]
+    weights: Tensor
 
 
-def told(known: Holdings, busy: Busy, *, offloaded: bool) -> Told:
-    """Return a rank with its moments as weights; `offloaded` is whether what it receives stays."""
-    each: dict[tuple[str, int], list[Weights]] = {}
-    for action, _, counts in busy.moments:
-        each.setdefault(action, []).append(_weights(known, busy.number, counts, offloaded))
-    some = [any(own) for own in zip(*chain(*each.values()), strict=True)]
-    picked = itemgetter(0, *compress(range(1, len(some)), some[1:]))
-    # Chunks alike have the same bytes, so that of weights more can be left out than of counts.
-    actions = tuple(
-        Weighed(*action, outer({*map(picked, moments)})) for action, moments in each.items()
-    )
-    return Told(busy.number, busy.halves, known.runs(busy.number), picked, actions)
+def told(known: Holdings, ranks: Iterable[Busy], *, offloaded: bool) -> Told:
+    """Return ranks with their moments as weights; `offloaded`: whether what they receive stays."""
+    own: list[tuple[int, tuple[bool, ...]]] = []
+    actions: list[tuple[int, str, int]] = []
+    counts: list[int] = []
+    rows: list[Weights] = []
+    for number, halves, moments in ranks:
+        each: dict[tuple[str, int], set[Weights]] = {}
+        for action, _, now in moments:
+            each.setdefault(action, set()).add(_weights(known, number, now, offloaded))
+        # Chunks alike have the same bytes, so that of weights more can be left out than of counts.
+        left = [(action, row) for action, found in each.items() for row in outer(found)]
+        own.append((number, halves))
+        counts.append(len(left))
+        actions += [(number, *action) for action, _ in left]
+        rows += [row for _, row in left]
+    width = max(map(len, rows))
+    weights = torch.tensor([row + (0,) * (width - len(row)) for row in rows])
+    return Told(own, actions, counts, weights)
 
 
-def fullest(known: Holdings, layout: Layout, ranks: Iterable[Told]) -> list[int]:
-    """Return the most bytes of micro-batches under way on each rank."""
-    sizes, early = sizes_of(known, layout), known.description.early
-    found = []
-    for number, _, runs, picked, actions in ranks:
-        column = picked(_column(known, sizes))
-        each = []
-        for kind, chunk, moments in actions:
-            if kind == "W":
-                works = known.latest(layout, number)[chunk]
-            else:
-                works = needed(sizes, runs[chunk], split=kind == "I")
-            each += [sum(map(mul, weights, column)) + works for weights in moments]
-        found.append(max(each) if early else max(each) + _always(known, sizes, number))
+def fullest(known: Holdings, recompute: Recompute, rows: int, ranks: Told) -> list[list[int]]:
+    """Return for every cut the most bytes of micro-batches under way on each rank."""
+    sizes, selective = sizes_of(known, recompute, rows), recompute == "selective"
+    column = torch.stack(_column(known, sizes)[: ranks.weights.shape[1]])
+    works = torch.stack([_works(known, sizes, selective, *each) for each in ranks.actions])
+    moments = torch.split(ranks.weights @ column + works, ranks.counts)
+    found = torch.stack([own.amax(0) for own in moments])
+    if not known.description.early:
+        found += torch.stack([_always(known, sizes, number) for number, _ in ranks.ranks])
+    most: list[list[int]] = found.T.tolist()
+    return most
+
+
+def _works(
+    known: Holdings, sizes: Sizes, selective: bool, number: int, kind: str, chunk: int
+) -> Tensor:
+    """Return what an action needs above what is kept."""
+    if kind == "W":
+        return _latest(known, number, selective)[chunk]
+    return chunk_of(sizes, known.runs(number)[chunk], split=kind == "I")[1]
+
+
+def _latest(known: Holdings, number: int, selective: bool) -> list[Tensor]:
+    """Return `Holdings.latest` by chunk, for every cut."""
+    found: list[Tensor] | None = known.late.get((number, selective))
+    if found is None:
+        cuts = known.cuts(selective)
+        alike = {(cut.tp, cut.ep): cut for cut in cuts}
+        each = {key: known.latest(_layout(cut), number) for key, cut in alike.items()}
+        by_cut = [each[cut.tp, cut.ep] for cut in cuts]
+        found = [torch.tensor(own) for own in zip(*by_cut, strict=True)]
+        known.late[number, selective] = found
     return found
 
 
-def _always(known: Holdings, sizes: Sizes, number: int) -> int:
+def _layout(cut: Cut) -> Layout:
+    """Return a layout with a cut."""
+    grid = Grid(cut.tp, cut.cp, dp=cut.ep, ep=cut.ep)
+    recompute: Recompute = "selective" if cut.selective else "none"
+    return Layout(grid, cut.sequence_parallel, recompute, cp_method=cut.cp_method)
+
+
+def _always(known: Holdings, sizes: Sizes, number: int) -> Tensor:
     content = known.content(number)
-    return sum(
-        max(sizes.handed[kind] for kind in kinds) for kinds in (content.left, content.entered)
-    )
+    return torch.stack(
+        [
+            torch.stack([sizes.handed[kind] for kind in kinds]).amax(0)
+            for kinds in (content.left, content.entered)
+        ]
+    ).sum(0)
 
 
-def _column(known: Holdings, sizes: Sizes) -> list[int]:
+def _column(known: Holdings, sizes: Sizes) -> list[Tensor]:
     """Return what is weighed: by kinds what they keep, leave and hand on; `shared` of chunks."""
     found, plain = sizes.column, 3 * known.all_kinds + 1
     if not found:
         found += [*sizes.kept, *sizes.halves, *sizes.handed]
     for kinds in known.kinds_of_chunks[len(found) - plain :]:
-        found.append(max([sizes.shared[kind] for kind in kinds]))
+        found.append(torch.stack([sizes.shared[kind] for kind in kinds]).amax(0))
     return found
 
 

@@ -1,5 +1,5 @@
 """How long a step takes: computing, messages, the pipeline, gradients and update."""
 
-from .step import time, timeline, timer
+from .step import Timers, time, timeline, timer, timers
 
-__all__ = ["time", "timeline", "timer"]
+__all__ = ["Timers", "time", "timeline", "timer", "timers"]

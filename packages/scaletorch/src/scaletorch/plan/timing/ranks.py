@@ -8,7 +8,7 @@ from typing import NamedTuple
 from ..clusters import Cluster
 from ..description import Parameter
 from ..holding import Holdings, places
-from ..holding.holdings import holders_of
+from ..holding.stages import holders_of
 from ..layout import Layout
 from .blocks import Spent
 from .gradients import Ended, ended, held

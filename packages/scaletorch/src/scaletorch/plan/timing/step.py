@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cache
+from itertools import accumulate
+from operator import add
+from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Timeline
 from ..clusters import Cluster
-from ..description import Behaviour, Description
+from ..description import Description
 from ..estimate import Time
 from ..holding import Holdings
 from ..holding.stages import stages_of
@@ -19,13 +22,33 @@ from .messages import Route, route, seconds
 from .pipelines import Stage, built, ends, simulated
 from .ranks import Kind, Known, Rank, ranks_of, summed
 
-AXES = ("tp", "cp", "ep", "pp", "cp_dp", "edp")
+INNER, OUTER = ("tp", "cp", "ep"), ("pp", "cp_dp", "edp")  # axes inside of blocks, and others
 WORLD = "tp_cp_pp_dp"
 # All-reduces of a few numbers in each step: tokens are counted, ranks agree, losses are summed.
 CONTROL = {WORLD: 1, "pp": 2, "cp_dp": 2}
 
-# The timer that `time` used last: a search asks for layout after layout of one model.
-_LATEST: list[tuple[Description, Cluster, Callable[[Layout], Time]]] = []
+# Forward and backward of each kind, by cut, rows and routes.
+Spends = dict[tuple[object, ...], list[tuple[Spent, Spent]]]
+FILLED = ("1f1b", "afab")  # schedules of one stage a rank, whose backwards are whole
+UNSURE = 1e-9  # share by which sums in another order may be off
+
+
+class Timers(NamedTuple):
+    """What tells how long layouts of one model take on a cluster.
+
+    Attributes:
+        exact: Returns `time` of a layout.
+        least: Returns seconds that its step takes at the least, sooner: those in which the busiest
+            rank of its pipeline computes, with messages that it waits for meanwhile; of `FILLED`
+            also those in which a micro-batch comes to it from the first rank, and goes back.
+    """
+
+    exact: Callable[[Layout], Time]
+    least: Callable[[Layout], float]
+
+
+# The timers that `time` used last: a search asks for layout after layout of one model.
+_LATEST: list[tuple[Description, Cluster, Timers]] = []
 
 
 def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
@@ -48,37 +71,69 @@ def time(description: Description, layout: Layout, cluster: Cluster) -> Time:
         InvalidArgumentError: The model is not described so, or cannot be cut so; or the device has
             no figure for its dtype.
     """
-    for known, its, run in _LATEST:
-        if known is description and its is cluster:
-            return run(layout)
-    run = timer(description, cluster)
-    _LATEST[:] = [(description, cluster, run)]
-    return run(layout)
+    return timers(description, cluster).exact(layout)
 
 
 def timer(description: Description, cluster: Cluster) -> Callable[[Layout], Time]:
     """Return `time` for many layouts of one model: what they share is worked out once."""
-    known: dict[tuple[object, ...], tuple[list[Kind], Known]] = {}
+    return timers(description, cluster).exact
+
+
+def timers(description: Description, cluster: Cluster) -> Timers:
+    """Return what tells the times of many layouts of one model."""
+    for known, its, found in _LATEST:
+        if known is description and its is cluster:
+            return found
+    found = _timers(description, cluster)
+    _LATEST[:] = [(description, cluster, found)]
+    return found
+
+
+def _timers(description: Description, cluster: Cluster) -> Timers:
+    known: dict[tuple[object, ...], tuple[list[Kind], Known, dict[int, float]]] = {}
+    spends: Spends = {}
     holdings = Holdings(description)
 
     @cache
+    def inner(grid: Grid) -> dict[str, Route]:
+        return {axis: route(grid, axis, cluster) for axis in INNER}
+
+    @cache
     def of_grid(grid: Grid) -> tuple[dict[str, Route], float]:
-        ways = {axis: route(grid, axis, cluster) for axis in (*AXES, WORLD)}
+        ways = inner(grid) | {axis: route(grid, axis, cluster) for axis in (*OUTER, WORLD)}
         return ways, _control(cluster, ways)
 
-    def run(layout: Layout) -> Time:
-        ways, control = of_grid(layout.grid)
-        key = (
-            layout.cut, layout.micro_rows, layout.recompute,
-            *(ways[axis] for axis in ("tp", "cp", "ep")),
-        )  # fmt: skip
+    def shared(layout: Layout) -> tuple[list[Kind], Known, dict[int, float]]:
+        ways = inner(layout.grid)
+        key = layout.cut, layout.micro_rows, layout.recompute, *ways.values()
         if key not in known:
-            known[key] = _kinds(description, layout, cluster, ways), {}
-        kinds, same = known[key]
+            known[key] = _kinds(description, layout, cluster, ways, spends), {}, {}
+        return known[key]
+
+    def exact(layout: Layout) -> Time:
+        ways, control = of_grid(layout.grid)
+        kinds, same, _ = shared(layout)
         ranks = ranks_of(holdings, layout, cluster, kinds, ways, same)
         return _time(description, layout, cluster, ranks, ways["pp"], control)
 
-    return run
+    def least(layout: Layout) -> float:
+        kinds, _, busy = shared(layout)
+        numbers = {*holdings.numbers(layout)}
+        most: float
+        for number in numbers - busy.keys():
+            own = holdings.kinds(number).items()
+            busy[number] = sum(
+                n * (kinds[k].forward.total + kinds[k].backward.total) for k, n in own
+            )
+        batches, quicker = layout.micro_batches, max(_speeds(layout, cluster), default=1.0)
+        if layout.schedule in FILLED:
+            each = [busy[place] for place in holdings.numbers(layout)]
+            most = max(map(add, accumulate(each, initial=0.0), [batches * one for one in each]))
+        else:
+            most = batches * max([busy[place] for place in numbers])
+        return most / quicker * (1 - UNSURE)
+
+    return Timers(exact, least)
 
 
 def timeline(description: Description, layout: Layout, cluster: Cluster) -> Timeline:
@@ -94,8 +149,8 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
     Raises:
         InvalidArgumentError: As `time`.
     """
-    ways = {axis: route(layout.grid, axis, cluster) for axis in (*AXES, WORLD)}
-    kinds = _kinds(description, layout, cluster, ways)
+    ways = {axis: route(layout.grid, axis, cluster) for axis in (*INNER, *OUTER, WORLD)}
+    kinds = _kinds(description, layout, cluster, ways, {})
     ranks = ranks_of(Holdings(description), layout, cluster, kinds, ways, {})
     message = _message(description, layout, cluster, ways["pp"])
     schedule = built(layout.schedule, layout.grid.pp, layout.micro_batches, len(ranks[0].stages))
@@ -103,21 +158,28 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
 
 
 def _kinds(
-    description: Description, layout: Layout, cluster: Cluster, ways: dict[str, Route]
-) -> list[Kind]:
+    description: Description, layout: Layout, cluster: Cluster, ways: dict[str, Route],
+    spends: Spends,
+) -> list[Kind]:  # fmt: skip
+    """Return what blocks take; `spends` has what was worked out before, and gets more."""
     layers = {block.kind for block in description.blocks if block.place == "layer"}
-
-    def one(kind: int, behaviour: Behaviour) -> Kind:
-        forward, backward = (
-            spent(behaviour, phase, layout.micro_rows, description.dtype, cluster, ways)
-            for phase in ("forward", "backward")
+    key = layout.cut, layout.micro_rows, *(ways[axis] for axis in INNER)
+    if key not in spends:
+        spends[key] = [
+            (
+                spent(own, "forward", layout.micro_rows, description.dtype, cluster, ways),
+                spent(own, "backward", layout.micro_rows, description.dtype, cluster, ways),
+            )
+            for own in description.behaviours(layout.cut)
+        ]
+    return [
+        Kind(
+            forward,
+            _again(backward, forward, layout.recompute) if kind in layers else backward,
+            backward.matmul / 2,  # of the two products, that for the weights
         )
-        weights = backward.matmul / 2  # of the two products, that for the weights
-        if kind in layers:
-            backward = _again(backward, forward, layout.recompute)
-        return Kind(forward, backward, weights)
-
-    return [one(*each) for each in enumerate(description.behaviours(layout.cut))]
+        for kind, (forward, backward) in enumerate(spends[key])
+    ]
 
 
 def _again(backward: Spent, forward: Spent, recompute: str) -> Spent:

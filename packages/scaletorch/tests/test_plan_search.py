@@ -1,0 +1,151 @@
+"""A search that works out little of layouts that are not looked at finds what one of all finds."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from itertools import product
+
+import pytest
+
+from scaletorch.parallel.pg_manager import Grid
+from scaletorch.parallel.pipeline_parallel import SCHEDULES
+from scaletorch.plan import (
+    Affine,
+    Behaviour,
+    Block,
+    Cluster,
+    Cut,
+    Description,
+    Device,
+    Layout,
+    Link,
+    Options,
+    Parameter,
+    Sent,
+    Work,
+    plan,
+    time,
+)
+from scaletorch.plan.later import Later
+from scaletorch.plan.timing import step, timers
+
+CHUNKS = {"interleaved_1f1b": 2, "looped_bfs": 2, "zb_v": 2, "dualpipe_v": 2}
+TRAINING = [name for name in SCHEDULES if name != "forward_only"]
+MANY = Options(
+    recompute=("none", "full"), zero=(0, 1, 2),
+    schedules=tuple((name, CHUNKS.get(name, 1)) for name in TRAINING), micro_rows=(1, 2, 3),
+)  # fmt: skip
+
+
+def block(flops: float, share: int) -> Behaviour:
+    return Behaviour(
+        (Parameter("w", 1200, 4, (1200 // share,) * share),),
+        kept=Affine(8, 1000), handed=Affine(0, 4000), entered=Affine(0, 40),
+        sent=(Sent("tp", "all_reduce", "forward", 2, Affine(0, 900)),) * (share > 1),
+        work=(Work("matmul", 2, Affine(0, flops / share), Affine()),),
+    )  # fmt: skip
+
+
+def model(layers: int = 9) -> Description:
+    """Return layers between a quick block and one that takes as long as four of them."""
+    blocks = (
+        Block("embed", 0, "first"),
+        *(Block(f"layers.{at}", 1, "layer") for at in range(layers)),
+        Block("head", 2, "last"),
+    )
+    cuts = {Cut(tp): tuple(block(flops, tp) for flops in (1e5, 1e6, 4e6)) for tp in (1, 2)}
+    return Description("uneven", 8, "float32", blocks, cuts)
+
+
+def cluster(ranks: int, memory: int = 2**20, cores: int = 0) -> Cluster:
+    device = Device("toy", memory, {"float32": 1e9}, 1e9, overhead=1e-5)
+    return Cluster(ranks, device, (Link(ranks, 1e-5, 1e8),), cores)
+
+
+@pytest.mark.parametrize("cores", [0, 3])
+def test_a_step_takes_what_it_takes_at_the_least_or_more(cores: int) -> None:
+    """Uneven stages, simulated and in closed form, and ranks that share cores."""
+    exact, least = timers(model(), cluster(8, cores=cores))
+    nearest = 0.0
+    for (name, pp), batches, tp in product(
+        product(TRAINING, (1, 2, 4)), (1, 2, 3, 5, 8, 40, 100), (1, 2)
+    ):
+        chunks = CHUNKS.get(name, 1)
+        layout = Layout(
+            Grid(pp=pp, tp=tp, dp=8 // pp // tp), schedule=name, chunks=chunks,
+            micro_batches=batches,
+        )  # fmt: skip
+        share = least(layout) / exact(layout).step
+        assert 0 < share <= 1, layout
+        nearest = max(nearest, share)
+    assert nearest > 0.99
+
+
+def test_layouts_are_ranked_as_if_the_times_of_all_were_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    known, timed = model(), []
+    peaks = sorted(each.peak for each in plan(known, 24, cluster(8), options=MANY).estimates)
+    machines = cluster(8, peaks[len(peaks) // 2])  # some need what saves memory
+    whole = plan(known, 24, machines, options=MANY, time=lambda *given: time(*given))
+    plain = step._time
+
+    def counted(*given):  # type: ignore[no-untyped-def]
+        timed.append(given[1])
+        return plain(*given)
+
+    monkeypatch.setattr(step, "_time", counted)
+    found = plan(known, 24, machines, options=MANY, time=time)
+    assert 0 < len(timed) < len(found.estimates) / 2
+    assert found.best() == whole.best()
+    few = len(timed)
+    assert found.estimates[:3] == whole.estimates[:3]
+    assert few <= len(timed) < len(found.estimates) / 2
+    assert found.refused == whole.refused != ()
+    assert found.estimates == whole.estimates
+    keys = [(each.time.step, each.peak) for each in found.estimates if each.time]
+    assert keys == sorted(keys)
+    assert len(keys) == len(timed) == len(found.estimates) > 50
+
+
+def test_only_what_is_looked_at_is_made() -> None:
+    made: list[int] = []
+
+    def squares():  # type: ignore[no-untyped-def]
+        for at in range(6):
+            made.append(at)
+            yield at * at
+
+    later = Later(6, squares())
+    assert (len(later), made) == (6, [])
+    assert later[1] == 1
+    assert made == [0, 1]
+    assert later[:3] == (0, 1, 4)
+    assert made == [0, 1, 2]
+    assert (later[3:3], later[1:0:-1], made) == ((), (1,), [0, 1, 2])
+    assert later[-2] == 16
+    assert made == [0, 1, 2, 3, 4]
+    with pytest.raises(IndexError):
+        later[6]
+    whole = (0, 1, 4, 9, 16, 25)
+    assert tuple(later) == whole
+    assert later == whole == pickle.loads(pickle.dumps(later))
+    assert later == Later(6, iter(whole)) != Later(2, iter(whole))
+    assert (repr(later), hash(later), later[::-2]) == (repr(whole), hash(whole), whole[::-2])
+
+
+def test_peaks_of_all_cuts_at_once_are_those_of_each_alone() -> None:
+    known, machines = model(), cluster(8)
+    for each in plan(known, 24, machines, options=MANY).estimates:
+        alone = replace(known, cuts={each.layout.cut: known.cuts[each.layout.cut]})
+        sizes = {tuple(own.total for own in each.memory)}
+        options = replace(
+            MANY, recompute=(each.layout.recompute,), zero=(each.layout.zero,),
+            schedules=((each.layout.schedule, each.layout.chunks),),
+            micro_rows=(each.layout.micro_rows,),
+        )  # fmt: skip
+        again = plan(alone, 24, machines, options=options).estimates
+        assert {
+            tuple(own.total for own in e.memory) for e in again if e.layout == each.layout
+        } == sizes
