@@ -48,6 +48,18 @@ class Normalising(Stacked):
         return super().forward(hidden, index, weights / weights.sum(-1, keepdim=True))
 
 
+class Capacity(Stacked):
+    """Leaves out what goes beyond a fair share and a quarter."""
+
+    def forward(self, hidden, index, weights):
+        out, share = torch.zeros_like(hidden), 5 * index.numel() // (4 * self.num_experts)
+        for expert in range(self.num_experts):
+            token, slot = (each[:share] for each in torch.where(index == expert))
+            rows = self.one(hidden[token], expert) * weights[token, slot, None]
+            out = out.index_add(0, token, rows)
+        return out
+
+
 class Averaging(Stacked):
     def forward(self, hidden, index, weights):
         return super().forward(hidden, index, weights) / index.shape[1]
@@ -102,6 +114,18 @@ class Apart(Stacked):
         self.down = nn.Parameter(torch.randn(experts, INNER + 1, HIDDEN))
 
 
+class ByName(Stacked):
+    """A module an expert, by names."""
+
+    def __init__(self, experts):
+        super().__init__(experts)
+        self.up = self.down = None
+        self.parts = nn.ModuleDict({str(e): nn.Linear(HIDDEN, HIDDEN) for e in range(experts)})
+
+    def one(self, rows, expert):
+        return self.parts[str(expert)](self.norm(rows)) * self.scale[expert]
+
+
 class Listed(Stacked):
     """Sound: a module an expert."""
 
@@ -145,6 +169,7 @@ def _call(kind, experts, again=False):
         (Normalising, "something else than the sum of what they return"),
         (Averaging, "something else than the sum of what they return"),
         (Residual, "something else than the sum of what they return"),
+        (Capacity, "or with other tokens belongs into the block"),
         (Centred, "or with other tokens belongs into the block"),
         (Neighbour, "each takes more of 'up' than its own row"),
         (
@@ -152,12 +177,20 @@ def _call(kind, experts, again=False):
             r"single experts in 'up' \(6, 4, 4\), which stays whole.*stack it as \[4, \.\.\.\]",
         ),
         (Packed, r"single experts in 'up' \(6, 16\)"),
-        (Apart, r"single experts in 'up\.0' \(6, 5\)"),
+        (Apart, r"a ParameterList 'up' of as many entries.*one parameter \[4, \.\.\.\]"),
+        (ByName, "a ModuleDict 'parts' of as many entries as experts"),
     ],
 )
 @distributed_test(world_size=2)
 def test_experts_that_need_one_another_are_refused(kind, message):
     with pytest.raises(InvalidArgumentError, match=message):
+        _call(kind, 4)
+
+
+@pytest.mark.parametrize("kind", [Apart, ByName])
+@distributed_test(world_size=4)
+def test_weights_apart_are_refused_with_one_expert_a_rank(kind):
+    with pytest.raises(InvalidArgumentError, match="of as many entries as experts"):
         _call(kind, 4)
 
 

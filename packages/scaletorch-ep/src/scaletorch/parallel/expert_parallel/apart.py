@@ -22,6 +22,7 @@ from .computing import Experts
 from .dispatch import Dispatched
 
 _ROWS, _WEIGHTS = 4, (0.3, 0.6)  # tokens that are asked, and weights that do not add up to 1
+_CROWD = 60  # rows before them for one expert, so that a capacity would have ended there
 _NEAR = 0.05  # of the results: above the rounding of any dtype
 _ALONE = (
     "return for a token something else than the sum of what they return for it with each of its "
@@ -120,8 +121,9 @@ def _ask(experts: Experts, came: Dispatched, several: int) -> tuple[Tensor, Tens
     rows = came.hidden[:_ROWS].detach()
     numbers = torch.arange(several, device=rows.device)
     weights = came.top_k_weights.new_tensor(_WEIGHTS)[:several]
-    each = numbers.repeat_interleave(len(rows))[:, None]
-    results = experts(rows.repeat(several, 1), each, weights[each])
+    each = torch.cat((numbers[:1].expand(_CROWD), numbers.repeat_interleave(len(rows))))[:, None]
+    many = torch.cat((rows[:1].expand(_CROWD, -1), rows.repeat(several, 1)))
+    results = experts(many, each, weights[each])[_CROWD:]
     top_k = min(several, came.top_k_index.shape[1])
     fewer = rows[: (len(rows) + 1) // 2].clone()
     given = (each[None, :top_k].expand(len(fewer), -1) for each in (numbers, weights))

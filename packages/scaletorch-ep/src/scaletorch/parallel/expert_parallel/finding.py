@@ -15,6 +15,8 @@ from .calls import ROUTED, SORTED, WAYS, takes
 from .numbering import count, numbers_of, shapes
 from .trying import find_way
 
+_APART = nn.ParameterList, nn.ParameterDict, nn.ModuleDict
+
 
 @dataclass(frozen=True, slots=True)
 class Found:
@@ -69,6 +71,7 @@ def find_experts(name: str, module: nn.Module) -> Found:
             f"'{name}' has {experts} experts, but no parameter with as many rows along dim 0 and "
             f"no list of as many modules: {shapes(tensors)}"
         )
+    _check_apart(name, module, experts, lists)
     way = find_way(module, number)
     if way is None:
         raise InvalidArgumentError(_called_otherwise(name, module))
@@ -108,6 +111,20 @@ def _check_call(name: str, module: nn.Module) -> None:
         )
     if not any(takes(module, len(way.kinds)) for way in WAYS.values()):
         raise InvalidArgumentError(_called_otherwise(name, module))
+
+
+def _check_apart(
+    name: str, module: nn.Module, experts: int, lists: dict[str, nn.ModuleList]
+) -> None:
+    """Refuse experts one by one in what would stay whole, where they are numbered anew."""
+    for inner, each in module.named_modules():
+        apart = isinstance(each, _APART) and len(each) == experts and not _within(inner, lists)
+        if apart and any(True for _ in each.parameters()):
+            raise InvalidArgumentError(
+                f"'{name}' has a {type(each).__name__} '{inner}' of as many entries as experts, "
+                f"which cannot be divided: stack them as one parameter [{experts}, ...], or take "
+                "an nn.ModuleList of experts"
+            )
 
 
 def _called_otherwise(name: str, module: nn.Module) -> str:
