@@ -116,7 +116,7 @@ def _check_call(name: str, module: nn.Module) -> None:
 def _check_apart(
     name: str, module: nn.Module, experts: int, lists: dict[str, nn.ModuleList]
 ) -> None:
-    """Refuse experts one by one in what would stay whole, where they are numbered anew."""
+    """Refuse experts in what would stay whole while they are numbered anew."""
     for inner, each in module.named_modules():
         apart = isinstance(each, _APART) and len(each) == experts and not _within(inner, lists)
         if apart and any(True for _ in each.parameters()):
