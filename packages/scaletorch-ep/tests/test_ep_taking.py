@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletorch.dist.testing import relative_error
-from scaletorch.parallel.expert_parallel.taking import call_taking
+from scaletorch.parallel.expert_parallel.computing.taking import call_taking
 
 EXPERTS, HIDDEN, INNER, ROWS = 5, 6, 7, 12
 
