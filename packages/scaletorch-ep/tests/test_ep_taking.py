@@ -89,6 +89,17 @@ def test_rows_that_lie_by_expert_are_taken_in_pieces(dtype, backwards):
     assert all(map(torch.equal, _run("a loop", dtype, "sorted", backwards, SIZES), expected))
 
 
+def test_rows_of_every_expert_are_a_piece():
+    numbers = torch.arange(EXPERTS).repeat_interleave(torch.tensor(SIZES))[:, None]
+    rows, weights = torch.randn(ROWS, 3, requires_grad=True), torch.rand(ROWS, 1)
+
+    def each(rows, numbers, weights):
+        return [rows[torch.where(numbers[:, 0] == e)[0]] for e in range(EXPERTS) if SIZES[e]]
+
+    found = call_taking(each, rows, (numbers, weights), (), EXPERTS)
+    assert {piece.grad_fn.name() for piece in found} == {"CloneBackward0"}
+
+
 @pytest.mark.parametrize("way", ["products", "otherwise"])
 def test_pieces_may_be_written_to_and_parts_used_again(way):
     expected = _run(way, torch.float64, False, 2, SIZES)
