@@ -19,7 +19,7 @@ from scaletorch.parallel.expert_parallel import (
     own_experts,
 )
 from scaletorch.parallel.expert_parallel.building import find_experts
-from scaletorch.parallel.expert_parallel.routes import number_apart
+from scaletorch.parallel.expert_parallel.exchange.routes import number_apart
 
 WORLD = c10d.group.WORLD
 TOKENS = 10

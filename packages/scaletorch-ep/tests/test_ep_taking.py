@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from scaletorch.dist.testing import relative_error
-from scaletorch.parallel.expert_parallel.taking import call_taking
+from scaletorch.parallel.expert_parallel.computing.taking import call_taking
 
 EXPERTS, HIDDEN, INNER, ROWS = 5, 6, 7, 12
 
@@ -87,6 +87,17 @@ def test_a_loop_over_experts_has_the_same_bits(dtype, backwards):
 def test_rows_that_lie_by_expert_are_taken_in_pieces(dtype, backwards):
     expected = _run("a loop", dtype, False, backwards, SIZES)
     assert all(map(torch.equal, _run("a loop", dtype, "sorted", backwards, SIZES), expected))
+
+
+def test_rows_of_every_expert_are_a_piece():
+    numbers = torch.arange(EXPERTS).repeat_interleave(torch.tensor(SIZES))[:, None]
+    rows, weights = torch.randn(ROWS, 3, requires_grad=True), torch.rand(ROWS, 1)
+
+    def each(rows, numbers, weights):
+        return [rows[torch.where(numbers[:, 0] == e)[0]] for e in range(EXPERTS) if SIZES[e]]
+
+    found = call_taking(each, rows, (numbers, weights), (), EXPERTS)
+    assert {piece.grad_fn.name() for piece in found} == {"CloneBackward0"}
 
 
 @pytest.mark.parametrize("way", ["products", "otherwise"])

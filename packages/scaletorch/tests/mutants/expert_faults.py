@@ -31,7 +31,7 @@ def own_rows(rows: Tensor, route: Any) -> Tensor:
     return kept
 
 
-@fault("dispatch:_Leave.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Leave.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def scores_without_gradient(backward: Any) -> Any:
     """The router's scores get no gradient from the experts."""
 
@@ -42,7 +42,7 @@ def scores_without_gradient(backward: Any) -> Any:
     return losing
 
 
-@fault("dispatch:_Arrive.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Arrive.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def scores_gradient_of_own_experts_alone(backward: Any) -> Any:
     """The gradient of scores is not summed over the ranks that have a token's experts."""
     return lambda ctx, rows, weights, *more: backward(
@@ -50,7 +50,7 @@ def scores_gradient_of_own_experts_alone(backward: Any) -> Any:
     )
 
 
-@fault("dispatch:_Arrive.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Arrive.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def hidden_gradient_of_own_experts_alone(backward: Any) -> Any:
     """Hidden states get a gradient by the scores, and by experts of their own rank only."""
     return lambda ctx, rows, *more: backward(ctx, own_rows(rows, ctx.flight.route), *more)
@@ -114,13 +114,13 @@ def results_not_put_back_in_order(combine: Any) -> Any:
     return lambda rows, route: combine(rows.flip(0), route)
 
 
-@fault("dispatch:_add_up", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("exchange.dispatch:_add_up", layout="2x1x1x1-ep2", born="forward: *.experts")
 def results_added_to_another_token(add_up: Any) -> Any:
     """What comes back is added to the token after the one that it belongs to."""
     return lambda rows, route: add_up(rows, replace(route, rows=route.rows.roll(1)))
 
 
-@fault("dispatch:_Combine.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
+@fault("exchange.dispatch:_Combine.backward", layout="2x1x1x1-ep2", born="backward: *.experts")
 def gradients_of_results_in_another_order(backward: Any) -> Any:
     """The gradient of a result goes to the row of another one."""
 
@@ -131,7 +131,7 @@ def gradients_of_results_in_another_order(backward: Any) -> Any:
     return mixed
 
 
-@fault("computing:_folded", layout="2x1x1x1-ep2", born="forward: *.experts")
+@fault("computing.pairs:_folded", layout="2x1x1x1-ep2", born="forward: *.experts")
 def second_expert_of_a_rank_replaces_the_first(folded: Any) -> Any:
     """Of a token's two experts on one rank, the results are not added up."""
 
@@ -198,7 +198,7 @@ def scores_travel_in_bfloat16(dispatch: Any) -> Any:
     )
 
 
-@fault("computing:_Idle.backward", layout="4x1x1x1-ep4", model="skewed", born=EXPERTS_OWN)
+@fault("computing.pairs:_Idle.backward", layout="4x1x1x1-ep4", model="skewed", born=EXPERTS_OWN)
 def rank_without_tokens_has_no_gradient(backward: Any) -> Any:
     """The experts of a rank to which no token goes have no gradient in place of zeros."""
 

@@ -121,7 +121,9 @@ def experts_chosen_in_bfloat16(train: Any) -> Any:
     return rounded
 
 
-@ORDER.fault("dispatch:_add_up", layout="4x1x1x1-ep4", model="idle", born="forward: *.experts")
+@ORDER.fault(
+    "exchange.dispatch:_add_up", layout="4x1x1x1-ep4", model="idle", born="forward: *.experts"
+)
 def order_kept_where_a_rank_is_idle(add_up: Any) -> Any:
     """Where no token goes to a rank, results stay in the order in which they come back."""
 

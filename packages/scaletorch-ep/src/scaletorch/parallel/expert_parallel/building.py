@@ -3,12 +3,12 @@
 Recorded and versioned like the rest: a patch release changes nothing here.
 """
 
-from .finding import Found, find_experts, is_bare_list
+from .exchange.travel import while_travelling
+from .finding.experts import Found, find_experts, is_bare_list
+from .finding.plans import named_experts
 from .losses import move_bias, statistics_of
 from .module import DividedExperts, Division, share_tokens
-from .plans import named_experts
 from .state import ExpertCut, find_expert_cuts, gather_experts, own_experts
-from .travel import while_travelling
 
 __all__ = [
     "DividedExperts",

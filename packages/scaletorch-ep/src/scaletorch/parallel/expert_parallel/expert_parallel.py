@@ -14,12 +14,12 @@ from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import mark_divided
 from .calls import ROUTED
-from .finding import Found, find_experts, is_bare_list
-from .lists import check_lists, check_shared, loop_over
+from .exchange.shares import counts_of, expert_group, rows_of, token_group
+from .finding.experts import Found, find_experts, is_bare_list
+from .finding.plans import Plan, named_experts
+from .lists.blocks import check_lists, check_shared, loop_over
 from .module import DividedExperts, Division, ExpertList, put_before
-from .plans import Plan, named_experts
 from .shared import compute_beside
-from .shares import counts_of, expert_group, rows_of, token_group
 
 __all__ = ["apply_expert_parallel"]
 

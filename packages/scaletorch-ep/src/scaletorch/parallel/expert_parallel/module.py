@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -15,13 +15,13 @@ from ...dist.building import agree
 from ...dist.errors import StateError
 from ..pg_manager import describe_rank
 from ..pg_manager.building import class_before, deep_copy, shallow_copy
-from .apart import why_mixed
 from .calls import ALL, ROUTED, WAYS, Given, Run, read_call, runner
-from .computing import compute
-from .dispatch import Dispatched, combine_computed, dispatch
-from .routes import number_apart, stay
-from .shares import ranges_of, share_out
-from .uncompiled import call_uncompiled
+from .computing.apart import why_mixed
+from .computing.pairs import compute
+from .computing.uncompiled import call_uncompiled
+from .exchange.dispatch import Dispatched, combine_computed, dispatch
+from .exchange.routes import number_apart, stay
+from .exchange.shares import ranges_of, share_out
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +114,22 @@ class ExpertList(nn.ModuleList):
         if isinstance(idx, slice):
             return nn.ModuleList(list(self._modules.values())[idx])
         return self._modules[self._get_abs_string_index(idx)]
+
+
+class LoopedList(nn.ModuleList):
+    """Comes before a list's class: while its block runs, it has all experts, as stand-ins."""
+
+    _standing: Sequence[Any] | None = None
+
+    def __getitem__(self, idx: Any) -> Any:
+        """Return an expert, or a list of some."""
+        return super().__getitem__(idx) if self._standing is None else self._standing[idx]
+
+    def __len__(self) -> int:
+        return super().__len__() if self._standing is None else len(self._standing)
+
+    def __iter__(self) -> Iterator[Any]:
+        return super().__iter__() if self._standing is None else iter(self._standing)
 
 
 def put_before(mixin: type[nn.Module], module: nn.Module) -> None:

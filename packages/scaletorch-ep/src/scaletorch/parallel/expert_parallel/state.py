@@ -13,8 +13,8 @@ from ...dist import all_gather_object, broadcast, functional, get_rank, get_worl
 from ...dist.building import agree, caught
 from ...dist.errors import InvalidArgumentError
 from ..pg_manager import describe_rank
+from .exchange.shares import ranges_of
 from .module import DividedExperts, Division
-from .shares import ranges_of
 
 
 class ExpertCut(NamedTuple):

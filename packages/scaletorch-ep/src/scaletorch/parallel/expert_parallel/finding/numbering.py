@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from torch import Tensor, nn
 
-from ...dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError
 
 _NOT_A_NUMBER_OF_EXPERTS = ("per_", "top", "shared")  # parts of names such as num_experts_per_tok
 

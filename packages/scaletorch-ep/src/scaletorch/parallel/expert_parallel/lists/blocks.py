@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
-from .asking import LoopedList, refuse_alone
+from ....dist.errors import InvalidArgumentError
+from ..module import LoopedList, put_before
+from .asking import refuse_alone
 from .looping import LoopingBlock
-from .module import put_before
 
 
 def check_lists(model: nn.Module, lists: Mapping[str, nn.Module]) -> None:

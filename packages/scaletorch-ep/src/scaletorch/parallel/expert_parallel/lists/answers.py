@@ -13,16 +13,16 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ...dist import functional, get_comm_device, get_world_size
-from ...dist.building import agree, all_to_all_flat, caught
-from ...dist.errors import InvalidArgumentError, ScaletorchError
-from ..pg_manager import describe_rank
+from ....dist import functional, get_comm_device, get_world_size
+from ....dist.building import agree, all_to_all_flat, caught
+from ....dist.errors import InvalidArgumentError, ScaletorchError
+from ...pg_manager import describe_rank
+from ..exchange.functions import apply
+from ..exchange.shares import share_out
+from ..exchange.travel import landed
+from ..module import Division
 from .asking import Ask, Kinds, computing, sort_of_call
-from .functions import apply
-from .module import Division
-from .shares import share_out
-from .travel import landed
-from .ways import DTYPES, NOT_ASKED, Way, counts_of_asked, tell
+from .telling import DTYPES, NOT_ASKED, Traffic, counts_of_asked, tell
 
 Experts = Sequence[Callable[[Tensor], Any]]
 
@@ -72,14 +72,16 @@ def answer(
         sum(sizes), 1 if division.tokens is None else get_world_size(division.tokens)
     )
     rows = None if error or not asks else torch.cat([asks[number].rows for number in order])
-    way = tell(rows, counts_of_asked(asked, sizes, shares, division), division, error)
-    if way is None:
+    traffic = tell(rows, counts_of_asked(asked, sizes, shares, division), division, error)
+    if traffic is None:
         return Answers([], None, None)
     if rows is None:
-        rows = torch.empty(0, way.width, dtype=way.dtype, device=get_comm_device(division.group))
+        rows = torch.empty(
+            0, traffic.width, dtype=traffic.dtype, device=get_comm_device(division.group)
+        )
     shared = len(shares) > 1 and len(rows) > 0
     share = functional.split(rows, 0, division.tokens, sizes=shares) if shared else rows
-    results, mark, wrong = _exchanged(share, way, experts, division, kinds)
+    results, mark, wrong = _exchanged(share, traffic, experts, division, kinds)
     if shared:
         results = functional.gather(results, 0, division.tokens, sizes=shares)
     back = dict(zip(order, results.split(sizes), strict=True)) if asks else {}
@@ -109,33 +111,33 @@ def _agreed(
 
 
 def _exchanged(
-    rows: Tensor, way: Way, experts: Experts, division: Division, kinds: Kinds
+    rows: Tensor, traffic: Traffic, experts: Experts, division: Division, kinds: Kinds
 ) -> tuple[Tensor, Tensor, ScaletorchError | None]:
     """Return the results of this rank's rows, a mark that hangs on them, and what is wrong here."""
-    if way.backward and not rows.requires_grad:
+    if traffic.backward and not rows.requires_grad:
         rows = rows.detach().requires_grad_()  # another rank needs gradients, so all send them
-    came, mark = apply(_Exchange, rows, way.sends, way.receives, division.group)
-    results, wrong = _compute(came, way, experts, division, kinds)
+    came, mark = apply(_Exchange, rows, traffic.sends, traffic.receives, division.group)
+    results, wrong = _compute(came, traffic, experts, division, kinds)
     results = torch.cat((mark.to(results.dtype), results))  # of the graph even without rows
     if torch.is_grad_enabled() and not results.requires_grad:
         results = results.detach().requires_grad_()
-    back, mark = apply(_Exchange, results, way.receives, way.sends, division.group)
+    back, mark = apply(_Exchange, results, traffic.receives, traffic.sends, division.group)
     return back, mark, wrong
 
 
 def _compute(
-    came: Tensor, way: Way, experts: Experts, division: Division, kinds: Kinds
+    came: Tensor, traffic: Traffic, experts: Experts, division: Division, kinds: Kinds
 ) -> tuple[Tensor, ScaletorchError | None]:
     """Call each expert that was asked for anything, and return results in the order of rows."""
-    sizes = [[max(count, 0) for count in each] for each in way.pieces]
+    sizes = [[max(count, 0) for count in each] for each in traffic.pieces]
     parts = came.split([*chain(*sizes)])
     found: list[Any] = []
     with computing():
         for number, expert in enumerate(experts):
             rows = torch.cat(parts[number :: len(experts)])
-            asked = any(each[number] != NOT_ASKED for each in way.pieces)
+            asked = any(each[number] != NOT_ASKED for each in traffic.pieces)
             found.append((rows, expert(rows) if asked else None))
-    kind, wrong = _kind(found, experts, way, division, kinds)
+    kind, wrong = _kind(found, experts, traffic, division, kinds)
     fit = [rows.to(kind) if wrong or given is None else given for rows, given in found]
     split = [each.split([of[number] for of in sizes]) for number, each in enumerate(fit)]
     ordered = [each[rank] for rank in range(len(sizes)) for each in split]
@@ -145,19 +147,19 @@ def _compute(
 def _kind(
     found: Sequence[tuple[Tensor, Any]],
     experts: Experts,
-    way: Way,
+    traffic: Traffic,
     division: Division,
     kinds: Kinds,
 ) -> tuple[torch.dtype, ScaletorchError | None]:
     """Return the dtype of results, the same on all ranks, and what is wrong with those here."""
-    sort = sort_of_call(way.dtype, found[0][0].device)
+    sort = sort_of_call(traffic.dtype, found[0][0].device)
     results = [(rows, given) for rows, given in found if given is not None]
     if not results:
         with torch.no_grad(), computing():
             results = [(found[0][0], experts[0](found[0][0]))]
     kind = kinds.get(sort)
     if kind is None:
-        kind = results[0][1].dtype if isinstance(results[0][1], Tensor) else way.dtype
+        kind = results[0][1].dtype if isinstance(results[0][1], Tensor) else traffic.dtype
     wrong = next(filter(None, (_wrong(division.name, *each, kind) for each in results)), None)
     if sort not in kinds:
         lines = [f"results {kind}"]
@@ -190,14 +192,14 @@ class _Exchange(Function):
         group: ProcessGroup | None,
     ) -> tuple[Tensor, Tensor]:
         """Return what came, [R, H], and a mark of no elements, [0, H]."""
-        ctx.way = receives, sends, group
+        ctx.counts = receives, sends, group
         return _moved(rows, sends, receives, group), rows.new_empty(0, rows.shape[1])
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Return the gradients of the rows."""
-        return _moved(grads[0], *ctx.way), None, None, None
+        return _moved(grads[0], *ctx.counts), None, None, None
 
 
 def _moved(

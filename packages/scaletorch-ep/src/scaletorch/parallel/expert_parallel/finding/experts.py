@@ -9,9 +9,9 @@ from typing import TypeGuard
 
 from torch import Tensor, nn
 
-from ...dist.errors import InvalidArgumentError
-from .asking import LoopedList
-from .calls import ROUTED, SORTED, WAYS, takes
+from ....dist.errors import InvalidArgumentError
+from ..calls import ROUTED, SORTED, WAYS, takes
+from ..module import LoopedList
 from .numbering import count, numbers_of, shapes
 from .trying import find_way
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
-from ..pg_manager.building import evaluating
-from .computing import Experts
-from .dispatch import Dispatched
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from ...pg_manager.building import evaluating
+from ..exchange.dispatch import Dispatched
+from .pairs import Experts
 
 _ROWS, _WEIGHTS = 4, (0.3, 0.6)  # tokens that are asked, and weights that do not add up to 1
 _CROWD = 60  # rows before them for one expert, so that a capacity would have ended there

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...dist.building import agree, map_tensors, tensors_in
-from ...dist.errors import ScaletorchError
-from ..pg_manager.building import deep_copy, shallow_copy
+from ....dist.building import agree, map_tensors, tensors_in
+from ....dist.errors import ScaletorchError
+from ...pg_manager.building import deep_copy, shallow_copy
+from ..computing.uncompiled import call_uncompiled
+from ..exchange.functions import apply
 from .answers import answer
 from .asking import Ask, answering, check_kept, recording, standing_in, unlike
-from .functions import apply
 from .trial import Draws, run_on_copies
-from .uncompiled import call_uncompiled
 
 
 class LoopingBlock(nn.Module):

@@ -7,9 +7,9 @@ from itertools import accumulate, pairwise
 
 from torch.distributed import ProcessGroup
 
-from ...dist import require_member
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import axis_group, describe_rank, get_process_group_manager
+from ....dist import require_member
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import axis_group, describe_rank, get_process_group_manager
 
 
 def expert_group(group: ProcessGroup | None) -> ProcessGroup | None:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from ...dist import Work
+from ....dist import Work
 
 _call: Callable[[], object] | None = None
 

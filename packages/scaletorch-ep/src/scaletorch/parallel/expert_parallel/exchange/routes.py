@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ...dist import get_rank
-from ...dist.building import agree, all_to_all_flat
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
+from ....dist import get_rank
+from ....dist.building import agree, all_to_all_flat
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
 from .shares import ranges_of
 from .travel import landed
 

@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from .calls import ALL, ROUTED, SORTED, takes
+from ..calls import ALL, ROUTED, SORTED, takes
 from .numbering import Number
 
 _PLAIN = (bool, int, float, str)

@@ -10,13 +10,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...dist import get_comm_device, get_rank
-from ...dist.building import agree, all_to_all_flat
-from ...dist.errors import ScaletorchError
-from .module import Division
-from .routes import digest_of
-from .shares import ranges_of
-from .travel import landed
+from ....dist import get_comm_device, get_rank
+from ....dist.building import agree, all_to_all_flat
+from ....dist.errors import ScaletorchError
+from ..exchange.routes import digest_of
+from ..exchange.shares import ranges_of
+from ..exchange.travel import landed
+from ..module import Division
 
 DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16  # of rows
 NOT_ASKED = -1  # the count of an expert that nobody called, not even on no rows
@@ -35,7 +35,7 @@ class _Told(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class Traffic:
     """How rows travel.
 
     Attributes:
@@ -74,7 +74,7 @@ def counts_of_asked(
 
 def tell(
     rows: Tensor | None, counts: list[int], division: Division, error: ScaletorchError | None
-) -> Way | None:
+) -> Traffic | None:
     """Tell all ranks what this one asks for, and hear it of them; None if nobody asks anything.
 
     Raises:
@@ -100,7 +100,7 @@ def tell(
     ((width, dtype),) = sorts
     sends = tuple(sum(max(counts[expert], 0) for expert in own) for own in ranges)
     pieces = tuple(each.counts for each in heard)
-    return Way(width, DTYPES[dtype], any(each.needs for each in heard), sends, pieces)
+    return Traffic(width, DTYPES[dtype], any(each.needs for each in heard), sends, pieces)
 
 
 def _read(numbers: list[int]) -> _Told:

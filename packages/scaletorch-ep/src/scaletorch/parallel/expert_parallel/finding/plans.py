@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from torch import nn
 
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager.building import matching, no_match
-from .finding import is_bare_list, takes_sorted
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager.building import matching, no_match
+from .experts import is_bare_list, takes_sorted
 
 Plan = Mapping[str, str]
 

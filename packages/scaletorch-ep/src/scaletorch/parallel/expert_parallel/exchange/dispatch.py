@@ -12,10 +12,10 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
-from ...dist import Work, get_rank, get_world_size
-from ...dist.building import all_to_all_flat, sum_dtype
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
+from ....dist import Work, get_rank, get_world_size
+from ....dist.building import all_to_all_flat, sum_dtype
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
 from .functions import add_pairs, apply
 from .routes import Route, find_route
 from .shares import counts_of, expert_group, ranges_of

@@ -11,8 +11,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from ...dist.errors import InvalidArgumentError, StateError
-from ..pg_manager import describe_rank
+from ....dist.errors import InvalidArgumentError, StateError
+from ...pg_manager import describe_rank
+from ..module import LoopedList
 
 Kinds = dict[
     tuple[torch.dtype, torch.dtype | None], torch.dtype
@@ -40,22 +41,6 @@ class Ask:
     def rows(self) -> Tensor:
         """What it was called with as rows, [n, H]."""
         return self.given.reshape(-1, self.given.shape[-1])
-
-
-class LoopedList(nn.ModuleList):
-    """Comes before a list's class: while its block runs, it has all experts, as stand-ins."""
-
-    _standing: Sequence[StandIn] | None = None
-
-    def __getitem__(self, idx: Any) -> Any:
-        """Return an expert, or a list of some."""
-        return super().__getitem__(idx) if self._standing is None else self._standing[idx]
-
-    def __len__(self) -> int:
-        return super().__len__() if self._standing is None else len(self._standing)
-
-    def __iter__(self) -> Iterator[Any]:
-        return super().__iter__() if self._standing is None else iter(self._standing)
 
 
 class StandIn:

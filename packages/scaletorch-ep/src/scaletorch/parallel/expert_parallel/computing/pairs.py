@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from ...dist.building import sum_dtype
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
-from .dispatch import Dispatched
-from .functions import add_pairs, apply
+from ....dist.building import sum_dtype
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
+from ..exchange.dispatch import Dispatched
+from ..exchange.functions import add_pairs, apply
 from .taking import call_taking
 
 # experts(hidden [P, H], top_k_index [P, 1], top_k_weights [P, 1]) -> [P, H]

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ...dist.building import map_tensors
-from ...dist.errors import InvalidArgumentError
-from ..pg_manager import describe_rank
+from ....dist.building import map_tensors
+from ....dist.errors import InvalidArgumentError
+from ...pg_manager import describe_rank
 
 _CONTAINERS = list, dict, set, deque  # and classes derived from them
 

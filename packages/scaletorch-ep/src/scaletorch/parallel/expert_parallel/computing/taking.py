@@ -13,7 +13,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from .functions import apply
+from ..exchange.functions import apply
 from .stacks import PRODUCTS, Stack, product
 
 _TAKE = Tensor.__getitem__

@@ -1,0 +1,1 @@
+"""A model's own experts on the rows that came."""

@@ -1,0 +1,1 @@
+"""Tokens to the ranks of their experts, and results back."""
