@@ -10,6 +10,7 @@ from planned import (
     differences,
     drawn,
     drawn_sharded,
+    drawn_shared,
     drawn_wide,
     higher,
     measured,
@@ -24,6 +25,7 @@ SHARES = {2: 0.3, 4: 0.5, 8: 0.2}  # of the layouts, by ranks
 KINDS = {  # what is held and sent after a step, and what is held at most in one
     "state": (drawn, measured, differences),
     "peak": (drawn_wide, peaks, higher),
+    "peak with zero": (drawn_shared, peaks, higher),
     "zero 3": (drawn_sharded, sharded, unlike),
 }
 

@@ -1,4 +1,4 @@
-"""Messages between stages that a rank holds at the moment at which it keeps the most.
+"""Messages between stages that a rank holds at the moments at which it keeps the most.
 
 As the pipeline's runtime has them on the CPU: a rank begins to receive `AHEAD` actions early, and
 holds the latest `IN_FLIGHT` of what it has sent. Outputs that are kept until their backward are no
@@ -25,7 +25,7 @@ Message = Send | Receive
 
 
 class UnderWay(NamedTuple):
-    """How many messages of a rank when an action is about to run and it keeps the most, by chunk.
+    """How many messages of a rank while an action runs and it keeps the most, by chunk.
 
     Attributes:
         kind: Of the action.
@@ -47,7 +47,7 @@ class UnderWay(NamedTuple):
 def under_way(layout: Layout) -> tuple[tuple[UnderWay, ...], ...]:
     """Return for each rank of the pipeline the messages that it holds when it keeps the most.
 
-    For each kind and chunk of backwards. Of several such moments it is the one with the most
+    For each kind and chunk of actions. Of several such moments it is the one with the most
     messages. No more micro-batches are followed than it takes until all repeats itself, and no more
     ranks than `LONG`: those in the middle hold the same.
     """
@@ -112,7 +112,7 @@ def _own(message: Message) -> int:
 def _moments(
     program: Sequence[Action | Message], stages: Sequence[int]
 ) -> Iterator[tuple[Action, int, Callable[[], list[Message]]]]:
-    """Yield each backward, how many micro-batches are kept then, halves too, and the messages."""
+    """Yield each action, how many micro-batches are kept then, halves too, and the messages."""
 
     def held() -> list[Message]:
         here = [m for m in sent if m.gradient or (m.stage, m.micro_batch) not in live]
@@ -132,6 +132,7 @@ def _moments(
         if action.kind == "F":
             come.pop((*here, False), None)
             live.add(here)
+            yield action, len(live) + halves, held
             continue
         yield action, len(live) + halves, held
         come.pop((*here, True), None)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from operator import add
 
 from ..holding import Holdings
+from ..holding.brought import brought
 from ..holding.live import Counts, outer
 from ..layout import Layout, Recompute
 from .busy import Busy, Moment, Pipeline, busy, pipeline_of
@@ -27,7 +28,7 @@ def peak(known: Holdings, layout: Layout) -> int:
 
 def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], int]:
     """Return `peak` of a layout by recomputation and stage of ZeRO."""
-    pipeline = pipeline_of(layout)
+    pipeline = pipeline_of(known, layout)
     held: dict[int, list[int]] = {}
     moving: dict[str, list[int]] = {}
 
@@ -52,6 +53,7 @@ def _held(known: Holdings, layout: Layout, zero: int, pipeline: Pipeline) -> lis
         own = replace(layout, zero=zero)
         found = known.peaks[key] = [
             sum(state(known, own, each.number, halves=each.halves))
+            - (sum(brought(known, layout, each.number).flags) if pipeline[-1] else 0)
             for each in _telling(known, layout, pipeline)
         ]
     return found
@@ -59,10 +61,15 @@ def _held(known: Holdings, layout: Layout, zero: int, pipeline: Pipeline) -> lis
 
 def _moving(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[int]:
     """Return what micro-batches need on the same ranks."""
-    key = layout.cut, layout.recompute, layout.micro_rows, pipeline
+    bringing = pipeline[-1]
+    key = layout.cut, layout.recompute, layout.micro_rows, pipeline, bringing and layout.grid.etp
     found: list[int] | None = known.peaks.get(key)
     if found is None:
-        found = known.peaks[key] = fullest(known, layout, _telling(known, layout, pipeline))
+        ranks = [
+            (each, brought(known, layout, each.number) if bringing else None)
+            for each in _telling(known, layout, pipeline)
+        ]
+        found = known.peaks[key] = fullest(known, layout, ranks)
     return found
 
 
@@ -75,7 +82,7 @@ def _telling(known: Holdings, layout: Layout, pipeline: Pipeline) -> list[Told]:
         for number, halves, moments in busy(known, layout).each:
             own = each.setdefault((number, halves), {})
             for moment in moments:
-                own.setdefault(moment.action, {})[moment.counts] = moment
+                own.setdefault(moment.action, {})[*moment.counts, *moment.made] = moment
         ranks = [
             Busy(*key, tuple(all_[counts] for all_ in own.values() for counts in outer(all_)))
             for key, own in each.items()

@@ -12,6 +12,7 @@ from operator import add, sub
 from typing import NamedTuple
 
 from ..holding import Holdings
+from ..holding.brought import END, Brought, brings, brought
 from ..holding.live import SPLIT
 from ..layout import Layout
 
@@ -21,6 +22,7 @@ class Sizes(NamedTuple):
 
     Attributes:
         kept: What autograd keeps of one: its input, if layers run again; nothing, if the host does.
+        entered: What enters one, and so the gradient that it hands back.
         shared: What all of a chunk keep together, once.
         handed: What one hands on. One more, 0, is at its end: kind -1 of `Content` is none.
         halves: What the first half of a backward leaves of one for the second.
@@ -28,11 +30,12 @@ class Sizes(NamedTuple):
         forward: What one needs above that while it runs forward.
         backward: The same backward, in one or in the first half of it.
         left: `halves`, not rounded.
-        chunks: `kept` and what a chunk needs, by the runs of its blocks.
+        chunks: What a chunk needs, by the runs of its blocks.
         column: Of `weights`.
     """
 
     kept: list[int]
+    entered: list[float]
     shared: list[int]
     handed: list[int]
     halves: list[int]
@@ -40,12 +43,13 @@ class Sizes(NamedTuple):
     forward: list[float]
     backward: tuple[list[float], list[float]]
     left: list[float]
-    chunks: dict[object, tuple[int, int]]
+    chunks: dict[object, int]
     column: list[int]
 
 
 Runs = tuple[tuple[int, int], ...]  # kinds of blocks, and how many follow one another
-Action = tuple[str, int]  # kind and chunk
+Gradients = tuple[int, ...]  # bytes of a block of each run, if an action brings them
+Action = tuple[str, int, bool]  # kind and chunk, and whether it brings gradients
 
 
 class Running(NamedTuple):
@@ -55,8 +59,9 @@ class Running(NamedTuple):
         kept: Of a micro-batch until its backward, by chunk; then of halves of one, by chunk.
         passed: Of messages that the pipeline keeps of a micro-batch until its backward, by chunk.
         working: Of the block that needs the most while an action runs, above what all keep; by the
-            action's kind and chunk.
+            action.
         sizes: Of what `Moment.counts` counts.
+        brought: Of gradients that `Moment.made` has.
         always: Of messages between stages that are there at any time, which are not counted.
     """
 
@@ -65,6 +70,7 @@ class Running(NamedTuple):
     working: dict[Action, int]
     sizes: tuple[int, ...]
     always: int
+    brought: tuple[int, ...] = ()
 
 
 def running(known: Holdings, layout: Layout, numbers: Sequence[int]) -> list[Running]:
@@ -74,7 +80,8 @@ def running(known: Holdings, layout: Layout, numbers: Sequence[int]) -> list[Run
     not offloaded.
     """
     split = layout.schedule in SPLIT
-    key = layout.cut, layout.recompute, layout.micro_rows, split
+    bringing = brings(known, layout)
+    key = layout.cut, layout.recompute, layout.micro_rows, split, bringing and layout.grid.etp
     found: dict[int, Running] | None = known.running.get(key)
     if found is None:
         found = known.running[key] = {}
@@ -82,30 +89,68 @@ def running(known: Holdings, layout: Layout, numbers: Sequence[int]) -> list[Run
     for number in numbers:
         if number not in found:
             sizes = sizes or sizes_of(known, layout)
-            halves = known.latest(layout, number) if split else ()
-            found[number] = _running(known, sizes, number, halves, layout.recompute == "offload")
+            own = brought(known, layout, number) if bringing else None
+            found[number] = _running(known, layout, sizes, number, own)
     return [found[number] for number in numbers]
 
 
 def _running(
-    known: Holdings, sizes: Sizes, number: int, halves: tuple[int, ...], offloaded: bool
+    known: Holdings, layout: Layout, sizes: Sizes, number: int, own: Brought | None
 ) -> Running:
-    """Return what a rank needs; `halves` are of `Holdings.latest`, if backwards have such."""
+    """Return what a rank needs; `own` is what it is brought, if it is."""
     content, all_runs = known.content(number), known.runs(number)
-    both = [_chunk(sizes, runs, split=False) for runs in all_runs]
-    kept = tuple([own for own, _ in both])
-    working = {("B", chunk): needed for chunk, (_, needed) in enumerate(both)}
-    if halves:
+    split, offloaded = layout.schedule in SPLIT, layout.recompute == "offload"
+    kept = tuple([kept_in(sizes, runs) for runs in all_runs])
+    if split:
         kept += tuple(
             [sum([sizes.halves[kind] * times for kind, times in runs]) for runs in all_runs]
         )
-        for chunk, runs in enumerate(all_runs):
-            working["I", chunk] = _chunk(sizes, runs, split=True)[1]
-            working["W", chunk] = halves[chunk]
+    working = {
+        (kind, chunk, first): works(known, layout, sizes, number, (kind, chunk, first), own)
+        for chunk in range(len(all_runs))
+        for kind in ("F", "B", *"IW" * split)
+        for first in ((False, True) if own and kind != "F" else (False,))
+    }
+    working[END, 0, False] = 0
     sent = tuple([sizes.handed[kind] for kind in content.left])
     received = tuple([sizes.handed[kind] for kind in content.entered])
     passed = tuple(map(add, sent, received)) if offloaded else sent
-    return Running(kept, passed, working, *_messages(known, kept, passed, sent, received))
+    flags = own.flags if own else ()
+    return Running(kept, passed, working, *_messages(known, kept, passed, sent, received), flags)
+
+
+def works(
+    known: Holdings,
+    layout: Layout,
+    sizes: Sizes,
+    number: int,
+    action: Action,
+    own: Brought | None,
+) -> int:
+    """Return what an action needs above what all keep, with the gradients that it brings."""
+    kind, chunk, first = action
+    if kind == END:
+        return 0
+    runs = known.runs(number)[chunk]
+    if kind == "W":
+        return _ending(known, layout, sizes, number, chunk, own if first else None)
+    comes: Gradients = ()
+    if own is not None and first:
+        comes = tuple(early + late * (kind == "B") for early, late in own.runs[chunk])
+    return needed(sizes, runs, kind, comes)
+
+
+def _ending(
+    known: Holdings, layout: Layout, sizes: Sizes, number: int, chunk: int, own: Brought | None
+) -> int:
+    """Return what second halves need: each frees what the first has left, and makes a gradient."""
+    largest = known.latest(layout, number)[chunk]
+    if own is None:
+        return largest
+    runs = known.runs(number)[chunk]
+    left = sum(sizes.halves[kind] * times for kind, times in runs)
+    made = sum(late * n for (_, late), (_, n) in zip(own.runs[chunk], runs, strict=True))
+    return max(largest, made - left)
 
 
 def _messages(
@@ -140,14 +185,15 @@ def sizes_of(known: Holdings, layout: Layout) -> Sizes:
 
 def _sizes(known: Holdings, layout: Layout) -> Sizes:
     rows, offloaded = layout.micro_rows, layout.recompute == "offload"
-    found = Sizes([], [], [], [], [], [], ([], []), [], {}, [])
+    found = Sizes([], [], [], [], [], [], [], ([], []), [], {}, [])
     for kind, own in enumerate(known.description.behaviours(layout.cut)):
         under, again = own.kept.at(rows), 0.0
         if kind in known.layers and layout.recompute == "full":
-            under, again = own.entered.at(rows), under  # all of it is there while it runs again
+            under, again = own.entered.at(rows), own.again.at(rows)
         elif kind in known.layers and offloaded:
             under = 0.0
         found.kept.append(round(under))
+        found.entered.append(own.entered.at(rows))
         found.shared.append(0 if offloaded else round(own.shared.at(rows)))
         found.handed.append(round(own.handed.at(rows)))
         found.halves.append(round(own.left.at(rows)))
@@ -160,32 +206,52 @@ def _sizes(known: Holdings, layout: Layout) -> Sizes:
     return found
 
 
-def _chunk(sizes: Sizes, runs: Runs, *, split: bool) -> tuple[int, int]:
-    """Return what autograd keeps of a micro-batch in a chunk, and what it needs above that to run.
+def kept_in(sizes: Sizes, runs: Runs) -> int:
+    """Return what autograd keeps of a micro-batch in a chunk."""
+    return sum([sizes.kept[kind] * times for kind, times in runs]) + shared_of(sizes, runs)
+
+
+def needed(sizes: Sizes, runs: Runs, action: str, comes: Gradients = ()) -> int:
+    """Return what a chunk needs to run an action, above what it keeps.
 
     While a block runs, those behind it keep nothing yet, or no more: but for what the first half of
-    a backward leaves.
+    a backward leaves, gradients that are brought, and the gradient of its output. Of the last block
+    that is a message, or a loss's.
+
+    Args:
+        sizes: Of blocks.
+        runs: Of the chunk.
+        action: "F", "B" or "I".
+        comes: Gradients that the action brings, if it does.
     """
-    found = sizes.chunks.get((runs, split))
+    key = runs, action, comes
+    found = sizes.chunks.get(key)
     if found is None:
-        behind = sum(sizes.left[kind] * times for kind, times in runs) * split
-        kept, under, most = 0, 0.0, 0.0
-        for kind, times in runs:
-            kept += sizes.kept[kind] * times
-            leaves, backward = sizes.left[kind] * split, sizes.backward[split][kind]
-            behind -= leaves * times
-            # Of equal blocks the last has the most before it, and the first the most behind it.
-            first = under + sizes.under[kind] + leaves * (times - 1) + behind + backward
-            under += sizes.under[kind] * times
-            most = max(most, first, under + behind + backward, under + sizes.forward[kind])
-        kept += shared_of(sizes, runs)
-        found = sizes.chunks[runs, split] = kept, round(max(most - under, 0))
+        found = sizes.chunks[key] = _needed(sizes, runs, action, comes)
     return found
 
 
-def needed(sizes: Sizes, runs: Runs, *, split: bool) -> int:
-    """Return what a chunk needs to run backward, or the first half of that, above what it keeps."""
-    return _chunk(sizes, runs, split=split)[1]
+def _needed(sizes: Sizes, runs: Runs, action: str, comes: Gradients) -> int:
+    under, most = 0.0, 0.0
+    brought = comes or (0,) * len(runs)
+    leaves = [
+        (sizes.left[k] if action == "I" else 0) + g for (k, _), g in zip(runs, brought, strict=True)
+    ]
+    behind = sum(each * times for each, (_, times) in zip(leaves, runs, strict=True))
+    handing = [*(sizes.entered[kind] for kind, _ in runs[1:]), 0.0]
+    for (kind, times), own, handed in zip(runs, leaves, handing, strict=True):
+        behind -= own * times
+        # Of equal blocks the last has the most before it, and the first the most behind it.
+        for place in {0, max(times - 2, 0), times - 1}:
+            now = under + sizes.under[kind] * (place + 1)
+            if action == "F":
+                now += sizes.forward[kind]
+            else:
+                now += sizes.backward[action == "I"][kind] + behind + own * (times - 1 - place)
+                now += handed if place == times - 1 else sizes.entered[kind]
+            most = max(most, now)
+        under += sizes.under[kind] * times
+    return round(max(most - under, 0))
 
 
 def shared_of(sizes: Sizes, runs: Runs) -> int:

@@ -12,25 +12,24 @@ from operator import itemgetter, mul
 from typing import NamedTuple
 
 from ..holding import Holdings
+from ..holding.brought import Brought
 from ..holding.live import Counts, outer
 from ..layout import Layout
 from .busy import Busy
-from .running import Runs, Sizes, needed, sizes_of
+from .running import Action, Runs, Sizes, sizes_of, works
 
 Weights = tuple[int, ...]
 
 
 class Weighed(NamedTuple):
-    """The moments of a rank before actions of one kind and chunk.
+    """The moments of a rank at actions of one sort.
 
     Attributes:
-        kind: Of the action.
-        chunk: Of the action.
-        moments: Weights on what is `picked` of `_column`.
+        action: The action.
+        moments: Weights on what is `picked` of `_column`, and behind it on gradients brought.
     """
 
-    kind: str
-    chunk: int
+    action: Action
     moments: list[Weights]
 
 
@@ -54,31 +53,32 @@ class Told(NamedTuple):
 
 def told(known: Holdings, busy: Busy, *, offloaded: bool) -> Told:
     """Return a rank with its moments as weights; `offloaded` is whether what it receives stays."""
-    each: dict[tuple[str, int], list[Weights]] = {}
-    for action, _, counts in busy.moments:
-        each.setdefault(action, []).append(_weights(known, busy.number, counts, offloaded))
-    some = [any(own) for own in zip(*chain(*each.values()), strict=True)]
+    each: dict[Action, list[tuple[Weights, Counts]]] = {}
+    for action, _, counts, made in busy.moments:
+        weights = _weights(known, busy.number, counts, offloaded)
+        each.setdefault(action, []).append((weights, made))
+    some = [any(own) for own in zip(*(w for w, _ in chain(*each.values())), strict=True)]
     picked = itemgetter(0, *compress(range(1, len(some)), some[1:]))
     # Chunks alike have the same bytes, so that of weights more can be left out than of counts.
     actions = tuple(
-        Weighed(*action, outer({*map(picked, moments)})) for action, moments in each.items()
+        Weighed(action, outer({(*picked(weights), *made) for weights, made in moments}))
+        for action, moments in each.items()
     )
     return Told(busy.number, busy.halves, known.runs(busy.number), picked, actions)
 
 
-def fullest(known: Holdings, layout: Layout, ranks: Iterable[Told]) -> list[int]:
-    """Return the most bytes of micro-batches under way on each rank."""
+def fullest(
+    known: Holdings, layout: Layout, ranks: Iterable[tuple[Told, Brought | None]]
+) -> list[int]:
+    """Return the most bytes of micro-batches under way on each rank, and of what it is brought."""
     sizes, early = sizes_of(known, layout), known.description.early
     found = []
-    for number, _, runs, picked, actions in ranks:
-        column = picked(_column(known, sizes))
+    for (number, _, _, picked, actions), own in ranks:
+        column = (*picked(_column(known, sizes)), *(own.flags if own else ()))
         each = []
-        for kind, chunk, moments in actions:
-            if kind == "W":
-                works = known.latest(layout, number)[chunk]
-            else:
-                works = needed(sizes, runs[chunk], split=kind == "I")
-            each += [sum(map(mul, weights, column)) + works for weights in moments]
+        for action, moments in actions:
+            most = max([sum(map(mul, weights, column)) for weights in moments])
+            each.append(most + works(known, layout, sizes, number, action, own))
         found.append(max(each) if early else max(each) + _always(known, sizes, number))
     return found
 
