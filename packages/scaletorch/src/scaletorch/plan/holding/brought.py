@@ -8,17 +8,21 @@ makes it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import NamedTuple
 
 from ...parallel.pg_manager import Grid
+from ...parallel.pipeline_parallel import Action, derive_messages
+from ...parallel.pipeline_parallel.building import IN_FLIGHT
 from ..layout import Layout
 from .alike import latest_ties
 from .buckets import Held
 from .holdings import Holdings
-from .live import CHANGES, SPLIT, Counts, Moves, enough, outer
+from .live import CHANGES, SPLIT, Counts, enough, outer
 from .stages import schedule_of
+from .under_way import Message, counted, moments_of
 
 END = "E"  # the kind of what comes behind all actions
 
@@ -31,13 +35,14 @@ class Bringing(NamedTuple):
         chunk: Of the action.
         first: Whether it is the first of its kind, which brings gradients.
         moments: As `During`, with which gradients are there before it: 0 or 1 by chunk, and behind
-            them of those that second halves of backwards make if the schedule has such.
+            them of those that second halves of backwards make if the schedule has such; and with
+            the four counts of messages of `UnderWay`.
     """
 
     kind: str
     chunk: int
     first: bool
-    moments: tuple[tuple[Counts, Counts], ...]
+    moments: tuple[tuple[Counts, Counts, Counts], ...]
 
 
 class Brought(NamedTuple):
@@ -119,44 +124,66 @@ def _is_last(known: Holdings, name: str, chunk: int, chunks: tuple[tuple[int, ..
 
 
 def most_brought(layout: Layout) -> tuple[tuple[Bringing, ...], ...]:
-    """Return for each rank of the pipeline what is there at the moments at which it may be most."""
-    grid, m = layout.grid, layout.micro_batches
-    if layout.schedule not in ("afab", "looped_bfs"):  # these keep all micro-batches anyway
-        m = min(m, enough(layout.schedule, grid.pp, m, layout.chunks) + 2 * grid.pp)
-    if layout.schedule == "interleaved_1f1b":  # no other rounds than it has
-        m = enough(layout.schedule, grid.pp, layout.micro_batches, layout.chunks)
-    return _most_brought(layout.schedule, grid.pp, layout.chunks, m)
+    """Return for each rank of the pipeline what is there at the moments at which it may be most.
+
+    No more micro-batches are followed than it takes until all repeats itself; schedules that keep
+    all of them have as many more of each that is kept.
+    """
+    schedule, pp, m = layout.schedule, layout.grid.pp, layout.micro_batches
+    few = pp + 2 * IN_FLIGHT
+    if schedule in ("afab", "looped_bfs"):
+        return _most_brought(schedule, pp, layout.chunks, min(m, few), max(m - few, 0))
+    few = enough(schedule, pp, m, layout.chunks)
+    if schedule != "interleaved_1f1b":  # which has no other rounds than it has
+        few = min(m, few + 2 * pp + 2 * IN_FLIGHT)
+    return _most_brought(schedule, pp, layout.chunks, few, 0)
 
 
 @lru_cache(maxsize=1024)
-def _most_brought(schedule: str, pp: int, chunks: int, m: int) -> tuple[tuple[Bringing, ...], ...]:
+def _most_brought(
+    schedule: str, pp: int, chunks: int, m: int, more: int
+) -> tuple[tuple[Bringing, ...], ...]:
     built = schedule_of(Layout(Grid(pp=pp), schedule=schedule, chunks=chunks, micro_batches=m))
-    counts = chunks * (2 if schedule in SPLIT else 1)
+    programs = zip(derive_messages(built), built.stages, strict=True)
     return tuple(
-        _followed([(action.kind, action.chunk) for action in own], chunks, counts)
-        for own in built.ranks
+        _followed(program, stages, chunks * (schedule in SPLIT), more)
+        for program, stages in programs
     )
 
 
-def _followed(moves: Moves, chunks: int, counts: int) -> tuple[Bringing, ...]:
+def _followed(
+    program: Sequence[Action | Message], stages: Sequence[int], halves: int, more: int
+) -> tuple[Bringing, ...]:
+    """Follow a rank; `halves` is how many chunks have such."""
+    chunks = len(stages)
     found: dict[tuple[str, int, bool], set[Counts]] = {}
-    now, there = [0] * counts, [0] * counts
-    for kind, chunk in moves:
+    now, there = [0] * (chunks + halves), [0] * (chunks + halves)
+    for action, _, held in moments_of(program, stages):
+        kind, chunk = action.kind, action.chunk
         before = (*now, *there)
         whole, half = CHANGES[kind]
         now[chunk] += whole
         if half:
             now[chunk + chunks] += half
-        made = [] if kind == "F" else [chunk + chunks] if kind == "W" else [chunk]
-        if kind == "B" and counts > chunks:
-            made.append(chunk + chunks)
+        made = _made(kind, chunk, chunks, halves)
         first = any(not there[at] for at in made)
         for at in made:
             there[at] = 1
         own = (*now, *there) if kind == "F" else before
-        found.setdefault((kind, chunk, first), set()).add(own)
-    found[END, 0, False] = {(0,) * counts + tuple(there)}
+        own = (*(n and n + more for n in own[: len(now)]), *own[len(now) :])
+        found.setdefault((kind, chunk, first), set()).add((*own, *chain(*counted(held(), stages))))
+    found[END, 0, False] = {(0,) * len(now) + tuple(there) + (0,) * 4 * chunks}
+    size = len(now)
     return tuple(
-        Bringing(*key, tuple((own[:counts], own[counts:]) for own in outer(moments)))
+        Bringing(
+            *key,
+            tuple((own[:size], own[size : 2 * size], own[2 * size :]) for own in outer(moments)),
+        )
         for key, moments in found.items()
     )
+
+
+def _made(kind: str, chunk: int, chunks: int, halves: int) -> list[int]:
+    """Return the flags of gradients that an action makes."""
+    early, late = [chunk] * (kind in "BI"), [chunk + chunks] * (kind in "BW" and halves > 0)
+    return early + late

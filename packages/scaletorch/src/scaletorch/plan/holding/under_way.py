@@ -79,27 +79,21 @@ def _under_way(schedule: str, pp: int, chunks: int, count: int) -> tuple[tuple[U
 def _of_rank(program: Sequence[Action | Message], stages: Sequence[int]) -> Iterator[UnderWay]:
     most: dict[tuple[str, int], int] = {}
     chosen: dict[tuple[str, int], list[Message]] = {}
-    for action, live, held in _moments(program, stages):
+    for action, live, held in moments_of(program, stages):
         key, before = (action.kind, action.chunk), most.get((action.kind, action.chunk), -1)
         if live >= before:
             found = held()
             if live > before or len(found) > len(chosen[key]):
                 most[key], chosen[key] = live, found
-    chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
     for key, messages in chosen.items():
-        counts = Counter((type(m), m.gradient, chunk_of[_own(m)]) for m in messages)
-        yield UnderWay(
-            *key,
-            *(
-                tuple(counts[sort, gradient, chunk] for chunk in range(len(stages)))
-                for sort, gradient in (
-                    (Send, False),
-                    (Send, True),
-                    (Receive, False),
-                    (Receive, True),
-                )
-            ),
-        )
+        yield UnderWay(*key, *counted(messages, stages))
+
+
+def counted(messages: Sequence[Message], stages: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield how many messages there are by chunk, as the four counts of `UnderWay`."""
+    counts = Counter((type(m), m.gradient, _own(m)) for m in messages)
+    for sort, gradient in ((Send, False), (Send, True), (Receive, False), (Receive, True)):
+        yield tuple([counts[sort, gradient, stage] for stage in stages])
 
 
 def _own(message: Message) -> int:
@@ -109,7 +103,7 @@ def _own(message: Message) -> int:
     return message.stage + (-1 if message.gradient else 1)
 
 
-def _moments(
+def moments_of(
     program: Sequence[Action | Message], stages: Sequence[int]
 ) -> Iterator[tuple[Action, int, Callable[[], list[Message]]]]:
     """Yield each action, how many micro-batches are kept then, halves too, and the messages."""

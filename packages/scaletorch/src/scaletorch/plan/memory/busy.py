@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from operator import add
 from typing import NamedTuple
 
 from ..holding import Holdings
-from ..holding.brought import END, Bringing, brings, most_brought
+from ..holding.brought import Bringing, brings, most_brought
 from ..holding.live import Counts, During, enough, halved, most_live, outer
 from ..holding.under_way import UnderWay, followed, under_way
 from ..layout import Layout
@@ -76,6 +76,7 @@ def busy(known: Holdings, layout: Layout) -> Ranks:
     found: Ranks | None = known.busy.get(key)
     if found is None:
         schedule, pp, chunks, count, _, brought = key
+        live: Sequence[Sequence[During | Bringing]]
         live = most_brought(layout) if brought else most_live(schedule, pp, count, chunks)
         each = zip(
             known.numbers(layout), halved(schedule, pp, layout.micro_batches), live,
@@ -90,23 +91,27 @@ def busy(known: Holdings, layout: Layout) -> Ranks:
 def _moments(live: Sequence[During | Bringing], ways: Sequence[UnderWay]) -> Iterator[Moment]:
     """Yield all moments with messages then, or at any if that is not followed so far."""
     for each in live:
-        own = [way for way in ways if (way.kind, way.chunk) == (each.kind, each.chunk)] or ways
+        action: Action = each.kind, each.chunk, False
         if isinstance(each, Bringing):
-            action, moments = (each.kind, each.chunk, each.first), each.moments
+            action, moments = (*action[:2], each.first), each.moments
         else:
-            action, moments = (each.kind, each.chunk, False), [(kept, ()) for kept in each.moments]
+            own = [way for way in ways if (way.kind, way.chunk) == action[:2]] or ways
+            moments = tuple(
+                (kept, (), tuple(chain(*way[2:]))) for kept, way in product(each.moments, own)
+            )
         found = {}
-        for (kept, made), way in product(moments, own):
-            counts = (*kept, *_messages(kept, way)) if each.kind != END else _none(kept, way)
+        for kept, made, messages in moments:
+            counts = (*kept, *_messages(kept, messages))
             found[(*counts, *made)] = kept, counts, made
         for counts in outer(found):
             yield Moment(action, *found[counts])
 
 
-def _messages(kept: Counts, way: UnderWay) -> Iterator[int]:
-    yield from map(add, kept, map(add, way.forward, way.returning))
-    yield from map(add, way.backward, way.entering)
-
-
-def _none(kept: Counts, way: UnderWay) -> Counts:
-    return (*kept, *(0,) * 2 * len(way.forward))
+def _messages(kept: Counts, messages: Counts) -> Iterator[int]:
+    """Yield those of the size of what is sent, with what is kept of it, and of what comes."""
+    chunks = len(messages) // 4
+    forward, backward, entering, returning = (
+        messages[at : at + chunks] for at in range(0, 4 * chunks, chunks)
+    )
+    yield from map(add, kept, map(add, forward, returning))
+    yield from map(add, backward, entering)
