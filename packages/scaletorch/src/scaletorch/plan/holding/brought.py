@@ -58,9 +58,12 @@ class Brought(NamedTuple):
 
 
 def brings(known: Holdings, layout: Layout) -> bool:
-    """Return whether a step brings gradients: sums of another dtype have buckets anyway."""
+    """Return whether a step brings gradients: sums of another dtype have buckets anyway.
+
+    Other programs than this library are taken to have them always.
+    """
     alone = layout.grid.cp * layout.grid.dp == 1 and layout.zero == 0
-    return alone and known.optimizer.sum_item is None
+    return alone and known.optimizer.sum_item is None and known.description.early
 
 
 def brought(known: Holdings, layout: Layout, number: int) -> Brought:

@@ -75,17 +75,21 @@ def busy(known: Holdings, layout: Layout) -> Ranks:
     key = pipeline_of(known, layout)
     found: Ranks | None = known.busy.get(key)
     if found is None:
-        schedule, pp, chunks, count, _, brought = key
-        live: Sequence[Sequence[During | Bringing]]
-        live = most_brought(layout) if brought else most_live(schedule, pp, count, chunks)
+        schedule, pp, *_, brought = key
         each = zip(
-            known.numbers(layout), halved(schedule, pp, layout.micro_batches), live,
-            under_way(layout), strict=True,
+            known.numbers(layout), halved(schedule, pp, layout.micro_batches),
+            _all_live(layout, brought=brought), under_way(layout), strict=True,
         )  # fmt: skip
         ranks = [Busy(n, half, tuple(_moments(live, ways))) for n, half, live, ways in each]
         place = {own: at for at, own in enumerate(dict.fromkeys(ranks))}
         found = known.busy[key] = Ranks(tuple(place), tuple([place[own] for own in ranks]))
     return found
+
+
+def _all_live(layout: Layout, *, brought: bool) -> Sequence[Sequence[During | Bringing]]:
+    if brought:
+        return most_brought(layout)
+    return most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
 
 
 def _moments(live: Sequence[During | Bringing], ways: Sequence[UnderWay]) -> Iterator[Moment]:
