@@ -22,7 +22,7 @@ from .buckets import Held
 from .holdings import Holdings
 from .live import CHANGES, SPLIT, Counts, enough, outer
 from .stages import schedule_of
-from .under_way import Message, counted, moments_of
+from .under_way import LONG, Message, counted, moments_of
 
 END = "E"  # the kind of what comes behind all actions
 
@@ -60,9 +60,11 @@ class Brought(NamedTuple):
 def brings(known: Holdings, layout: Layout) -> bool:
     """Return whether a step brings gradients: sums of another dtype have buckets anyway.
 
-    Other programs than this library are taken to have them always.
+    Other programs than this library are taken to have them always, and so are pipelines of more
+    than `LONG` ranks, whose programs would take a search long to follow.
     """
-    alone = layout.grid.cp * layout.grid.dp == 1 and layout.zero == 0
+    grid = layout.grid
+    alone = grid.cp * grid.dp == 1 and grid.pp <= LONG and layout.zero == 0
     return alone and known.optimizer.sum_item is None and known.description.early
 
 
