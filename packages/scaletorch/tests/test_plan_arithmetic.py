@@ -261,6 +261,18 @@ def test_activations_are_those_of_micro_batches_under_way():
     assert [each.activations for each in gone] == [2 * 150, 600]
 
 
+def test_the_gradient_of_an_output_counts_while_its_block_runs_backward():
+    known = sketch(sizes=(1,))
+    first, layer, last = known.cuts[Cut()]
+    kinds = (
+        first,
+        replace(layer, backward_peak=Affine(0, 500)),
+        replace(last, entered=Affine(0, 40)),
+    )
+    (held,) = memory(replace(known, cuts={Cut(): kinds}), Layout(Grid(dp=2)))
+    assert held.working == 500 + 40 - 200  # what is behind has run, and keeps nothing more
+
+
 def test_gradients_that_no_ranks_sum_count_when_they_are_there():
     known = sketch()
     e, layer, last = 4 * 300, 4 * 111, 4 * 310
