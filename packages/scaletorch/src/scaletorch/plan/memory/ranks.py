@@ -67,6 +67,18 @@ def fullest_moment(own: Running, moments: Sequence[Moment]) -> tuple[int, Moment
     return most + own.always, moments[each.index(most)]
 
 
+def summed_gradients(description: Description, layout: Layout) -> tuple[int, ...]:
+    """Return the bytes of gradients on each rank of the pipeline when a step has made all.
+
+    Raises:
+        InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
+    """
+    known = Holdings(description)
+    ranks = busy(known, layout)
+    found = [state(known, layout, r.number, halves=r.halves).gradients for r in ranks.each]
+    return tuple([found[place] for place in ranks.places])
+
+
 def kept_by_autograd(description: Description, layout: Layout) -> tuple[int, ...]:
     """Return the most bytes that autograd keeps on each rank of the pipeline.
 
