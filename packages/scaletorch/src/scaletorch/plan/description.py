@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from ..dist.errors import InvalidArgumentError
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,7 @@ class Behaviour:
         left: Bytes that the first half of a backward leaves for the second: inputs of linear layers
             and gradients of their outputs, each memory once.
         entered: Bytes of its input, which is all that is kept with `recompute`.
+        again: Bytes of `kept` that come when it runs again: all but its input.
         forward_peak: Bytes above `kept` while forward runs.
         backward_peak: Bytes above `kept` while backward runs, without gradients of parameters.
         parted_peak: The same while the first half of a backward runs, with what that has left.
@@ -121,6 +122,7 @@ class Behaviour:
     shared: Affine = Affine()
     left: Affine = Affine()
     entered: Affine = Affine()
+    again: Affine = Affine()
     forward_peak: Affine = Affine()
     backward_peak: Affine = Affine()
     parted_peak: Affine = Affine()
@@ -289,8 +291,8 @@ def _affine(given: dict[str, Any]) -> Affine:
 
 def _behaviour(given: dict[str, Any]) -> Behaviour:
     plain = {
-        "kept", "shared", "left", "entered", "forward_peak", "backward_peak", "parted_peak",
-        "handed",
+        "kept", "shared", "left", "entered", "again", "forward_peak", "backward_peak",
+        "parted_peak", "handed",
     }  # fmt: skip
     return Behaviour(
         tuple(Parameter(**{**each, "local": tuple(each["local"])}) for each in given["parameters"]),

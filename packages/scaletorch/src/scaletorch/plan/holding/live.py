@@ -19,11 +19,12 @@ Moments = tuple[Counts, ...]
 moments at which no others have more of all."""
 
 
-class Before(NamedTuple):
-    """What a rank keeps when an action is about to run, at the moments at which it is the most.
+class During(NamedTuple):
+    """What a rank keeps while an action runs, at the moments at which it is the most.
 
     Attributes:
-        kind: Of the action: "B", or "I" and "W" for the halves of a backward.
+        kind: Of the action: "F", whose own micro-batch counts, "B", or "I" and "W" for the halves
+            of a backward, which have theirs still.
         chunk: Of the action.
         moments: Those.
     """
@@ -33,7 +34,7 @@ class Before(NamedTuple):
     moments: Moments
 
 
-Live = tuple[Before, ...]
+Live = tuple[During, ...]
 Moves = Iterable[tuple[str, int]]  # kinds and chunks of actions
 
 
@@ -100,14 +101,14 @@ def _halves(pp: int, m: int) -> tuple[int, ...]:
 def _most_live(schedule: str, pp: int, m: int, chunks: int) -> tuple[Live, ...]:
     ranks = range(pp)
     if schedule == "1f1b":
-        return tuple((Before("B", 0, ((min(pp - rank, m),),)),) for rank in ranks)
+        return tuple(_at(0, (min(pp - rank, m),)) for rank in ranks)
     if schedule == "afab":
-        return ((Before("B", 0, ((m,),)),),) * pp
+        return (_at(0, (m,)),) * pp
     if schedule == "zb_h1":
         return tuple(_put_off(rank, pp, m) for rank in ranks)
     if schedule == "looped_bfs":
         alive = [(m,) * (at + 1) + (0,) * (chunks - 1 - at) for at in range(chunks)]
-        return (tuple(Before("B", at, (now,)) for at, now in enumerate(alive)),) * pp
+        return (tuple(each for at, now in enumerate(alive) for each in _at(at, now)),) * pp
     if schedule == "interleaved_1f1b":
         return tuple(_interleaved(rank, pp, m, chunks) for rank in ranks)
     built = SCHEDULES[schedule](pp, m)
@@ -116,11 +117,18 @@ def _most_live(schedule: str, pp: int, m: int, chunks: int) -> tuple[Live, ...]:
     )
 
 
+def _at(chunk: int, now: Counts) -> Live:
+    """Return what is kept while the last forward of a chunk runs, and then the first backward."""
+    return During("F", chunk, (now,)), During("B", chunk, (now,))
+
+
 def _put_off(rank: int, pp: int, m: int) -> Live:
     """Follow "zb_h1": a rank runs a "W" as soon as it has more halves than its number."""
+    most = min(m, pp - rank)
     first = [(min(m - done, pp - rank), min(done, rank)) for done in range(m)]
     second = max(min(m, pp) - rank - 1, 0), min(rank + 1, m)
-    return Before("I", 0, tuple(outer({*first}))), Before("W", 0, (second,))
+    forward = During("F", 0, ((most, min(m - most, rank)),))
+    return forward, During("I", 0, tuple(outer({*first}))), During("W", 0, (second,))
 
 
 def _interleaved(rank: int, pp: int, m: int, chunks: int) -> Live:
@@ -149,13 +157,13 @@ def _alive(moves: Moves, counts: int) -> Live:
     found: dict[tuple[str, int], set[tuple[int, ...]]] = {}
     now = [0] * counts
     for kind, chunk in moves:
+        before = tuple(now)
         whole, half = CHANGES[kind]
-        if kind != "F":
-            found.setdefault((kind, chunk), set()).add(tuple(now))
         now[chunk] += whole
         if half:
             now[chunk + counts // 2] += half
-    return tuple(Before(*key, tuple(outer(moments))) for key, moments in found.items())
+        found.setdefault((kind, chunk), set()).add(tuple(now) if kind == "F" else before)
+    return tuple(During(*key, tuple(outer(moments))) for key, moments in found.items())
 
 
 def outer(counts: Iterable[Counts]) -> list[Counts]:
