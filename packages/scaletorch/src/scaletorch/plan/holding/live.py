@@ -6,6 +6,7 @@ until then: so a rank keeps whole micro-batches, and halves of some.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
 from operator import ge
@@ -154,15 +155,17 @@ def _alive(moves: Moves, counts: int) -> Live:
         moves: The actions.
         counts: The chunks, or twice as many if backwards have halves.
     """
-    found: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+    found = defaultdict[tuple[str, int], set[Counts]](set)
     now = [0] * counts
+    before = tuple(now)
     for kind, chunk in moves:
-        before = tuple(now)
         whole, half = CHANGES[kind]
         now[chunk] += whole
         if half:
             now[chunk + counts // 2] += half
-        found.setdefault((kind, chunk), set()).add(tuple(now) if kind == "F" else before)
+        after = tuple(now)
+        found[kind, chunk].add(after if kind == "F" else before)
+        before = after
     return tuple(During(*key, tuple(outer(moments))) for key, moments in found.items())
 
 
@@ -183,7 +186,10 @@ def outer(counts: Iterable[Counts]) -> list[Counts]:
 def _between(first: Counts, middle: Counts, last: Counts) -> bool:
     """Return whether a mean of the outer ones has as much of all as the one in the middle."""
     whole, part = first[0] - last[0], middle[0] - last[0]
-    return whole > 0 and all(
-        whole * b <= part * a + (whole - part) * c
-        for a, b, c in zip(first, middle, last, strict=True)
-    )
+    if whole <= 0:
+        return False
+    rest = whole - part
+    for a, b, c in zip(first, middle, last, strict=True):  # a search spends much of its time here
+        if whole * b > part * a + rest * c:
+            return False
+    return True

@@ -27,22 +27,21 @@ def peak(known: Holdings, layout: Layout) -> int:
 
 def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], int]:
     """Return `peak` of a layout by recomputation and stage of ZeRO."""
-    first, summed = pipeline_of(known, layout), layout.grid.cp * layout.grid.dp > 1
+    pipeline, summed = pipeline_of(known, layout), layout.grid.cp * layout.grid.dp > 1
     held: dict[int, list[int]] = {}
-    moving: dict[tuple[str, Pipeline], list[int]] = {}
+    moving: dict[str, list[int]] = {}
 
     def at(recompute: Recompute, zero: int) -> int:
-        pipeline = first
-        if not summed and zero != layout.zero:  # without it a step may bring gradients
-            pipeline = pipeline_of(known, layout.saving(layout.recompute, zero))
+        if not summed and zero != layout.zero:  # by which goes whether a step brings gradients
+            return peak(known, layout.saving(recompute, zero))
         if zero not in held:
             held[zero] = _held(known, layout, zero, pipeline)
-        if (recompute, pipeline) not in moving:
+        if recompute not in moving:
             own = layout
             if "selective" in (recompute, layout.recompute):
                 own = layout.saving(recompute, zero)
-            moving[recompute, pipeline] = _moving(known, own, recompute, pipeline)
-        most: int = max(map(add, held[zero], moving[recompute, pipeline]))
+            moving[recompute] = _moving(known, own, recompute, pipeline)
+        most: int = max(map(add, held[zero], moving[recompute]))
         return most
 
     return at
@@ -70,7 +69,9 @@ def _moving(known: Holdings, layout: Layout, recompute: Recompute, pipeline: Pip
     Where it brings none, all cuts are summed at once.
     """
     bringing = pipeline[-1]
-    key = recompute, layout.micro_rows, pipeline, (layout.cut, layout.grid.etp) * bringing
+    key: tuple[object, ...] = recompute, layout.micro_rows, pipeline
+    if bringing:
+        key = *key, layout.cut, layout.grid.etp
     found: list[list[int]] | None = known.peaks.get(key)
     if found is None:
         ranks = _telling(known, layout, pipeline, offloaded=recompute == "offload")
