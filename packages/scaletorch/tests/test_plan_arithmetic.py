@@ -39,7 +39,7 @@ from scaletorch.plan.holding.brought import most_brought
 from scaletorch.plan.holding.buckets import Held, fill
 from scaletorch.plan.holding.live import backwards, most_live, outer
 from scaletorch.plan.holding.stages import places, schedule_of, stages_of
-from scaletorch.plan.memory import memory, peak
+from scaletorch.plan.memory import memory, peak, peaks_of
 from scaletorch.plan.traffic import traffic
 
 SCHEDULES = [
@@ -427,19 +427,21 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
     description = sketch(layers=11, tied=tied)
     known = holdings.Holdings(description)
     tried = 0
-    for (name, chunks), zero, recompute, batches in product(
-        SCHEDULES, range(3), ("none", "full", "offload"), (1, 3, 8, 20)
+    for (name, chunks), zero, recompute, batches, tp in product(
+        SCHEDULES, range(3), ("none", "full", "offload"), (1, 3, 8, 20), (1, 2)
     ):
         layout = Layout(
-            Grid(tp=2, pp=2 if chunks > 2 else 4, dp=dp), zero=zero, recompute=recompute,
+            Grid(tp=tp, pp=2 if chunks > 2 else 4, dp=dp), zero=zero, recompute=recompute,
             schedule=name, chunks=chunks, micro_rows=2, micro_batches=batches,
         )  # fmt: skip
         held = memory(description, layout)
         assert peak(known, layout) == max(each.total for each in held), layout
+        other = replace(layout, zero=(zero + 1) % 3)
+        assert peaks_of(known, other)(recompute, zero) == peak(known, layout), layout
         assert memory(description, layout, holdings=known) == held
         assert traffic(description, layout, holdings=known) == traffic(description, layout)
         tried += 1
-    assert tried == 9 * 3 * 3 * 4
+    assert tried == 9 * 3 * 3 * 4 * 2
 
 
 def test_moments_that_are_left_out_are_never_the_most():
