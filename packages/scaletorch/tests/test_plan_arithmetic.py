@@ -293,6 +293,13 @@ def test_gradients_that_no_ranks_sum_count_when_they_are_there():
     ) for cut, kinds in known.cuts.items()})  # fmt: skip
     at_end = memory(small, Layout(Grid(pp=2)))
     assert [each.gradients for each in at_end] == [e + 4 * layer, 4 * layer + last]
+    # While the last layer's backward, and then each other's, runs for the first time, those of
+    # blocks behind it have come.
+    busy = replace(small, cuts={cut: tuple(
+        replace(kind, backward_peak=Affine(5000 * (kind is kinds[1]))) for kind in kinds
+    ) for cut, kinds in small.cuts.items()})  # fmt: skip
+    (alone,) = memory(busy, Layout(Grid()))
+    assert (alone.gradients, alone.working) == (0, 5000 + 40 + 7 * layer + last)
 
 
 def test_a_layout_is_what_parallelize_takes():
