@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -255,8 +255,7 @@ def read(path: Path) -> Description:
     """
     try:
         content = json.loads(path.read_text())
-        version = content.pop("version")
-        if version != VERSION:
+        if (version := content.pop("version")) != VERSION:
             raise InvalidArgumentError(
                 f"{path} is of version {version}, and {VERSION} is read here"
             )
@@ -290,13 +289,9 @@ def _affine(given: dict[str, Any]) -> Affine:
 
 
 def _behaviour(given: dict[str, Any]) -> Behaviour:
-    plain = {
-        "kept", "shared", "left", "entered", "again", "forward_peak", "backward_peak",
-        "parted_peak", "handed",
-    }  # fmt: skip
     return Behaviour(
         tuple(Parameter(**{**each, "local": tuple(each["local"])}) for each in given["parameters"]),
-        **{name: _affine(given[name]) for name in plain},
+        **{f.name: _affine(given[f.name]) for f in fields(Behaviour) if f.type == "Affine"},
         sent=tuple(Sent(**{**each, "bytes": _affine(each["bytes"])}) for each in given["sent"]),
         work=tuple(
             Work(**{**each, "flops": _affine(each["flops"]), "moved": _affine(each["moved"])})
