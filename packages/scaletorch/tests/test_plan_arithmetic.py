@@ -35,10 +35,11 @@ from scaletorch.plan import (
 from scaletorch.plan import traffic as traffic_module
 from scaletorch.plan.applying import arguments
 from scaletorch.plan.holding import holdings
+from scaletorch.plan.holding.brought import most_brought
 from scaletorch.plan.holding.buckets import Held, fill
 from scaletorch.plan.holding.live import backwards, most_live, outer
 from scaletorch.plan.holding.stages import places, schedule_of, stages_of
-from scaletorch.plan.memory import memory, peak
+from scaletorch.plan.memory import memory, peak, peaks_of
 from scaletorch.plan.traffic import traffic
 
 SCHEDULES = [
@@ -67,8 +68,8 @@ def sketch(layers=8, tied=False, sizes=(1, 2, 4)):
                 Behaviour((parameter("e", 300, tp),), kept=Affine(0, 50), handed=hand),
                 Behaviour(
                     (parameter("w", 101, tp), parameter("b", 10, tp)), kept=Affine(8, 1000),
-                    shared=Affine(5), entered=Affine(0, 40), backward_peak=Affine(0, 30),
-                    handed=hand, sent=said if tp > 1 else (),
+                    shared=Affine(5), entered=Affine(0, 40), again=Affine(8, 960),
+                    backward_peak=Affine(0, 30), handed=hand, sent=said if tp > 1 else (),
                 ),
                 Behaviour(
                     (parameter("n", 10, tp), parameter("h", 300, tp)), kept=Affine(0, 200),
@@ -114,15 +115,54 @@ def test_what_is_alive_is_what_the_checked_schedule_keeps(name, chunks):
             )
 
 
+@pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
+def test_gradients_are_there_from_the_first_backward_that_makes_them(name, chunks):
+    random_ = random.Random(name)
+    halves = name in ("zb_h1", "zb_v", "dualpipe_v")
+    for ranks in range(1, 6):
+        for micro_batches in (*range(1, 10), 3 * ranks + 1, 48):
+            layout = Layout(
+                Grid(pp=ranks), schedule=name, chunks=chunks, micro_batches=micro_batches
+            )
+            size = chunks * (1 + halves)
+            kept, gradients = ([random_.randint(1, 9) for _ in range(size)] for _ in range(2))
+            for own, actions in zip(most_brought(layout), schedule_of(layout).ranks, strict=True):
+                found = {
+                    (each.kind, each.chunk, each.first): max(
+                        sum(map(mul, (*now, *there), (*kept, *gradients)))
+                        for now, there, _ in each.moments
+                    )
+                    for each in own
+                }
+                assert found == heaviest_brought(actions, kept, gradients, halves=halves)
+
+
+def heaviest_brought(actions, kept, gradients, *, halves):
+    """Return the most of micro-batches and gradients while actions run; first ones apart."""
+    found = Counter()
+    now, there, half = 0, {}, len(kept) // 2
+    for kind, _, chunk in actions:
+        made = {"B": {chunk, chunk + half * halves}, "I": {chunk}, "W": {chunk + half}}
+        own = made.get(kind, set()) - there.keys()
+        before = now + sum(there.values())
+        whole, part = CHANGES[kind]
+        now += whole * kept[chunk] + (part * kept[chunk + half] if part else 0)
+        key = kind, chunk, bool(own)
+        found[key] = max(found[key], now + sum(there.values()) if kind == "F" else before)
+        there |= {at: gradients[at] for at in own}
+    found["E", 0, False] = now + sum(there.values())
+    return found
+
+
 def heaviest(actions, weights):
-    """Return the most that is kept when actions of each kind and chunk are about to run."""
+    """Return the most that is kept while actions of each kind and chunk run."""
     found = Counter()
     now = 0
     for kind, _, chunk in actions:
-        if kind != "F":
-            found[kind, chunk] = max(found[kind, chunk], now)
+        before = now
         whole, half = CHANGES[kind]
         now += whole * weights[chunk] + half * weights[chunk + len(weights) // 2]
+        found[kind, chunk] = max(found[kind, chunk], now if kind == "F" else before)
     return found
 
 
@@ -216,9 +256,50 @@ def test_activations_are_those_of_micro_batches_under_way():
     assert (first.working, last.working) == (90, 300)
     full = memory(known, replace(layout, recompute="full"))
     assert [each.activations for each in full] == [2 * (150 + 4 * hand + 5), 4 * hand + 605]
-    assert full[0].working == 90 + 3008
+    assert full[0].working == 90 + 8 + 3 * 960  # what it keeps but for its input, which is kept
     gone = memory(known, replace(layout, recompute="offload"))
     assert [each.activations for each in gone] == [2 * 150, 600]
+
+
+def test_the_gradient_of_an_output_counts_while_its_block_runs_backward():
+    known = sketch(sizes=(1,))
+    first, layer, last = known.cuts[Cut()]
+    kinds = (
+        first,
+        replace(layer, backward_peak=Affine(0, 500)),
+        replace(last, entered=Affine(0, 40)),
+    )
+    (held,) = memory(replace(known, cuts={Cut(): kinds}), Layout(Grid(dp=2)))
+    assert held.working == 500 + 40 - 200  # what is behind has run, and keeps nothing more
+
+
+def test_gradients_that_no_ranks_sum_count_when_they_are_there():
+    known = sketch()
+    e, layer, last = 4 * 300, 4 * 111, 4 * 310
+
+    def first_rank(count, schedule="1f1b"):
+        layout = Layout(Grid(pp=2), schedule=schedule, micro_rows=3, micro_batches=count)
+        return memory(known, layout)[0]
+
+    # All micro-batches are alive, and none has run backward: then none of its gradients is there,
+    # but those of layers behind the one that runs.
+    assert first_rank(1).gradients == first_rank(2).gradients == 0
+    assert first_rank(2).working == 90
+    assert first_rank(3).gradients == e + 4 * layer
+    assert first_rank(5, "afab").gradients == 0
+    assert memory(known, Layout(Grid(pp=2, dp=2), micro_batches=2))[0].gradients == e + 4 * layer
+    small = replace(known, cuts={cut: tuple(
+        replace(kind, kept=Affine(), shared=Affine(), backward_peak=Affine()) for kind in kinds
+    ) for cut, kinds in known.cuts.items()})  # fmt: skip
+    at_end = memory(small, Layout(Grid(pp=2)))
+    assert [each.gradients for each in at_end] == [e + 4 * layer, 4 * layer + last]
+    # While the last layer's backward, and then each other's, runs for the first time, those of
+    # blocks behind it have come.
+    busy = replace(small, cuts={cut: tuple(
+        replace(kind, backward_peak=Affine(5000 * (kind is kinds[1]))) for kind in kinds
+    ) for cut, kinds in small.cuts.items()})  # fmt: skip
+    (alone,) = memory(busy, Layout(Grid()))
+    assert (alone.gradients, alone.working) == (0, 5000 + 40 + 7 * layer + last)
 
 
 def test_a_layout_is_what_parallelize_takes():
@@ -347,24 +428,27 @@ def test_buckets_are_summed_once_for_all_rows_of_micro_batches(monkeypatch):
     assert all(once.values())
 
 
+@pytest.mark.parametrize("dp", [1, 2])  # alone, a step brings gradients
 @pytest.mark.parametrize("tied", [False, True])
-def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied):
+def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
     description = sketch(layers=11, tied=tied)
     known = holdings.Holdings(description)
     tried = 0
-    for (name, chunks), zero, recompute, batches in product(
-        SCHEDULES, range(3), ("none", "full", "offload"), (1, 3, 8, 20)
+    for (name, chunks), zero, recompute, batches, tp in product(
+        SCHEDULES, range(3), ("none", "full", "offload"), (1, 3, 8, 20), (1, 2)
     ):
         layout = Layout(
-            Grid(tp=2, pp=2 if chunks > 2 else 4, dp=2), zero=zero, recompute=recompute,
+            Grid(tp=tp, pp=2 if chunks > 2 else 4, dp=dp), zero=zero, recompute=recompute,
             schedule=name, chunks=chunks, micro_rows=2, micro_batches=batches,
         )  # fmt: skip
         held = memory(description, layout)
         assert peak(known, layout) == max(each.total for each in held), layout
+        other = replace(layout, zero=(zero + 1) % 3)
+        assert peaks_of(known, other)(recompute, zero) == peak(known, layout), layout
         assert memory(description, layout, holdings=known) == held
         assert traffic(description, layout, holdings=known) == traffic(description, layout)
         tried += 1
-    assert tried == 9 * 3 * 3 * 4
+    assert tried == 9 * 3 * 3 * 4 * 2
 
 
 def test_moments_that_are_left_out_are_never_the_most():
@@ -433,7 +517,7 @@ def mixed(sizes):
 
 
 def test_lines_name_blocks():
-    layout = Layout(Grid(pp=2), micro_batches=2)
+    layout = Layout(Grid(pp=2), micro_batches=3)
     said = [line.what for line in lines(sketch(), layout, 0)]
     assert "2 micro-batches of 4 x l.0" in said
     again = [line.what for line in lines(sketch(), replace(layout, recompute="full"), 0)]

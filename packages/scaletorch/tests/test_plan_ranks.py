@@ -44,6 +44,27 @@ PIPELINES = [
     Layout(Grid(pp=4), schedule="interleaved_1f1b", chunks=2, micro_rows=4, micro_batches=8),
     Layout(Grid(pp=4), schedule="zb_v", chunks=2, micro_rows=3, micro_batches=9),
     Layout(Grid(pp=2, dp=2), recompute="full", micro_rows=4, micro_batches=6),
+    # No gradients until all micro-batches are alive; what is made again for a second half.
+    Layout(Grid(pp=4), schedule="looped_bfs", chunks=2, micro_rows=3),
+    Layout(
+        Grid(tp=2, pp=2),
+        recompute="full",
+        schedule="zb_v",
+        chunks=2,
+        micro_rows=4,
+        micro_batches=2,
+        sequence_parallel=True,
+    ),
+    Layout(
+        Grid(pp=2, cp=2),
+        recompute="selective",
+        schedule="dualpipe_v",
+        chunks=2,
+        micro_rows=4,
+        micro_batches=3,
+    ),
+    Layout(Grid(pp=4), recompute="selective", schedule="zb_v", chunks=2, micro_rows=4),
+    Layout(Grid(tp=2, pp=2, dp=1), recompute="full", schedule="zb_h1", micro_rows=4),
 ]
 
 

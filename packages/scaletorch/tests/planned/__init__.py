@@ -1,12 +1,12 @@
 """What a plan says of a layout, held against ranks that run it."""
 
 from .comparing import differences, higher
-from .drawing import Case, drawn, drawn_wide
+from .drawing import Case, drawn, drawn_shared, drawn_wide
 from .peaks import peaks
 from .ranks import measured
 from .sharded import drawn_sharded, sharded, unlike
 
 __all__ = [
-    "Case", "differences", "drawn", "drawn_sharded", "drawn_wide", "higher", "measured", "peaks",
-    "sharded", "unlike",
+    "Case", "differences", "drawn", "drawn_sharded", "drawn_shared", "drawn_wide", "higher",
+    "measured", "peaks", "sharded", "unlike",
 ]  # fmt: skip

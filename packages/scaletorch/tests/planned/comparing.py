@@ -70,10 +70,8 @@ def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
         if own.kept != kept:
             yield f"{case}: autograd keeps {own.kept} bytes on rank {rank}, planned {kept}"
         found = planned[place].total + random_states(holdings, layout, place)
-        at_most = 1.02 * (own.before + own.taken)
-        if layout.grid.cp * layout.grid.dp == 1:  # gradients that the first backward brings
-            at_most += planned[place].gradients
-        if not 0.98 * (own.before + own.taken - own.rest) <= found <= at_most:
+        most = own.before + own.taken
+        if not 0.98 * (most - own.rest) <= found <= 1.02 * most:
             yield f"{case}: rank {rank} holds {own}, planned {planned[place]}: {found}"
 
 

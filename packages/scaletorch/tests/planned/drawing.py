@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from scaletorch.dist.errors import InvalidArgumentError
 from scaletorch.parallel.pg_manager import Grid, legal_layouts
@@ -83,6 +83,14 @@ def drawn_wide(seed: int, ranks: int) -> Iterator[Case]:
             micro_batches=random_.choice((1, 2, grid.pp + 1, 2 * grid.pp, 3 * grid.pp + 1)),
         )
         yield Case("wide", 8, False, "float32", 64, layout)
+
+
+def drawn_shared(seed: int, ranks: int) -> Iterator[Case]:
+    """Yield such cases with an optimizer's state, or gradients too, in shards."""
+    random_ = random.Random(seed)
+    for case in drawn_wide(seed, ranks):
+        if case.layout.grid.cp * case.layout.grid.dp > 1:
+            yield replace(case, layout=replace(case.layout, zero=random_.choice((1, 2))))
 
 
 def _with_experts(random_: random.Random, grid: Grid) -> Grid:

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
 from ..dist.errors import InvalidArgumentError
 
-VERSION = 2
+VERSION = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +108,7 @@ class Behaviour:
         left: Bytes that the first half of a backward leaves for the second: inputs of linear layers
             and gradients of their outputs, each memory once.
         entered: Bytes of its input, which is all that is kept with `recompute`.
+        again: Bytes of `kept` that come when it runs again: all but its input.
         forward_peak: Bytes above `kept` while forward runs.
         backward_peak: Bytes above `kept` while backward runs, without gradients of parameters.
         parted_peak: The same while the first half of a backward runs, with what that has left.
@@ -121,6 +122,7 @@ class Behaviour:
     shared: Affine = Affine()
     left: Affine = Affine()
     entered: Affine = Affine()
+    again: Affine = Affine()
     forward_peak: Affine = Affine()
     backward_peak: Affine = Affine()
     parted_peak: Affine = Affine()
@@ -253,8 +255,7 @@ def read(path: Path) -> Description:
     """
     try:
         content = json.loads(path.read_text())
-        version = content.pop("version")
-        if version != VERSION:
+        if (version := content.pop("version")) != VERSION:
             raise InvalidArgumentError(
                 f"{path} is of version {version}, and {VERSION} is read here"
             )
@@ -288,13 +289,9 @@ def _affine(given: dict[str, Any]) -> Affine:
 
 
 def _behaviour(given: dict[str, Any]) -> Behaviour:
-    plain = {
-        "kept", "shared", "left", "entered", "forward_peak", "backward_peak", "parted_peak",
-        "handed",
-    }  # fmt: skip
     return Behaviour(
         tuple(Parameter(**{**each, "local": tuple(each["local"])}) for each in given["parameters"]),
-        **{name: _affine(given[name]) for name in plain},
+        **{f.name: _affine(given[f.name]) for f in fields(Behaviour) if f.type == "Affine"},
         sent=tuple(Sent(**{**each, "bytes": _affine(each["bytes"])}) for each in given["sent"]),
         work=tuple(
             Work(**{**each, "flops": _affine(each["flops"]), "moved": _affine(each["moved"])})

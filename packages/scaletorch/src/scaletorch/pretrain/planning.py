@@ -20,7 +20,7 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from ..plan import Estimate, Memory, Options, describe, plan, read_cluster, usual_cuts
 from ..plan.layout import CHUNKS
-from ..plan.memory import kept_by_autograd
+from ..plan.memory import kept_by_autograd, summed_gradients
 from ..plan.memory.measured import Kept, held
 from ..plan.timing import time as time_of
 from .checks import check_config
@@ -61,8 +61,12 @@ def chosen(config: PretrainConfig) -> tuple[PretrainConfig, Estimate | None]:
     )  # fmt: skip
     best = plan(description, config.batch_size, cluster, options=options, time=time_of).best()
     layout, grid = best.layout, best.layout.grid
-    kept = zip(best.memory, kept_by_autograd(description, layout), strict=True)
-    best = replace(best, memory=tuple(replace(m, activations=own) for m, own in kept))
+    # What a run is compared with: the most that autograd keeps, and gradients behind a step.
+    kept, summed = (of(description, layout) for of in (kept_by_autograd, summed_gradients))
+    each = zip(best.memory, kept, summed, strict=True)
+    best = replace(
+        best, memory=tuple(replace(m, activations=a, gradients=g) for m, a, g in each)
+    )  # fmt: skip
     return replace(
         config, tp=grid.tp, cp=grid.cp, pp=grid.pp, dp=grid.dp, ep=grid.ep,
         zero=cast(Any, layout.zero), micro_batches=layout.micro_batches,

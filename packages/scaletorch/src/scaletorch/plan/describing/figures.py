@@ -24,6 +24,7 @@ def behaviour(
         shared=line(lambda seen: seen.shared[kind]),
         left=line(lambda seen: seen.left[kind]),
         entered=line(lambda seen: seen.entered.get(kind, 0)),
+        again=line(lambda seen: seen.kept[kind] - seen.kept_inputs[kind]),
         forward_peak=line(lambda seen: _forward_peak(seen, kind)),
         backward_peak=line(lambda seen: _backward_peak(seen, kind)),
         parted_peak=line(lambda seen: seen.parted[kind]),

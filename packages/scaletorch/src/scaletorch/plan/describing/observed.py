@@ -53,6 +53,7 @@ class Observed:
         self.bases: dict[Place, int] = {}  # bytes alive when a place was entered
         self.peaks: dict[Place, int] = {}  # the most bytes alive there
         self.kept: Counter[int] = Counter()  # block -> bytes
+        self.kept_inputs: Counter[int] = Counter()  # block -> bytes of `kept` that are its input
         self.shared: Counter[int] = Counter()  # block -> bytes that other layers keep too
         self.left: Counter[int] = Counter()  # block -> bytes for the second half of a backward
         self.parted: Counter[int] = Counter()  # block -> the most above what it kept in the first
@@ -62,6 +63,7 @@ class Observed:
         self._births: Counter[int] = Counter()  # storage -> how often one was there
         self._leaving: set[tuple[int, int, int]] = set()  # block, storage, its birth
         self._inputs: dict[int, int] = {}  # block -> storage
+        self._put_off: set[int] = set()  # storages of gradients that linear layers are given
         self._held: set[int] = set()  # storages that are counted
         self._axes: dict[str, str] = {}
         for axis, group in axes.items():
@@ -126,12 +128,27 @@ class Observed:
             self._leaving.add(key)
             self.left[block] += storage.nbytes()
 
-    def ran(self, inputs: Tensor, output: Tensor) -> None:
+    def ran(self, output: Tensor) -> None:
         """Note that a linear layer has run whose weight's gradient may be put off."""
         block = self._block
+
+        def arrived(gradient: Tensor) -> None:
+            self._put_off.add(gradient.untyped_storage()._cdata)
+            self.leave(block, gradient)
+
         if self._on and self._phase == FORWARD and output.requires_grad:
-            self.leave(block, inputs)
-            output.register_hook(lambda gradient: self.leave(block, gradient))
+            output.register_hook(arrived)
+
+    def _multiply(self, factors: Sequence[Tensor]) -> None:
+        """Note what is multiplied with a gradient to be put off: the layer's input, or its weight.
+
+        It may have been made again since the forward, and is looked for here therefore.
+        """
+        keys = [each.untyped_storage()._cdata for each in factors]
+        if not self._put_off.isdisjoint(keys):
+            for key, each in zip(keys, factors, strict=True):
+                if key not in self._parameters:
+                    self.leave(self._block, each)
 
     def operation(
         self, func: Any, args: Any, ins: Sequence[Tensor], outs: Sequence[Tensor]
@@ -140,8 +157,10 @@ class Observed:
         if self._on:
             if self._phase == FORWARD and torch._C._current_graph_task_id() != -1:
                 self.enter(self.last, BACKWARD)
-            moved = float(bytes_of(ins) + bytes_of(outs))
-            self._now.work.append((sort_of(func), flops_of(func, args, ins, outs), moved))
+            moved, sort = float(bytes_of(ins) + bytes_of(outs)), sort_of(func)
+            self._now.work.append((sort, flops_of(func, args, ins, outs), moved))
+            if self._phase == BACKWARD and sort == "matmul":
+                self._multiply([each for each in args if isinstance(each, Tensor)][-2:])
 
     def collective(self, func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Count a call for the block that runs."""
@@ -154,6 +173,7 @@ class Observed:
     def memory(self, key: int, change: int) -> None:
         """Follow what is alive."""
         self._births[key] += change > 0
+        self._put_off.discard(key)
         if self._on and (change > 0 or self._born.get(key, -1) >= 0):
             place = self._block, self._phase
             self._events.append((place, key, change, self._births[key]))
@@ -176,6 +196,8 @@ class Observed:
             self._held.add(key)
             to = self.shared if self._is_shared(key) else self.kept
             to[self._block] += storage.nbytes()
+            if key == self._inputs.get(self._block):
+                self.kept_inputs[self._block] += storage.nbytes()
         return tensor
 
     def _is_shared(self, key: int) -> bool:

@@ -45,8 +45,8 @@ def watch(
         if kind == order[-1]:
             seen.enter(seen.last, FORWARD)
 
-    def ran(_: nn.Module, args: Any, kwargs: Any, output: Tensor) -> None:
-        seen.ran(next(tensors_in((args, kwargs))), output)
+    def ran(_: nn.Module, __: Any, output: Tensor) -> None:
+        seen.ran(output)
 
     with ExitStack() as stack:
         for kind, layer in layers.items():
@@ -55,7 +55,7 @@ def watch(
             stack.callback(one.remove)
             stack.callback(two.remove)
         for linear in put_off(model):
-            stack.callback(linear.register_forward_hook(ran, with_kwargs=True).remove)
+            stack.callback(linear.register_forward_hook(ran).remove)
         stack.callback(model.register_forward_pre_hook(lambda *_: seen.begin(model)).remove)
         stack.enter_context(seen.keeping())
         yield

@@ -69,6 +69,7 @@ class Holdings:
         self.busy: dict[Any, Any] = {}
         self.late: dict[Any, Any] = {}
         self.peaks: dict[Any, Any] = {}
+        self.brought: dict[Any, Any] = {}
         self.sent: dict[Any, Any] = {}  # of traffic.py
         self.sends: dict[Any, Any] = {}
         self.ends: dict[Any, Any] = {}
@@ -215,7 +216,7 @@ class Holdings:
                 found[bucket_of(own, sharded=sharded)] += times
         return found
 
-    def _fullest(self, layout: Layout, number: int) -> int:
+    def fullest(self, layout: Layout, number: int) -> int:
         """Return the tp rank, and ep rank, that has the most bytes of parameters."""
         grid = layout.grid
         key = grid.tp, grid.ep, grid.etp, number
@@ -239,7 +240,7 @@ class Holdings:
 
     def _of_blocks(self, layout: Layout, number: int, tp: int | None) -> Alike:
         """Return a rank's parameters by runs of equal blocks."""
-        at = self._fullest(layout, number) if tp is None else tp
+        at = self.fullest(layout, number) if tp is None else tp
         key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, at
         if key not in self._alike:
             self._alike[key] = tuple(self._read_blocks(layout, number, at))

@@ -6,6 +6,7 @@ until then: so a rank keeps whole micro-batches, and halves of some.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable
 from functools import lru_cache
 from operator import ge
@@ -19,11 +20,12 @@ Moments = tuple[Counts, ...]
 moments at which no others have more of all."""
 
 
-class Before(NamedTuple):
-    """What a rank keeps when an action is about to run, at the moments at which it is the most.
+class During(NamedTuple):
+    """What a rank keeps while an action runs, at the moments at which it is the most.
 
     Attributes:
-        kind: Of the action: "B", or "I" and "W" for the halves of a backward.
+        kind: Of the action: "F", whose own micro-batch counts, "B", or "I" and "W" for the halves
+            of a backward, which have theirs still.
         chunk: Of the action.
         moments: Those.
     """
@@ -33,7 +35,7 @@ class Before(NamedTuple):
     moments: Moments
 
 
-Live = tuple[Before, ...]
+Live = tuple[During, ...]
 Moves = Iterable[tuple[str, int]]  # kinds and chunks of actions
 
 
@@ -100,14 +102,14 @@ def _halves(pp: int, m: int) -> tuple[int, ...]:
 def _most_live(schedule: str, pp: int, m: int, chunks: int) -> tuple[Live, ...]:
     ranks = range(pp)
     if schedule == "1f1b":
-        return tuple((Before("B", 0, ((min(pp - rank, m),),)),) for rank in ranks)
+        return tuple(_at(0, (min(pp - rank, m),)) for rank in ranks)
     if schedule == "afab":
-        return ((Before("B", 0, ((m,),)),),) * pp
+        return (_at(0, (m,)),) * pp
     if schedule == "zb_h1":
         return tuple(_put_off(rank, pp, m) for rank in ranks)
     if schedule == "looped_bfs":
         alive = [(m,) * (at + 1) + (0,) * (chunks - 1 - at) for at in range(chunks)]
-        return (tuple(Before("B", at, (now,)) for at, now in enumerate(alive)),) * pp
+        return (tuple(each for at, now in enumerate(alive) for each in _at(at, now)),) * pp
     if schedule == "interleaved_1f1b":
         return tuple(_interleaved(rank, pp, m, chunks) for rank in ranks)
     built = SCHEDULES[schedule](pp, m)
@@ -116,11 +118,18 @@ def _most_live(schedule: str, pp: int, m: int, chunks: int) -> tuple[Live, ...]:
     )
 
 
+def _at(chunk: int, now: Counts) -> Live:
+    """Return what is kept while the last forward of a chunk runs, and then the first backward."""
+    return During("F", chunk, (now,)), During("B", chunk, (now,))
+
+
 def _put_off(rank: int, pp: int, m: int) -> Live:
     """Follow "zb_h1": a rank runs a "W" as soon as it has more halves than its number."""
+    most = min(m, pp - rank)
     first = [(min(m - done, pp - rank), min(done, rank)) for done in range(m)]
     second = max(min(m, pp) - rank - 1, 0), min(rank + 1, m)
-    return Before("I", 0, tuple(outer({*first}))), Before("W", 0, (second,))
+    forward = During("F", 0, ((most, min(m - most, rank)),))
+    return forward, During("I", 0, tuple(outer({*first}))), During("W", 0, (second,))
 
 
 def _interleaved(rank: int, pp: int, m: int, chunks: int) -> Live:
@@ -146,16 +155,18 @@ def _alive(moves: Moves, counts: int) -> Live:
         moves: The actions.
         counts: The chunks, or twice as many if backwards have halves.
     """
-    found: dict[tuple[str, int], set[tuple[int, ...]]] = {}
+    found = defaultdict[tuple[str, int], set[Counts]](set)
     now = [0] * counts
+    before = tuple(now)
     for kind, chunk in moves:
         whole, half = CHANGES[kind]
-        if kind != "F":
-            found.setdefault((kind, chunk), set()).add(tuple(now))
         now[chunk] += whole
         if half:
             now[chunk + counts // 2] += half
-    return tuple(Before(*key, tuple(outer(moments))) for key, moments in found.items())
+        after = tuple(now)
+        found[kind, chunk].add(after if kind == "F" else before)
+        before = after
+    return tuple(During(*key, tuple(outer(moments))) for key, moments in found.items())
 
 
 def outer(counts: Iterable[Counts]) -> list[Counts]:
@@ -175,7 +186,10 @@ def outer(counts: Iterable[Counts]) -> list[Counts]:
 def _between(first: Counts, middle: Counts, last: Counts) -> bool:
     """Return whether a mean of the outer ones has as much of all as the one in the middle."""
     whole, part = first[0] - last[0], middle[0] - last[0]
-    return whole > 0 and all(
-        whole * b <= part * a + (whole - part) * c
-        for a, b, c in zip(first, middle, last, strict=True)
-    )
+    if whole <= 0:
+        return False
+    rest = whole - part
+    for a, b, c in zip(first, middle, last, strict=True):  # a search spends much of its time here
+        if whole * b > part * a + rest * c:
+            return False
+    return True

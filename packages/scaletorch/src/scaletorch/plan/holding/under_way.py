@@ -1,4 +1,4 @@
-"""Messages between stages that a rank holds at the moment at which it keeps the most.
+"""Messages between stages that a rank holds at the moments at which it keeps the most.
 
 As the pipeline's runtime has them on the CPU: a rank begins to receive `AHEAD` actions early, and
 holds the latest `IN_FLIGHT` of what it has sent. Outputs that are kept until their backward are no
@@ -25,7 +25,7 @@ Message = Send | Receive
 
 
 class UnderWay(NamedTuple):
-    """How many messages of a rank when an action is about to run and it keeps the most, by chunk.
+    """How many messages of a rank while an action runs and it keeps the most, by chunk.
 
     Attributes:
         kind: Of the action.
@@ -47,7 +47,7 @@ class UnderWay(NamedTuple):
 def under_way(layout: Layout) -> tuple[tuple[UnderWay, ...], ...]:
     """Return for each rank of the pipeline the messages that it holds when it keeps the most.
 
-    For each kind and chunk of backwards. Of several such moments it is the one with the most
+    For each kind and chunk of actions. Of several such moments it is the one with the most
     messages. No more micro-batches are followed than it takes until all repeats itself, and no more
     ranks than `LONG`: those in the middle hold the same.
     """
@@ -79,27 +79,21 @@ def _under_way(schedule: str, pp: int, chunks: int, count: int) -> tuple[tuple[U
 def _of_rank(program: Sequence[Action | Message], stages: Sequence[int]) -> Iterator[UnderWay]:
     most: dict[tuple[str, int], int] = {}
     chosen: dict[tuple[str, int], list[Message]] = {}
-    for action, live, held in _moments(program, stages):
+    for action, live, held in moments_of(program, stages):
         key, before = (action.kind, action.chunk), most.get((action.kind, action.chunk), -1)
         if live >= before:
             found = held()
             if live > before or len(found) > len(chosen[key]):
                 most[key], chosen[key] = live, found
-    chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
     for key, messages in chosen.items():
-        counts = Counter((type(m), m.gradient, chunk_of[_own(m)]) for m in messages)
-        yield UnderWay(
-            *key,
-            *(
-                tuple(counts[sort, gradient, chunk] for chunk in range(len(stages)))
-                for sort, gradient in (
-                    (Send, False),
-                    (Send, True),
-                    (Receive, False),
-                    (Receive, True),
-                )
-            ),
-        )
+        yield UnderWay(*key, *counted(messages, stages))
+
+
+def counted(messages: Sequence[Message], stages: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield how many messages there are by chunk, as the four counts of `UnderWay`."""
+    counts = Counter((type(m), m.gradient, _own(m)) for m in messages)
+    for sort, gradient in ((Send, False), (Send, True), (Receive, False), (Receive, True)):
+        yield tuple([counts[sort, gradient, stage] for stage in stages])
 
 
 def _own(message: Message) -> int:
@@ -109,10 +103,10 @@ def _own(message: Message) -> int:
     return message.stage + (-1 if message.gradient else 1)
 
 
-def _moments(
+def moments_of(
     program: Sequence[Action | Message], stages: Sequence[int]
 ) -> Iterator[tuple[Action, int, Callable[[], list[Message]]]]:
-    """Yield each backward, how many micro-batches are kept then, halves too, and the messages."""
+    """Yield each action, how many micro-batches are kept then, halves too, and the messages."""
 
     def held() -> list[Message]:
         here = [m for m in sent if m.gradient or (m.stage, m.micro_batch) not in live]
@@ -132,6 +126,7 @@ def _moments(
         if action.kind == "F":
             come.pop((*here, False), None)
             live.add(here)
+            yield action, len(live) + halves, held
             continue
         yield action, len(live) + halves, held
         come.pop((*here, True), None)

@@ -73,7 +73,9 @@ def _layer(terms: Terms) -> Behaviour:
     statistics = SINGLE * of.heads * shared if program.attention == "fused" else 0
     inside = HALF * of.inner * (3 if of.gated else 2) * shared
     core = terms.scores * (2 * HALF + 1 if program.dropout else HALF)
+    entered = HALF * of.hidden * whole
     kept = norms + entering + masks + projected + statistics + inside
+    kept += core if program.attention == "core" else 0
     again = core if program.attention == "selective" else 0
     # Gradients of what is largest inside: probabilities and scores, or the MLP's.
     gradients = max(
@@ -82,8 +84,9 @@ def _layer(terms: Terms) -> Behaviour:
     )
     return Behaviour(
         _layer_parameters(terms),
-        kept=Affine(0, kept + (core if program.attention == "core" else 0)),
-        entered=Affine(0, HALF * of.hidden * whole),
+        kept=Affine(0, kept),
+        entered=Affine(0, entered),
+        again=Affine(0, kept - entered),
         forward_peak=Affine(0, again),
         backward_peak=Affine(0, again + gradients),
         handed=_handed(terms),

@@ -67,7 +67,7 @@ MACHINES = {
         f"{_NVLINK}; 8 HDR InfiniBand adapters of 200 Gbit/s a node (arXiv 2104.04473)",
     ),
     "jean zay": Machine(
-        "A100-SXM-80GB", 230e9, 6.25e9, Constants(0.74, 290e-6, 93 * GIB // 10),
+        "A100-SXM-80GB", 230e9, 6.25e9, Constants(0.74, 290e-6, 94 * GIB // 10),
         f"{_NVLINK}; 4 Omni-Path links of 100 Gbit/s a node (BigScience, tr11-176B-ml)",
     ),
     "llama": Machine(

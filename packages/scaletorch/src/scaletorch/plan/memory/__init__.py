@@ -2,6 +2,15 @@
 
 from .explaining import Line, lines
 from .peaks import peak, peaks_of
-from .ranks import kept_by_autograd, memory, ranks_hold
+from .ranks import kept_by_autograd, memory, ranks_hold, summed_gradients
 
-__all__ = ["Line", "kept_by_autograd", "lines", "memory", "peak", "peaks_of", "ranks_hold"]
+__all__ = [
+    "Line",
+    "kept_by_autograd",
+    "lines",
+    "memory",
+    "peak",
+    "peaks_of",
+    "ranks_hold",
+    "summed_gradients",
+]

@@ -3,32 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import product
+from itertools import chain, product
 from operator import add
 from typing import NamedTuple
 
 from ..holding import Holdings
-from ..holding.live import Counts, Live, enough, halved, most_live, outer
+from ..holding.brought import Bringing, brings, most_brought
+from ..holding.live import Counts, During, enough, halved, most_live, outer
 from ..holding.under_way import UnderWay, followed, under_way
 from ..layout import Layout
-from .running import Action
+from .working import Action
 
-Pipeline = tuple[str, int, int, int, int]
+Pipeline = tuple[str, int, int, int, int, bool]
 
 
 class Moment(NamedTuple):
-    """What a rank has when an action is about to run.
+    """What a rank has while an action runs.
 
     Attributes:
-        action: Its kind and chunk.
+        action: Its kind and chunk, and whether it brings gradients.
         kept: Whole micro-batches by chunk, and halves behind them if there are any.
         counts: The same; then by chunk messages of the size of what it sends on, under way or kept
             until their backward; then those of the size of what it receives. As `Running.sizes`.
+        made: Which gradients are there, as `Bringing.moments`; () if all are at any time.
     """
 
     action: Action
     kept: Counts
     counts: Counts
+    made: Counts = ()
 
 
 class Busy(NamedTuple):
@@ -57,23 +60,25 @@ class Ranks(NamedTuple):
     places: tuple[int, ...]
 
 
-def pipeline_of(layout: Layout) -> Pipeline:
+def pipeline_of(known: Holdings, layout: Layout) -> Pipeline:
     """Return what tells pipelines apart of which ranks are busy in other ways."""
     schedule, pp, chunks, count = (
         layout.schedule, layout.grid.pp, layout.chunks, layout.micro_batches,
     )  # fmt: skip
-    return schedule, pp, chunks, enough(schedule, pp, count, chunks), followed(layout)
+    if brought := brings(known, layout):
+        return schedule, pp, chunks, count, count, brought
+    return schedule, pp, chunks, enough(schedule, pp, count, chunks), followed(layout), brought
 
 
 def busy(known: Holdings, layout: Layout) -> Ranks:
     """Return the ranks of a layout's pipeline."""
-    key = pipeline_of(layout)
+    key = pipeline_of(known, layout)
     found: Ranks | None = known.busy.get(key)
     if found is None:
-        schedule, pp, chunks, count, _ = key
+        schedule, pp, *_, brought = key
         each = zip(
             known.numbers(layout), halved(schedule, pp, layout.micro_batches),
-            most_live(schedule, pp, count, chunks), under_way(layout), strict=True,
+            _all_live(layout, brought=brought), under_way(layout), strict=True,
         )  # fmt: skip
         ranks = [Busy(n, half, tuple(_moments(live, ways))) for n, half, live, ways in each]
         place = {own: at for at, own in enumerate(dict.fromkeys(ranks))}
@@ -81,14 +86,36 @@ def busy(known: Holdings, layout: Layout) -> Ranks:
     return found
 
 
-def _moments(live: Live, ways: Sequence[UnderWay]) -> Iterator[Moment]:
-    """Yield all moments with messages before them, or before any if that is not followed so far."""
-    for kind, chunk, moments in live:
-        own = [each for each in ways if (each.kind, each.chunk) == (kind, chunk)] or ways
+def _all_live(layout: Layout, *, brought: bool) -> Sequence[Sequence[During | Bringing]]:
+    if brought:
+        return most_brought(layout)
+    return most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
+
+
+def _moments(live: Sequence[During | Bringing], ways: Sequence[UnderWay]) -> Iterator[Moment]:
+    """Yield all moments with messages then, or at any if that is not followed so far."""
+    for each in live:
+        action: Action = each.kind, each.chunk, False
+        if isinstance(each, Bringing):
+            action, moments = (*action[:2], each.first), each.moments
+        else:
+            own = [way for way in ways if (way.kind, way.chunk) == action[:2]] or ways
+            moments = tuple(
+                (kept, (), tuple(chain(*way[2:]))) for kept, way in product(each.moments, own)
+            )
         found = {}
-        for kept, each in product(moments, own):
-            sent = map(add, each.forward, each.returning)
-            received = map(add, each.backward, each.entering)
-            found[(*kept, *map(add, kept, sent), *received)] = kept
+        for kept, made, messages in moments:
+            counts = (*kept, *_messages(kept, messages))
+            found[(*counts, *made)] = kept, counts, made
         for counts in outer(found):
-            yield Moment((kind, chunk), found[counts], counts)
+            yield Moment(action, *found[counts])
+
+
+def _messages(kept: Counts, messages: Counts) -> Iterator[int]:
+    """Yield those of the size of what is sent, with what is kept of it, and of what comes."""
+    chunks = len(messages) // 4
+    forward, backward, entering, returning = (
+        messages[at : at + chunks] for at in range(0, 4 * chunks, chunks)
+    )
+    yield from map(add, kept, map(add, forward, returning))
+    yield from map(add, backward, entering)

@@ -61,19 +61,21 @@ def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     ranks = busy(known, layout)
     place = ranks.each[ranks.places[rank]]
     held = state(known, layout, number, halves=place.halves)
+    (own,) = running(known, layout, [number])
+    total, (action, now, _, flags) = fullest_moment(own, place.moments)
+    made = sum(map(mul, flags, own.brought))
     count = len(known.parameters(layout, number))
     blocks = known.content(number).blocks
     yield Line("parameters", f"{count} tensors of {blocks} blocks", held.parameters)
-    yield Line("gradients", f"zero {layout.zero}", held.gradients)
+    gradients = held.gradients - sum(own.brought) + made
+    yield Line("gradients", f"zero {layout.zero}", gradients)
     yield Line("optimizer", known.optimizer.name, held.optimizer)
-    (own,) = running(known, layout, [number])
-    total, (action, now, _) = fullest_moment(own, place.moments)
     kept, passed = sum(map(mul, now, own.kept)), sum(map(mul, now, own.passed))
     working = own.working[action]
     yield from _kept(known, layout, number, now)
     yield Line("working", "the block that needs the most while it runs", working)
     yield Line("buffers", "gradients on their way", held.buffers)
-    yield Line("buffers", "messages between stages", total - kept - passed - working)
+    yield Line("buffers", "messages between stages", total - kept - passed - working - made)
     yield Line("buffers", "what was sent on, until its backward", passed)
 
 

@@ -11,12 +11,13 @@ from collections.abc import Callable
 from operator import add
 
 from ..holding import Holdings
+from ..holding.brought import brought
 from ..holding.live import Counts, outer
 from ..layout import Layout, Recompute
 from .busy import Busy, Moment, Pipeline, busy, pipeline_of
-from .running import Action
 from .state import state
 from .weights import Told, fullest, told
+from .working import Action
 
 
 def peak(known: Holdings, layout: Layout) -> int:
@@ -26,18 +27,20 @@ def peak(known: Holdings, layout: Layout) -> int:
 
 def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], int]:
     """Return `peak` of a layout by recomputation and stage of ZeRO."""
-    pipeline = pipeline_of(layout)
+    pipeline, summed = pipeline_of(known, layout), layout.grid.cp * layout.grid.dp > 1
     held: dict[int, list[int]] = {}
     moving: dict[str, list[int]] = {}
 
     def at(recompute: Recompute, zero: int) -> int:
+        if not summed and zero != layout.zero:  # by which goes whether a step brings gradients
+            return peak(known, layout.saving(recompute, zero))
         if zero not in held:
             held[zero] = _held(known, layout, zero, pipeline)
         if recompute not in moving:
             own = layout
             if "selective" in (recompute, layout.recompute):
                 own = layout.saving(recompute, zero)
-            moving[recompute] = _moving(known, layout, recompute, pipeline)[known.place_of_cut(own)]
+            moving[recompute] = _moving(known, own, recompute, pipeline)
         most: int = max(map(add, held[zero], moving[recompute]))
         return most
 
@@ -51,23 +54,31 @@ def _held(known: Holdings, layout: Layout, zero: int, pipeline: Pipeline) -> lis
     found: list[int] | None = known.peaks.get(key)
     if found is None:
         own = layout.saving(layout.recompute, zero)
+        ranks = _telling(known, layout, pipeline, offloaded=False).ranks
         found = known.peaks[key] = [
             sum(state(known, own, number, halves=halves))
-            for number, halves in _telling(known, layout, pipeline, offloaded=False).ranks
+            - (sum(brought(known, own, number).flags) if pipeline[-1] else 0)
+            for number, halves in ranks
         ]
     return found
 
 
-def _moving(
-    known: Holdings, layout: Layout, recompute: Recompute, pipeline: Pipeline
-) -> list[list[int]]:
-    """Return for every cut what micro-batches need on the same ranks."""
-    key = recompute, layout.micro_rows, pipeline
+def _moving(known: Holdings, layout: Layout, recompute: Recompute, pipeline: Pipeline) -> list[int]:
+    """Return what micro-batches need on the same ranks, and gradients that a step brings.
+
+    Where it brings none, all cuts are summed at once.
+    """
+    bringing = pipeline[-1]
+    key: tuple[object, ...] = recompute, layout.micro_rows, pipeline
+    if bringing:
+        key = *key, layout.cut, layout.grid.etp
     found: list[list[int]] | None = known.peaks.get(key)
     if found is None:
         ranks = _telling(known, layout, pipeline, offloaded=recompute == "offload")
-        found = known.peaks[key] = fullest(known, recompute, layout.micro_rows, ranks)
-    return found
+        numbers = {number for number, _ in ranks.ranks} if bringing else ()
+        own = {number: brought(known, layout, number) for number in numbers}
+        found = known.peaks[key] = fullest(known, recompute, layout.micro_rows, ranks, own)
+    return found[known.place_of_cut(layout)]
 
 
 def _telling(known: Holdings, layout: Layout, pipeline: Pipeline, *, offloaded: bool) -> Told:
@@ -78,7 +89,7 @@ def _telling(known: Holdings, layout: Layout, pipeline: Pipeline, *, offloaded: 
         for number, halves, moments in busy(known, layout).each:
             own = each.setdefault((number, halves), {})
             for moment in moments:
-                own.setdefault(moment.action, {})[moment.counts] = moment
+                own.setdefault(moment.action, {})[*moment.counts, *moment.made] = moment
         ranks = [
             Busy(*key, tuple(all_[counts] for all_ in own.values() for counts in outer(all_)))
             for key, own in each.items()

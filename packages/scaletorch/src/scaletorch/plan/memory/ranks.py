@@ -50,15 +50,33 @@ def _memory(known: Holdings, layout: Layout, own: Running, busy: Busy) -> Memory
     total, moment = fullest_moment(own, busy.moments)
     has = state(known, layout, busy.number, halves=busy.halves)
     kept, working = sum(map(mul, moment.kept, own.kept)), own.working[moment.action]
-    return Memory(*has[:3], kept, working, has.buffers + total - kept - working)
+    made = sum(map(mul, moment.made, own.brought))
+    gradients = has.gradients - sum(own.brought) + made
+    buffers = has.buffers + total - kept - working - made
+    return Memory(has.parameters, gradients, has.optimizer, kept, working, buffers)
 
 
 def fullest_moment(own: Running, moments: Sequence[Moment]) -> tuple[int, Moment]:
-    """Return the most bytes of micro-batches under way, and when there are so many."""
+    """Return the most bytes of micro-batches under way, and of gradients brought, and when."""
     sizes, working = own.sizes, own.working
-    each = [sum(map(mul, counts, sizes)) + working[action] for action, _, counts in moments]
+    each = [
+        sum(map(mul, counts, sizes)) + sum(map(mul, made, own.brought)) + working[action]
+        for action, _, counts, made in moments
+    ]
     most = max(each)
     return most + own.always, moments[each.index(most)]
+
+
+def summed_gradients(description: Description, layout: Layout) -> tuple[int, ...]:
+    """Return the bytes of gradients on each rank of the pipeline when a step has made all.
+
+    Raises:
+        InvalidArgumentError: The model cannot be cut so, or has fewer layers than stages.
+    """
+    known = Holdings(description)
+    ranks = busy(known, layout)
+    found = [state(known, layout, r.number, halves=r.halves).gradients for r in ranks.each]
+    return tuple([found[place] for place in ranks.places])
 
 
 def kept_by_autograd(description: Description, layout: Layout) -> tuple[int, ...]:

@@ -7,19 +7,20 @@ product has the sums of all cuts. Rounded bytes are whole numbers, so it is thos
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from operator import mul
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ...parallel.pg_manager import Grid
-from ..description import Cut
 from ..holding import Holdings
+from ..holding.brought import Brought
 from ..holding.live import Counts, outer
-from ..layout import Layout, Recompute
+from ..layout import Recompute
 from .busy import Busy
-from .running import Sizes, chunk_of, sizes_of
+from .sizes import Sizes, sizes_of
+from .working import Action, works
 
 Weights = tuple[int, ...]
 
@@ -29,78 +30,70 @@ class Told(NamedTuple):
 
     Attributes:
         ranks: Number and halves of each, as `Busy`.
-        actions: Of each moment: the rank's number, and kind and chunk of the action.
+        actions: Of each moment: the rank's number, and the action.
         counts: How many of the moments each rank has.
         weights: Of each moment, on `_column`.
+        made: Of each moment, as `Moment.made`.
     """
 
     ranks: list[tuple[int, tuple[bool, ...]]]
-    actions: list[tuple[int, str, int]]
+    actions: list[tuple[int, Action]]
     counts: list[int]
     weights: Tensor
+    made: list[Counts]
 
 
 def told(known: Holdings, ranks: Iterable[Busy], *, offloaded: bool) -> Told:
     """Return ranks with their moments as weights; `offloaded`: whether what they receive stays."""
     own: list[tuple[int, tuple[bool, ...]]] = []
-    actions: list[tuple[int, str, int]] = []
+    actions: list[tuple[int, Action]] = []
     counts: list[int] = []
     rows: list[Weights] = []
+    made: list[Counts] = []
     for number, halves, moments in ranks:
-        each: dict[tuple[str, int], set[Weights]] = {}
-        for action, _, now in moments:
-            each.setdefault(action, set()).add(_weights(known, number, now, offloaded))
+        each: dict[Action, set[Weights]] = {}
+        for action, _, now, there in moments:
+            row = *there, *_weights(known, number, now, offloaded)
+            each.setdefault(action, set()).add(row)
         # Chunks alike have the same bytes, so that of weights more can be left out than of counts.
         left = [(action, row) for action, found in each.items() for row in outer(found)]
+        flags = len(moments[0].made)
         own.append((number, halves))
         counts.append(len(left))
-        actions += [(number, *action) for action, _ in left]
-        rows += [row for _, row in left]
+        actions += [(number, action) for action, _ in left]
+        rows += [row[flags:] for _, row in left]
+        made += [row[:flags] for _, row in left]
     width = max(map(len, rows))
     weights = torch.tensor([row + (0,) * (width - len(row)) for row in rows])
-    return Told(own, actions, counts, weights)
+    return Told(own, actions, counts, weights, made)
 
 
-def fullest(known: Holdings, recompute: Recompute, rows: int, ranks: Told) -> list[list[int]]:
-    """Return for every cut the most bytes of micro-batches under way on each rank."""
-    sizes, selective = sizes_of(known, recompute, rows), recompute == "selective"
+def fullest(
+    known: Holdings, recompute: Recompute, rows: int, ranks: Told, own: Mapping[int, Brought]
+) -> list[list[int]]:
+    """Return for every cut the most bytes of micro-batches under way on each rank.
+
+    Args:
+        known: Of the description.
+        recompute: What runs again.
+        rows: Of a micro-batch.
+        ranks: With their moments.
+        own: What each rank of a number is brought, which counts too; {} if a step brings nothing.
+            Only those of the cut are right then whose gradients these are.
+    """
+    sizes = sizes_of(known, recompute, rows)
     column = torch.stack(_column(known, sizes)[: ranks.weights.shape[1]])
-    works = torch.stack([_works(known, sizes, selective, *each) for each in ranks.actions])
-    moments = torch.split(ranks.weights @ column + works, ranks.counts)
-    found = torch.stack([own.amax(0) for own in moments])
+    each = {action: works(known, sizes, *action, own.get(action[0])) for action in {*ranks.actions}}
+    sums = ranks.weights @ column + torch.stack([each[action] for action in ranks.actions])
+    if own:
+        there = zip(ranks.actions, ranks.made, strict=True)
+        flags = [sum(map(mul, made, own[number].flags)) for (number, _), made in there]
+        sums += torch.tensor(flags).unsqueeze(1)
+    found = torch.stack([moments.amax(0) for moments in torch.split(sums, ranks.counts)])
     if not known.description.early:
         found += torch.stack([_always(known, sizes, number) for number, _ in ranks.ranks])
     most: list[list[int]] = found.T.tolist()
     return most
-
-
-def _works(
-    known: Holdings, sizes: Sizes, selective: bool, number: int, kind: str, chunk: int
-) -> Tensor:
-    """Return what an action needs above what is kept."""
-    if kind == "W":
-        return _latest(known, number, selective)[chunk]
-    return chunk_of(sizes, known.runs(number)[chunk], split=kind == "I")[1]
-
-
-def _latest(known: Holdings, number: int, selective: bool) -> list[Tensor]:
-    """Return `Holdings.latest` by chunk, for every cut."""
-    found: list[Tensor] | None = known.late.get((number, selective))
-    if found is None:
-        cuts = known.cuts(selective)
-        alike = {(cut.tp, cut.ep): cut for cut in cuts}
-        each = {key: known.latest(_layout(cut), number) for key, cut in alike.items()}
-        by_cut = [each[cut.tp, cut.ep] for cut in cuts]
-        found = [torch.tensor(own) for own in zip(*by_cut, strict=True)]
-        known.late[number, selective] = found
-    return found
-
-
-def _layout(cut: Cut) -> Layout:
-    """Return a layout with a cut."""
-    grid = Grid(cut.tp, cut.cp, dp=cut.ep, ep=cut.ep)
-    recompute: Recompute = "selective" if cut.selective else "none"
-    return Layout(grid, cut.sequence_parallel, recompute, cp_method=cut.cp_method)
 
 
 def _always(known: Holdings, sizes: Sizes, number: int) -> Tensor:

@@ -1,0 +1,194 @@
+"""Gradients that a step brings: where no ranks sum them, there are none before the first backward.
+
+Between ranks that sum gradients buckets stay from step to step. Without such ranks `zero_grad`
+drops gradients, and each comes with the first backward of its chunk, or with that half of it which
+makes it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from itertools import chain
+from typing import NamedTuple
+
+from ...parallel.pg_manager import Grid
+from ...parallel.pipeline_parallel import Action, derive_messages
+from ...parallel.pipeline_parallel.building import IN_FLIGHT
+from ..layout import Layout
+from .alike import latest_ties
+from .buckets import Held
+from .holdings import Holdings
+from .live import CHANGES, SPLIT, Counts, enough, outer
+from .stages import schedule_of
+from .under_way import LONG, Message, counted, moments_of
+
+END = "E"  # the kind of what comes behind all actions
+
+
+class Bringing(NamedTuple):
+    """What a rank keeps while an action runs, and which gradients are there.
+
+    Attributes:
+        kind: As `During`; or "E", at the end of a step.
+        chunk: Of the action.
+        first: Whether it is the first of its kind, which brings gradients.
+        moments: As `During`, with which gradients are there before it: 0 or 1 by chunk, and behind
+            them of those that second halves of backwards make if the schedule has such; and with
+            the four counts of messages of `UnderWay`.
+    """
+
+    kind: str
+    chunk: int
+    first: bool
+    moments: tuple[tuple[Counts, Counts, Counts], ...]
+
+
+class Brought(NamedTuple):
+    """Bytes of a rank's gradients that are not there before a step.
+
+    Attributes:
+        flags: By chunk, and behind them those of second halves; as `Bringing.moments`.
+        runs: By chunk, of a block of each of `Holdings.runs`: those of first halves, and of second.
+    """
+
+    flags: tuple[int, ...]
+    runs: tuple[tuple[tuple[int, int], ...], ...]
+
+
+def brings(known: Holdings, layout: Layout) -> bool:
+    """Return whether a step brings gradients: sums of another dtype have buckets anyway.
+
+    Other programs than this library are taken to have them always, and so are pipelines of more
+    than `LONG` ranks, whose programs would take a search long to follow.
+    """
+    grid = layout.grid
+    alone = grid.cp * grid.dp == 1 and grid.pp <= LONG and layout.zero == 0
+    return alone and known.optimizer.sum_item is None and known.description.early
+
+
+def brought(known: Holdings, layout: Layout, number: int) -> Brought:
+    """Return what a step brings to a rank of `known.numbers(layout)`."""
+    key = layout.grid.tp, layout.grid.ep, layout.grid.etp, layout.schedule in SPLIT, number
+    found: Brought | None = known.brought.get(key)
+    if found is None:
+        found = known.brought[key] = _brought(known, layout, number)
+    return found
+
+
+def _brought(known: Holdings, layout: Layout, number: int) -> Brought:
+    chunks, split = len(known.content(number).chunks), layout.schedule in SPLIT
+    flags = [0] * (chunks * (2 if split else 1))
+    for each in known.parameters(layout, number):
+        if not _summed(layout, each):
+            flags[each.chunk + chunks * (split and each.late)] += each.elements * each.item
+    each_kind = dict(_of_kinds(known, layout, number, split=split))
+    none = 0, 0
+    runs = tuple(
+        tuple(each_kind.get((chunk, kind), none) for kind, _ in own)
+        for chunk, own in enumerate(known.runs(number))
+    )
+    return Brought(tuple(flags), runs)
+
+
+def _summed(layout: Layout, held: Held) -> bool:
+    return held.expert and layout.grid.edp > 1
+
+
+def _of_kinds(
+    known: Holdings, layout: Layout, number: int, *, split: bool
+) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
+    """Yield the gradients of a block by chunk and kind; a tied one comes with the last block."""
+    behaviours = known.description.behaviours(layout.cut)
+    content, at = known.content(number), known.fullest(layout, number)
+    latest = latest_ties(known.description, content.chunks, behaviours)
+    apart = layout.grid.ep * layout.grid.etp != layout.grid.tp and layout.grid.edp > 1
+    for chunk, kinds in enumerate(content.chunks):
+        for kind in dict.fromkeys(kinds):
+            sums = Counter[bool]()
+            for each in behaviours[kind].parameters:
+                name = f"{kind}.{each.name}"
+                last = name not in latest or _is_last(known, name, chunk, content.chunks)
+                if last and not (each.expert and apart):
+                    size = each.local[min(at, len(each.local) - 1)] * each.item
+                    sums[split and each.late] += size
+            yield (chunk, kind), (sums[False], sums[True])
+
+
+def _is_last(known: Holdings, name: str, chunk: int, chunks: tuple[tuple[int, ...], ...]) -> bool:
+    """Return whether a rank has no tied parameter's other name behind this one."""
+    (names,) = [names for names in known.description.tied if name in names]
+    places = [
+        (at, place, kind)
+        for at, own in enumerate(chunks)
+        for place, kind in enumerate(own)
+        if any(int(other.partition(".")[0]) == kind for other in names)
+    ]
+    return max(places)[::2] == (chunk, int(name.partition(".")[0]))
+
+
+def most_brought(layout: Layout) -> tuple[tuple[Bringing, ...], ...]:
+    """Return for each rank of the pipeline what is there at the moments at which it may be most.
+
+    No more micro-batches are followed than it takes until all repeats itself; schedules that keep
+    all of them have as many more of each that is kept.
+    """
+    schedule, pp, m = layout.schedule, layout.grid.pp, layout.micro_batches
+    few = pp + 2 * IN_FLIGHT
+    if schedule in ("afab", "looped_bfs"):
+        return _most_brought(schedule, pp, layout.chunks, min(m, few), max(m - few, 0))
+    few = enough(schedule, pp, m, layout.chunks)
+    if schedule != "interleaved_1f1b":  # which has no other rounds than it has
+        few = min(m, few + 2 * pp + 2 * IN_FLIGHT)
+    return _most_brought(schedule, pp, layout.chunks, few, 0)
+
+
+@lru_cache(maxsize=1024)
+def _most_brought(
+    schedule: str, pp: int, chunks: int, m: int, more: int
+) -> tuple[tuple[Bringing, ...], ...]:
+    built = schedule_of(Layout(Grid(pp=pp), schedule=schedule, chunks=chunks, micro_batches=m))
+    programs = zip(derive_messages(built), built.stages, strict=True)
+    return tuple(
+        _followed(program, stages, chunks * (schedule in SPLIT), more)
+        for program, stages in programs
+    )
+
+
+def _followed(
+    program: Sequence[Action | Message], stages: Sequence[int], halves: int, more: int
+) -> tuple[Bringing, ...]:
+    """Follow a rank; `halves` is how many chunks have such."""
+    chunks = len(stages)
+    found: dict[tuple[str, int, bool], set[Counts]] = {}
+    now, there = [0] * (chunks + halves), [0] * (chunks + halves)
+    for action, _, held in moments_of(program, stages):
+        kind, chunk = action.kind, action.chunk
+        before = (*now, *there)
+        whole, half = CHANGES[kind]
+        now[chunk] += whole
+        if half:
+            now[chunk + chunks] += half
+        made = _made(kind, chunk, chunks, halves)
+        first = any(not there[at] for at in made)
+        for at in made:
+            there[at] = 1
+        own = (*now, *there) if kind == "F" else before
+        own = (*(n and n + more for n in own[: len(now)]), *own[len(now) :])
+        found.setdefault((kind, chunk, first), set()).add((*own, *chain(*counted(held(), stages))))
+    found[END, 0, False] = {(0,) * len(now) + tuple(there) + (0,) * 4 * chunks}
+    size = len(now)
+    return tuple(
+        Bringing(
+            *key,
+            tuple((own[:size], own[size : 2 * size], own[2 * size :]) for own in outer(moments)),
+        )
+        for key, moments in found.items()
+    )
+
+
+def _made(kind: str, chunk: int, chunks: int, halves: int) -> list[int]:
+    """Return the flags of gradients that an action makes."""
+    early, late = [chunk] * (kind in "BI"), [chunk + chunks] * (kind in "BW" and halves > 0)
+    return early + late
