@@ -1,5 +1,6 @@
 """What a description says of a model is what its real ranks keep for backward, and send."""
 
+import gc
 import resource
 from collections import Counter
 from itertools import accumulate
@@ -71,6 +72,7 @@ def measured(family, sizes, options, length=LENGTH):
     batch = shard_global_batch({"input_ids": ids, "labels": ids}, 1, manager)
     train_step(model, batch, manager)
     kept = Kept(model)
+    gc.collect()  # what models before it left behind would count as given back in this step
     with kept, profile(profile_memory=True) as profiled:
         train_step(model, batch, manager)
     destroy_process_group_manager()
