@@ -11,7 +11,7 @@ from torch import nn
 from scaletorch.parallel.expert_parallel import apply_expert_parallel
 
 from .block import Block
-from .by_hand import by_hand
+from .by_hand import around_own_code, by_hand
 
 
 def ours(block: Block) -> nn.Module:
@@ -37,6 +37,7 @@ def theirs(block: Block) -> nn.Module:
 
 WAYS: dict[str, Callable[[Block], nn.Module]] = {
     "by hand": by_hand,
+    "by hand, experts' own code": around_own_code,
     "scaletorch": ours,
     "transformers": theirs,
 }
