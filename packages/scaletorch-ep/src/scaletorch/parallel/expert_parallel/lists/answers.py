@@ -14,9 +14,10 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ....dist import functional, get_comm_device, get_world_size
-from ....dist.building import agree, all_to_all_flat, caught
+from ....dist.building import agree, caught
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
+from ..exchange.dispatch import exchange
 from ..exchange.functions import apply
 from ..exchange.shares import share_out
 from ..exchange.travel import landed
@@ -205,8 +206,5 @@ class _Exchange(Function):
 def _moved(
     rows: Tensor, sends: Sequence[int], receives: Sequence[int], group: ProcessGroup | None
 ) -> Tensor:
-    width = rows.shape[1]
-    counts = [[each * width for each in some] for some in (sends, receives)]
-    flat = rows.contiguous().view(-1)
-    (came,) = landed([all_to_all_flat(flat, counts[0], counts[1], group)])
-    return came.view(-1, width)
+    (came,) = landed([exchange(rows.contiguous(), sends, receives, group)])
+    return came.view(-1, rows.shape[1])
