@@ -23,10 +23,11 @@ PRODUCTS: dict[Any, bool] = {
 
 
 class Stack:
-    """The parts of one call, along dim 0, and one tensor in which they have their gradients.
+    """One tensor in which the parts of a stack, of one call, have their gradients.
 
     PyTorch's own gradients of parts are tensors of their own, which are copied into that of the
-    stack: as much memory again, and a pass over all weights. Here products write into it.
+    stack: as much memory again, and a pass over all weights. Here products write into it. The graph
+    holds this, so this holds no part, which would hold the graph: no collector sees such a circle.
 
     Args:
         whole: The stack.
@@ -36,7 +37,11 @@ class Stack:
         self.whole = whole
         self.gradient: Tensor | None = None  # while a backward is under way
         self.written: set[int] = set()  # parts that have theirs in it
-        self.parts: tuple[Tensor, ...] = apply(_Parts, whole, self)
+
+    def apart(self) -> tuple[Tensor, ...]:
+        """Return the parts, along dim 0; once."""
+        parts: tuple[Tensor, ...] = apply(_Parts, self.whole, self)
+        return parts
 
     def place(self, number: int) -> Tensor | None:
         """Return where the gradient of a part goes; None from the second time in a backward."""

@@ -75,7 +75,7 @@ class _Taking(TorchFunctionMode):
         self.known: dict[int, tuple[Tensor, int]] = {}  # indices of all rows of one expert
         self.pieces: dict[int, tuple[Tensor, ...]] = {}  # of rows or weights
         self.wholes = {id(each): each for each in stacks}
-        self.stacks: dict[int, Stack] = {}  # of which a part was taken
+        self.parts: dict[int, tuple[Tensor, ...]] = {}  # of stacks of which one was taken
         self.places: dict[int, tuple[Stack, int]] = {}  # of parts
 
     @cached_property
@@ -147,10 +147,11 @@ class _Taking(TorchFunctionMode):
         return pieces[expert].clone()
 
     def _parts(self, whole: Tensor) -> tuple[Tensor, ...]:
-        if id(whole) not in self.stacks:
-            stack = self.stacks[id(whole)] = Stack(whole)
-            self.places |= {id(part): (stack, number) for number, part in enumerate(stack.parts)}
-        return self.stacks[id(whole)].parts
+        if id(whole) not in self.parts:
+            stack = Stack(whole)
+            parts = self.parts[id(whole)] = stack.apart()
+            self.places |= {id(part): (stack, number) for number, part in enumerate(parts)}
+        return self.parts[id(whole)]
 
 
 def _is_index(index: Any, dims: int) -> bool:
