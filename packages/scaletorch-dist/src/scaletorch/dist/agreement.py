@@ -70,7 +70,10 @@ def agree(
             if error is None:
                 raise MismatchError(_difference(subject, ranks, reports))
     if error is not None:
-        raise error
+        try:
+            raise error
+        finally:
+            del error  # its traceback has this frame, and those of a step hold its tensors
     return notes
 
 

@@ -93,10 +93,14 @@ class OwnLoss:
             MismatchError: Another rank has raised, or its sum differs.
         """
         world = self._manager.world_group
-        error = self._problem or caught(self._require_counts)
         (bits,) = struct.unpack("q", struct.pack("d", float(total)))
-        notes = agree("this step with a loss_fn", [], world, error=error, note=bits)
+        notes = agree("this step with a loss_fn", [], world, error=self._found(), note=bits)
         _require_alike([struct.unpack("d", struct.pack("q", n))[0] for n in notes], self._manager)
+
+    def _found(self) -> Exception | None:
+        """Return the problem, which is held no longer: its traceback has frames that hold this."""
+        problem, self._problem = self._problem, None
+        return problem or caught(self._require_counts)
 
     def _require_counts(self) -> None:
         for count, expected in self._counts:

@@ -51,7 +51,7 @@ def ready(
             have a loss_fn.
     """
     called: list[Called] = []
-    failed: Exception | None = None
+    failed: list[Exception] = []
     counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
     count = 0.0
     try:
@@ -59,15 +59,15 @@ def ready(
         if trains:
             count = _counted(called, own, pipeline_of(model).is_last_stage)
     except Exception as error:  # the others would wait in the all-reduce
-        failed = error
+        failed.append(error)
     alone, has_own = not model.require_backward_grad_sync, own is not None
-    facts = [count if counts else 0, failed is not None, alone, has_own]
+    facts = [count if counts else 0, bool(failed), alone, has_own]
     # Whole numbers are exact in it up to 2**53, and a loss_fn may count in fractions.
     told = torch.tensor(facts, dtype=torch.float64, device=get_comm_device(manager.world_group))
     all_reduce(told, group=manager.world_group)
     total, failures, unsynchronised, owners = told.tolist()
-    if failures:
-        agree("this step", [], manager.world_group, error=failed)
+    if failures:  # taken out of the list, since a traceback has this frame
+        agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
     if 0 < unsynchronised < manager.world_size:
         line = f"gradients {'stay on this rank (no_sync)' if alone else 'are summed over ranks'}"
         _refuse_unlike("no_sync(), which all enter and leave alike", line, manager)

@@ -143,7 +143,7 @@ def _refused_together(model: DataParallelBucket, manager: ProcessGroupManager) -
     texts = all_gather_object([str(error) for error in found], manager.world_group)
     model.reset()
     if found:
-        raise found[0]
+        raise found.pop(0)  # and not of the list: its traceback has this frame
     first = next(text for each in texts for text in each)
     raise NonFiniteError(f"{describe_rank()}: gradients of other ranks are not finite. {first}")
 

@@ -64,13 +64,16 @@ def require_apart(model: nn.Module, batch: Batch, manager: ProcessGroupManager) 
     if not shift:  # one position a rank, on every rank: there is nothing to move
         return True
     pipeline = pipeline_of(model)
-    mixes, error = False, None
+    mixes, failed = False, list[Exception]()
     try:
         mixes = _differ(_run(pipeline, [batch, _moved(batch, shift)]), shift)
     except Exception as found:  # the other ranks must learn of it
-        error = found
+        failed.append(found)
     said = _MIXES if mixes else 0 if batch["input_ids"].unique().numel() > 1 else _UNSEEN
-    notes = agree(_SUBJECT, [], manager.world_group, error=error, note=said)
+    # Taken out of the list, since its traceback has this frame.
+    notes = agree(
+        _SUBJECT, [], manager.world_group, error=failed.pop() if failed else None, note=said
+    )
     if _MIXES in notes:
         _refuse(pipeline, batch, shift, manager)
     if _UNSEEN in notes:

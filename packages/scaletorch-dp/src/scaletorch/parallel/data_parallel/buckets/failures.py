@@ -27,10 +27,9 @@ def raise_failed(syncs: Iterable[Failing]) -> None:
     Raises:
         NonFiniteError: A gradient is not finite.
     """
-    found = [_taken(each) for each in syncs if not each.holds]
-    for error in found:
-        if error is not None:
-            raise error
+    found = [*filter(None, [_taken(each) for each in syncs if not each.holds])]
+    if found:
+        raise found.pop(0)  # out of the list: its traceback has this frame
 
 
 @contextmanager

@@ -174,7 +174,7 @@ def agreed_step(
     pipeline = unwrap(arguments.model)[1]
     group = _same_ranks(pipeline, arguments.group)
     lines = list(facts)
-    error: Exception | None = None
+    failed: list[Exception] = []
     try:
         inputs = _inputs(arguments, pipeline, with_labels=with_labels)
         chosen = pipeline.schedule if schedule is None else schedule
@@ -187,12 +187,14 @@ def agreed_step(
         recorded = " recorded" * (pipeline.runtime.timed is not None)
         lines += [*inputs.describe(), plan.text + recorded]
     except Exception as found:  # a data loader may raise anything; the others must learn of it
-        error = found
+        failed.append(found)
         if not isinstance(found, ScaletorchError) and guard.tell(found):
             raise
     runtime = pipeline.runtime
     note = runtime.note_parameters(pipeline)
-    runtime.compare_parameters(agree(subject, lines, group, error=error, note=note))
+    # Taken out of the list, since its traceback has this frame.
+    notes = agree(subject, lines, group, error=failed.pop() if failed else None, note=note)
+    runtime.compare_parameters(notes)
     return plan, inputs
 
 
