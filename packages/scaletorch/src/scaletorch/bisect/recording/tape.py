@@ -199,13 +199,19 @@ class Tape:
         self._followed.add((use.node, use.place))
         tensor = self._writer.first(use.of) if line.kind == SHARE else -1
         self._uses[tensor] += 1
+        at = use.place  # and not the use, by which the node's hook would hold the node
 
         def came(gradients: tuple[Tensor | None, ...], _: Any) -> None:
-            added = gradients[use.place]
+            added = gradients[at]
             if added is not None and self._uses[tensor] > 1:  # else it is the whole gradient
                 self._add(replace(line), added, place)
 
         use.node.register_hook(came)
+
+    def _forget(self) -> None:
+        """Let go of the graph. Its hooks hold this, and no collector would see the circle."""
+        self._lineage = Lineage()
+        self._followed.clear()
 
     def _came(self, number: int, gradient: Tensor | None) -> None:
         if number in self._seen or gradient is None:
@@ -277,4 +283,6 @@ def record(
     except BaseException as error:
         writer.close(f"{type(error).__name__}: {error}"[:500] or "stopped")
         raise
+    finally:
+        tape._forget()
     writer.close()
