@@ -33,8 +33,11 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 _CAUSAL, _GRADIENT, _SINKS = 1, 2, 4
 _VALUES = 2**31  # more than any head dim: two of them travel as one integer
+_MANY = 4096  # calls of a ring that are remembered at most: packed documents are new in every step
 
-_agreed: WeakKeyDictionary[ProcessGroup, set[Signature]] = WeakKeyDictionary()
+# For each group the calls of a ring, which has one part and its ranks; all of these know the same.
+_Agreed = dict[tuple[int, int], set["Signature"]]
+_agreed: WeakKeyDictionary[ProcessGroup, _Agreed] = WeakKeyDictionary()
 
 
 def as_autocast(x: Tensor) -> Tensor:
@@ -193,13 +196,15 @@ def require_agreement(
     groups = _groups(ring, parts)
     if not groups:
         return
-    agreed = _agreed.setdefault(groups[-1], set())
+    agreed = _agreed.setdefault(groups[-1], {}).setdefault((mine.part, mine.ranks), set())
     if device.type != "cpu" and mine in agreed:
         return
     calls = _gathered(mine, device, groups)
     if any(other != mine for other in calls):
         raise MismatchError(_difference(calls, ring))
     if device.type != "cpu":
+        if len(agreed) >= _MANY:
+            agreed.clear()
         agreed.add(mine)
 
 
