@@ -209,7 +209,7 @@ def divided_logits(length=6):
 
 
 def test_a_whole_model_whose_logits_stay_divided():
-    run_ranks(divided_logits, 2)
+    run_ranks(divided_logits, 2, timeout=100)
 
 
 @pytest.mark.parametrize("async_all_reduce", [False, True])
