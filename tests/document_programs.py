@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 from scaletorch.dist.ranks import fork_server, process
+from scaletorch.dist.ranks.locate import MAIN_ALIAS
 from scaletorch.dist.ranks.pool import RankPool
 from scaletorch.dist.ranks.process import get_server
 
@@ -110,7 +111,7 @@ def run_main(arguments: list[str]) -> None:
     if "import pytest" in text:
         run_pytest(path)
         return
-    main = sys.modules["__main__"] = ModuleType("__main__")
+    main = sys.modules["__main__"] = sys.modules[MAIN_ALIAS] = ModuleType("__main__")
     main.__file__ = path
     exec(compile(text, path, "exec"), vars(main))
     if "__name__ ==" not in text:

@@ -11,6 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
+sys.path.append(str(Path(__file__).resolve().parent))
+
+from document_programs import run_python
+
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
@@ -22,6 +26,8 @@ EXAMPLES = ROOT / "examples"
 COMMANDS = dict(
     re.findall(r"`python (examples/\S+\.py)(.*?)`", (EXAMPLES / "README.md").read_text())
 )
+LLAMA = ("torch._dynamo", "transformers.models.llama.modeling_llama")
+TRAINER = (*LLAMA, "transformers.trainer")
 LAUNCHERS = {"mpi.sh", "slurm.sbatch", "slurm_torchrun.sbatch", "train.py", "ray_train.py"}
 
 
@@ -40,14 +46,20 @@ def call(name, function, **options):
         destroy_process_group_manager()
 
 
-def run(program, *arguments, **variables):
-    """Run a program as a user does; return the numbers of each line that it prints."""
-    done = subprocess.run(
-        [sys.executable, program, *arguments],
-        cwd=ROOT, capture_output=True, text=True, timeout=110, env={**os.environ, **variables},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    found = (re.findall(r"-?\d+\.\d+(?:e-?\d+)?", line) for line in done.stdout.splitlines())
+def run(program, folder, *modules):
+    """Run a program as `python PROGRAM` does; return the numbers of each line that it prints.
+
+    Args:
+        program: Its path from the root.
+        folder: It runs there.
+        modules: What it, or each of its ranks, would import slowly.
+    """
+    preload(*modules)
+    return numbers(run_python([str(ROOT / program)], folder))
+
+
+def numbers(printed):
+    found = (re.findall(r"-?\d+\.\d+(?:e-?\d+)?", line) for line in printed.splitlines())
     return [[float(number) for number in line] for line in found]
 
 
@@ -57,8 +69,8 @@ def test_the_readme_names_every_program():
     assert {p.name for p in (EXAMPLES / "launchers").iterdir() if p.is_file()} == LAUNCHERS
 
 
-def test_buckets_only():
-    one, two, difference = run("examples/buckets_only.py")
+def test_buckets_only(tmp_path):
+    one, two, difference = run("examples/buckets_only.py", tmp_path)
     assert one == pytest.approx(two, abs=1.1e-5)
     assert one[-1] < 0.7 * one[0]
     assert difference[-1] < 1e-5
@@ -72,8 +84,8 @@ def test_buckets_only_in_float64():
             torch.testing.assert_close(other[name], weight, rtol=1e-10, atol=1e-12)
 
 
-def test_own_attention():
-    (one, four), (worst,) = run("examples/own_attention.py")
+def test_own_attention(tmp_path):
+    (one, four), (worst,) = run("examples/own_attention.py", tmp_path)
     assert one == pytest.approx(four, rel=1e-6)
     assert worst < 1e-5
 
@@ -86,17 +98,18 @@ def test_own_attention_in_float64():
             torch.testing.assert_close(other[name], gradient, rtol=1e-10, atol=1e-13)
 
 
-def test_finetune_transformers():
+def test_finetune_transformers(tmp_path):
     pytest.importorskip("transformers")
     pytest.importorskip("safetensors")
-    *steps, (ranks,), (process,) = run("examples/finetune_transformers.py")
+    *steps, (ranks,), (process,) = run("examples/finetune_transformers.py", tmp_path, *LLAMA)
     assert ranks == pytest.approx(process, abs=1.1e-4)
     assert ranks < 0.8 * steps[0][0]
 
 
-def test_grid_trainer():
+def test_grid_trainer(tmp_path):
     pytest.importorskip("accelerate")
-    *steps, (bound,) = run("examples/grid_trainer.py")[-7:]  # behind what Trainer itself prints
+    printed = run("examples/grid_trainer.py", tmp_path, *TRAINER)
+    *steps, (bound,) = printed[-7:]  # behind what Trainer itself prints
     for one, four in steps:
         assert four == pytest.approx(one, abs=2.1e-5)
     assert steps[-1][0] < 0.9 * steps[0][0]
@@ -134,7 +147,7 @@ def on_grids(folder):
 @pytest.mark.timeout(300)
 def test_grid_trainer_on_other_grids(tmp_path):
     pytest.importorskip("accelerate")
-    preload("transformers.models.llama.modeling_llama", "transformers.trainer", "torch._dynamo")
+    preload(*TRAINER)
     example = load("grid_trainer")
     one, trainer = example.plain(tmp_path, torch.float64)
     expected = trainer.evaluate(example.rows()[:12])["eval_loss"]
@@ -164,8 +177,8 @@ def test_fsdp2_in_float64(layout):
 
 
 @pytest.mark.timeout(300)
-def test_fsdp2():
-    one, *others = run("examples/fsdp2.py")
+def test_fsdp2(tmp_path):
+    one, *others = run("examples/fsdp2.py", tmp_path, "torch._dynamo")
     assert len(one) == 3
     assert others == [pytest.approx(one, rel=1e-5)] * 2
 
@@ -176,6 +189,12 @@ def test_deepspeed_grid():
     if packages is None:
         pytest.skip("not installed: hatch env create deepspeed")
     path = ":".join([*filter(None, [os.environ.get("PYTHONPATH")]), str(packages)])
-    one, *others = run("examples/deepspeed_grid.py", PYTHONPATH=path)
+    done = subprocess.run(
+        [sys.executable, "examples/deepspeed_grid.py"],
+        cwd=ROOT, capture_output=True, text=True, timeout=110,
+        env={**os.environ, "PYTHONPATH": path},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    one, *others = numbers(done.stdout)
     assert len(one) == 10
     assert others == [pytest.approx(one, abs=2.1e-4)] * 2

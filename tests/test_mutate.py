@@ -84,6 +84,7 @@ def toy(tmp_path, monkeypatch):
     subprocess.run(["git", "init", "-q"], cwd=root, check=True)
     commit(root)
     monkeypatch.setattr(scope, "SOURCES", ("packages/toy/src",))
+    monkeypatch.setattr(scope, "PRELOAD", ("torch.distributed", "pytest", "hypothesis"))
     return Hunt(root, tmp_path / "out", hunting.resolve(root, "HEAD"), 1, 100, 2, 0)
 
 

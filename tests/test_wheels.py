@@ -147,6 +147,24 @@ def test_a_wheel_that_needs_more_is_not_installed(wheels, torch_folder, tmp_path
         alone.install()
 
 
+@pytest.mark.parametrize(
+    ("snippet", "fault"),
+    [
+        ("print(1)\n```\n\n```python\nraise ValueError(2)", "snippet2 .*Error: 2"),
+        ("print(2)\n```\n\n```output\n3", "snippet1 fails:\n2"),
+    ],
+)
+def test_a_snippet_that_fails_or_prints_something_else_is_named(
+    wheels, torch_folder, tmp_path, snippet, fault
+):
+    title = f"# {PACKAGE}"
+    told = f"```python\n{snippet}\n```\n\n{title}"
+    wheel = changed(wheels[PACKAGE], tmp_path / "wheels", f"{ABOUT}/METADATA", title, told)
+    alone = Alone(PACKAGE, wheel, wheel.parent, create(tmp_path / "environment", torch_folder))
+    with pytest.raises(CheckError, match=f"(?s){fault}"):
+        alone.readme()
+
+
 def test_another_version_is_one_line_else(tmp_path):
     copy = of_version(PACKAGE, "7.0.0", tmp_path)
     assert build(copy, tmp_path).name.startswith("scaletorch_pg-7.0.0-")

@@ -1,8 +1,8 @@
 """A process that has the libraries loaded, and forks one that runs tests for each request.
 
-It runs apart (`python -m mutation.nursery TREE`, with the tree's sources on PYTHONPATH), answers
-one JSON line with another, and has imported nothing of the tree itself: each fork sees the sources
-as they are then.
+It runs apart (`python -m mutation.nursery TREE MODULES`, with the tree's sources on PYTHONPATH),
+answers one JSON line with another, and has imported nothing of the tree itself: each fork sees the
+sources as they are then.
 """
 
 from __future__ import annotations
@@ -18,46 +18,20 @@ import signal
 import sys
 import time
 import traceback
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from . import judge, recorder, warm_ranks
 
-PRELOAD = (
-    "torch",
-    "torch.distributed",
-    "torch.distributed.checkpoint",
-    "torch.distributed.checkpoint.state_dict",
-    "torch.distributed.tensor",
-    "torch.distributed.fsdp",
-    "torch.nn.attention",
-    "torch.nn.parallel",
-    "torch._dynamo",
-    "torch.utils.checkpoint",
-    "pytest",
-    "_pytest.assertion.rewrite",
-    "pytest_timeout",
-    "numpy",
-    "hypothesis",
-    "hypothesis.strategies",
-    "safetensors.torch",
-    "transformers",
-    "transformers.models.llama.modeling_llama",
-    "transformers.models.qwen2.modeling_qwen2",
-    "transformers.models.qwen3.modeling_qwen3",
-    "transformers.models.gpt2.modeling_gpt2",
-    "transformers.models.mistral.modeling_mistral",
-    "transformers.models.phi3.modeling_phi3",
-    "transformers.models.gemma2.modeling_gemma2",
-)
 _SUBREAPER = 36  # prctl: orphans of forks become children of this process, which ends them
 
 
-def serve(tree: str) -> None:
-    """Answer requests until standard input ends."""
+def serve(tree: str, modules: Iterable[str]) -> None:
+    """Answer requests until standard input ends; import modules first, those that are there."""
     ctypes.CDLL(None).prctl(_SUBREAPER, 1, 0, 0, 0)
     os.chdir(tree)
-    for name in PRELOAD:
+    for name in modules:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     gc.collect()
@@ -133,4 +107,4 @@ def _become(request: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    serve(sys.argv[1])
+    serve(sys.argv[1], sys.argv[2:])

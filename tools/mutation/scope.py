@@ -61,3 +61,32 @@ TESTS_LEFT_OUT = {
     "*/test_verify_vendors.py": "of devices",
     "packages/scaletorch-pg/*": "of another package's own numbers",
 }
+
+# What tests import slowly: a process that has it is forked for each mutant.
+PRELOAD = (
+    "torch",
+    "torch.distributed",
+    "torch.distributed.checkpoint",
+    "torch.distributed.checkpoint.state_dict",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.nn.attention",
+    "torch.nn.parallel",
+    "torch._dynamo",
+    "torch.utils.checkpoint",
+    "pytest",
+    "_pytest.assertion.rewrite",
+    "pytest_timeout",
+    "numpy",
+    "hypothesis",
+    "hypothesis.strategies",
+    "safetensors.torch",
+    "transformers",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "transformers.models.qwen3.modeling_qwen3",
+    "transformers.models.gpt2.modeling_gpt2",
+    "transformers.models.mistral.modeling_mistral",
+    "transformers.models.phi3.modeling_phi3",
+    "transformers.models.gemma2.modeling_gemma2",
+)

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import tree
+from . import scope, tree
 
 NURSERY = "mutation.nursery"
 
@@ -20,7 +20,10 @@ class Worker:
     def __init__(self, folder: Path, niceness: int) -> None:
         self.folder = folder
         self.process = subprocess.Popen(
-            ["nice", "-n", str(niceness), sys.executable, "-P", "-m", NURSERY, str(folder)],
+            [
+                *("nice", "-n", str(niceness), sys.executable, "-P", "-m", NURSERY),
+                *(str(folder), *scope.PRELOAD),
+            ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

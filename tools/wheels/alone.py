@@ -17,6 +17,9 @@ SNIPPET = re.compile(r"^```python\n(.*?)^```(?:\n\n```output\n(.*?)^```)?", re.S
 
 NAME = re.compile(r"# (\w+\.py)\n")  # by which the other snippets import it
 
+RUNNER = Path(__file__).with_name("snippets.py")
+PROGRAM = "snippet.py"
+
 # Every module, as a foreign import may hide in any; but a __main__ is a command, and a plugin is
 # for another program: these may need an extra.
 IMPORT_ALL = """
@@ -73,14 +76,21 @@ class Alone:
         if not snippets:
             raise CheckError("the README has no Python snippet")
         files = {match[1]: code for code, _ in snippets if (match := NAME.match(code))}
-        for number, (code, output) in enumerate(snippets, 1):
-            folder = self.python.parent.parent / f"snippet{number}"
+        folders = [self.python.parent.parent / f"snippet{n}" for n in range(1, len(snippets) + 1)]
+        for folder, (code, _) in zip(folders, snippets, strict=True):
             folder.mkdir()
-            for name, text in {**files, "snippet.py": code}.items():
+            for name, text in {**files, PROGRAM: code}.items():
                 (folder / name).write_text(text)
-            done = run(self.python, "snippet.py", folder=folder)
-            if done.returncode or (output and done.stdout != output):
-                raise CheckError(f"snippet {number} fails:\n{done.stdout}{done.stderr}")
+        done = run(self.python, RUNNER, *folders, folder=self.wheels)
+        ran = [folder for folder in folders if (folder / "stdout").exists()]
+        wrong = {ran[-1]} if ran and done.returncode else set()
+        for folder, (_, output) in zip(ran, snippets, strict=False):
+            printed = (folder / "stdout").read_text()
+            if folder in wrong or (output and printed != output):
+                told = printed + (folder / "stderr").read_text()
+                raise CheckError(f"{folder.name} fails:\n{told}")
+        if done.returncode:
+            raise CheckError(f"no snippet ran:\n{done.stderr}")
         return f"{len(snippets)} snippets run"
 
     def extras(self) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from mutants.specimen import PLAN, Specimen, batch
+from mutants.specimen import PLAN, Staged, batch
 from torch import nn
 
 from scaletorch.bisect import Report
@@ -123,7 +123,7 @@ class Family(NamedTuple):
 FAMILIES: Mapping[str, Family] = {
     "llama": Family(default_model),
     "mixture": Family(default_mixture, layouts=EXPERTS),
-    "specimen": Family(Specimen, batch, PLAN, ALONE),
+    "specimen": Family(Staged, batch, PLAN, ALONE),
     "gemma2": Family(gemma),
     "gpt2": Family(gpt2),
 }

@@ -4,7 +4,7 @@ from random import Random
 
 import pytest
 from mutants.routed import ROUTED_PLAN, Routed
-from mutants.specimen import PLAN, Shared, Specimen, batch
+from mutants.specimen import PLAN, Shared, Specimen, Staged, StagedShared, batch
 
 from scaletorch.dist.ranks.locate import locate
 from scaletorch.verify import parse_layout
@@ -13,32 +13,17 @@ from scaletorch.verify.runner import run_case
 from scaletorch.verify.training import Subject
 from scaletorch.verify.verify import Task, run_all, save_reference
 
+# Each axis is in one layout of either list.
+ALONE = ["2x1x1x2", "1x2x2x1"]  # here every value of every option is tried beside defaults
+TOGETHER = ["2x2x1x1", "1x1x2x2"]  # here each is, too, in cases that have several
 DRAWN = 4  # combinations of all options, of each layout
+ROWS = 8  # cases in which every value comes, as many as the longest option has, and one
 NESTED = {"sequence_parallel": "on", "recompute": "layers", "data_parallel": "zero2"}
 
 
-class ShortSpecimen(Specimen):
-    """For layouts without stages, which look at layers one by one: a first, an inner, a last."""
-
-    depth = 3
-
-
-class ShortShared(Shared):
-    """The same for sequence parallelism."""
-
-    depth = 3
-
-
-class ShortRouted(Routed):
-    """The same with experts."""
-
-    depth = 3
-
-
 def of_length(layout):
-    """The specimens of a layout: for whole sequences, for shares of them, and with experts."""
-    staged = parse_layout(layout).pp > 1
-    return (Specimen, Shared, Routed) if staged else (ShortSpecimen, ShortShared, ShortRouted)
+    """The specimens of a layout, for whole sequences and for shares of them."""
+    return (Staged, StagedShared) if parse_layout(layout).pp > 1 else (Specimen, Shared)
 
 
 def cases_of(layout, chosen):
@@ -49,12 +34,33 @@ def cases_of(layout, chosen):
     return list(dict.fromkeys(cases))
 
 
-def every_value(layout):
+def alone(random):
     """Every value of every option once beside the others' defaults, and drawn combinations."""
-    random = Random(layout)
     chosen = [{name: value} for name, values in OPTIONS.items() for value in values]
-    chosen += [{n: random.choice(values) for n, values in OPTIONS.items()} for _ in range(DRAWN)]
-    return cases_of(layout, chosen)
+    return chosen + [drawn(random) for _ in range(DRAWN)]
+
+
+def drawn(random):
+    return {name: random.choice(values) for name, values in OPTIONS.items()}
+
+
+def together(random):
+    """All defaults, and rows in which every value comes once, and defaults in what is left."""
+    columns = []
+    for values in OPTIONS.values():
+        columns.append([*values, *values[:1] * (ROWS - len(values))])
+        random.shuffle(columns[-1])
+    return [{}, *(dict(zip(OPTIONS, row, strict=True)) for row in zip(*columns, strict=True))]
+
+
+def every_value(layout):
+    """Cases that have every value of every option that can matter to a layout."""
+    cases = cases_of(layout, (alone if layout in ALONE else together)(Random(layout)))
+    assert len(cases) > ROWS
+    for name, values in OPTIONS.items():
+        tried = {getattr(case, name) for case in cases}
+        assert len(tried) == 1 or tried == set(values)
+    return cases
 
 
 def unsound(folder, model, plan, cases):
@@ -67,14 +73,10 @@ def unsound(folder, model, plan, cases):
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("layout", ["2x1x1x2", "1x2x2x1", "2x2x1x1", "1x1x2x2"])
+@pytest.mark.parametrize("layout", ALONE + TOGETHER)
 def test_every_value_of_every_option(layout, tmp_path):
     cases = every_value(layout)
-    assert len(cases) > DRAWN
-    for name, values in OPTIONS.items():
-        tried = {getattr(case, name) for case in cases}
-        assert len(tried) == 1 or tried == set(values)
-    for model, sequences in zip(of_length(layout)[:2], ("off", "on"), strict=True):
+    for model, sequences in zip(of_length(layout), ("off", "on"), strict=True):
         own = [case for case in cases if case.sequence_parallel == sequences]
         assert not own or not unsound(tmp_path, model, PLAN, own)
 
@@ -82,11 +84,14 @@ def test_every_value_of_every_option(layout, tmp_path):
 @pytest.mark.parametrize("layout", ["1x1x1x2", "1x3x1x2", "2x1x1x2", "1x1x2x2"])
 def test_shares_of_sequences(layout, tmp_path):
     shares = {"sequence_parallel": "on"}
-    chosen = [shares, shares | {"recompute": "layers"}, shares | {"loss_parallel": "on"}]
+    chosen = [shares | {"recompute": "layers", "loss_parallel": "on"}]
+    chosen += [shares] * (layout not in ALONE)  # where that is a case of every value
     assert not unsound(tmp_path, of_length(layout)[1], PLAN, cases_of(layout, chosen))
 
 
 @pytest.mark.parametrize("layout", ["2x1x1x2-ep2", "1x2x1x2-ep2", "1x1x2x2-ep4"])
 def test_experts(layout, tmp_path):
-    chosen = [{}, *({name: value} for name, value in NESTED.items()), NESTED]
-    assert not unsound(tmp_path, of_length(layout)[2], ROUTED_PLAN, cases_of(layout, chosen))
+    """Options alone where that is quickest, everywhere none of them and all together."""
+    single = [{name: value} for name, value in NESTED.items()] * (layout == "2x1x1x2-ep2")
+    cases = cases_of(layout, [{}, *single, NESTED])
+    assert not unsound(tmp_path, Routed, ROUTED_PLAN, cases)

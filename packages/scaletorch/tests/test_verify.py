@@ -17,7 +17,7 @@ from scaletorch.dist.testing import worst
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, every_layout, layout_name, parse_layout, verify
-from scaletorch.verify.__main__ import options_of, parse
+from scaletorch.verify.__main__ import main, options_of, parse
 from scaletorch.verify.cases import OPTIONS, enumerate_cases
 from scaletorch.verify.compare import compare_named
 from scaletorch.verify.replicas import doubled, missing
@@ -291,15 +291,13 @@ def test_command_verifies_a_users_module_by_its_name_on_every_layout(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "8 of 8 cases train like one process" in done.stdout
     assert json.loads((tmp_path / "report" / "report.json").read_text())["passed"]
-    wrong = subprocess.run(
-        [*command[:4], "mine:nothing", "--world-size", "1"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=110,
-    )
-    assert wrong.returncode == 2
-    assert "'mine:nothing' is not package.module:name" in wrong.stderr
+
+
+def test_the_command_tells_a_model_that_is_not_there(tmp_path, monkeypatch, capsys):
+    (tmp_path / "mine.py").write_text(USER)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["--model", "mine:nothing", "--world-size", "1"]) == 2
+    assert "'mine:nothing' is not package.module:name" in capsys.readouterr().err
 
 
 def test_a_difference_is_measured_by_typical_elements_where_a_tensor_is_what_remained():

@@ -1,8 +1,6 @@
 """What the proof must not let pass, on the batches and models that users have."""
 
 import json
-import subprocess
-import sys
 from functools import partial
 
 import pytest
@@ -16,6 +14,7 @@ from scaletorch.dist.ranks.locate import locate
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, parse_layout, verify
+from scaletorch.verify.__main__ import main
 from scaletorch.verify.bounds import LARGEST, ROOM, blind, bound
 from scaletorch.verify.cases import Case
 from scaletorch.verify.compare import Difference
@@ -167,21 +166,19 @@ def test_a_layout_that_is_refused_is_no_fault_and_no_pass():
     assert not named.passed
 
 
-def test_the_command_tells_a_refused_layout_in_one_line(tmp_path):
-    (tmp_path / "mine.py").write_text(
+def test_the_command_tells_a_refused_layout_in_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "of_two_layers.py").write_text(
         "from scaletorch.models import Llama, LlamaConfig\n"
         "def model():\n    return Llama(LlamaConfig(num_layers=2, vocab_size=64))\n"
     )
-    command = [
-        sys.executable, "-m", "scaletorch.verify", "--model", "mine:model", "--dtype", "float64",
-        "--layout", "1x4x1x1",
-    ]  # fmt: skip
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110)
-    assert done.returncode == 2
-    (line,) = [each for each in done.stdout.splitlines() if each.startswith("1x4x1x1")]
+    monkeypatch.syspath_prepend(tmp_path)
+    words = ["--model", "of_two_layers:model", "--dtype", "float64", "--layout", "1x4x1x1"]
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    (line,) = [each for each in printed.out.splitlines() if each.startswith("1x4x1x1")]
     assert "refused" in line
     assert REFUSED in line
-    assert "Traceback" not in done.stdout + done.stderr
+    assert "Traceback" not in printed.out + printed.err
 
 
 class Convolved(Llama):

@@ -1,7 +1,7 @@
 // A collective backend for the stand-in device: its memory is the host's, so gloo can work on it.
 // It refuses what the vendors' libraries lack, so that tests show that nobody asks for it.
 #include <torch/csrc/distributed/c10d/Backend.hpp>
-#include <torch/extension.h>
+#include <ATen/ATen.h>
 
 namespace {
 

@@ -22,10 +22,11 @@ from scaletorch.verify.verify import Task, run_all, save_reference
 from .catalogue import MUTANTS
 from .mutant import Mutant
 from .routed import ROUTED_PLAN, Balanced, Idle, Routed, Skewed, odd_batch
-from .specimen import PLAN, Sharded, Shared, Specimen, batch
+from .specimen import PLAN, Sharded, Shared, Specimen, Staged, batch
 
 MODELS: Mapping[str, tuple[ModelFn, Plan | None, BatchFn]] = {
     "specimen": (Specimen, PLAN, batch),
+    "staged": (Staged, PLAN, batch),
     "shared": (Shared, PLAN, batch),
     "sharded": (Sharded, {}, batch),
     "routed": (Routed, ROUTED_PLAN, batch),

@@ -23,10 +23,11 @@ class Mutant:
         targets: what is replaced; see `patch.patched`.
         mutate: makes the replacement out of each target's original.
         case: where the fault must show.
-        model: 'specimen', 'shared' for one that can be sequence parallel, 'sharded' for one that
-            is written with sharded layers, 'routed' for one with experts, 'skewed' for one of
-            which two get no token and 'idle' where one gets none, 'balanced' for one that asks for
-            its routers' loss, or 'built-in' for what users run by default.
+        model: 'specimen', 'staged' for one with layers for stages, 'shared' for one that can be
+            sequence parallel, 'sharded' for one that is written with sharded layers, 'routed' for
+            one with experts, 'skewed' for one of which two get no token and 'idle' where one gets
+            none, 'balanced' for one that asks for its routers' loss, or 'built-in' for what users
+            run by default.
         born: where a person who hunts the fault must be led; see `located.matches`.
     """
 
@@ -36,7 +37,7 @@ class Mutant:
     mutate: Mutate
     case: Case
     born: str
-    model: str = "specimen"
+    model: str
 
     def apply(self) -> ExitStack:
         """Put the fault in; leaving the stack takes it out."""
@@ -58,11 +59,12 @@ class Catalogue:
     mutants: list[Mutant] = field(default_factory=list)
 
     def fault(
-        self, *targets: str, layout: str, born: str, model: str = "specimen", **options: Any
+        self, *targets: str, layout: str, born: str, model: str = "", **options: Any
     ) -> Callable[[Mutate], Mutate]:
         """Enter the decorated function: its name and docstring are the mutant's."""
         absolute = tuple(f"{self.part}.{target}" for target in targets)
         case = Case(parse_layout(layout), **options)
+        model = model or ("staged" if case.grid.pp > 1 else "specimen")
 
         def enter(mutate: Mutate) -> Mutate:
             name, text = mutate.__name__.replace("_", "-"), (mutate.__doc__ or "").strip()

@@ -15,7 +15,7 @@ from scaletorch.parallel.tensor_parallel import (
 )
 from scaletorch.verify.problem import Batch, labelled
 
-VOCABULARY, HIDDEN, HEADS, KV_HEADS, LAYERS = 32, 16, 4, 2, 5
+VOCABULARY, HIDDEN, HEADS, KV_HEADS = 32, 16, 4, 2
 ROWS, LENGTH = 16, 12
 PADDING, RARE = 0, 1
 HEAD = HIDDEN // HEADS
@@ -95,7 +95,7 @@ class Rare(nn.Module):
 class Specimen(nn.Module):
     """A decoder with a tied head, a padding row, a rarely used and a never used parameter."""
 
-    depth = LAYERS  # enough for stages of unequal length, four of two ranks
+    depth = 3  # a first, an inner and a last layer
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,6 +119,12 @@ class Specimen(nn.Module):
         return logits
 
 
+class Staged(Specimen):
+    """A specimen for pipelines."""
+
+    depth = 5  # enough for stages of unequal length, four of two ranks
+
+
 class Aligned(nn.Module):
     """Stands for `Rare` where hidden states are shares of a sequence and ids are not."""
 
@@ -133,6 +139,12 @@ class Shared(Specimen):
     def __init__(self) -> None:
         super().__init__()
         self.rare = Aligned()
+
+
+class StagedShared(Shared):
+    """A specimen for sequence parallelism in pipelines."""
+
+    depth = Staged.depth
 
 
 class Sharded(nn.Module):

@@ -46,14 +46,15 @@ def find_computed(model: nn.Module) -> dict[nn.Module, int]:
 
 def computes(part: Any) -> bool:
     """Return whether the attention of a model is to see whole sequences."""
-    config, whole = part.config, find_whole(part)
+    config = part.config
+    made = config._attn_implementation == WHOLE or config.model_type in _ADDING
+    made |= config._attn_implementation == "eager" and not part._can_set_attn_implementation()
+    if not made and not other_layers(config):  # as of most models, and what follows takes longer
+        return False
+    whole = find_whole(part)
     if whole and not attends(part, whole):
         return False
-    if config._attn_implementation == WHOLE or config.model_type in _ADDING:
-        return True
-    if config._attn_implementation == "eager" and not part._can_set_attn_implementation():
-        return True
-    return bool(other_layers(config)) and not whole and bool(find_attention(part))
+    return made or (not whole and bool(find_attention(part)))
 
 
 def other_layers(config: Any) -> list[str]:

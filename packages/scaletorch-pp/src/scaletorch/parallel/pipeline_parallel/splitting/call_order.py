@@ -8,10 +8,12 @@ such a module; if it is wrong, the first forward refuses it.
 from __future__ import annotations
 
 import ast
+import functools
 import inspect
 import textwrap
 from collections.abc import Callable
 from enum import IntEnum
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -106,10 +108,9 @@ class _Events(ast.NodeVisitor):
 
     def read(self, method: Callable[..., Any]) -> None:
         """Read a method; nothing is found if its source is not to be had."""
-        try:
-            source = inspect.getsource(inspect.unwrap(method))
-            tree = ast.parse(textwrap.dedent(source))
-        except (OSError, TypeError, SyntaxError, ValueError):
+        code = getattr(inspect.unwrap(method), "__code__", None)
+        tree = None if code is None else _tree(code)
+        if tree is None:
             return
         self._depth += 1
         self.visit(tree)
@@ -156,6 +157,15 @@ class _Events(ast.NodeVisitor):
     def _note(self, name: str, use: Use) -> None:
         self.found.append((name, use))
         self.loops.append(self._loops)
+
+
+@functools.lru_cache(maxsize=64)
+def _tree(code: CodeType) -> ast.AST | None:
+    """Return what a function's source says, which each of several questions is asked of."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(code)))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
 
 
 def _own_name(node: ast.AST) -> str | None:
