@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 import torch.distributed as c10d
-from looping_blocks import BLOCKS, HIDDEN
+from looping_blocks import BLOCKS, HIDDEN, Expert, model_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -253,3 +253,49 @@ def test_nobody_asks_anything():
     x = torch.ones(1, 0, HIDDEN, requires_grad=True)
     block(x).sum().backward()
     assert all(p.grad is None for p in block.experts.parameters())
+
+
+class Picky(Expert):
+    """Cannot be called on no rows."""
+
+    def forward(self, x):
+        return super().forward(x) + 0 * x.max()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@distributed_test(world_size=2)
+def test_experts_that_nobody_asks_are_not_called(dtype):
+    torch.manual_seed(0)
+    model = model_of(lambda block, x: block.experts[0](x))
+    model["block"].experts = nn.ModuleList(Picky() for _ in range(4))
+    plain = copy.deepcopy(model)
+    apply_expert_parallel(model, {"block.experts": "experts"}, WORLD)
+    x = batch().float()
+    for _ in range(2):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            found, expected = model["block"](x), plain["block"](x)
+        assert found.dtype == expected.dtype
+        assert relative_error(found, expected) < (1e-6 if dtype is None else 1e-2)
+
+
+class Hidden:
+    """Tensors that nobody finds."""
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+@distributed_test(world_size=2)
+def test_recomputation_of_a_block_whose_results_are_in_an_object_of_its_own():
+    block = BLOCKS["skipping"](4).double()
+    plain, own = copy.deepcopy(block), type(block).forward
+    type(block).forward = lambda self, x: Hidden(own(self, x))
+    apply_expert_parallel(block, {"experts": "experts"}, WORLD)
+    x = batch()
+    checkpoint(block, x, use_reentrant=False).hidden.square().sum().backward()
+    plain(x).hidden.square().sum().backward()
+    for name, parameter in block.named_parameters():
+        expected = plain.get_parameter(name).grad
+        if expected is not None and expected.any():
+            scale = 1 if name.startswith("gate") else 2  # tokens of both ranks
+            assert relative_error(parameter.grad, scale * expected) < 1e-12, name

@@ -19,6 +19,7 @@ from .calls import ALL, ROUTED, WAYS, Given, Run, read_call, runner
 from .computing.apart import why_mixed
 from .computing.pairs import compute
 from .computing.uncompiled import call_uncompiled
+from .exchange.attempts import attempt
 from .exchange.dispatch import Dispatched, combine_computed, dispatch
 from .exchange.routes import number_apart, stay
 from .exchange.shares import ranges_of, share_out
@@ -192,17 +193,36 @@ def _over_experts(module: DividedExperts, run: Run, given: Given) -> Tensor:
         index = number_apart(index, division.counts, division.beyond, get_rank(division.group))
         came = dispatch(hidden, index, weights, counts, division.group, early)
     named = {name: _tensor(module, name) for name in division.stacked}
-    results, wrong = compute(run, came, counts[get_rank(division.group)], [*named.values()], routed)
-    if not division.checked:
-        if wrong is None and routed and not division.beyond:
-            names, total = (division.stacked, division.lists), sum(division.counts)
-            wrong = why_mixed(module, run, came, names, len(division.own), total)
-        lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
-        lines.append(f"results {results.dtype}, of width {results.shape[1]}")
-        agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
+    own = counts[get_rank(division.group)]
+    call = partial(compute, run, came, own, [*named.values()], routed)
+    results, wrong = call() if division.checked else _call_first(module, run, came, named, call)
     if wrong is not None:
         raise wrong
     return results if here else combine_computed(results, came.route)
+
+
+def _call_first(
+    module: DividedExperts,
+    run: Run,
+    came: Dispatched,
+    named: Mapping[str, Tensor],
+    call: Callable[[], tuple[Tensor, Exception | None]],
+) -> tuple[Tensor, None]:
+    """Return the results of a first call, and raise on all ranks what is wrong with one's experts.
+
+    Later ones have no such message: there an error is of the rank that it comes from alone.
+    """
+    division = module._division
+    found, wrong = attempt(call)
+    results, wrong = (came.hidden, wrong) if found is None else found
+    if wrong is None and division.way == ROUTED and not division.beyond:
+        names, total = (division.stacked, division.lists), sum(division.counts)
+        mixed, wrong = attempt(why_mixed, module, run, came, names, len(division.own), total)
+        wrong = wrong or mixed
+    lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
+    lines.append(f"results {results.dtype}, of width {results.shape[1]}")
+    agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
+    return results, None
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

@@ -15,9 +15,8 @@ from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import describe_rank
 from ..module import LoopedList
 
-Kinds = dict[
-    tuple[torch.dtype, torch.dtype | None], torch.dtype
-]  # a sort of call -> the dtype of its results
+Sort = tuple[torch.dtype, torch.dtype | None]  # of a call: the dtype of rows, and of autocast
+Kinds = dict[Sort, torch.dtype]  # the dtype of results of a sort of call
 Call = Callable[[int, Tensor], Tensor]  # expert, what it is called with -> its result
 _computing = ContextVar("experts that other ranks asked for compute", default=False)
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -120,9 +119,7 @@ def refuse_alone(expert: nn.Module, args: Any) -> None:
         )
 
 
-def sort_of_call(
-    dtype: torch.dtype, device: torch.device
-) -> tuple[torch.dtype, torch.dtype | None]:
+def sort_of_call(dtype: torch.dtype, device: torch.device) -> Sort:
     """Return what the dtype of results hangs on: that of rows, and autocast."""
     on = torch.is_autocast_enabled(device.type)
     return dtype, torch.get_autocast_dtype(device.type) if on else None

@@ -11,9 +11,9 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ....dist.building import agree, map_tensors, tensors_in
-from ....dist.errors import ScaletorchError
 from ...pg_manager.building import deep_copy, shallow_copy
 from ..computing.uncompiled import call_uncompiled
+from ..exchange.attempts import attempt
 from ..exchange.functions import apply
 from .answers import answer
 from .asking import Ask, answering, check_kept, recording, standing_in, unlike
@@ -63,21 +63,14 @@ def _run(block: LoopingBlock, own: Callable[..., Any], args: Any, kwargs: Any) -
         return result
 
     before = Draws.now(device)
-    _, error = _tried(ask)
+    _, error = attempt(ask)
     answers = answer(asks, [*experts._modules.values()], division, kinds, error)
     behind = Draws.now(device)
     before.restore()
-    result, error = (None, answers.error) if answers.error else _tried(again)
+    result, error = (None, answers.error) if answers.error else attempt(again)
     behind.restore()
     agree(f"a call of the experts '{name}'", (), division.group, error=error)
     return _tied(result, answers.mark)
-
-
-def _tried(call: Callable[[], Any]) -> tuple[Any, ScaletorchError | None]:
-    try:
-        return call(), None
-    except ScaletorchError as error:
-        return None, error
 
 
 def _besides(module: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from ....dist import get_comm_device, get_rank
 from ....dist.building import agree, all_to_all_flat
-from ....dist.errors import ScaletorchError
 from ..exchange.routes import digest_of
 from ..exchange.shares import ranges_of
 from ..exchange.travel import landed
@@ -73,7 +72,7 @@ def counts_of_asked(
 
 
 def tell(
-    rows: Tensor | None, counts: list[int], division: Division, error: ScaletorchError | None
+    rows: Tensor | None, counts: list[int], division: Division, error: Exception | None
 ) -> Traffic | None:
     """Tell all ranks what this one asks for, and hear it of them; None if nobody asks anything.
 
