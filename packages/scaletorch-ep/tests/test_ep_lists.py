@@ -111,27 +111,30 @@ def test_ranks_that_hold_the_same_tokens_send_a_share_each(kind, tokens):
     assert max(run_ranks(shared_tokens, 4, kind, tokens)) <= 1e-12
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "named"])
 @distributed_test(world_size=2)
-def test_what_becomes_of_a_model():
-    plain, model = Model("mixtral"), apply_expert_parallel(Model("mixtral"), PLAN, WORLD)
+def test_what_becomes_of_a_model(kind):
+    plain, model = Model(kind), apply_expert_parallel(Model(kind), PLAN, WORLD)
     block, rank = model.blocks[0], c10d.get_rank()
-    assert isinstance(block, BLOCKS["mixtral"])
-    assert type(block).__name__ == "Mixtral"
+    assert isinstance(block, BLOCKS[kind])
+    assert type(block).__name__ == kind.capitalize()
     assert block.num_experts == EXPERTS
     state = gather_experts(model, model.state_dict())
     assert state.keys() == plain.state_dict().keys()
     assert all(torch.equal(state[name], each) for name, each in plain.state_dict().items())
     own = own_experts(model, plain.state_dict())
     assert own.keys() == model.state_dict().keys()
-    numbers = {n.split(".")[3] for n in own if n.startswith("blocks.0.experts.")}
-    assert numbers == ({"0", "1", "2"}, {"3", "4"})[rank]
+    names = {n.split(".")[3] for n in own if n.startswith("blocks.0.experts.")}
+    assert {int(name[-1]) for name in names} == ({0, 1, 2}, {3, 4})[rank]
     model.load_state_dict(own)
     assert len(block.experts) == len([*block.experts]) == (3, 2)[rank]
     x = batch()
     twin, expected = copy.deepcopy(model), plain(x)
     for each in (model, twin):
         assert relative_error(each(x), expected) < 1e-12
-    assert twin.blocks[0].experts[0].w1.weight is not block.experts[0].w1.weight
+    first = next(iter(names))
+    (one, other) = (each.blocks[0].experts.get_submodule(first) for each in (twin, model))
+    assert one.w1.weight is not other.w1.weight
     with pytest.raises(StateError, match="cannot be pickled"):
         pickle.dumps(model)
 

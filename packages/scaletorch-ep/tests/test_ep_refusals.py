@@ -84,7 +84,7 @@ CASES = {
     "no plan": (Experts, None, "brings no plan for experts"),
     "no plan, and none would do": (Routed, None, re.escape("is called as Routed(hidden)")),
     "style": (Experts, {"experts": "column"}, "the style 'column'; there is one, 'experts'"),
-    "no forward": (lambda: nn.ModuleDict({"0": Experts()}), None, "own, and no nn.ModuleList: put"),
+    "no forward": (lambda: nn.ParameterList([torch.ones(1)]), None, "own, and no nn.ModuleList or"),
     "routing": (Routed, None, re.escape("is called as Routed(hidden)")),
     "replaced": (_replaced, None, "was replaced on the instance"),
     "no stack": (Looping, None, "the number of experts of 'experts' .* is one of|not to be seen"),

@@ -198,10 +198,10 @@ def step(model, optimizer, number):
     return compose.full_state_dict(model)
 
 
-def saved(folder, sizes):
+def saved(folder, kind, sizes):
     manager = setup_process_group_manager(**sizes)
     try:
-        model = compose.parallelize(build("deepseek", 0.0, 5), manager, plan=PLAN)
+        model = compose.parallelize(build(kind, 0.0, 5), manager, plan=PLAN)
         optimizer = shard_optimizer(adam(model), model)
         before = step(model, optimizer, 0)
         save(folder, model, optimizer, step=1)
@@ -210,10 +210,10 @@ def saved(folder, sizes):
         destroy_process_group_manager()
 
 
-def loaded(folder, sizes):
+def loaded(folder, kind, sizes):
     manager = setup_process_group_manager(**sizes)
     try:
-        model = compose.parallelize(build("deepseek", 0.0, 5), manager, plan=PLAN)
+        model = compose.parallelize(build(kind, 0.0, 5), manager, plan=PLAN)
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.fill_(0.5)  # so that what is not loaded shows
@@ -226,14 +226,16 @@ def loaded(folder, sizes):
         destroy_process_group_manager()
 
 
-def test_checkpoints_move_between_layouts(tmp_path):
-    before, then = run_ranks(saved, 4, tmp_path / "one", {"dp_size": 4, "ep_size": 4})[0]
+@pytest.mark.parametrize("kind", ["deepseek", "named"])
+def test_checkpoints_move_between_layouts(kind, tmp_path):
+    folder = tmp_path / "one"
+    before, then = run_ranks(saved, 4, folder, kind, {"dp_size": 4, "ep_size": 4})[0]
     for ranks, sizes in (
         (1, {}),
         (2, {"dp_size": 2, "ep_size": 2}),
         (4, {"tp_size": 2, "dp_size": 2, "ep_size": 2}),
     ):
-        after, later = run_ranks(loaded, ranks, tmp_path / "one", sizes)[0]
+        after, later = run_ranks(loaded, ranks, folder, kind, sizes)[0]
         assert after.keys() == before.keys()
         assert all(torch.equal(after[name], each) for name, each in before.items())
         assert max(relative_error(later[name], each) for name, each in then.items()) < BOUND

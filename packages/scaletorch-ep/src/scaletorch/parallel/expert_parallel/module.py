@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -36,7 +36,7 @@ class Division:
         counts: Experts of each rank of the group.
         stacked: Names in the module of parameters that are cut along dim 0.
         buffers: The same of buffers.
-        lists: Names in the module of lists of experts.
+        lists: Names in the module of lists of experts -> names of all experts in them.
         rows: Names of parameters and buffers that are cut -> the rows of each rank of the group.
         way: How the module is called, of `WAYS`.
         beyond: How many experts without weights are numbered behind the others.
@@ -49,7 +49,7 @@ class Division:
     counts: tuple[int, ...]
     stacked: tuple[str, ...]
     buffers: tuple[str, ...]
-    lists: tuple[str, ...]
+    lists: Mapping[str, tuple[str, ...]]
     rows: Mapping[str, tuple[int, ...]]
     way: str = ROUTED
     beyond: int = 0
@@ -115,22 +115,6 @@ class ExpertList(nn.ModuleList):
         if isinstance(idx, slice):
             return nn.ModuleList(list(self._modules.values())[idx])
         return self._modules[self._get_abs_string_index(idx)]
-
-
-class LoopedList(nn.ModuleList):
-    """Comes before a list's class: while its block runs, it has all experts, as stand-ins."""
-
-    _standing: Sequence[Any] | None = None
-
-    def __getitem__(self, idx: Any) -> Any:
-        """Return an expert, or a list of some."""
-        return super().__getitem__(idx) if self._standing is None else self._standing[idx]
-
-    def __len__(self) -> int:
-        return super().__len__() if self._standing is None else len(self._standing)
-
-    def __iter__(self) -> Iterator[Any]:
-        return super().__iter__() if self._standing is None else iter(self._standing)
 
 
 def put_before(mixin: type[nn.Module], module: nn.Module) -> None:
@@ -216,7 +200,7 @@ def _call_first(
     found, wrong = attempt(call)
     results, wrong = (came.hidden, wrong) if found is None else found
     if wrong is None and division.way == ROUTED and not division.beyond:
-        names, total = (division.stacked, division.lists), sum(division.counts)
+        names, total = (division.stacked, [*division.lists]), sum(division.counts)
         mixed, wrong = attempt(why_mixed, module, run, came, names, len(division.own), total)
         wrong = wrong or mixed
     lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]

@@ -22,7 +22,8 @@ from ..exchange.functions import apply
 from ..exchange.shares import share_out
 from ..exchange.travel import landed
 from ..module import Division
-from .asking import Ask, Kinds, Sort, computing, sort_of_call
+from .asking import Ask, Kinds, Sort, sort_of_call
+from .standing import computing
 from .telling import DTYPES, NOT_ASKED, Traffic, counts_of_asked, tell
 
 Experts = Sequence[Callable[[Tensor], Any]]

@@ -16,7 +16,8 @@ from ..computing.uncompiled import call_uncompiled
 from ..exchange.attempts import attempt
 from ..exchange.functions import apply
 from .answers import answer
-from .asking import Ask, answering, check_kept, recording, standing_in, unlike
+from .asking import Ask, answering, check_kept, recording, unlike
+from .standing import standing_in
 from .trial import Draws, run_on_copies
 
 
@@ -44,19 +45,19 @@ def _run(block: LoopingBlock, own: Callable[..., Any], args: Any, kwargs: Any) -
     """Run a block's own forward to see what it asks for, have it answered, and run it again."""
     experts: Any = block._modules[block._looped]
     division, kinds = experts._division, experts._kinds
-    name, number = division.name, sum(division.counts)
+    name, (keys,) = division.name, division.lists.values()
     device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
     asks: list[Ask] = []
 
     def ask() -> None:
-        with standing_in(experts, name, number, recording(asks, kinds)):
+        with standing_in(experts, name, keys, recording(asks, kinds)):
             run_on_copies(own, args, kwargs, [*_besides(block, experts)])
         check_kept(name, asks)
 
     def again() -> Any:
         used: list[int] = []
         call = answering(name, asks, answers.results, used)
-        with standing_in(experts, name, number, call):
+        with standing_in(experts, name, keys, call):
             result = own(*args, **kwargs)
         if len(used) < len(asks):
             raise unlike(name, asks[len(used)], "nothing more")
