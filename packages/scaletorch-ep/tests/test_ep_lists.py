@@ -276,3 +276,19 @@ def test_recomputation_of_a_block_whose_results_are_in_an_object_of_its_own():
         if expected is not None and expected.any():
             scale = 1 if name.startswith("gate") else 2  # tokens of both ranks
             assert relative_error(parameter.grad, scale * expected) < 1e-12, name
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@distributed_test(world_size=2)
+def test_experts_called_on_no_rows_have_zeros_and_others_nothing(kind):
+    """One token has two experts; some blocks call the others, too."""
+    block = BLOCKS[kind](EXPERTS, skew=60.0).double()
+    plain = copy.deepcopy(block)
+    apply_expert_parallel(block, {"experts": "experts"}, WORLD)
+    for each in (block, plain):
+        out = each(random_tokens(1, 1))
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+    idle = {name for name, each in plain.named_parameters() if each.grad is None}
+    assert bool(idle) == (kind in ("deepseek", "skipping", "named"))
+    for name, parameter in block.named_parameters():
+        assert (parameter.grad is None) == (name in idle), name
