@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,27 +29,13 @@ from .telling import DTYPES, NOT_ASKED, Traffic, counts_of_asked, tell
 Experts = Sequence[Callable[[Tensor], Any]]
 
 
-class Answers(NamedTuple):
-    """What experts answered.
-
-    Attributes:
-        results: Of each call, [n, H], in order.
-        mark: Depends on all results, [0, H]; None if nothing was exchanged.
-        error: What is wrong with the experts here.
-    """
-
-    results: list[Tensor]
-    mark: Tensor | None
-    error: Exception | None
-
-
 def answer(
     asks: Sequence[Ask],
     experts: Experts,
     division: Division,
     kinds: Kinds,
     error: Exception | None,
-) -> Answers:
+) -> tuple[list[Tensor], Tensor | None, Exception | None]:
     """Have all calls of this rank answered; every rank that has some of the experts calls it.
 
     One small all-to-all says how many rows of which sort come; rows and results are one each. Ranks
@@ -62,6 +48,10 @@ def answer(
         kinds: What was learned of results, and is from now on.
         error: What is wrong here, told to all ranks.
 
+    Returns:
+        The result of each call, [n, H]; a mark that depends on all of them, [0, H], or None if
+        nothing was exchanged; and what is wrong with the experts here.
+
     Raises:
         InvalidArgumentError: It is wrong, or experts return something else than rows.
         MismatchError: It is so on another rank, or ranks differ in what they ask for.
@@ -71,24 +61,26 @@ def answer(
     error = error or failed
     sizes, rows = ([], None) if error else found
     asked = [asks[number].expert for number in order][: len(sizes)]
-    error = _agreed(division, asked, sizes, error)
-    shares = share_out(
-        sum(sizes), 1 if division.tokens is None else get_world_size(division.tokens)
-    )
+    sharers = 1 if division.tokens is None else get_world_size(division.tokens)
+    if sharers > 1:
+        lines = [f"expert {each}: {number} rows" for each, number in zip(asked, sizes, strict=True)]
+        subject = f"what is asked of '{division.name}', the same on all tp ranks"
+        _, error = attempt(lambda: agree(subject, lines, division.tokens, error=error))
+    shares = share_out(sum(sizes), sharers)
     traffic = tell(rows, counts_of_asked(asked, sizes, shares, division), division, error)
     if traffic is None:
-        return Answers([], None, None)
+        return [], None, None
     if rows is None:
         rows = torch.empty(
             0, traffic.width, dtype=traffic.dtype, device=get_comm_device(division.group)
         )
-    shared = len(shares) > 1 and len(rows) > 0
+    shared = sharers > 1 and len(rows) > 0
     share = functional.split(rows, 0, division.tokens, sizes=shares) if shared else rows
     results, mark, wrong = _exchanged(share, traffic, experts, division, kinds)
     if shared:
         results = functional.gather(results, 0, division.tokens, sizes=shares)
     back = dict(zip(order, results.split(sizes), strict=True)) if asks else {}
-    return Answers([back[number] for number in range(len(asks))], mark, wrong)
+    return [back[number] for number in range(len(asks))], mark, wrong
 
 
 def _rows_of(name: str, asks: Sequence[Ask]) -> tuple[list[int], Tensor | None]:
@@ -102,17 +94,6 @@ def _rows_of(name: str, asks: Sequence[Ask]) -> tuple[list[int], Tensor | None]:
         )
     rows = [ask.rows for ask in asks]
     return [*map(len, rows)], torch.cat(rows) if rows else None
-
-
-def _agreed(
-    division: Division, asked: list[int], sizes: list[int], error: Exception | None
-) -> Exception | None:
-    """Return what is wrong on a rank that holds the same tokens, or that it asks otherwise."""
-    if division.tokens is None or get_world_size(division.tokens) == 1:
-        return error
-    lines = [f"expert {each}: {rows} rows" for each, rows in zip(asked, sizes, strict=True)]
-    subject = f"what is asked of '{division.name}', the same on all tp ranks"
-    return attempt(lambda: agree(subject, lines, division.tokens, error=error))[1]
 
 
 def _exchanged(

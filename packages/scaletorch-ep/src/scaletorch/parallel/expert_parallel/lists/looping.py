@@ -56,7 +56,7 @@ def _run(block: LoopingBlock, own: Callable[..., Any], args: Any, kwargs: Any) -
 
     def again() -> Any:
         used: list[int] = []
-        call = answering(name, asks, answers.results, used)
+        call = answering(name, asks, results, used)
         with standing_in(experts, name, keys, call):
             result = own(*args, **kwargs)
         if len(used) < len(asks):
@@ -65,13 +65,13 @@ def _run(block: LoopingBlock, own: Callable[..., Any], args: Any, kwargs: Any) -
 
     before = Draws.now(device)
     _, error = attempt(ask)
-    answers = answer(asks, [*experts._modules.values()], division, kinds, error)
+    results, mark, wrong = answer(asks, [*experts._modules.values()], division, kinds, error)
     behind = Draws.now(device)
     before.restore()
-    result, error = (None, answers.error) if answers.error else attempt(again)
+    result, error = (None, wrong) if wrong else attempt(again)
     behind.restore()
     agree(f"a call of the experts '{name}'", (), division.group, error=error)
-    return _tied(result, answers.mark)
+    return _tied(result, mark)
 
 
 def _besides(module: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:
