@@ -111,4 +111,47 @@ class Halving(Looping):
         return out.view_as(x)
 
 
-BLOCKS = {"mixtral": Mixtral, "deepseek": DeepSeek, "skipping": Skipping, "halving": Halving}
+class Asking(nn.Module):
+    """Calls experts as a function of the block says."""
+
+    def __init__(self, ask, number=4):
+        super().__init__()
+        self.ask, self.calls = ask, []
+        self.scale = nn.Parameter(torch.ones(1))
+        self.experts = nn.ModuleList(Expert() for _ in range(number))
+
+    def forward(self, x):
+        return self.ask(self, x)
+
+
+def model_of(ask):
+    return nn.ModuleDict({"block": Asking(ask)})
+
+
+def asks_well(block, x):
+    return block.experts[0](x) + block.experts[3](x[:2]).sum()
+
+
+class Named(Skipping):
+    """Has a dict of experts, takes some of it by name, and loops over names and experts."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        named = {f"expert_{n}": expert for n, expert in enumerate(self.experts)}
+        self.experts = nn.ModuleDict(named)
+
+    def forward(self, x):
+        rows = x.flatten(0, -2)
+        weights, index = self.scores(rows).softmax(-1).topk(TOP_K)
+        out = self.experts["expert_1"](rows)
+        for number, (name, expert) in enumerate(self.experts.items()):
+            token, slot = torch.where(index == number)
+            if len(token) and name in self.experts:
+                out = out.index_add(0, token, expert(rows[token]) * weights[token, slot, None])
+        every = zip(self.experts, self.experts.values(), self.experts.keys(), strict=True)
+        last = [expert for one, expert, other in every if one == other][len(self.experts) - 1]
+        return (out + last(rows)).view_as(x)
+
+
+BLOCKS = {"mixtral": Mixtral, "deepseek": DeepSeek, "skipping": Skipping, "halving": Halving,
+          "named": Named}  # fmt: skip

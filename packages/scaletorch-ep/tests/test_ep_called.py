@@ -7,7 +7,14 @@ import torch
 import torch.distributed as c10d
 from called_blocks import BLOCKS, EXPERTS, HIDDEN, All, Beyond, Rows, Sorted
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from with_one_process import (
+    TOKENS,
+    TwoBlocks,
+    gradients,
+    random_tokens,
+    tp_pair,
+    whole_gradients,
+)
 
 from scaletorch.dist import InvalidArgumentError, MismatchError
 from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
@@ -22,62 +29,41 @@ from scaletorch.parallel.expert_parallel.building import find_experts
 from scaletorch.parallel.expert_parallel.exchange.routes import number_apart
 
 WORLD = c10d.group.WORLD
-TOKENS = 10
 
 
-class Model(nn.Module):
-    def __init__(self, kind, skewed=False):
-        super().__init__()
-        torch.manual_seed(4)
-        self.blocks = nn.ModuleList(BLOCKS[kind]() for _ in range(2))
-        for block in self.blocks if skewed else ():
-            block.router.bias.data[:3] += 50  # experts of the first ranks alone get tokens
-        self.double()
-
-    def forward(self, x, recompute=False):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
-        return x
-
-
-def _batch():
-    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(7)).double()
-
-
-def _gradients(model):
-    named = model.named_parameters()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in named}
+def Model(kind, skewed=False):
+    model = TwoBlocks(BLOCKS[kind])
+    for block in model.blocks if skewed else ():
+        block.router.bias.data[:3] += 50  # experts of the first ranks alone get tokens
+    return model
 
 
 def _trained(kind, skewed):
-    model, batch = Model(kind, skewed), _batch().requires_grad_()
+    model, batch = Model(kind, skewed), random_tokens(TOKENS).requires_grad_()
     loss = model(batch).square().sum() / TOKENS
     loss.backward()
-    return loss.detach(), batch.grad, _gradients(model), model
+    return loss.detach(), batch.grad, gradients(model), model
 
 
 def _divided(kind, sizes, skewed, recompute):
     """Return the worst difference of this rank's loss, gradients and state to one process's."""
     rank = c10d.get_rank()
-    loss, of_batch, gradients, plain = _trained(kind, skewed)
+    loss, of_batch, expected, plain = _trained(kind, skewed)
     model = apply_expert_parallel(Model(kind, skewed), None, WORLD)
-    own = _batch().split(sizes)[rank].requires_grad_()
+    own = random_tokens(TOKENS).split(sizes)[rank].requires_grad_()
     mine = model(own, recompute).square().sum() / TOKENS
     mine.backward()
-    cuts, found = find_expert_cuts(model), _gradients(model)
-    for name, gradient in found.items():
-        if name not in cuts:
-            c10d.all_reduce(gradient)
-    assert {n.partition(".router")[0] for n in found if n not in cuts} == {"blocks.0", "blocks.1"}
-    whole, total = gather_experts(model, found), mine.detach()
+    rest = gradients(model).keys() - find_expert_cuts(model).keys()
+    assert {name.partition(".router")[0] for name in rest} == {"blocks.0", "blocks.1"}
+    whole, total = whole_gradients(model), mine.detach()
     c10d.all_reduce(total)
-    state, expected = gather_experts(model, model.state_dict()), plain.state_dict()
-    assert state.keys() == expected.keys() == gradients.keys()
-    assert all(torch.equal(state[name], each) for name, each in expected.items())
-    mine_again = own_experts(model, expected)
+    state, before = gather_experts(model, model.state_dict()), plain.state_dict()
+    assert state.keys() == before.keys() == expected.keys()
+    assert all(torch.equal(state[name], each) for name, each in before.items())
+    mine_again = own_experts(model, before)
     assert all(torch.equal(mine_again[n], each) for n, each in model.state_dict().items())
     errors = [relative_error(total, loss), relative_error(own.grad, of_batch.split(sizes)[rank])]
-    return worst([*errors, *(relative_error(whole[n], gradients[n]) for n in gradients)])
+    return worst([*errors, *(relative_error(whole[n], expected[n]) for n in expected)])
 
 
 @pytest.mark.parametrize("skewed", [False, True])
@@ -91,27 +77,25 @@ def test_as_one_process(kind, sizes, skewed):
 def _shared(kind, divided):
     """Two tp ranks hold the same tokens, over all ranks divided experts or whole ones."""
     rank = c10d.get_rank()
-    pairs, alone = [c10d.new_group([0, 1]), c10d.new_group([2, 3])], None
+    tp_group, alone = tp_pair(), None
     for each in range(4):
         group = c10d.new_group([each])
         alone = group if each == rank else alone
-    tp_group = pairs[rank // 2]
     plain = Model(kind)
     group = WORLD if divided else alone
     model = apply_expert_parallel(Model(kind), None, group, tp_group=tp_group)
-    whole = torch.randn(2, 7, HIDDEN, generator=torch.Generator().manual_seed(8)).double()
-    whole.requires_grad_()
+    whole = random_tokens(2, 7, seed=8).requires_grad_()
     for part in whole:
         plain(part).square().sum().backward()
     own = whole.detach()[rank // 2].clone().requires_grad_()
     model(own).square().sum().backward()
-    cuts, found = find_expert_cuts(model), _gradients(model)
+    cuts, found = find_expert_cuts(model), gradients(model)
     for name, gradient in found.items():
         if name not in cuts or not divided:
             c10d.all_reduce(gradient)
         if name not in cuts:
             gradient /= 2  # each tp rank has the whole of its tokens
-    gathered, expected = gather_experts(model, found), _gradients(plain)
+    gathered, expected = gather_experts(model, found), gradients(plain)
     errors = [relative_error(own.grad, whole.grad[rank // 2])]
     return worst([*errors, *(relative_error(gathered[n], expected[n]) for n in expected)])
 

@@ -7,68 +7,48 @@ import random
 import pytest
 import torch
 import torch.distributed as c10d
-from looping_blocks import BLOCKS, HIDDEN
+from looping_blocks import BLOCKS, HIDDEN, Expert, model_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from with_one_process import (
+    TOKENS,
+    TwoBlocks,
+    gradients,
+    random_tokens,
+    tp_pair,
+    whole_gradients,
+)
 
 from scaletorch.dist import StateError
 from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
 from scaletorch.parallel.expert_parallel import (
     apply_expert_parallel,
-    find_expert_cuts,
     gather_experts,
     own_experts,
 )
 
 WORLD = c10d.group.WORLD
 PLAN = {"blocks.*.experts": "experts"}
-TOKENS, EXPERTS = 10, 5
+EXPERTS = 5
 
 
-class Model(nn.Module):
-    def __init__(self, kind, skew=0.0):
-        super().__init__()
-        torch.manual_seed(4)
-        self.blocks = nn.ModuleList(BLOCKS[kind](EXPERTS, skew=skew) for _ in range(2))
-        self.double()
-
-    def forward(self, x, recompute=False):
-        for block in self.blocks:
-            out = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
-            out = out[0] if isinstance(out, tuple) else out
-            out += x  # as callers may
-            x = out
-        return x
-
-
-def batch(rows=1):
-    generator = torch.Generator().manual_seed(7)
-    return torch.randn(rows, TOKENS, HIDDEN, generator=generator).double()
-
-
-def gradients(model):
-    return {
-        n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in model.named_parameters()
-    }
+def Model(kind, skew=0.0):
+    return TwoBlocks(lambda: BLOCKS[kind](EXPERTS, skew=skew))
 
 
 def trained(kind, sizes, skew, recompute):
     """Return the worst difference of this rank's output, gradients and state to one process's."""
     rank = c10d.get_rank()
-    plain, whole = Model(kind, skew), batch().requires_grad_()
+    plain, whole = Model(kind, skew), random_tokens(1, TOKENS).requires_grad_()
     expected = plain(whole)
     expected.square().sum().backward()
     model = apply_expert_parallel(Model(kind, skew), PLAN, WORLD)
-    own = batch().split(sizes, 1)[rank].requires_grad_()
+    own = random_tokens(1, TOKENS).split(sizes, 1)[rank].requires_grad_()
     found = model(own, recompute)
     found.square().sum().backward()
     errors = [relative_error(found, expected.split(sizes, 1)[rank])]
     errors.append(relative_error(own.grad, whole.grad.split(sizes, 1)[rank]))
-    of_rank, cuts = gradients(model), find_expert_cuts(model)
-    for name, gradient in of_rank.items():
-        if name not in cuts:
-            c10d.all_reduce(gradient)
-    together = gather_experts(model, of_rank)
+    together = whole_gradients(model)
     assert together.keys() == gradients(plain).keys()
     return worst([*errors, *(relative_error(together[n], g) for n, g in gradients(plain).items())])
 
@@ -84,24 +64,18 @@ def test_blocks_compute_what_one_process_does(kind, sizes, skew):
 def shared_tokens(kind, tokens):
     """Two tp ranks hold the same tokens; the experts are divided over all four ranks."""
     rank = c10d.get_rank()
-    pairs = [c10d.new_group([0, 1]), c10d.new_group([2, 3])]
-    whole = torch.randn(2, tokens, HIDDEN, generator=torch.Generator().manual_seed(8)).double()
+    tp_group, whole = tp_pair(), random_tokens(2, tokens, seed=8)
     plain, inputs = Model(kind), whole.clone().requires_grad_()
     expected = plain(inputs)
     expected.square().sum().backward()
     own = whole[rank // 2 : rank // 2 + 1].clone().requires_grad_()
-    model = apply_expert_parallel(Model(kind), PLAN, WORLD, tp_group=pairs[rank // 2])
+    model = apply_expert_parallel(Model(kind), PLAN, WORLD, tp_group=tp_group)
     found = model(own)
     found.square().sum().backward()
     errors = [relative_error(found[0], expected[rank // 2])]
     errors.append(relative_error(own.grad[0], inputs.grad[rank // 2]))
-    of_rank, cuts = gradients(model), find_expert_cuts(model)
-    for name, gradient in of_rank.items():
-        if name not in cuts:
-            c10d.all_reduce(gradient)  # all tp ranks have the whole of their tokens
-            gradient /= 2
-    together = gather_experts(model, of_rank)
-    c10d.destroy_process_group(pairs[rank // 2])
+    together = whole_gradients(model, sharing=2)
+    c10d.destroy_process_group(tp_group)
     return worst([*errors, *(relative_error(together[n], g) for n, g in gradients(plain).items())])
 
 
@@ -111,27 +85,30 @@ def test_ranks_that_hold_the_same_tokens_send_a_share_each(kind, tokens):
     assert max(run_ranks(shared_tokens, 4, kind, tokens)) <= 1e-12
 
 
+@pytest.mark.parametrize("kind", ["mixtral", "named"])
 @distributed_test(world_size=2)
-def test_what_becomes_of_a_model():
-    plain, model = Model("mixtral"), apply_expert_parallel(Model("mixtral"), PLAN, WORLD)
+def test_what_becomes_of_a_model(kind):
+    plain, model = Model(kind), apply_expert_parallel(Model(kind), PLAN, WORLD)
     block, rank = model.blocks[0], c10d.get_rank()
-    assert isinstance(block, BLOCKS["mixtral"])
-    assert type(block).__name__ == "Mixtral"
+    assert isinstance(block, BLOCKS[kind])
+    assert type(block).__name__ == kind.capitalize()
     assert block.num_experts == EXPERTS
     state = gather_experts(model, model.state_dict())
     assert state.keys() == plain.state_dict().keys()
     assert all(torch.equal(state[name], each) for name, each in plain.state_dict().items())
     own = own_experts(model, plain.state_dict())
     assert own.keys() == model.state_dict().keys()
-    numbers = {n.split(".")[3] for n in own if n.startswith("blocks.0.experts.")}
-    assert numbers == ({"0", "1", "2"}, {"3", "4"})[rank]
+    names = {n.split(".")[3] for n in own if n.startswith("blocks.0.experts.")}
+    assert {int(name[-1]) for name in names} == ({0, 1, 2}, {3, 4})[rank]
     model.load_state_dict(own)
     assert len(block.experts) == len([*block.experts]) == (3, 2)[rank]
-    x = batch()
+    x = random_tokens(1, TOKENS)
     twin, expected = copy.deepcopy(model), plain(x)
     for each in (model, twin):
         assert relative_error(each(x), expected) < 1e-12
-    assert twin.blocks[0].experts[0].w1.weight is not block.experts[0].w1.weight
+    first = next(iter(names))
+    (one, other) = (each.blocks[0].experts.get_submodule(first) for each in (twin, model))
+    assert one.w1.weight is not other.w1.weight
     with pytest.raises(StateError, match="cannot be pickled"):
         pickle.dumps(model)
 
@@ -164,7 +141,7 @@ def test_what_a_forward_writes_and_draws_it_does_once():
         block = Writing(4).double()
         if divided:
             apply_expert_parallel(block, {"experts": "experts"}, WORLD)
-        x = batch()
+        x = random_tokens(1, TOKENS)
         torch.manual_seed(9)
         random.seed(9)
         first, second = block(x), block(x)
@@ -181,7 +158,7 @@ def test_experts_that_drop_draw_other_numbers_than_the_block_behind_them():
     drawn = []
     for expert in block.experts:
         expert.register_forward_hook(lambda *_: drawn.append(torch.rand(1).item()))
-    block(batch().float())
+    block(random_tokens(1, TOKENS).float())
     assert torch.rand(1).item() not in drawn
     assert len({*drawn}) == len(drawn) == 2
 
@@ -189,7 +166,7 @@ def test_experts_that_drop_draw_other_numbers_than_the_block_behind_them():
 @pytest.mark.parametrize("kind", BLOCKS)
 @distributed_test(world_size=2)
 def test_without_gradients_and_in_16_bits(kind):
-    block, x = BLOCKS[kind](4).double(), batch()
+    block, x = BLOCKS[kind](4).double(), random_tokens(1, TOKENS)
     plain = copy.deepcopy(block)
     apply_expert_parallel(block, {"experts": "experts"}, WORLD)
 
@@ -212,7 +189,7 @@ def test_without_gradients_and_in_16_bits(kind):
 @distributed_test(world_size=2)
 def test_under_autocast(kind):
     """Results of experts are in bfloat16, and what the block makes of them as in one process."""
-    block, x = BLOCKS[kind](4), batch().float()
+    block, x = BLOCKS[kind](4), random_tokens(1, TOKENS).float()
     plain = copy.deepcopy(block)
     apply_expert_parallel(block, {"experts": "experts"}, WORLD)
     with torch.autocast("cpu", torch.bfloat16):
@@ -241,7 +218,7 @@ class Blind(BLOCKS["skipping"]):
 def test_a_rank_that_drops_its_results_takes_part():
     torch.manual_seed(0)
     block = apply_expert_parallel(Blind(4), {"experts": "experts"}, WORLD)
-    for x in (batch().float(), batch().float().requires_grad_()):
+    for x in (random_tokens(1, TOKENS).float(), random_tokens(1, TOKENS).float().requires_grad_()):
         for recompute in (False, True):
             out = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
             out.sum().backward()
@@ -253,3 +230,70 @@ def test_nobody_asks_anything():
     x = torch.ones(1, 0, HIDDEN, requires_grad=True)
     block(x).sum().backward()
     assert all(p.grad is None for p in block.experts.parameters())
+
+
+class Picky(Expert):
+    """Cannot be called on no rows."""
+
+    def forward(self, x):
+        return super().forward(x) + 0 * x.max()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@distributed_test(world_size=2)
+def test_experts_that_nobody_asks_are_not_called(dtype):
+    torch.manual_seed(0)
+    model = model_of(lambda block, x: block.experts[0](x))
+    model["block"].experts = nn.ModuleList(Picky() for _ in range(4))
+    plain = copy.deepcopy(model)
+    apply_expert_parallel(model, {"block.experts": "experts"}, WORLD)
+    x = random_tokens(1, TOKENS).float()
+    for _ in range(2):
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            found, expected = model["block"](x), plain["block"](x)
+        assert found.dtype == expected.dtype
+        assert relative_error(found, expected) < (1e-6 if dtype is None else 1e-2)
+
+
+class Hidden:
+    """Tensors that nobody finds."""
+
+    def __init__(self, hidden):
+        self.hidden = hidden
+
+
+class Hiding(BLOCKS["skipping"]):
+    def forward(self, x):
+        return Hidden(super().forward(x))
+
+
+@distributed_test(world_size=2)
+def test_recomputation_of_a_block_whose_results_are_in_an_object_of_its_own():
+    block = Hiding(4).double()
+    plain = copy.deepcopy(block)
+    apply_expert_parallel(block, {"experts": "experts"}, WORLD)
+    x = random_tokens(1, TOKENS)
+    checkpoint(block, x, use_reentrant=False).hidden.square().sum().backward()
+    plain(x).hidden.square().sum().backward()
+    for name, parameter in block.named_parameters():
+        expected = plain.get_parameter(name).grad
+        if expected is not None and expected.any():
+            scale = 1 if name.startswith("gate") else 2  # tokens of both ranks
+            assert relative_error(parameter.grad, scale * expected) < 1e-12, name
+
+
+@pytest.mark.parametrize("kind", BLOCKS)
+@distributed_test(world_size=2)
+def test_experts_called_on_no_rows_have_zeros_and_others_nothing(kind):
+    """One token has two experts; some blocks call the others, too."""
+    torch.manual_seed(4)
+    block = BLOCKS[kind](EXPERTS, skew=60.0).double()
+    plain = copy.deepcopy(block)
+    apply_expert_parallel(block, {"experts": "experts"}, WORLD)
+    for each in (block, plain):
+        out = each(random_tokens(1, 1))
+        (out[0] if isinstance(out, tuple) else out).sum().backward()
+    idle = {name for name, each in plain.named_parameters() if each.grad is None}
+    assert bool(idle) == (kind in ("deepseek", "skipping", "named"))
+    for name, parameter in block.named_parameters():
+        assert (parameter.grad is None) == (name in idle), name

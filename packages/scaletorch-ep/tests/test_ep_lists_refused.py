@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 import torch.distributed as c10d
-from looping_blocks import HIDDEN, Expert, Skipping
+from looping_blocks import HIDDEN, Expert, Skipping, asks_well, model_of
 from torch import nn
 
 from scaletorch.dist import InvalidArgumentError, MismatchError, StateError
@@ -14,23 +14,6 @@ from scaletorch.parallel.expert_parallel import apply_expert_parallel
 
 WORLD = c10d.group.WORLD
 PLAN = {"block.experts": "experts"}
-
-
-class Asking(nn.Module):
-    """Calls experts as a function of the block says."""
-
-    def __init__(self, ask, number=4):
-        super().__init__()
-        self.ask, self.calls = ask, []
-        self.scale = nn.Parameter(torch.ones(1))
-        self.experts = nn.ModuleList(Expert() for _ in range(number))
-
-    def forward(self, x):
-        return self.ask(self, x)
-
-
-def model_of(ask):
-    return nn.ModuleDict({"block": Asking(ask)})
 
 
 def _two_lists():
@@ -98,10 +81,6 @@ def test_divided_twice():
     model = apply_expert_parallel(model_of(None), PLAN, WORLD)
     with pytest.raises(InvalidArgumentError, match="is divided already"):
         apply_expert_parallel(model, PLAN, WORLD)
-
-
-def _good(block, x):
-    return block.experts[0](x) + block.experts[3](x[:2]).sum()
 
 
 def _takes_weights(block, x):
@@ -178,18 +157,18 @@ REFUSED = {
 def test_a_block_of_one_rank_is_refused_on_all(ask):
     message, rank = REFUSED[ask], c10d.get_rank()
     _SEEN.clear()
-    model = apply_expert_parallel(model_of(ask if rank == 1 else _good), PLAN, WORLD)
+    model = apply_expert_parallel(model_of(ask if rank == 1 else asks_well), PLAN, WORLD)
     kind = InvalidArgumentError if rank == 1 else MismatchError
     for _ in range(2):
         with pytest.raises(kind, match=re.escape(message)):
             model["block"](torch.ones(3, HIDDEN))
-    model["block"].ask = _good
+    model["block"].ask = asks_well
     model["block"](torch.ones(3, HIDDEN)).sum().backward()  # all is as good as before
 
 
 @distributed_test(world_size=2)
 def test_an_expert_that_is_called_alone():
-    model = apply_expert_parallel(model_of(_good), PLAN, WORLD)
+    model = apply_expert_parallel(model_of(asks_well), PLAN, WORLD)
     with pytest.raises(StateError, match=r"an expert \(Expert\) of a divided list was called outs"):
         model["block"].experts[0](torch.ones(3, HIDDEN))
 
@@ -202,7 +181,7 @@ TOLD = r"must return a row of the same|disagree on the experts of(.|\n)*results 
 @distributed_test(world_size=2)
 def test_experts_that_return_something_else(result, first):
     results = {"shape": lambda x: x[:, :2], "dtype": torch.Tensor.bfloat16, "tuple": lambda x: (x,)}
-    model = apply_expert_parallel(model_of(_good), PLAN, WORLD)
+    model = apply_expert_parallel(model_of(asks_well), PLAN, WORLD)
     if not first:
         model["block"](torch.ones(3, HIDDEN))
     if c10d.get_rank():
@@ -213,7 +192,7 @@ def test_experts_that_return_something_else(result, first):
 
 @distributed_test(world_size=2)
 def test_calls_that_differ():
-    model, rank = apply_expert_parallel(model_of(_good), PLAN, WORLD), c10d.get_rank()
+    model, rank = apply_expert_parallel(model_of(asks_well), PLAN, WORLD), c10d.get_rank()
     with (
         torch.set_grad_enabled(bool(rank)),
         pytest.raises(MismatchError, match=r"disagree on a call of the experts 'block\.experts'"),

@@ -8,6 +8,15 @@ import torch
 import torch.distributed as c10d
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from with_one_process import (
+    HIDDEN,
+    TOKENS,
+    TwoBlocks,
+    gradients,
+    random_tokens,
+    tp_pair,
+    whole_gradients,
+)
 
 from scaletorch.dist import StateError
 from scaletorch.dist.testing import distributed_test, relative_error, run_ranks, worst
@@ -22,7 +31,7 @@ from scaletorch.parallel.pg_manager import (
     setup_process_group_manager,
 )
 
-HIDDEN, TOKENS, TOP_K = 6, 10, 3
+TOP_K = 3
 WORLD = c10d.group.WORLD
 
 
@@ -88,36 +97,18 @@ class Block(nn.Module):
         return x + self.experts(x, index, weights)
 
 
-class Model(nn.Module):
-    def __init__(self, kind, experts=5):
-        super().__init__()
-        torch.manual_seed(4)
-        self.blocks = nn.ModuleList(Block(kind, experts) for _ in range(2))
-        self.double()
-
-    def forward(self, x, recompute=False):
-        for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if recompute else block(x)
-        return x
+def Model(kind, experts=5):
+    return TwoBlocks(lambda: Block(kind, experts))
 
 
 PLAN = {"blocks.*.experts": "experts"}
 
 
-def _batch():
-    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(7)).double()
-
-
 def _trained(kind):
-    model, batch = Model(kind), _batch().requires_grad_()
+    model, batch = Model(kind), random_tokens(TOKENS).requires_grad_()
     loss = model(batch).square().sum() / TOKENS
     loss.backward()
     return loss.detach(), batch.grad, {n: p.grad for n, p in model.named_parameters()}, model
-
-
-def _zeros_for_none(model):
-    parameters = model.named_parameters()
-    return {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in parameters}
 
 
 def _divided(kind, sizes, recompute):
@@ -125,14 +116,10 @@ def _divided(kind, sizes, recompute):
     rank = c10d.get_rank()
     loss, of_batch, gradients, plain = _trained(kind)
     model = apply_expert_parallel(Model(kind), PLAN, WORLD)
-    own = _batch().split(sizes)[rank].requires_grad_()
+    own = random_tokens(TOKENS).split(sizes)[rank].requires_grad_()
     mine = model(own, recompute).square().sum() / TOKENS
     mine.backward()
-    cuts, found = find_expert_cuts(model), _zeros_for_none(model)
-    for name, gradient in found.items():
-        if name not in cuts:
-            c10d.all_reduce(gradient)
-    whole = gather_experts(model, found)
+    whole = whole_gradients(model)
     assert whole.keys() == gradients.keys()
     state = gather_experts(model, model.state_dict())
     assert state.keys() == plain.state_dict().keys()
@@ -153,25 +140,16 @@ def test_modules_of_every_kind(kind, sizes):
 def _shared(kind, tokens):
     """Two tp ranks hold the same tokens; the experts are divided over all four ranks."""
     rank = c10d.get_rank()
-    pairs = [c10d.new_group([0, 1]), c10d.new_group([2, 3])]
-    tp_group = pairs[rank // 2]
-    batch = torch.randn(2, tokens, HIDDEN, generator=torch.Generator().manual_seed(8)).double()
+    tp_group, batch = tp_pair(), random_tokens(2, tokens, seed=8)
     plain, model = Model(kind), apply_expert_parallel(Model(kind), PLAN, WORLD, tp_group=tp_group)
     whole = batch.requires_grad_()
     plain(whole.flatten(0, 1)).square().sum().backward()
     own = batch.detach()[rank // 2].clone().requires_grad_()
     model(own).square().sum().backward()
-    expected, cuts, found = _zeros_for_none(plain), find_expert_cuts(model), _zeros_for_none(model)
-    for name, gradient in found.items():
-        if name not in cuts:
-            c10d.all_reduce(gradient)  # all tp ranks have the whole of their tokens
-            gradient /= 2
-    gathered = gather_experts(model, found)
+    expected, gathered = gradients(plain), whole_gradients(model, sharing=2)
     errors = [relative_error(own.grad, whole.grad[rank // 2])]
     errors += [relative_error(gathered[n], expected[n]) for n in expected]
-    for group in pairs:
-        if group is tp_group:
-            c10d.destroy_process_group(group)
+    c10d.destroy_process_group(tp_group)
     return worst(errors)
 
 
@@ -203,7 +181,7 @@ def test_what_becomes_of_a_model():
     cut = find_expert_cuts(model)["blocks.0.experts.scale"]
     assert (cut.dim, cut.whole, cut.ranges) == (0, 5, (range(3), range(3, 5)))
     assert cut.group is WORLD
-    twin, x = copy.deepcopy(model), _batch()
+    twin, x = copy.deepcopy(model), random_tokens(TOKENS)
     assert torch.equal(twin(x), model(x))
     assert twin.blocks[0].experts.up is not experts.up
     with pytest.raises(StateError, match="cannot be pickled"):
@@ -254,13 +232,13 @@ def _idle(kind, recompute, frozen):
         return block
 
     plain, block = build(), apply_expert_parallel(build(), {"experts": "experts"}, WORLD)
-    whole, own = _batch(), _batch().split(sizes)[rank].clone()
+    whole, own = random_tokens(TOKENS), random_tokens(TOKENS).split(sizes)[rank].clone()
     for batch in (whole, own):
         batch.requires_grad_(frozen != "all")
     plain(whole).square().sum().backward()
     out = checkpoint(block, own, use_reentrant=False) if recompute else block(own)
     out.square().sum().backward()
-    expected, found = _zeros_for_none(plain), _zeros_for_none(block)
+    expected, found = gradients(plain), gradients(block)
     for name in ("router.weight", "router.bias") if frozen == "nothing" else ():
         c10d.all_reduce(found[name])
     assert kind != "stacked" or all(p.grad is not None for p in block.experts.parameters())
@@ -290,10 +268,10 @@ def _by_default(sizes, sequence_parallel):
         same = share and not sequence_parallel
         assert division.tokens is (manager.tp_group if same else None)
         number = manager.dp_rank if same else rank
-        batch = torch.randn(4, TOKENS, HIDDEN, generator=torch.Generator().manual_seed(8)).double()
+        batch = random_tokens(4, TOKENS, seed=8)
         plain(batch.flatten(0, 1)[: TOKENS * (2 if same else 4)]).square().sum().backward()
         model(batch[number]).square().sum().backward()
-        found = _zeros_for_none(model)
+        found = gradients(model)
         for name in find_expert_cuts(model):
             if name in found:
                 c10d.all_reduce(found[name], group=manager.edp_group)

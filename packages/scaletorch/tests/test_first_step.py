@@ -156,6 +156,51 @@ def test_heads_that_one_rank_cannot_share_out_are_refused_on_all_before_attentio
         assert "there are 1 and 1" in said
 
 
+class OfAllExperts(torch.nn.Module):
+    """Experts that keep their number under a name that says nothing of experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.total, self.weight = 4, torch.nn.Parameter(torch.ones(4, 32, 32))
+
+    def forward(self, hidden, top_k_index, top_k_weights):
+        result = torch.zeros_like(hidden)
+        for expert in range(self.total):
+            token, slot = torch.where(top_k_index == expert)
+            states = hidden[token] @ self.weight[expert] * top_k_weights[token, slot, None]
+            result = result.index_add(0, token, states)
+        return result
+
+
+class ToOne(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.experts = OfAllExperts()
+
+    def forward(self, x):
+        rows = x.flatten(0, 1)
+        index = rows.new_ones((len(rows), 1), dtype=torch.int64)
+        return self.experts(rows, index, rows.new_ones((len(rows), 1))).view_as(x)
+
+
+def all_experts_on_each_rank(manager):
+    model = llama()
+    model.layers[1].mlp = ToOne()
+    return model, global_batch(), {"plan": {"layers.1.mlp.experts": "experts"}}, {}
+
+
+def test_experts_that_want_all_of_them_are_told_how_to_say_their_number():
+    """Every token goes to rank 0, whose experts fail; rank 1 computes nothing and hears of it."""
+    assert isinstance(run(all_experts_on_each_rank, {}), float)
+    said = run_ranks(run, 2, all_experts_on_each_rank, {**DP, "ep_size": 2})
+    assert re.search(
+        r"module 'layers.1.mlp.experts' \(OfAllExperts\) failed in its first step on this layout "
+        r"with IndexError .* let them keep their number in an attribute such as num_experts",
+        said[0],
+    ), said
+    assert "rank 0 cannot take part in the experts 'layers.1.mlp.experts': IndexError" in said[1]
+
+
 BAD = [
     (lambda m: shard_global_batch(global_batch(), 0, m), "num_micro_batches must be a whole .* 0"),
     (lambda m: shard_global_batch(global_batch(), -1, m), "at least 1; it is -1"),

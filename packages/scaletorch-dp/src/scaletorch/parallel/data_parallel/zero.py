@@ -220,7 +220,8 @@ def _agree(
     names = {id(slot.parameter): slot.name for slot in manager.slots}
     lines = [f"{type(optimizer).__name__}, stage={stage}, overlap={overlap}"]
     for at, group in enumerate(optimizer.param_groups):
-        lines += [f"group {at} has {names.get(id(p), 'another')}" for p in group["params"]]
+        # Of other groups of ranks, such as other experts, each rank may have as many as it likes.
+        lines += [f"group {at} has {names[id(p)]}" for p in group["params"] if id(p) in names]
     agree("the optimizer to shard", lines, manager.reduction.group, error=error)
 
 

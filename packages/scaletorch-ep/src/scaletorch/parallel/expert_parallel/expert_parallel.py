@@ -43,8 +43,8 @@ def apply_expert_parallel(
     tokens that chose them; all else stays whole. Parameters and buffers with rows of experts along
     dim 0 are cut, lists of as many modules keep this rank's under their names, and attributes that
     hold the number are set to this rank's. Make the optimizer afterwards. Tied ones stay tied. A
-    named `nn.ModuleList` has no call: the block that loops over it is run to see what it asks for,
-    and again with the results.
+    named `nn.ModuleList` or `nn.ModuleDict` has no call: the block that loops over it is run to see
+    what it asks for, and again with the results.
 
     Each rank calls the model with tokens of its own, as in data parallelism. An expert's gradient
     then is of the tokens of all ranks of the group, and that of other parameters of its own.
@@ -118,8 +118,9 @@ def _divide(
     tensors: dict[str, Tensor] = {name: found.module.get_parameter(name) for name in found.stacked}
     tensors |= {name: found.module.get_buffer(name) for name in found.buffers}
     rows = {n: rows_of(counts, len(each), found.beyond) for n, each in tensors.items()}
+    lists = {name: tuple(found.module.get_submodule(name)._modules) for name in found.lists}
     return Division(
-        found.name, group, tokens, counts, found.stacked, found.buffers, found.lists, rows,
+        found.name, group, tokens, counts, found.stacked, found.buffers, lists, rows,
         found.way, found.beyond,
     )  # fmt: skip
 
@@ -168,11 +169,12 @@ def _cut(found: Found, division: Division, memo: Memo) -> None:
     rows = {name: division.own_rows(name) for name in division.rows}
     for name in found.lists:
         part = module.get_submodule(name)
-        kept = [(str(expert), part._modules[str(expert)]) for expert in own]
+        kept = [*part._modules.items()][own.start : own.stop]
         part._modules.clear()
         part._modules.update(kept)
-        vars(part)["_first_expert"] = own.start
-        put_before(ExpertList, part)
+        if isinstance(part, nn.ModuleList):
+            vars(part)["_first_expert"] = own.start
+            put_before(ExpertList, part)
     for name in found.stacked:
         owner, tensor = _owner(module, name)
         owner._parameters[tensor] = _rows(module.get_parameter(name), rows[name], memo)

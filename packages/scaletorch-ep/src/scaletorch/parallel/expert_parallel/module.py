@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
@@ -19,6 +19,7 @@ from .calls import ALL, ROUTED, WAYS, Given, Run, read_call, runner
 from .computing.apart import why_mixed
 from .computing.pairs import compute
 from .computing.uncompiled import call_uncompiled
+from .exchange.attempts import attempt
 from .exchange.dispatch import Dispatched, combine_computed, dispatch
 from .exchange.routes import number_apart, stay
 from .exchange.shares import ranges_of, share_out
@@ -35,7 +36,7 @@ class Division:
         counts: Experts of each rank of the group.
         stacked: Names in the module of parameters that are cut along dim 0.
         buffers: The same of buffers.
-        lists: Names in the module of lists of experts.
+        lists: Names in the module of lists of experts -> names of all experts in them.
         rows: Names of parameters and buffers that are cut -> the rows of each rank of the group.
         way: How the module is called, of `WAYS`.
         beyond: How many experts without weights are numbered behind the others.
@@ -48,7 +49,7 @@ class Division:
     counts: tuple[int, ...]
     stacked: tuple[str, ...]
     buffers: tuple[str, ...]
-    lists: tuple[str, ...]
+    lists: Mapping[str, tuple[str, ...]]
     rows: Mapping[str, tuple[int, ...]]
     way: str = ROUTED
     beyond: int = 0
@@ -116,22 +117,6 @@ class ExpertList(nn.ModuleList):
         return self._modules[self._get_abs_string_index(idx)]
 
 
-class LoopedList(nn.ModuleList):
-    """Comes before a list's class: while its block runs, it has all experts, as stand-ins."""
-
-    _standing: Sequence[Any] | None = None
-
-    def __getitem__(self, idx: Any) -> Any:
-        """Return an expert, or a list of some."""
-        return super().__getitem__(idx) if self._standing is None else self._standing[idx]
-
-    def __len__(self) -> int:
-        return super().__len__() if self._standing is None else len(self._standing)
-
-    def __iter__(self) -> Iterator[Any]:
-        return super().__iter__() if self._standing is None else iter(self._standing)
-
-
 def put_before(mixin: type[nn.Module], module: nn.Module) -> None:
     """Put `mixin` before the class of `module`, in place; it stays an instance of that class."""
     own = type(module)
@@ -192,17 +177,36 @@ def _over_experts(module: DividedExperts, run: Run, given: Given) -> Tensor:
         index = number_apart(index, division.counts, division.beyond, get_rank(division.group))
         came = dispatch(hidden, index, weights, counts, division.group, early)
     named = {name: _tensor(module, name) for name in division.stacked}
-    results, wrong = compute(run, came, counts[get_rank(division.group)], [*named.values()], routed)
-    if not division.checked:
-        if wrong is None and routed and not division.beyond:
-            names, total = (division.stacked, division.lists), sum(division.counts)
-            wrong = why_mixed(module, run, came, names, len(division.own), total)
-        lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
-        lines.append(f"results {results.dtype}, of width {results.shape[1]}")
-        agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
+    own = counts[get_rank(division.group)]
+    call = partial(compute, run, came, own, [*named.values()], routed)
+    results, wrong = call() if division.checked else _call_first(module, run, came, named, call)
     if wrong is not None:
         raise wrong
     return results if here else combine_computed(results, came.route)
+
+
+def _call_first(
+    module: DividedExperts,
+    run: Run,
+    came: Dispatched,
+    named: Mapping[str, Tensor],
+    call: Callable[[], tuple[Tensor, Exception | None]],
+) -> tuple[Tensor, None]:
+    """Return the results of a first call, and raise on all ranks what is wrong with one's experts.
+
+    Later ones have no such message: there an error is of the rank that it comes from alone.
+    """
+    division = module._division
+    found, wrong = attempt(call)
+    results, wrong = (came.hidden, wrong) if found is None else found
+    if wrong is None and division.way == ROUTED and not division.beyond:
+        names, total = (division.stacked, [*division.lists]), sum(division.counts)
+        mixed, wrong = attempt(why_mixed, module, run, came, names, len(division.own), total)
+        wrong = wrong or mixed
+    lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
+    lines.append(f"results {results.dtype}, of width {results.shape[1]}")
+    agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
+    return results, None
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

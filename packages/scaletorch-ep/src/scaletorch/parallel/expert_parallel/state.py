@@ -148,10 +148,10 @@ def _elsewhere(model: nn.Module) -> tuple[str, ...]:
     found = []
     for name, module in _divided(model):
         division = module._division
-        for each in division.lists:
+        for each, keys in division.lists.items():
             place = ".".join(part for part in (name, each) if part)
-            experts = (e for e in range(sum(division.counts)) if e not in division.own)
-            found += [f"{place}.{expert}.".lstrip(".") for expert in experts]
+            others = (key for e, key in enumerate(keys) if e not in division.own)
+            found += [f"{place}.{key}.".lstrip(".") for key in others]
     return tuple(found)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ....dist.errors import InvalidArgumentError
 from ..calls import ROUTED, SORTED, WAYS, takes
-from ..module import LoopedList
+from ..lists.standing import LoopedDict, LoopedList
 from .numbering import count, numbers_of, shapes
 from .trying import find_way
 
@@ -91,19 +91,20 @@ def takes_sorted(module: nn.Module) -> bool:
         return False
 
 
-def is_bare_list(module: nn.Module) -> TypeGuard[nn.ModuleList]:
-    """Return whether a module is a list without a forward, whose block loops over its elements."""
+def is_bare_list(module: nn.Module) -> TypeGuard[nn.ModuleList | nn.ModuleDict]:
+    """Return whether a module is a list or dict without a forward, which its block loops over."""
     own = type(module).forward is not nn.Module.forward  # torch's own raises
-    return isinstance(module, LoopedList) or (isinstance(module, nn.ModuleList) and not own)
+    plain = isinstance(module, nn.ModuleList | nn.ModuleDict) and not own
+    return plain or isinstance(module, LoopedList | LoopedDict)
 
 
 def _check_call(name: str, module: nn.Module) -> None:
     kind = type(module).__name__
     if type(module).forward is nn.Module.forward:  # torch's own, which raises
         raise InvalidArgumentError(
-            f"'{name}' is a {kind} without a forward of its own, and no nn.ModuleList: put experts "
-            "into one, or what is done with them into a module that is called as experts(hidden, "
-            "top_k_index, top_k_weights), and name that one"
+            f"'{name}' is a {kind} without a forward of its own, and no nn.ModuleList or "
+            "nn.ModuleDict: put experts into one, or what is done with them into a module that is "
+            "called as experts(hidden, top_k_index, top_k_weights), and name that one"
         )
     if "forward" in vars(module):
         raise InvalidArgumentError(

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,32 +13,20 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ....dist import functional, get_comm_device, get_world_size
-from ....dist.building import agree, caught
-from ....dist.errors import InvalidArgumentError, ScaletorchError
+from ....dist.building import agree
+from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ..exchange.attempts import attempt
 from ..exchange.dispatch import exchange
 from ..exchange.functions import apply
 from ..exchange.shares import share_out
 from ..exchange.travel import landed
 from ..module import Division
-from .asking import Ask, Kinds, computing, sort_of_call
+from .asking import Ask, Kinds, Sort, sort_of_call
+from .standing import computing
 from .telling import DTYPES, NOT_ASKED, Traffic, counts_of_asked, tell
 
 Experts = Sequence[Callable[[Tensor], Any]]
-
-
-class Answers(NamedTuple):
-    """What experts answered.
-
-    Attributes:
-        results: Of each call, [n, H], in order.
-        mark: Depends on all results, [0, H]; None if nothing was exchanged.
-        error: What is wrong with the experts here.
-    """
-
-    results: list[Tensor]
-    mark: Tensor | None
-    error: ScaletorchError | None
 
 
 def answer(
@@ -47,8 +34,8 @@ def answer(
     experts: Experts,
     division: Division,
     kinds: Kinds,
-    error: ScaletorchError | None,
-) -> Answers:
+    error: Exception | None,
+) -> tuple[list[Tensor], Tensor | None, Exception | None]:
     """Have all calls of this rank answered; every rank that has some of the experts calls it.
 
     One small all-to-all says how many rows of which sort come; rows and results are one each. Ranks
@@ -61,59 +48,57 @@ def answer(
         kinds: What was learned of results, and is from now on.
         error: What is wrong here, told to all ranks.
 
+    Returns:
+        The result of each call, [n, H]; a mark that depends on all of them, [0, H], or None if
+        nothing was exchanged; and what is wrong with the experts here.
+
     Raises:
         InvalidArgumentError: It is wrong, or experts return something else than rows.
         MismatchError: It is so on another rank, or ranks differ in what they ask for.
     """
     order = sorted(range(len(asks)), key=lambda number: asks[number].expert)
-    sizes = [len(asks[number].rows) for number in order]
-    asked = [asks[number].expert for number in order]
-    error = _agreed(division, asked, sizes, error or _unlike_rows(division.name, asks))
-    shares = share_out(
-        sum(sizes), 1 if division.tokens is None else get_world_size(division.tokens)
-    )
-    rows = None if error or not asks else torch.cat([asks[number].rows for number in order])
+    found, failed = attempt(_rows_of, division.name, [asks[number] for number in order])
+    error = error or failed
+    sizes, rows = ([], None) if error else found
+    asked = [asks[number].expert for number in order][: len(sizes)]
+    sharers = 1 if division.tokens is None else get_world_size(division.tokens)
+    if sharers > 1:
+        lines = [f"expert {each}: {number} rows" for each, number in zip(asked, sizes, strict=True)]
+        subject = f"what is asked of '{division.name}', the same on all tp ranks"
+        _, error = attempt(lambda: agree(subject, lines, division.tokens, error=error))
+    shares = share_out(sum(sizes), sharers)
     traffic = tell(rows, counts_of_asked(asked, sizes, shares, division), division, error)
     if traffic is None:
-        return Answers([], None, None)
+        return [], None, None
     if rows is None:
         rows = torch.empty(
             0, traffic.width, dtype=traffic.dtype, device=get_comm_device(division.group)
         )
-    shared = len(shares) > 1 and len(rows) > 0
+    shared = sharers > 1 and len(rows) > 0
     share = functional.split(rows, 0, division.tokens, sizes=shares) if shared else rows
     results, mark, wrong = _exchanged(share, traffic, experts, division, kinds)
     if shared:
         results = functional.gather(results, 0, division.tokens, sizes=shares)
     back = dict(zip(order, results.split(sizes), strict=True)) if asks else {}
-    return Answers([back[number] for number in range(len(asks))], mark, wrong)
+    return [back[number] for number in range(len(asks))], mark, wrong
 
 
-def _unlike_rows(name: str, asks: Sequence[Ask]) -> InvalidArgumentError | None:
+def _rows_of(name: str, asks: Sequence[Ask]) -> tuple[list[int], Tensor | None]:
+    """Return how many rows each call has, and all of them, [N, H]; None if there are no calls."""
     sorts = {(ask.given.shape[-1], ask.given.dtype) for ask in asks}
-    if len(sorts) < 2 and all(dtype in DTYPES for _, dtype in sorts):
-        return None
-    told = ", ".join(sorted(f"{dtype} [n, {width}]" for width, dtype in sorts))
-    return InvalidArgumentError(
-        f"{describe_rank()}: experts of '{name}' must be called with rows of one width, and of one "
-        f"dtype of {', '.join(map(str, DTYPES))}, got {told}"
-    )
-
-
-def _agreed(
-    division: Division, asked: list[int], sizes: list[int], error: ScaletorchError | None
-) -> ScaletorchError | None:
-    """Return what is wrong on a rank that holds the same tokens, or that it asks otherwise."""
-    if division.tokens is None or get_world_size(division.tokens) == 1:
-        return error
-    lines = [f"expert {each}: {rows} rows" for each, rows in zip(asked, sizes, strict=True)]
-    subject = f"what is asked of '{division.name}', the same on all tp ranks"
-    return caught(partial(agree, subject, lines, division.tokens, error=error))
+    if len(sorts) > 1 or not all(dtype in DTYPES for _, dtype in sorts):
+        told = ", ".join(sorted(f"{dtype} [n, {width}]" for width, dtype in sorts))
+        raise InvalidArgumentError(
+            f"{describe_rank()}: experts of '{name}' must be called with rows of one width, and of "
+            f"one dtype of {', '.join(map(str, DTYPES))}, got {told}"
+        )
+    rows = [ask.rows for ask in asks]
+    return [*map(len, rows)], torch.cat(rows) if rows else None
 
 
 def _exchanged(
     rows: Tensor, traffic: Traffic, experts: Experts, division: Division, kinds: Kinds
-) -> tuple[Tensor, Tensor, ScaletorchError | None]:
+) -> tuple[Tensor, Tensor, Exception | None]:
     """Return the results of this rank's rows, a mark that hangs on them, and what is wrong here."""
     if traffic.backward and not rows.requires_grad:
         rows = rows.detach().requires_grad_()  # another rank needs gradients, so all send them
@@ -128,45 +113,44 @@ def _exchanged(
 
 def _compute(
     came: Tensor, traffic: Traffic, experts: Experts, division: Division, kinds: Kinds
-) -> tuple[Tensor, ScaletorchError | None]:
+) -> tuple[Tensor, Exception | None]:
     """Call each expert that was asked for anything, and return results in the order of rows."""
     sizes = [[max(count, 0) for count in each] for each in traffic.pieces]
     parts = came.split([*chain(*sizes)])
-    found: list[Any] = []
-    with computing():
-        for number, expert in enumerate(experts):
-            rows = torch.cat(parts[number :: len(experts)])
-            asked = any(each[number] != NOT_ASKED for each in traffic.pieces)
-            found.append((rows, expert(rows) if asked else None))
-    kind, wrong = _kind(found, experts, traffic, division, kinds)
-    fit = [rows.to(kind) if wrong or given is None else given for rows, given in found]
+    rows = [torch.cat(parts[number :: len(experts)]) for number in range(len(experts))]
+    asked = [any(each[n] != NOT_ASKED for each in traffic.pieces) for n in range(len(experts))]
+    found, error = attempt(_call, experts, rows, asked)
+    found = found or {}
+    sort = sort_of_call(traffic.dtype, came.device)
+    kind = kinds.get(sort) or _kind(found, experts[0], rows[0][:0], sort)
+    wrongs = (_wrong(division.name, rows[n], result, kind) for n, result in found.items())
+    error = error or next(filter(None, wrongs), None)
+    if sort not in kinds:
+        subject = f"the experts of '{division.name}'"
+        agree(subject, [f"results {kind}"], division.group, error=error)
+        kinds[sort] = kind
+    fits = [n in found and not error for n in range(len(experts))]
+    fit = [found[n] if fits[n] else each.to(kind) for n, each in enumerate(rows)]
     split = [each.split([of[number] for of in sizes]) for number, each in enumerate(fit)]
     ordered = [each[rank] for rank in range(len(sizes)) for each in split]
-    return torch.cat(ordered), wrong
+    return torch.cat(ordered), error
+
+
+def _call(experts: Experts, rows: Sequence[Tensor], asked: Sequence[bool]) -> dict[int, Any]:
+    """Return the result of each expert that was asked for anything."""
+    with computing():
+        return {n: experts[n](each) for n, each in enumerate(rows) if asked[n]}
 
 
 def _kind(
-    found: Sequence[tuple[Tensor, Any]],
-    experts: Experts,
-    traffic: Traffic,
-    division: Division,
-    kinds: Kinds,
-) -> tuple[torch.dtype, ScaletorchError | None]:
-    """Return the dtype of results, the same on all ranks, and what is wrong with those here."""
-    sort = sort_of_call(traffic.dtype, found[0][0].device)
-    results = [(rows, given) for rows, given in found if given is not None]
-    if not results:
-        with torch.no_grad(), computing():
-            results = [(found[0][0], experts[0](found[0][0]))]
-    kind = kinds.get(sort)
-    if kind is None:
-        kind = results[0][1].dtype if isinstance(results[0][1], Tensor) else traffic.dtype
-    wrong = next(filter(None, (_wrong(division.name, *each, kind) for each in results)), None)
-    if sort not in kinds:
-        lines = [f"results {kind}"]
-        agree(f"the experts of '{division.name}'", lines, division.group, error=wrong)
-        kinds[sort] = kind
-    return kind, wrong
+    found: Mapping[int, Any], expert: Callable[[Tensor], Any], nothing: Tensor, sort: Sort
+) -> torch.dtype:
+    """Return the dtype of results; if nothing was asked, that of an expert's for no rows."""
+    result = next(iter(found.values()), None)
+    if not found:
+        with torch.no_grad():
+            result = (attempt(_call, [expert], [nothing], [True])[0] or {}).get(0)
+    return result.dtype if isinstance(result, Tensor) else sort[1] or sort[0]
 
 
 def _wrong(name: str, rows: Tensor, result: Any, kind: torch.dtype) -> InvalidArgumentError | None:

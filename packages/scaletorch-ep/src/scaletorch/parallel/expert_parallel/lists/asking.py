@@ -1,25 +1,19 @@
-"""What stands in the place of a list's experts while the block around it loops over them."""
+"""What a block asks experts for: noted in its first run, and answered in its second one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ....dist.errors import InvalidArgumentError, StateError
+from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..module import LoopedList
+from .standing import Call
 
-Kinds = dict[
-    tuple[torch.dtype, torch.dtype | None], torch.dtype
-]  # a sort of call -> the dtype of its results
-Call = Callable[[int, Tensor], Tensor]  # expert, what it is called with -> its result
-_computing = ContextVar("experts that other ranks asked for compute", default=False)
+Sort = tuple[torch.dtype, torch.dtype | None]  # of a call: the dtype of rows, and of autocast
+Kinds = dict[Sort, torch.dtype]  # the dtype of results of a sort of call
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -43,86 +37,7 @@ class Ask:
         return self.given.reshape(-1, self.given.shape[-1])
 
 
-class StandIn:
-    """An expert, whoever has it: it can be called with one tensor, and nothing else.
-
-    Args:
-        name: The list's.
-        number: The expert's.
-        call: What is done in a call.
-    """
-
-    def __init__(self, name: str, number: int, call: Call) -> None:
-        self._name, self._number, self._call = name, number, call
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the result for one tensor [..., H]."""
-        given = [*args, *kwargs.values()]
-        if len(given) != 1 or not isinstance(given[0], Tensor) or not given[0].dim():
-            raise InvalidArgumentError(
-                f"{describe_rank()}: expert {self._number} of '{self._name}' must be called with "
-                f"one tensor [..., H], got {[type(each).__name__ for each in given]}: put what it "
-                "needs besides into the module"
-            )
-        return self._call(self._number, given[0])
-
-    forward = __call__
-
-    def __getattr__(self, name: str) -> NoReturn:
-        if name.startswith("__"):  # Python and torch ask whether there is such a method
-            raise AttributeError(name)
-        raise InvalidArgumentError(
-            f"{describe_rank()}: the block around '{self._name}' takes '{name}' of expert "
-            f"{self._number}, which may be another rank's: in a loop over experts it can call "
-            "them, and no more"
-        )
-
-
-@contextmanager
-def standing_in(experts: LoopedList, name: str, number: int, call: Call) -> Iterator[None]:
-    """Let a list be one of stand-ins, which is what its block then loops over.
-
-    Args:
-        experts: This rank's of the list.
-        name: The list's.
-        number: Of all experts.
-        call: Called for each call of one.
-    """
-    state = vars(experts)
-    state["_standing"] = [StandIn(name, expert, call) for expert in range(number)]
-    try:
-        yield
-    finally:
-        del state["_standing"]
-
-
-@contextmanager
-def computing() -> Iterator[None]:
-    """Let this rank's experts be called, for all ranks."""
-    token = _computing.set(True)
-    try:
-        yield
-    finally:
-        _computing.reset(token)
-
-
-def refuse_alone(expert: nn.Module, args: Any) -> None:
-    """Refuse a call of an expert that no other rank knows of; a hook of this rank's experts.
-
-    Raises:
-        StateError: It is one.
-    """
-    if not _computing.get():
-        raise StateError(
-            f"{describe_rank()}: an expert ({type(expert).__name__}) of a divided list was called "
-            "outside of the forward of the block that holds the list, so with this rank's tokens "
-            "alone: only that block can loop over them"
-        )
-
-
-def sort_of_call(
-    dtype: torch.dtype, device: torch.device
-) -> tuple[torch.dtype, torch.dtype | None]:
+def sort_of_call(dtype: torch.dtype, device: torch.device) -> Sort:
     """Return what the dtype of results hangs on: that of rows, and autocast."""
     on = torch.is_autocast_enabled(device.type)
     return dtype, torch.get_autocast_dtype(device.type) if on else None

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from torch import nn
 
 from ....dist.errors import InvalidArgumentError
-from ..module import LoopedList, put_before
-from .asking import refuse_alone
+from ..module import put_before
 from .looping import LoopingBlock
+from .standing import LoopedDict, LoopedList, refuse_alone
 
 
 def check_lists(model: nn.Module, lists: Mapping[str, nn.Module]) -> None:
@@ -77,7 +77,7 @@ def loop_over(model: nn.Module, experts: nn.Module) -> None:
         vars(block)["_looped"] = name
         put_before(LoopingBlock, block)
     vars(experts)["_kinds"] = {}
-    put_before(LoopedList, experts)
+    put_before(LoopedList if isinstance(experts, nn.ModuleList) else LoopedDict, experts)
     for expert in experts.children():
         expert.register_forward_pre_hook(refuse_alone)
 

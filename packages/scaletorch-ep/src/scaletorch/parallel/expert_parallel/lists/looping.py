@@ -11,12 +11,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from ....dist.building import agree, map_tensors, tensors_in
-from ....dist.errors import ScaletorchError
 from ...pg_manager.building import deep_copy, shallow_copy
 from ..computing.uncompiled import call_uncompiled
+from ..exchange.attempts import attempt
 from ..exchange.functions import apply
 from .answers import answer
-from .asking import Ask, answering, check_kept, recording, standing_in, unlike
+from .asking import Ask, answering, check_kept, recording, unlike
+from .standing import standing_in
 from .trial import Draws, run_on_copies
 
 
@@ -44,40 +45,33 @@ def _run(block: LoopingBlock, own: Callable[..., Any], args: Any, kwargs: Any) -
     """Run a block's own forward to see what it asks for, have it answered, and run it again."""
     experts: Any = block._modules[block._looped]
     division, kinds = experts._division, experts._kinds
-    name, number = division.name, sum(division.counts)
+    name, (keys,) = division.name, division.lists.values()
     device = next((each.device for each in tensors_in((args, kwargs))), torch.device("cpu"))
     asks: list[Ask] = []
 
     def ask() -> None:
-        with standing_in(experts, name, number, recording(asks, kinds)):
+        with standing_in(experts, name, keys, recording(asks, kinds)):
             run_on_copies(own, args, kwargs, [*_besides(block, experts)])
         check_kept(name, asks)
 
     def again() -> Any:
         used: list[int] = []
-        call = answering(name, asks, answers.results, used)
-        with standing_in(experts, name, number, call):
+        call = answering(name, asks, results, used)
+        with standing_in(experts, name, keys, call):
             result = own(*args, **kwargs)
         if len(used) < len(asks):
             raise unlike(name, asks[len(used)], "nothing more")
         return result
 
     before = Draws.now(device)
-    _, error = _tried(ask)
-    answers = answer(asks, [*experts._modules.values()], division, kinds, error)
+    _, error = attempt(ask)
+    results, mark, wrong = answer(asks, [*experts._modules.values()], division, kinds, error)
     behind = Draws.now(device)
     before.restore()
-    result, error = (None, answers.error) if answers.error else _tried(again)
+    result, error = (None, wrong) if wrong else attempt(again)
     behind.restore()
     agree(f"a call of the experts '{name}'", (), division.group, error=error)
-    return _tied(result, answers.mark)
-
-
-def _tried(call: Callable[[], Any]) -> tuple[Any, ScaletorchError | None]:
-    try:
-        return call(), None
-    except ScaletorchError as error:
-        return None, error
+    return _tied(result, mark)
 
 
 def _besides(module: nn.Module, experts: nn.Module) -> Iterator[nn.Module]:

@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ....dist import get_comm_device, get_rank
 from ....dist.building import agree, all_to_all_flat
-from ....dist.errors import ScaletorchError
 from ..exchange.routes import digest_of
 from ..exchange.shares import ranges_of
 from ..exchange.travel import landed
@@ -20,18 +18,6 @@ from ..module import Division
 
 DTYPES = torch.float64, torch.float32, torch.bfloat16, torch.float16  # of rows
 NOT_ASKED = -1  # the count of an expert that nobody called, not even on no rows
-_FIELDS = 5  # of what is told, before the counts
-
-
-class _Told(NamedTuple):
-    """What a rank tells another one of its call: numbers that are the same for all, and counts."""
-
-    digest: int  # of what must be the same on all ranks
-    wrong: int
-    needs: int  # gradients of rows
-    width: int  # H; 0 if nothing is asked for
-    dtype: int
-    counts: tuple[int, ...]  # rows for each expert of the rank that hears it
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +59,7 @@ def counts_of_asked(
 
 
 def tell(
-    rows: Tensor | None, counts: list[int], division: Division, error: ScaletorchError | None
+    rows: Tensor | None, counts: list[int], division: Division, error: Exception | None
 ) -> Traffic | None:
     """Tell all ranks what this one asks for, and hear it of them; None if nobody asks anything.
 
@@ -88,24 +74,19 @@ def tell(
     mine = [digest_of(*lines[:2]), error is not None, needs, width, dtype]
     told = [[*mine, *(counts[expert] for expert in own)] for own in ranges]
     message = torch.tensor([*chain(*told)], dtype=torch.int64, device=get_comm_device(group))
-    length = _FIELDS + len(division.own)
+    length = len(mine) + len(division.own)
     exchange = all_to_all_flat(message, [*map(len, told)], [length] * len(told), group)
     (came,) = landed([exchange])
-    heard = [_read(each) for each in came.view(-1, length).tolist()]
-    sorts = {(each.width, each.dtype) for each in heard if each.width}
-    if len(sorts) > 1 or any(each.wrong or each.digest != mine[0] for each in heard):
+    # Of each rank: what must be the same on all, whether it is wrong, and what it needs and asks.
+    digests, wrong, backward, widths, dtypes, *asked = came.view(-1, length).t().tolist()
+    sorts = {sort for sort in zip(widths, dtypes, strict=True) if sort[0]}
+    if len(sorts) > 1 or any(wrong) or len({*digests}) > 1:
         agree(f"a call of the experts '{division.name}'", lines, group, error=error)
     if not sorts:
         return None
     ((width, dtype),) = sorts
     sends = tuple(sum(max(counts[expert], 0) for expert in own) for own in ranges)
-    pieces = tuple(each.counts for each in heard)
-    return Traffic(width, DTYPES[dtype], any(each.needs for each in heard), sends, pieces)
-
-
-def _read(numbers: list[int]) -> _Told:
-    digest, wrong, needs, width, dtype, *counts = numbers
-    return _Told(digest, wrong, needs, width, dtype, tuple(counts))
+    return Traffic(width, DTYPES[dtype], any(backward), sends, tuple(zip(*asked, strict=True)))
 
 
 def _lines(rows: Tensor | None, division: Division) -> list[str]:
