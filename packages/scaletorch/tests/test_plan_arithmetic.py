@@ -116,7 +116,8 @@ def test_what_is_alive_is_what_the_checked_schedule_keeps(name, chunks):
 
 
 @pytest.mark.parametrize(("name", "chunks"), SCHEDULES)
-def test_gradients_are_there_from_the_first_backward_that_makes_them(name, chunks):
+@pytest.mark.parametrize("which", ["first", "each", "last"])
+def test_gradients_are_there_from_the_backward_that_brings_them(name, chunks, which):
     random_ = random.Random(name)
     halves = name in ("zb_h1", "zb_v", "dualpipe_v")
     for ranks in range(1, 6):
@@ -126,24 +127,30 @@ def test_gradients_are_there_from_the_first_backward_that_makes_them(name, chunk
             )
             size = chunks * (1 + halves)
             kept, gradients = ([random_.randint(1, 9) for _ in range(size)] for _ in range(2))
-            for own, actions in zip(most_brought(layout), schedule_of(layout).ranks, strict=True):
+            programs = schedule_of(layout).ranks
+            for own, actions in zip(most_brought(layout, which), programs, strict=True):
                 found = {
-                    (each.kind, each.chunk, each.first): max(
+                    (each.kind, each.chunk, each.brings): max(
                         sum(map(mul, (*now, *there), (*kept, *gradients)))
                         for now, there, _ in each.moments
                     )
                     for each in own
                 }
-                assert found == heaviest_brought(actions, kept, gradients, halves=halves)
+                assert found == heaviest_brought(actions, kept, gradients, which, halves=halves)
 
 
-def heaviest_brought(actions, kept, gradients, *, halves):
-    """Return the most of micro-batches and gradients while actions run; first ones apart."""
+def heaviest_brought(actions, kept, gradients, which, *, halves):
+    """Return the most of micro-batches and gradients while actions run; bringing ones apart."""
     found = Counter()
     now, there, half = 0, {}, len(kept) // 2
-    for kind, _, chunk in actions:
+    last = max(at for at, (kind, *_) in enumerate(actions) if kind != "F")
+    for at, (kind, _, chunk) in enumerate(actions):
         made = {"B": {chunk, chunk + half * halves}, "I": {chunk}, "W": {chunk + half}}
-        own = made.get(kind, set()) - there.keys()
+        own = made.get(kind, set())
+        if which == "first":
+            own = own - there.keys()
+        elif which == "last":
+            own = {*range(len(kept))} if at == last else set()
         before = now + sum(there.values())
         whole, part = CHANGES[kind]
         now += whole * kept[chunk] + (part * kept[chunk + half] if part else 0)
@@ -218,7 +225,7 @@ def test_zero_divides_what_it_says():
     padded = -(-elements // 4) * 4
     assert (whole.parameters, whole.gradients) == (4 * elements, 4 * elements)
     assert whole.optimizer == 8 * elements + 4 * 19
-    assert (first.parameters, first.gradients) == (4 * padded, 4 * padded + padded)
+    assert (first.parameters, first.gradients) == (4 * padded, 4 * padded)  # no shards so far
     parts = 75 + 8 * (26 + 3) + 3 + 75  # of each parameter, of 4 ranks
     assert (second.gradients, third.parameters) == (padded, 4 * parts)
     assert third.optimizer == 8 * parts + 4 * 19
@@ -240,7 +247,7 @@ def test_sixteen_bits_have_masters_only_where_the_state_is_shared():
     plain, shared = (memory(half, Layout(Grid(dp=4), zero=zero))[0] for zero in (0, 1))
     assert plain.optimizer == 4 * elements + 4 * 19
     assert 12 * padded // 4 < shared.optimizer < 12 * padded // 4 + 4 * 19
-    assert shared.gradients == 2 * padded + padded
+    assert shared.gradients == 2 * padded
 
 
 def test_activations_are_those_of_micro_batches_under_way():
@@ -443,8 +450,9 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
         )  # fmt: skip
         held = memory(description, layout)
         assert peak(known, layout) == max(each.total for each in held), layout
-        other = replace(layout, zero=(zero + 1) % 3)
-        assert peaks_of(known, other)(recompute, zero) == peak(known, layout), layout
+        least, most, _ = peaks_of(known, replace(layout, zero=(zero + 1) % 3))(recompute, zero)
+        assert least <= peak(known, layout) <= most, layout
+        assert least == most or (zero and dp > 1)
         assert memory(description, layout, holdings=known) == held
         assert traffic(description, layout, holdings=known) == traffic(description, layout)
         tried += 1

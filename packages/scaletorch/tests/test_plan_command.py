@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from scaletorch.plan.__main__ import main
-from scaletorch.plan.description import read
+from scaletorch.plan.written import read
 
 MODELS = """
 import torch

@@ -19,8 +19,8 @@ from scaletorch.parallel.pg_manager import (
 )
 from scaletorch.plan import Cut
 from scaletorch.plan.describing import describe
-from scaletorch.plan.description import read, write
 from scaletorch.plan.memory.measured import Kept
+from scaletorch.plan.written import read, write
 
 LENGTH, ROWS = 16, 4
 WIDER = LlamaConfig(1024, 128, 352, 4, 4, 2)  # its activations are more than its parameters

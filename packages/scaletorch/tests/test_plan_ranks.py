@@ -68,6 +68,25 @@ PIPELINES = [
 ]
 
 
+SHARED = [  # where the peak is that of activations, of buckets, or of shards
+    Layout(Grid(dp=4), zero=1, micro_rows=2),
+    Layout(Grid(dp=2, cp=2), zero=2, recompute="full", micro_rows=2, micro_batches=2),
+    Layout(Grid(tp=2, dp=2), zero=2, micro_rows=3, micro_batches=3, sequence_parallel=True),
+    Layout(Grid(pp=2, dp=2), zero=1, recompute="full", schedule="zb_v", chunks=2, micro_rows=2),
+    Layout(Grid(pp=2, dp=2), zero=2, recompute="selective", micro_rows=4, micro_batches=4,
+           schedule="interleaved_1f1b", chunks=2),
+    Layout(Grid(pp=2, cp=2), zero=2, schedule="zb_v", chunks=2, micro_rows=2, micro_batches=7),
+]  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:Memory block of unknown size")
+def test_ranks_that_share_gradients_hold_what_is_planned():
+    cases = [Case("wide", 8, False, "float32", 64, layout) for layout in SHARED]
+    found = run_ranks(peaks, 4, cases, timeout=100)
+    for case, *own in zip(cases, *found, strict=True):
+        assert not list(higher(case, own))
+
+
 @pytest.mark.filterwarnings("ignore:Memory block of unknown size")
 def test_ranks_of_a_pipeline_keep_what_is_planned_and_hold_no_more():
     cases = [Case("wide", 8, False, "float32", 64, layout) for layout in PIPELINES]

@@ -9,6 +9,8 @@ from typing import NamedTuple
 from torch.profiler import profile
 
 from scaletorch.compose import train_step
+from scaletorch.parallel.data_parallel.buckets.bucket import Bucket
+from scaletorch.parallel.data_parallel.buckets.manager import BucketManager
 from scaletorch.parallel.pg_manager import ProcessGroupManager
 from scaletorch.plan.memory.measured import Kept
 
@@ -42,6 +44,8 @@ def _peak(case: Case, manager: ProcessGroupManager) -> Peak:
     for _ in range(2):  # the second fills the buckets that the first one has found
         step(case, model, optimizer, manager)
     optimizer.zero_grad()
+    for buckets in model.bucket_managers:
+        _take_turns(buckets)
     before = sum(held(model, optimizer))
     batch = batch_of(case, manager)
     kept = Kept(model)
@@ -52,3 +56,24 @@ def _peak(case: Case, manager: ProcessGroupManager) -> Peak:
     events = profiled.profiler.kineto_results.events()
     taken = [*accumulate(event.nbytes() for event in events if event.name() == "[memory]")]
     return Peak(kept.most, before, max(taken), max(taken[-1], 0))
+
+
+def _take_turns(buckets: BucketManager) -> None:
+    """Sum each bucket by when the next one leaves, as a plan has it, whatever else is under way."""
+    launch = buckets._launch
+
+    def launched(bucket: Bucket) -> None:
+        before, buckets._travelling = buckets._travelling, Later()
+        launch(bucket)
+        for each in before:
+            each.wait()
+            each.collect_if_done()
+
+    buckets._travelling, buckets._launch = Later(), launched
+
+
+class Later(list):
+    """Buckets under way, at which nobody looks before the next one leaves."""
+
+    def __bool__(self) -> bool:
+        return False

@@ -18,7 +18,7 @@ from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
 from .arguments import ASSUMED, cluster_of, cuts_of, options_of, sizes_of, subcommand
 from .clusters import write_cluster
-from .description import Description, read, write
+from .description import Description
 from .estimate import Estimate
 from .memory import memory
 from .options import Refused
@@ -26,6 +26,7 @@ from .search import plan
 from .showing import Shown, explained, grouped, page, png, table
 from .timing import time, timeline
 from .traffic import traffic
+from .written import read, write
 
 
 def main(given: Sequence[str] | None = None) -> int:

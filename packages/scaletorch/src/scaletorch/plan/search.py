@@ -17,14 +17,14 @@ from .estimate import Estimate, Time
 from .holding import Holdings, Optimizer
 from .later import Later
 from .layout import Layout, Recompute
-from .memory import Line, lines, peaks_of, ranks_hold
+from .memory import Bounds, Line, exactly, lines, peaks_of, ranks_hold
 from .options import Options, Refused, ladder, legal
 from .timing import Timers, timers
 from .timing import time as seconds_of
 from .traffic import ranks_send
 
 GIB = 2**30
-UNTIMED = -1  # in place of a peak: goes before all whose time is the same
+UNKNOWN = -1  # in place of a peak: goes before all whose time is the same
 T = TypeVar("T")
 Timer = Callable[[Description, Layout, Cluster], Time]
 
@@ -127,7 +127,7 @@ def _plan(
     time: Timer | None,
 ) -> Plan:
     known = Holdings(description, optimizer)
-    fitting: list[tuple[int, Layout]] = []
+    fitting: list[tuple[Bounds, Layout]] = []
     refused: list[Refused] = []
     for each in legal(description, rows, cluster.ranks, chosen):
         if isinstance(each, Refused):
@@ -151,30 +151,37 @@ def _timers(time: Timer, description: Description, cluster: Cluster) -> Timers:
 
 def _ranked(
     known: Holdings,
-    fitting: Sequence[tuple[int, Layout]],
+    fitting: Sequence[tuple[Bounds, Layout]],
     least: Sequence[float],
     timed: Timers | None,
 ) -> Iterator[Estimate]:
-    """Yield estimates, the best first; no more times are worked out than it takes to tell which.
+    """Yield estimates, the best first; no more is worked out than it takes to tell which.
 
     Args:
         known: Of the description.
-        fitting: Peaks and layouts.
+        fitting: Bounds of peaks, and layouts.
         least: Seconds that each layout takes at the least.
         timed: By whose times they are ranked, and then by peaks; None is by peaks alone.
     """
     queue = [
-        (low, own[0] if timed is None else UNTIMED, at)
+        (low, UNKNOWN if timed else own[0].least, at)
         for at, (low, own) in enumerate(zip(least, fitting, strict=True))
     ]
     heapify(queue)
     times: dict[int, Time] = {}
+    exact: set[int] = set()
     while queue:
-        _, most, at = heappop(queue)
-        peak, layout = fitting[at]
-        if timed is not None and most == UNTIMED:  # if it is the best is seen by its time
-            times[at] = timed.exact(layout)
-            heappush(queue, (times[at].step, peak, at))
+        _, _, at = heappop(queue)
+        bounds, layout = fitting[at]
+        if at not in exact and (
+            timed or bounds.least < bounds.most
+        ):  # if it is the best is seen then
+            exact.add(at)
+            if timed:
+                times[at] = timed.exact(layout)
+                heappush(queue, (times[at].step, bounds.least, at))
+            else:
+                heappush(queue, (0.0, exactly(known, layout, bounds), at))
         else:
             stages = layout.grid.pp
             held = Later(stages, _when_asked(ranks_hold, known, layout))
@@ -188,26 +195,26 @@ def _when_asked(make: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T
 
 def _fitting(
     known: Holdings, layout: Layout, cluster: Cluster, options: Options, refused: list[Refused]
-) -> Iterator[tuple[int, Layout]]:
+) -> Iterator[tuple[Bounds, Layout]]:
     """Yield peak and layout, with the least of what saves memory to fit; or say that none does."""
     found: list[tuple[int, int]] = []
-    least: tuple[int, Recompute, int] | None = None
-    peak = peaks_of(known, layout)
+    least: tuple[Bounds, Recompute, int] | None = None
+    peaks, memory = peaks_of(known, layout), cluster.device.memory
     unknown = [
         each for each in options.recompute if not _described(known.description, layout, each)
     ]
     for step, recompute, zero in ladder(layout, options, found):
         if recompute in unknown:
             continue
-        most = peak(recompute, zero)
-        if most <= cluster.device.memory:
+        own = peaks(recompute, zero)
+        if own.most <= memory:
             found.append(step)
-            yield most, layout.saving(recompute, zero)
-        elif least is None or most < least[0]:
-            least = most, recompute, zero
+            yield own, layout.saving(recompute, zero)
+        elif least is None or own.most < least[0].most:
+            least = own, recompute, zero
     if not found and least is not None:
-        most, recompute, zero = least
-        why = f"needs {most / GIB:.3g} GiB of {cluster.device.memory / GIB:.3g}, "
+        (low, high, _), recompute, zero = least
+        why = f"needs {'up to ' * (low < high)}{high / GIB:.3g} GiB of {memory / GIB:.3g}, "
         why += f"with zero {zero} and recompute {recompute}"
         refused.append(Refused(layout.grid, why, layout.saving(recompute, zero)))
 

@@ -101,7 +101,7 @@ def reduce_scatter_flat(
     mean = _is_mean(op)
     divisor = size if mean else 1
     if members is None or size == 1:
-        return Work((), partial(_summed, data.device, start, divisor, 1, data.detach()))
+        return Work((), partial(_summed, data.device, start, divisor, 1, False, data.detach()))
     if checking():
         compare(members, "reduce_scatter_flat", data, list(counts), op, f"ordered={ordered}")
     wire = on_wire(data, members)
@@ -109,10 +109,10 @@ def reduce_scatter_flat(
     if isinstance(way, NodeMemory):
         return way.reduce_scatter(wire, counts, mean=mean, start=start)
     if not ordered:
-        done = partial(_summed, data.device, start, divisor, 1)
+        done = partial(_summed, data.device, start, divisor, 1, True)
         recipe = recipe_for("sum", wire.dtype)
         return cast(Work[Tensor], way.reduce_scatter(wire, counts, recipe, done, True))
-    done = partial(_summed, data.device, start, divisor, size)
+    done = partial(_summed, data.device, start, divisor, size, False)
     return cast(Work[Tensor], way.exchange(wire, counts, [counts[rank]] * size, done, True))
 
 
@@ -167,11 +167,16 @@ def _is_mean(op: str) -> bool:
 
 
 def _summed(
-    device: torch.device, start: Tensor | None, divisor: int, blocks: int, data: Tensor
+    device: torch.device,
+    start: Tensor | None,
+    divisor: int,
+    blocks: int,
+    spoil: bool,
+    data: Tensor,
 ) -> Tensor:
-    """Add blocks of equal length, one after another in memory, behind `start`."""
+    """Add blocks of equal length, one after another in memory, behind `start`; as `fold` does."""
     rows = data.view(blocks, data.numel() // blocks)
-    return fold(rows, start=start, divisor=divisor).to(device)
+    return fold(rows, start=start, divisor=divisor, spoil=spoil).to(device)
 
 
 def _put_together(

@@ -11,9 +11,21 @@ from .observed import BACKWARD, FORWARD, PHASES, Observed, Operation, Phase, See
 
 
 def behaviour(
-    kind: int, rows: tuple[int, int], pair: Sequence[Observed], parameters: Sequence[Parameter]
+    kind: int,
+    rows: tuple[int, int],
+    pair: Sequence[Observed],
+    parameters: Sequence[Parameter],
+    inside: str,
 ) -> Behaviour:
-    """Return how a kind of block behaves, from steps of two numbers of rows."""
+    """Return how a kind of block behaves, from steps of two numbers of rows.
+
+    Args:
+        kind: Of the block.
+        rows: Of the steps.
+        pair: What was seen of them.
+        parameters: Of the block.
+        inside: What the names of its parameters begin with in the model.
+    """
 
     def line(figure: Callable[[Observed], float]) -> Affine:
         return _affine(rows, figure(pair[0]), figure(pair[1]))
@@ -28,6 +40,7 @@ def behaviour(
         forward_peak=line(lambda seen: _forward_peak(seen, kind)),
         backward_peak=line(lambda seen: _backward_peak(seen, kind)),
         parted_peak=line(lambda seen: seen.parted[kind]),
+        made=tuple(_made(kind, rows, pair, inside)),
         handed=line(lambda seen: seen.handed.get(kind, 0)),
         sent=tuple(_all_sent(kind, rows, pair)),
         work=tuple(_all_work(kind, rows, pair)),
@@ -46,6 +59,14 @@ def _forward_peak(seen: Observed, kind: int) -> int:
 
 def _backward_peak(seen: Observed, kind: int) -> int:
     return max(seen.peaks.get((kind, BACKWARD), 0) - seen.bases.get((kind, BACKWARD), 0), 0)
+
+
+def _made(
+    kind: int, rows: tuple[int, int], pair: Sequence[Observed], inside: str
+) -> Iterator[tuple[str, Affine]]:
+    bases = [seen.bases.get((kind, BACKWARD), 0) for seen in pair]
+    for (name, low), (_, high) in zip(*(seen.made[kind] for seen in pair), strict=True):
+        yield name.removeprefix(inside), _affine(rows, low - bases[0], high - bases[1])
 
 
 def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Sent]:

@@ -65,7 +65,10 @@ class Job:
                 pair.append(seen)
             parameters = self._parameters(model, cut)
         kinds = range(self.blocks[-1].kind + 1)
-        return tuple(behaviour(kind, ROWS, pair, parameters[kind]) for kind in kinds)
+        inside = {kind: f"{name}." for kind, name in self.chosen.items()}
+        return tuple(
+            behaviour(kind, ROWS, pair, parameters[kind], inside.get(kind, "")) for kind in kinds
+        )
 
     def _run(self, cut: Cut, manager: ProcessGroupManager, rows: int) -> tuple[Observed, nn.Module]:
         model = self.build()
@@ -83,6 +86,8 @@ class Job:
             )  # fmt: skip
             asked(model)
             terms_of(parallel).seen = True
+            for buckets in parallel.bucket_managers:
+                buckets.place = _told(buckets.place, seen)  # type: ignore[assignment,method-assign]
             batch = self.batch(rows * manager.dp_size)
             with parallel.no_sync(), watch(model, seen, self.chosen, like):
                 train_step(parallel, shard_global_batch(batch, 1, manager), manager)
@@ -112,6 +117,16 @@ class Job:
                 )
             )  # fmt: skip
         return found
+
+
+def _told(place: Callable[[Any], Tensor], seen: Observed) -> Callable[[Any], Tensor]:
+    """Return what gives gradients their memory, and tells whose come."""
+
+    def told(slot: Any) -> Tensor:
+        seen.gradient(slot.name)
+        return place(slot)
+
+    return told
 
 
 def _grid(cut: Cut) -> Grid:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -57,6 +57,8 @@ class Observed:
         self.shared: Counter[int] = Counter()  # block -> bytes that other layers keep too
         self.left: Counter[int] = Counter()  # block -> bytes for the second half of a backward
         self.parted: Counter[int] = Counter()  # block -> the most above what it kept in the first
+        # Block -> names of parameters as their gradients come, and the most bytes alive from then.
+        self.made: dict[int, list[tuple[str, int]]] = defaultdict(list)
         self.entered: dict[int, int] = {}  # block -> bytes of its input
         self.handed: dict[int, int] = {}  # block -> bytes of its output
         self._born: dict[int, int] = {}  # storage -> block
@@ -72,6 +74,7 @@ class Observed:
         self._block, self._phase, self._on = 0, FORWARD, False
         self._events: list[Event] = []
         self._parameters: set[int] = set()
+        self._gradients: list[tuple[int, Place, str]] = []  # before which event, where, whose
 
     def begin(self, model: nn.Module) -> None:
         """Begin with the forward of a model, whose parameters are no activations."""
@@ -89,13 +92,21 @@ class Observed:
             else:
                 alive.pop(key, None)
         staying = {*alive.values()}
-        events = [e for at, e in enumerate(self._events) if at not in staying]
+        gradients = deque(self._gradients)
         live = 0
-        for place, _, change, _ in events:
-            self.bases.setdefault(place, live)
-            live += change
-            self.peaks[place] = max(self.peaks.get(place, 0), live)
-        self._part(events)
+        for index, (place, _, change, _) in enumerate(self._events):
+            while gradients and gradients[0][0] <= index:
+                _, (block, _), name = gradients.popleft()
+                self.made[block].append((name, live))
+            if index not in staying:
+                self.bases.setdefault(place, live)
+                live += change
+                self.peaks[place] = max(self.peaks.get(place, 0), live)
+                if (made := self.made[place[0]]) and place[1] == BACKWARD:
+                    made[-1] = made[-1][0], max(made[-1][1], live)
+        for _, (block, _), name in gradients:
+            self.made[block].append((name, live))
+        self._part([e for at, e in enumerate(self._events) if at not in staying])
 
     def _part(self, events: Sequence[Event]) -> None:
         """Follow what backwards need if each leaves its weights' gradients for later."""
@@ -161,6 +172,11 @@ class Observed:
             self._now.work.append((sort, flops_of(func, args, ins, outs), moved))
             if self._phase == BACKWARD and sort == "matmul":
                 self._multiply([each for each in args if isinstance(each, Tensor)][-2:])
+
+    def gradient(self, name: str) -> None:
+        """Note that a parameter's gradient is made."""
+        if self._on:
+            self._gradients.append((len(self._events), (self._block, self._phase), name))
 
     def collective(self, func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Count a call for the block that runs."""

@@ -11,10 +11,12 @@ Alike = tuple[tuple[tuple[Held, ...], int, bool], ...]
 """Parameters of a block, how many blocks with such follow one another, whether they are layers."""
 
 
-def of(parameter: Parameter, at: int, others: int, apart: bool, chunk: int, late: bool) -> Held:
+def of(
+    parameter: Parameter, at: int, others: int, apart: bool, chunk: int, late: bool, name: str
+) -> Held:
     """Return a parameter on a tp or ep rank; `apart` is whether edp is not cp x dp."""
     local = parameter.local[min(at, len(parameter.local) - 1)]
-    return Held(local, parameter.item, others, parameter.expert and apart, chunk, late)
+    return Held(local, parameter.item, others, parameter.expert and apart, chunk, late, name)
 
 
 def chosen(alike: Alike, expert: bool) -> Alike:

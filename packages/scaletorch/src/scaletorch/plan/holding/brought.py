@@ -1,8 +1,9 @@
-"""Gradients that a step brings: where no ranks sum them, there are none before the first backward.
+"""Gradients that a step brings, and that are not there before its first backward.
 
 Between ranks that sum gradients buckets stay from step to step. Without such ranks `zero_grad`
 drops gradients, and each comes with the first backward of its chunk, or with that half of it which
-makes it.
+makes it. Shards come when gradients are summed: with ZeRO 2 at the end of each backward, of which
+the first one's stay, with ZeRO 1 at the end of the last one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Action, derive_messages
@@ -33,7 +34,7 @@ class Bringing(NamedTuple):
     Attributes:
         kind: As `During`; or "E", at the end of a step.
         chunk: Of the action.
-        first: Whether it is the first of its kind, which brings gradients.
+        brings: Whether it brings gradients.
         moments: As `During`, with which gradients are there before it: 0 or 1 by chunk, and behind
             them of those that second halves of backwards make if the schedule has such; and with
             the four counts of messages of `UnderWay`.
@@ -41,7 +42,7 @@ class Bringing(NamedTuple):
 
     kind: str
     chunk: int
-    first: bool
+    brings: bool
     moments: tuple[tuple[Counts, Counts, Counts], ...]
 
 
@@ -51,30 +52,66 @@ class Brought(NamedTuple):
     Attributes:
         flags: By chunk, and behind them those of second halves; as `Bringing.moments`.
         runs: By chunk, of a block of each of `Holdings.runs`: those of first halves, and of second.
+            () if they come as shards.
     """
 
     flags: tuple[int, ...]
     runs: tuple[tuple[tuple[int, int], ...], ...]
 
 
-def brings(known: Holdings, layout: Layout) -> bool:
-    """Return whether a step brings gradients: sums of another dtype have buckets anyway.
+def brings(known: Holdings, layout: Layout) -> Literal["", "first", "each", "last"]:
+    """Return which backwards bring gradients; "" if all are there before a step.
 
-    Other programs than this library are taken to have them always, and so are pipelines of more
-    than `LONG` ranks, whose programs would take a search long to follow.
+    Sums of another dtype have buckets anyway. Other programs than this library are taken to have
+    gradients always, and so are pipelines of more than `LONG` ranks, whose programs would take a
+    search long to follow.
     """
-    grid = layout.grid
-    alone = grid.cp * grid.dp == 1 and grid.pp <= LONG and layout.zero == 0
-    return alone and known.optimizer.sum_item is None and known.description.early
+    if layout.grid.pp > LONG or not known.description.early:
+        return ""
+    if layout.grid.cp * layout.grid.dp > 1:
+        return {1: "last", 2: "each"}.get(layout.zero, "")  # type: ignore[return-value]
+    return "first" if layout.zero == 0 and known.optimizer.sum_item is None else ""
 
 
-def brought(known: Holdings, layout: Layout, number: int) -> Brought:
-    """Return what a step brings to a rank of `known.numbers(layout)`."""
-    key = layout.grid.tp, layout.grid.ep, layout.grid.etp, layout.schedule in SPLIT, number
+def brought(known: Holdings, layout: Layout, number: int, halves: tuple[bool, ...] = ()) -> Brought:
+    """Return what a step brings to a rank.
+
+    Args:
+        known: Of the description.
+        layout: The layout.
+        number: Of `known.numbers(layout)`.
+        halves: Of `halved`, of its place in the pipeline, which ZeRO 2 goes by.
+    """
+    grid, split = layout.grid, layout.schedule in SPLIT
+    halves = halves if layout.zero == 2 else ()
+    key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, layout.zero, split, halves, number
     found: Brought | None = known.brought.get(key)
     if found is None:
-        found = known.brought[key] = _brought(known, layout, number)
+        if layout.zero:
+            found = Brought(_shards(known, layout, number, halves), ())
+        else:
+            found = _brought(known, layout, number)
+        known.brought[key] = found
     return found
+
+
+def _shards(
+    known: Holdings, layout: Layout, number: int, halves: tuple[bool, ...]
+) -> tuple[int, ...]:
+    """Return the bytes of shards by what makes them; with ZeRO 1 all of them as the first."""
+    chunks = len(known.content(number).chunks)
+    flags = [0] * (chunks * (2 if layout.schedule in SPLIT else 1))
+    replica = known.replica(layout, number, halves)
+    for axis, buckets in known.buckets(layout, number).items():
+        ranks = layout.grid.edp if axis == "edp" else layout.grid.cp * layout.grid.dp
+        place = replica[axis == "edp"]
+        for bucket, times in buckets.each:
+            if bucket.sharded:
+                made = bucket.made(ranks, place, halves) if layout.zero == 2 else {(0, False)}
+                share = bucket.padded(ranks) // ranks * bucket.master_item(layout.zero)
+                for chunk, late in made:
+                    flags[chunk + chunks * late] += share * times
+    return tuple(flags)
 
 
 def _brought(known: Holdings, layout: Layout, number: int) -> Brought:
@@ -128,41 +165,47 @@ def _is_last(known: Holdings, name: str, chunk: int, chunks: tuple[tuple[int, ..
     return max(places)[::2] == (chunk, int(name.partition(".")[0]))
 
 
-def most_brought(layout: Layout) -> tuple[tuple[Bringing, ...], ...]:
+def most_brought(layout: Layout, which: str) -> tuple[tuple[Bringing, ...], ...]:
     """Return for each rank of the pipeline what is there at the moments at which it may be most.
 
     No more micro-batches are followed than it takes until all repeats itself; schedules that keep
     all of them have as many more of each that is kept.
+
+    Args:
+        layout: Of the pipeline.
+        which: Of `brings`.
     """
     schedule, pp, m = layout.schedule, layout.grid.pp, layout.micro_batches
     few = pp + 2 * IN_FLIGHT
     if schedule in ("afab", "looped_bfs"):
-        return _most_brought(schedule, pp, layout.chunks, min(m, few), max(m - few, 0))
+        return _most_brought(schedule, pp, layout.chunks, min(m, few), max(m - few, 0), which)
     few = enough(schedule, pp, m, layout.chunks)
     if schedule != "interleaved_1f1b":  # which has no other rounds than it has
         few = min(m, few + 2 * pp + 2 * IN_FLIGHT)
-    return _most_brought(schedule, pp, layout.chunks, few, 0)
+    return _most_brought(schedule, pp, layout.chunks, few, 0, which)
 
 
 @lru_cache(maxsize=1024)
 def _most_brought(
-    schedule: str, pp: int, chunks: int, m: int, more: int
+    schedule: str, pp: int, chunks: int, m: int, more: int, which: str
 ) -> tuple[tuple[Bringing, ...], ...]:
     built = schedule_of(Layout(Grid(pp=pp), schedule=schedule, chunks=chunks, micro_batches=m))
     programs = zip(derive_messages(built), built.stages, strict=True)
     return tuple(
-        _followed(program, stages, chunks * (schedule in SPLIT), more)
+        _followed(program, stages, chunks * (schedule in SPLIT), more, which)
         for program, stages in programs
     )
 
 
 def _followed(
-    program: Sequence[Action | Message], stages: Sequence[int], halves: int, more: int
+    program: Sequence[Action | Message], stages: Sequence[int], halves: int, more: int, which: str
 ) -> tuple[Bringing, ...]:
     """Follow a rank; `halves` is how many chunks have such."""
     chunks = len(stages)
     found: dict[tuple[str, int, bool], set[Counts]] = {}
+    none = (0,) * 4 * chunks
     now, there = [0] * (chunks + halves), [0] * (chunks + halves)
+    backwards = sum(isinstance(each, Action) and each.kind != "F" for each in program)
     for action, _, held in moments_of(program, stages):
         kind, chunk = action.kind, action.chunk
         before = (*now, *there)
@@ -170,14 +213,16 @@ def _followed(
         now[chunk] += whole
         if half:
             now[chunk + chunks] += half
-        made = _made(kind, chunk, chunks, halves)
-        first = any(not there[at] for at in made)
+        backwards -= kind != "F"
+        made = _made(kind, chunk, chunks, halves) if which != "last" or not backwards else []
+        brings = bool(made) and (which != "first" or any(not there[at] for at in made))
         for at in made:
             there[at] = 1
         own = (*now, *there) if kind == "F" else before
-        own = (*(n and n + more for n in own[: len(now)]), *own[len(now) :])
-        found.setdefault((kind, chunk, first), set()).add((*own, *chain(*counted(held(), stages))))
-    found[END, 0, False] = {(0,) * len(now) + tuple(there) + (0,) * 4 * chunks}
+        if which != "last" or backwards:
+            own = (*(n and n + more for n in own[: len(now)]), *own[len(now) :])
+        found.setdefault((kind, chunk, brings), set()).add((*own, *chain(*counted(held(), stages))))
+    found[END, 0, False] = {(0,) * len(now) + (1,) * len(there) + none}
     size = len(now)
     return tuple(
         Bringing(

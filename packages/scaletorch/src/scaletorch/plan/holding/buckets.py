@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, NamedTuple
 
 BUCKET_SIZE = 2**24  # elements, the default of `parallelize`
@@ -23,6 +24,8 @@ class Optimizer:
         sum_item: Bytes of the elements of summed gradients; None is as those of parameters. 4 is
             `grad_type=torch.float32`.
         bucket_size: As for `parallelize`.
+        native: Whether the backend sums shards by itself, as NCCL does; gloo takes all that other
+            ranks send.
     """
 
     name: str = "AdamW"
@@ -31,6 +34,7 @@ class Optimizer:
     per_tensor: int = 4
     sum_item: int | None = None
     bucket_size: int = BUCKET_SIZE
+    native: bool = True
 
 
 class Held(NamedTuple):
@@ -43,6 +47,7 @@ class Held(NamedTuple):
         expert: Whether its gradient is summed over edp, and not over cp x dp.
         chunk: Of the rank, the first that has it.
         late: Whether the second half of a backward makes its gradient, if it has halves.
+        name: With its kind of block, as `Description.tied` has it.
     """
 
     elements: int
@@ -51,6 +56,7 @@ class Held(NamedTuple):
     expert: bool = False
     chunk: int = 0
     late: bool = False
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +84,48 @@ class Bucket:
         """Of all of them."""
         return sum(self.sizes)
 
+    @property
+    def alike(self) -> bool:
+        """Whether one backward makes all of its gradients."""
+        return self.backwards.count(self.backwards[0]) == len(self.backwards)
+
     def padded(self, ranks: int) -> int:
         """Return the elements of its memory: shards, of each parameter with ZeRO 3, are equal."""
         if self.gathered:
             return sum(-(-size // ranks) for size in self.sizes) * ranks
         return -(-self.elements // ranks) * ranks if self.sharded else self.elements
+
+    def sum_item(self, optimizer: Optimizer) -> int:
+        """Return the bytes of an element of its gradients' sum."""
+        return optimizer.sum_item or self.item
+
+    def master_item(self, zero: int) -> int:
+        """Return those of a shard: float32 at least; `fully_shard`'s are as parameters are."""
+        return self.item if zero == 3 else max(self.item, 4)
+
+    def made(self, ranks: int, rank: int, halves: tuple[bool, ...]) -> set[tuple[int, bool]]:
+        """Return which backwards make any gradient of a rank's shard: chunk, and second half.
+
+        Args:
+            ranks: That sum it.
+            rank: Which of these.
+            halves: Whether the first backward of each chunk comes in two.
+        """
+        each = {self.backwards[0]}
+        if not self.alike:
+            each = {backward for _, backward in self.shards(ranks, rank)}
+        return {(chunk, late and chunk < len(halves) and halves[chunk]) for chunk, late in each}
+
+    def changing(self, ranks: int) -> set[int]:
+        """Return the ranks in whose shards another backward's gradients begin."""
+        share, at, found = self.padded(ranks) // ranks, 0, set[int]()
+        if self.alike:
+            return found
+        for size, (before, after) in zip(self.sizes, pairwise(self.backwards), strict=False):
+            at += size
+            if before != after and self.sharded:
+                found.add(at // share)
+        return found
 
     def shards(self, ranks: int, rank: int) -> list[tuple[int, tuple[int, bool]]]:
         """Return elements and backward of each tensor that a rank's optimizer has of it."""
@@ -110,6 +153,19 @@ class Buckets:
     """
 
     each: tuple[tuple[Bucket, int], ...]
+
+    def fullest(self, ranks: int, halves: tuple[bool, ...]) -> int:
+        """Return the rank for whose shards the most bytes are made by a backward each."""
+        found = {at for bucket, _ in self.each for at in bucket.changing(ranks)}
+
+        def made(rank: int) -> int:
+            return sum(
+                times * bucket.padded(ranks) * len(bucket.made(ranks, rank, halves))
+                for bucket, times in self.each
+                if bucket.sharded
+            )
+
+        return max(sorted({0, *found}), key=made)
 
 
 def fill(held: Sequence[Held], bucket_size: int) -> list[tuple[Held, ...]]:
@@ -142,5 +198,5 @@ def bucket_of(
     held: Sequence[Held], *, sharded: bool, gathered: Literal["", "layer", "rest"] = ""
 ) -> Bucket:
     """Return the bucket of these parameters."""
-    sizes, items, _, _, chunks, late = zip(*held, strict=True)
+    sizes, items, _, _, chunks, late, _ = zip(*held, strict=True)
     return Bucket(sizes, items[0], sharded, tuple(zip(chunks, late, strict=True)), gathered)

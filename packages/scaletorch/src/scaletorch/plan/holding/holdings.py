@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -12,39 +11,8 @@ from ..description import Behaviour, Cut, Description
 from ..layout import Layout, cut_of
 from .alike import Alike, all_of, by_block, chosen, latest_ties, of
 from .buckets import Bucket, Buckets, Held, Optimizer, bucket_of, fill
-from .stages import Places, holders_of, places, stages_of
-
-
-@dataclass(frozen=True, slots=True)
-class Content:
-    """What a rank of the pipeline has.
-
-    Attributes:
-        chunks: Kinds of the blocks of each chunk.
-        entered: For each chunk the kind of the block whose output it receives; -1 is none.
-        left: For each chunk the kind of the block whose output it sends on; -1 is none.
-        ties: Names of tied parameters, and how many other ranks have them.
-    """
-
-    chunks: tuple[tuple[int, ...], ...]
-    entered: tuple[int, ...]
-    left: tuple[int, ...]
-    ties: tuple[tuple[str, int], ...]
-
-    @property
-    def sent(self) -> list[int]:
-        """Kinds of the blocks whose outputs it sends, once for each chunk that does."""
-        return [kind for kind in self.left if kind >= 0]
-
-    @property
-    def returned(self) -> list[int]:
-        """Kinds of the blocks whose outputs' gradients it sends back."""
-        return [kind for kind in self.entered if kind >= 0]
-
-    @property
-    def blocks(self) -> int:
-        """How many blocks."""
-        return sum(map(len, self.chunks))
+from .contents import Content, contents
+from .stages import places, stages_of
 
 
 class Holdings:
@@ -70,6 +38,10 @@ class Holdings:
         self.late: dict[Any, Any] = {}
         self.peaks: dict[Any, Any] = {}
         self.brought: dict[Any, Any] = {}
+        self.filled: dict[Any, Any] = {}
+        self.slots: dict[Any, Any] = {}
+        self.made: dict[Any, Any] = {}
+        self.most: dict[Any, Any] = {}
         self.sent: dict[Any, Any] = {}  # of traffic.py
         self.sends: dict[Any, Any] = {}
         self.ends: dict[Any, Any] = {}
@@ -87,6 +59,7 @@ class Holdings:
         self._filled: dict[tuple[Alike, int], Buckets] = {}
         self._latest: dict[object, tuple[int, ...]] = {}
         self._places: dict[object, int] = {}
+        self._replicas: dict[object, tuple[int, int]] = {}
         self._cuts: dict[bool, dict[Cut, int]] = {}
         self._sums: dict[tuple[int, int, int], list[int]] = {}
 
@@ -120,7 +93,9 @@ class Holdings:
         key = layout.schedule, layout.grid.pp, layout.chunks
         if key not in self._contents:
             found = []
-            for each in self._read(places(self.description, layout), stages_of(*key)):
+            for each in contents(
+                self.description, places(self.description, layout), stages_of(*key)
+            ):
                 if each not in self._numbers:
                     self._numbers[each] = len(self._all)
                     self._all.append(each)
@@ -173,14 +148,14 @@ class Holdings:
             number: Of `numbers`.
             tp: The tp rank, and the ep rank of experts; None is the one that has the most.
         """
-        return all_of(self._of_blocks(layout, number, tp))
+        return all_of(self.of_blocks(layout, number, tp))
 
     def latest(self, layout: Layout, number: int) -> tuple[int, ...]:
         """Return by chunk the bytes of the largest gradient that a backward makes in its end."""
         key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number
         if key not in self._latest:
             found = [0] * len(self._all[number].chunks)
-            for each in (p for held, _, _ in self._of_blocks(layout, number, None) for p in held):
+            for each in (p for held, _, _ in self.of_blocks(layout, number, None) for p in held):
                 if each.late:
                     found[each.chunk] = max(found[each.chunk], each.elements * each.item)
             self._latest[key] = tuple(found)
@@ -191,13 +166,36 @@ class Holdings:
         zero = layout.zero if layout.zero in (0, 3) else 1
         key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, tp, zero
         if key not in self._buckets:
-            alike = self._of_blocks(layout, number, tp)
+            alike = self.of_blocks(layout, number, tp)
             self._buckets[key] = {
                 axis: self._fill(own, zero)
                 for axis, expert in (("cp_dp", False), ("edp", True))
                 if (own := chosen(alike, expert)) or not expert
             }
         return self._buckets[key]
+
+    def replica(self, layout: Layout, number: int, halves: tuple[bool, ...]) -> tuple[int, int]:
+        """Return which of the ranks that share gradients has the most of them, and of experts'.
+
+        Shards are as long, but with ZeRO 2 there is one for each backward that makes any of it.
+
+        Args:
+            layout: The layout.
+            number: Of `numbers`.
+            halves: Of `halved`, of its place in the pipeline.
+        """
+        grid = layout.grid
+        if layout.zero != 2 or (len(self._all[number].chunks) == 1 and not any(halves)):
+            return 0, 0
+        key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, number, halves
+        if key not in self._replicas:
+            each = self.buckets(layout, number)
+            own = [
+                each[axis].fullest(ranks, halves) if axis in each else 0
+                for axis, ranks in (("cp_dp", grid.cp * grid.dp), ("edp", grid.edp))
+            ]
+            self._replicas[key] = own[0], own[1]
+        return self._replicas[key]
 
     def _fill(self, alike: Alike, zero: int) -> Buckets:
         """Return buckets of parameters; cuts along other axes have the same ones."""
@@ -238,8 +236,8 @@ class Holdings:
             ]
         return self._sums[key]
 
-    def _of_blocks(self, layout: Layout, number: int, tp: int | None) -> Alike:
-        """Return a rank's parameters by runs of equal blocks."""
+    def of_blocks(self, layout: Layout, number: int, tp: int | None = None) -> Alike:
+        """Return a rank's parameters by runs of equal blocks; `tp` as for `parameters`."""
         at = self.fullest(layout, number) if tp is None else tp
         key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, at
         if key not in self._alike:
@@ -260,7 +258,7 @@ class Holdings:
                 name = f"{kind}.{each.name}"
                 if name not in seen:  # of tied ones, backward comes to the last chunk first
                     last, late = latest.get(name, (chunk, each.late))
-                    yield of(each, at, others.get(name, 0), apart, last, late)
+                    yield of(each, at, others.get(name, 0), apart, last, late, name)
                 seen.update(next((names for names in self.description.tied if name in names), ()))
 
         def held(kind: int, chunk: int) -> tuple[Held, ...]:
@@ -277,24 +275,3 @@ class Holdings:
                 yield held(kind, chunk), 1, layer
                 if times > 1:  # what is tied was in the first
                     yield held(kind, chunk), times - 1, layer
-
-    def _read(self, where: Places, stages: tuple[tuple[int, ...], ...]) -> Iterator[Content]:
-        kinds = [block.kind for block in self.description.blocks]
-        owner = {stage: rank for rank, own in enumerate(stages) for stage in own}
-        blocks = {
-            stage: chunk
-            for own, chunks in zip(stages, where, strict=True)
-            for stage, chunk in zip(own, chunks, strict=True)
-        }
-        holders = holders_of(self.description, where)
-        for rank, (own, chunks) in enumerate(zip(stages, where, strict=True)):
-            yield Content(
-                chunks=tuple(tuple(kinds[at] for at in chunks[chunk]) for chunk in range(len(own))),
-                entered=tuple(
-                    kinds[blocks[s - 1][-1]] if owner.get(s - 1, rank) != rank else -1 for s in own
-                ),
-                left=tuple(
-                    kinds[blocks[s][-1]] if owner.get(s + 1, rank) != rank else -1 for s in own
-                ),
-                ties=tuple((name, len(ranks - {rank})) for name, ranks in holders.items()),
-            )

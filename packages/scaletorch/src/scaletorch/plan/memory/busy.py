@@ -14,7 +14,7 @@ from ..holding.under_way import UnderWay, followed, under_way
 from ..layout import Layout
 from .working import Action
 
-Pipeline = tuple[str, int, int, int, int, bool]
+Pipeline = tuple[str, int, int, int, int, str]  # the last is of `brings`
 
 
 class Moment(NamedTuple):
@@ -78,7 +78,7 @@ def busy(known: Holdings, layout: Layout) -> Ranks:
         schedule, pp, *_, brought = key
         each = zip(
             known.numbers(layout), halved(schedule, pp, layout.micro_batches),
-            _all_live(layout, brought=brought), under_way(layout), strict=True,
+            _all_live(layout, brought), under_way(layout), strict=True,
         )  # fmt: skip
         ranks = [Busy(n, half, tuple(_moments(live, ways))) for n, half, live, ways in each]
         place = {own: at for at, own in enumerate(dict.fromkeys(ranks))}
@@ -86,9 +86,9 @@ def busy(known: Holdings, layout: Layout) -> Ranks:
     return found
 
 
-def _all_live(layout: Layout, *, brought: bool) -> Sequence[Sequence[During | Bringing]]:
+def _all_live(layout: Layout, brought: str) -> Sequence[Sequence[During | Bringing]]:
     if brought:
-        return most_brought(layout)
+        return most_brought(layout, brought)
     return most_live(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
 
 
@@ -97,7 +97,7 @@ def _moments(live: Sequence[During | Bringing], ways: Sequence[UnderWay]) -> Ite
     for each in live:
         action: Action = each.kind, each.chunk, False
         if isinstance(each, Bringing):
-            action, moments = (*action[:2], each.first), each.moments
+            action, moments = (*action[:2], each.brings), each.moments
         else:
             own = [way for way in ways if (way.kind, way.chunk) == action[:2]] or ways
             moments = tuple(

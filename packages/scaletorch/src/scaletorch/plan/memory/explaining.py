@@ -61,7 +61,7 @@ def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     ranks = busy(known, layout)
     place = ranks.each[ranks.places[rank]]
     held = state(known, layout, number, halves=place.halves)
-    (own,) = running(known, layout, [number])
+    (own,) = running(known, layout, [place[:2]])
     total, (action, now, _, flags) = fullest_moment(own, place.moments)
     made = sum(map(mul, flags, own.brought))
     count = len(known.parameters(layout, number))

@@ -7,59 +7,123 @@ those ranks and moments alone that may be the fullest.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from operator import add
+from collections.abc import Callable, Sequence
+from operator import add, sub
+from typing import NamedTuple
 
 from ..holding import Holdings
-from ..holding.brought import brought
+from ..holding.brought import brings, brought
+from ..holding.filling import most_filled
 from ..holding.live import Counts, outer
 from ..layout import Layout, Recompute
 from .busy import Busy, Moment, Pipeline, busy, pipeline_of
+from .ranks import held_by
+from .running import running
 from .state import state
 from .weights import Told, fullest, told
 from .working import Action
 
+Ranks = Sequence[tuple[int, tuple[bool, ...]]]  # number and halves of each, as `Busy`
+
+
+class Bounds(NamedTuple):
+    """Bytes between which the largest total of `memory` is: the same, where that costs little.
+
+    Attributes:
+        least: No less.
+        most: No more.
+        ranks: Numbers of ranks, and two parts of the most of each, as they come.
+    """
+
+    least: int
+    most: int
+    ranks: tuple[Ranks, Sequence[int], Sequence[int]] = (), (), ()
+
+
+def known_to_be(peak: int) -> Bounds:
+    """Return bounds of a peak that is known."""
+    return Bounds(peak, peak)
+
 
 def peak(known: Holdings, layout: Layout) -> int:
     """Return the largest total of `memory`."""
-    return peaks_of(known, layout)(layout.recompute, layout.zero)
+    return exactly(known, layout, peaks_of(known, layout)(layout.recompute, layout.zero))
 
 
-def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], int]:
-    """Return `peak` of a layout by recomputation and stage of ZeRO."""
-    pipeline, summed = pipeline_of(known, layout), layout.grid.cp * layout.grid.dp > 1
-    held: dict[int, list[int]] = {}
+def exactly(known: Holdings, layout: Layout, bounds: Bounds) -> int:
+    """Return the peak of a layout; ranks that cannot have it are not looked at."""
+    if bounds.least == bounds.most:
+        return bounds.most
+    each: dict[int, int] = {}
+    for (number, _), held, moving in zip(*bounds.ranks, strict=True):
+        each[number] = max(held + moving, each.get(number, 0))
+    found = 0
+    for rank in sorted(busy(known, layout).each, key=lambda own: -each[own.number]):
+        if each[rank.number] <= found:
+            break
+        (own,) = running(known, layout, [rank[:2]])
+        found = max(found, held_by(known, layout, own, rank).total)
+    return found
+
+
+def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], Bounds]:
+    """Return bounds of the peak of a layout by recomputation and stage of ZeRO.
+
+    Shards come one after another: that is followed for no more layouts than somebody asks for.
+    """
+    summed = layout.grid.cp * layout.grid.dp > 1
+    plain = layout.saving(layout.recompute, 0) if summed else layout
+    pipeline = pipeline_of(known, plain)
+    ranks = _telling(known, plain, pipeline, offloaded=False).ranks
+    held: dict[int, Held] = {}
     moving: dict[str, list[int]] = {}
 
-    def at(recompute: Recompute, zero: int) -> int:
+    def at(recompute: Recompute, zero: int) -> Bounds:
         if not summed and zero != layout.zero:  # by which goes whether a step brings gradients
-            return peak(known, layout.saving(recompute, zero))
+            return known_to_be(peak(known, layout.saving(recompute, zero)))
         if zero not in held:
-            held[zero] = _held(known, layout, zero, pipeline)
+            held[zero] = _held(known, plain.saving(recompute, zero), pipeline, ranks)
         if recompute not in moving:
-            own = layout
+            own = plain
             if "selective" in (recompute, layout.recompute):
-                own = layout.saving(recompute, zero)
+                own = plain.saving(recompute, plain.zero)
             moving[recompute] = _moving(known, own, recompute, pipeline)
-        most: int = max(map(add, held[zero], moving[recompute]))
-        return most
+        before, beside, end = held[zero]
+        least = max(map(add, before, moving[recompute]))
+        if beside is before:
+            return known_to_be(least)
+        most = max(map(add, beside, moving[recompute]))
+        return Bounds(max(least, end), most, (ranks, beside, moving[recompute]))
 
     return at
 
 
-def _held(known: Holdings, layout: Layout, zero: int, pipeline: Pipeline) -> list[int]:
-    """Return what there is before a step on those ranks that `_telling` names."""
+class Held(NamedTuple):
+    """Bytes of ranks before a step; with all that comes of buckets and shards; and at its end."""
+
+    before: list[int]
+    most: list[int]
+    end: int
+
+
+def _held(known: Holdings, layout: Layout, pipeline: Pipeline, ranks: Ranks) -> Held:
+    """Return what those ranks hold that `_telling` names."""
     grid = layout.grid
-    key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, zero, pipeline
-    found: list[int] | None = known.peaks.get(key)
+    key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, layout.zero, pipeline
+    found: Held | None = known.peaks.get(key)
     if found is None:
-        own = layout.saving(layout.recompute, zero)
-        ranks = _telling(known, layout, pipeline, offloaded=False).ranks
-        found = known.peaks[key] = [
-            sum(state(known, own, number, halves=halves))
-            - (sum(brought(known, own, number).flags) if pipeline[-1] else 0)
-            for number, halves in ranks
-        ]
+        before = [sum(state(known, layout, number, halves=halves)) for number, halves in ranks]
+        found = Held(before, before, 0)
+        if brings(known, layout):
+            shards = [sum(brought(known, layout, *rank).flags) for rank in ranks]
+            end, before = max(before), [*map(sub, before, shards)]
+            found = Held(before, before, end)
+            if layout.zero:  # of ZeRO 1 there are no shards before the last backward
+                beside = [most_filled(known, layout, number) for number, _ in ranks]
+                if layout.zero == 2:
+                    beside = [*map(add, beside, shards)]
+                found = Held(before, [*map(add, before, beside)], end)
+        known.peaks[key] = found
     return found
 
 

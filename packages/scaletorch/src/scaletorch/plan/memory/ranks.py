@@ -24,7 +24,7 @@ def memory(
     """Return the bytes of the fullest rank at each place of the pipeline.
 
     Of ranks that differ in tp or ep alone it is the one with the most parameters; of those that
-    share an optimizer's state the first, whose shards are never the smaller ones.
+    share an optimizer's state the one with the most gradients, or the first.
 
     Args:
         description: The model.
@@ -41,12 +41,13 @@ def memory(
 def ranks_hold(known: Holdings, layout: Layout) -> tuple[Memory, ...]:
     """Return `memory` of a layout."""
     ranks = busy(known, layout)
-    ran = running(known, layout, [each.number for each in ranks.each])
-    found = [_memory(known, layout, own, each) for own, each in zip(ran, ranks.each, strict=True)]
+    ran = running(known, layout, [each[:2] for each in ranks.each])
+    found = [held_by(known, layout, own, each) for own, each in zip(ran, ranks.each, strict=True)]
     return tuple([found[place] for place in ranks.places])
 
 
-def _memory(known: Holdings, layout: Layout, own: Running, busy: Busy) -> Memory:
+def held_by(known: Holdings, layout: Layout, own: Running, busy: Busy) -> Memory:
+    """Return `memory` of one rank."""
     total, moment = fullest_moment(own, busy.moments)
     has = state(known, layout, busy.number, halves=busy.halves)
     kept, working = sum(map(mul, moment.kept, own.kept)), own.working[moment.action]
@@ -90,7 +91,7 @@ def kept_by_autograd(description: Description, layout: Layout) -> tuple[int, ...
     """
     known = Holdings(description)
     ranks = busy(known, layout)
-    ran = running(known, layout, [each.number for each in ranks.each])
+    ran = running(known, layout, [each[:2] for each in ranks.each])
     found = [
         max(sum(map(mul, m.kept, own.kept[: layout.chunks])) for m in each.moments)
         for own, each in zip(ran, ranks.each, strict=True)

@@ -7,16 +7,29 @@ chunk keeps once for all ranks and schedules that have one like it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import add, sub
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..holding import Holdings
-from ..holding.brought import END, Brought, brings, brought
+from ..holding.brought import Brought, brings, brought
 from ..holding.live import SPLIT
 from ..layout import Layout
+from .sharing import sharing
 from .sizes import halves_of, kept_in, shared_of, sizes_of
 from .working import Action, works
+
+
+class Working(dict[Action, int]):
+    """Bytes by the action, worked out when somebody asks."""
+
+    def __init__(self, work: Callable[[Action], int]) -> None:
+        super().__init__()
+        self._work = work
+
+    def __missing__(self, action: Action) -> int:
+        self[action] = found = self._work(action)
+        return found
 
 
 class Running(NamedTuple):
@@ -34,29 +47,39 @@ class Running(NamedTuple):
 
     kept: tuple[int, ...]
     passed: tuple[int, ...]
-    working: dict[Action, int]
+    working: Working
     sizes: tuple[int, ...]
     always: int
     brought: tuple[int, ...] = ()
 
 
-def running(known: Holdings, layout: Layout, numbers: Sequence[int]) -> list[Running]:
-    """Return what ranks of these numbers need for micro-batches.
+def running(
+    known: Holdings, layout: Layout, ranks: Sequence[tuple[int, tuple[bool, ...]]]
+) -> list[Running]:
+    """Return what ranks need for micro-batches.
 
     What a chunk has sent on is kept; what it has received is kept by its first layer, if that is
     not offloaded.
+
+    Args:
+        known: Of the description.
+        layout: The layout.
+        ranks: Number and halves of each, as `Busy`.
     """
-    split = layout.schedule in SPLIT
-    bringing = brings(known, layout)
-    key = layout.cut, layout.recompute, layout.micro_rows, split, bringing and layout.grid.etp
-    found: dict[int, Running] | None = known.running.get(key)
+    split, which = layout.schedule in SPLIT, brings(known, layout)
+    key = layout.cut, layout.recompute, layout.micro_rows, split, which
+    grid = layout.grid
+    if which:
+        key = *key, grid.etp, *((layout.zero, grid.cp * grid.dp) if layout.zero else ())
+    found: dict[Any, Running] | None = known.running.get(key)
     if found is None:
         found = known.running[key] = {}
-    for number in numbers:
-        if number not in found:
-            own = brought(known, layout, number) if bringing else None
-            found[number] = _running(known, layout, number, own)
-    return [found[number] for number in numbers]
+    each = [(number, halves if layout.zero == 2 else ()) for number, halves in ranks]
+    for own in each:
+        if own not in found:
+            comes = brought(known, layout, *own) if which else None
+            found[own] = _running(known, layout, own[0], comes)
+    return [found[own] for own in each]
 
 
 def _running(known: Holdings, layout: Layout, number: int, own: Brought | None) -> Running:
@@ -68,19 +91,20 @@ def _running(known: Holdings, layout: Layout, number: int, own: Brought | None) 
     kept = tuple([int(kept_in(sizes, runs)[at]) for runs in all_runs])
     if split:
         kept += tuple([int(halves_of(sizes, runs)[at]) for runs in all_runs])
-    actions: list[Action] = [
-        (kind, chunk, first)
-        for chunk in range(len(all_runs))
-        for kind in ("F", "B", *"IW" * split)
-        for first in ((False, True) if own and kind != "F" else (False,))
-    ]
-    working = {each: int(works(known, sizes, number, each, own)[at]) for each in actions}
-    working[END, 0, False] = 0
+    shards = own is not None and not own.runs
+
+    def work(action: Action) -> int:
+        if shards and action[2]:
+            return sharing(known, layout, number, action)
+        return int(works(known, sizes, number, action, None if shards else own)[at])
+
     sent = tuple([int(sizes.handed[kind][at]) for kind in content.left])
     received = tuple([int(sizes.handed[kind][at]) for kind in content.entered])
     passed = tuple(map(add, sent, received)) if offloaded else sent
     flags = own.flags if own else ()
-    return Running(kept, passed, working, *_messages(known, kept, passed, sent, received), flags)
+    return Running(
+        kept, passed, Working(work), *_messages(known, kept, passed, sent, received), flags
+    )
 
 
 def _messages(

@@ -6,6 +6,7 @@ from operator import add
 from typing import NamedTuple
 
 from ..holding import Holdings
+from ..holding.brought import brings
 from ..holding.buckets import Bucket, Buckets, Optimizer
 from ..layout import Layout
 
@@ -28,7 +29,7 @@ def state(
     layout: Layout,
     number: int,
     tp: int | None = None,
-    replica: tuple[int, int] = (0, 0),
+    replica: tuple[int, int] | None = None,
     halves: tuple[bool, ...] = (),
 ) -> State:
     """Return what a rank keeps of parameters, gradients and the optimizer's state.
@@ -38,20 +39,27 @@ def state(
         layout: The layout.
         number: Of `known.numbers(layout)`.
         tp: The tp rank, and the ep rank of experts; None is the one that has the most.
-        replica: Its place among the ranks that sum its gradients, and those of its experts.
+        replica: Its place among the ranks that sum its gradients, and those of its experts; None is
+            that with the most.
         halves: Of `halved`, of its place in the pipeline.
     """
     grid = layout.grid
     halves = halves if layout.zero == 2 else ()
-    key = (grid.tp, grid.ep, grid.etp, number, tp, replica, layout.zero, grid.cp * grid.dp, halves)
+    replica = replica or known.replica(layout, number, halves)
+    whole = not brings(known, layout)  # gradients that nobody follows through a step
+    key = (
+        grid.tp, grid.ep, grid.etp, number, tp, replica, layout.zero, grid.cp * grid.dp, halves,
+        whole,
+    )  # fmt: skip
     found: State | None = known.states.get(key)
     if found is None:
         found = _of_ties(known, layout, number, tp)
         for axis, buckets in known.buckets(layout, number, tp).items():
             ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
             place = replica[axis == "edp"]
-            own = _of_group(known, buckets, layout.zero, halves, ranks, place)
-            found = found.plus(own)
+            found = found.plus(_of_group(known, buckets, layout.zero, halves, ranks, place))
+            if whole and ranks > 1:
+                found = found.plus(State(buffers=_moving(known, buckets, layout.zero, ranks)))
         known.states[key] = found
     return found
 
@@ -69,19 +77,18 @@ def _of_group(
             parameters += own.parameters * times
             gradients += own.gradients * times
             optimizer += own.optimizer * times
-        buffers = _moving(buckets, zero, ranks, known.optimizer) if ranks > 1 else 0
-        found = known.groups[key] = State(parameters, gradients, optimizer, buffers)
+        found = known.groups[key] = State(parameters, gradients, optimizer)
     return found
 
 
-def _moving(buckets: Buckets, zero: int, ranks: int, optimizer: Optimizer) -> int:
+def _moving(known: Holdings, buckets: Buckets, zero: int, ranks: int) -> int:
     """Return what is whole of what is shared: one is filled while the one before it travels."""
     if zero == 3:
         return _gathered(buckets, ranks)
     if zero < 2:
         return 0
     sizes = sorted(
-        b.elements * _sum_item(b, optimizer)
+        b.elements * b.sum_item(known.optimizer)
         for b, times in buckets.each
         for _ in range(min(times, 2))
         if b.sharded
@@ -118,33 +125,23 @@ def _of_bucket(
         optimizer: What is kept.
     """
     shards = bucket.shards(ranks, replica)
-    own, sums = sum(size for size, _ in shards), _sum_item(bucket, optimizer)
+    own, sums = sum(size for size, _ in shards), bucket.sum_item(optimizer)
     if not bucket.sharded:
         # Sums of another dtype are kept beside the gradients that the optimizer takes.
         item = bucket.item if sums == bucket.item else bucket.item + sums
         state = own * optimizer.moments * (optimizer.item or bucket.item)
         state += optimizer.per_tensor * len(shards)
         return State(own * bucket.item, own * item, state)
-    # Shards are of float32 at least; those of `fully_shard` are of the parameters' own dtype.
-    master = bucket.item if zero == 3 else max(bucket.item, 4)
+    master = bucket.master_item(zero)
     length = bucket.padded(ranks)
     share = length // ranks
     # Each backward's sum is memory of its own. With ZeRO 2 that of the first one stays which makes
     # any gradient of the shard: of each chunk, and of both halves of a backward.
-    passes = 1
-    if zero == 2:
-        made = {
-            (chunk, late and chunk < len(halves) and halves[chunk]) for _, (chunk, late) in shards
-        }
-        passes = max(len(made), 1)
+    passes = max(len(bucket.made(ranks, replica, halves)), 1) if zero == 2 else 1
     gradients = share * passes * master + (length * sums if zero == 1 else 0)
     state = own * optimizer.moments * (optimizer.item or master)
     state += own * master * (master != bucket.item) + optimizer.per_tensor * len(shards)
     return State((share if zero == 3 else length) * bucket.item, gradients, state)
-
-
-def _sum_item(bucket: Bucket, optimizer: Optimizer) -> int:
-    return optimizer.sum_item or bucket.item
 
 
 def _of_ties(known: Holdings, layout: Layout, number: int, tp: int | None) -> State:

@@ -43,7 +43,7 @@ def works(
 
 def _ending(known: Holdings, sizes: Sizes, number: int, chunk: int, own: Brought | None) -> Tensor:
     """Return what second halves need: each frees what the first has left, and makes a gradient."""
-    largest = _latest(known, number, sizes.selective)[chunk]
+    largest = latest(known, number, sizes.selective)[chunk]
     if own is None:
         return largest
     runs = known.runs(number)[chunk]
@@ -51,7 +51,7 @@ def _ending(known: Holdings, sizes: Sizes, number: int, chunk: int, own: Brought
     return torch.maximum(largest, made - halves_of(sizes, runs))
 
 
-def _latest(known: Holdings, number: int, selective: bool) -> list[Tensor]:
+def latest(known: Holdings, number: int, selective: bool) -> list[Tensor]:
     """Return `Holdings.latest` by chunk, for every cut."""
     found: list[Tensor] | None = known.late.get((number, selective))
     if found is None:

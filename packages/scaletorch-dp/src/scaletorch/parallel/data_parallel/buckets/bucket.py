@@ -103,8 +103,13 @@ class Bucket:
         self._sent = buffer
         self.launched = True
 
-    def collect_if_done(self) -> None:
-        """Give up memory that only the reduction needed, if it is over; never wait for it."""
+    def collect_if_done(self) -> bool:
+        """Give up memory that only the reduction needed, if it is over; never wait for it.
+
+        Returns:
+            Whether there is no more to give up.
+        """
+        return True
 
     def flag(self, slot: Slot) -> int:
         """Return this rank's flag of a parameter of this bucket."""

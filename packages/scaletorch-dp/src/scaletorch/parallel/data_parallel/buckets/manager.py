@@ -56,6 +56,7 @@ class BucketManager:
         for bucket in self.buckets:
             bucket.use(self.reduction)
         self._next = 0
+        self._travelling: list[Bucket] = []  # whose memory may be given up before all have arrived
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
 
     def use_settled(self, buckets: Iterable[Bucket]) -> None:
@@ -79,6 +80,8 @@ class BucketManager:
         if self.order is not None:
             self.order.append(index)
         self._bucket_of[index].mark_ready(index)
+        if self._travelling:
+            self._travelling = [each for each in self._travelling if not each.collect_if_done()]
         while launch and self._next < len(self.buckets) and self.buckets[self._next].ready:
             self._launch(self.buckets[self._next])
             self._next += 1
@@ -114,7 +117,7 @@ class BucketManager:
 
     def reset(self) -> None:
         """Forget which are ready and under way; gradients are not touched."""
-        self._next = 0
+        self._next, self._travelling = 0, []
         for bucket in self.buckets:
             bucket.reset()
 
@@ -129,8 +132,7 @@ class BucketManager:
 
     def _launch(self, bucket: Bucket) -> None:
         bucket.launch(self.reduction, check_finite=self.checks_finite)
-        for each in self.buckets:
-            each.collect_if_done()
+        self._travelling.append(bucket)
 
     def _agree(self, buckets: Iterable[Bucket]) -> list[int]:
         """Return for each slot the largest flag of any rank."""

@@ -63,15 +63,18 @@ class ShardedBucket(Bucket):
         for slot in self.slots:
             self._forget(slot)
 
-    def collect_if_done(self) -> None:
+    def collect_if_done(self) -> bool:
         """Keep this rank's shard of the sum alone, if it is there.
 
         Ranks may be elsewhere in their programs, so this never waits.
         """
-        if self._work is not None and self._sent is not None and self._work.is_completed():
+        if self._work is None or self._sent is None:
+            return True
+        if self._work.is_completed():
             reduced = self._work.wait()
             self._work = Work((), lambda: reduced)
             self._reuse()
+        return self._sent is None
 
     @torch.no_grad()
     def before_step(self) -> None:

@@ -1,0 +1,262 @@
+"""Buckets of a sharded optimizer's gradients while a backward fills and sums them.
+
+As `DataParallelBucket` has them: a bucket's memory is there from its first gradient, and with its
+last one it leaves, in the order of all, into memory for what other ranks send: on gloo of the same
+length, else of a shard. Both go, and this rank's share stays, once it is summed: that is taken to
+be when the next one leaves. What is left over leaves when backward ends. With ZeRO 1 buckets stay
+from step to step, and are counted elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from operator import add
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout
+from .buckets import Bucket, Buckets, bucket_of, fill
+from .holdings import Holdings
+from .live import SPLIT
+
+# Which gradients an action makes, by whether the second half of a backward would make them.
+MADE = {"B": (False, True), "I": (False,), "W": (True,)}
+ANY = -1  # block, of what is tied
+Slot = tuple[int, int, int]  # of a parameter: its axis, which of the buckets, and its place there
+Numbers = tuple[float, ...]  # bytes that are filled, and of each axis all that comes, and of shards
+
+
+class Filled(NamedTuple):
+    """Buckets while one action runs, beside what is there before it: a row for each moment.
+
+    Attributes:
+        blocks: Int64 [moments], which block of the chunk runs, from the last; one more at the end.
+        names: Whose gradient is the latest of the block; "" before the first, and at the end.
+        bytes: Float64 [moments, 5], as `Numbers`.
+    """
+
+    blocks: Tensor
+    names: tuple[str, ...]
+    bytes: Tensor
+
+
+@dataclass(slots=True)
+class _Moments:
+    """What is there now, and at each moment so far."""
+
+    now: Numbers = (0.0,) * 5
+    at: tuple[int, str] = 0, ""
+    each: list[tuple[int, str, Numbers]] = field(default_factory=list)
+
+    def add(self, size: Numbers) -> None:
+        """Have so much more."""
+        self.now = tuple(map(add, self.now, size))
+        self.each.append((*self.at, self.now))
+
+
+@dataclass(slots=True)
+class _Buckets:
+    """Buckets that are summed over the same ranks: sizes, and how many gradients each waits for."""
+
+    sizes: Sequence[tuple[Numbers, Numbers, Numbers]]  # filled, coming, and shards
+    missing: list[int]
+    total: _Moments
+    left: int = 0  # how many have gone
+    opened: set[int] = field(default_factory=set)
+    under_way: int | None = None
+
+    def come(self, bucket: int, *, last: bool) -> None:
+        """Take a gradient; `last`: of a parameter that gets no other in this action."""
+        self._open(bucket)
+        self.missing[bucket] -= last
+        while self.left < len(self.sizes) and not self.missing[self.left]:
+            self._leave()
+
+    def finish(self) -> None:
+        """Let the others go, and wait for all."""
+        while self.left < len(self.sizes):
+            self._leave()
+        self._collect()
+
+    def _open(self, bucket: int) -> None:
+        if bucket not in self.opened:
+            self.opened.add(bucket)
+            self.total.add(self.sizes[bucket][0])
+
+    def _leave(self) -> None:
+        self._open(self.left)
+        self.total.add(self.sizes[self.left][1])
+        self._collect()
+        self.under_way = self.left
+        self.left += 1
+
+    def _collect(self) -> None:
+        """Keep this rank's share alone of the one under way."""
+        if self.under_way is not None:
+            filled, coming, shard = self.sizes[self.under_way]
+            self.total.add(shard)
+            self.total.add(tuple([-a - b for a, b in zip(filled, coming, strict=True)]))
+
+
+def filled(known: Holdings, layout: Layout, number: int, kind: str, chunk: int) -> Filled:
+    """Follow an action that sums gradients.
+
+    Args:
+        known: Of the description.
+        layout: With ZeRO 1 or 2.
+        number: Of a rank, of `known.numbers(layout)`.
+        kind: "B", or "I" or "W" for a half of a backward.
+        chunk: Of the rank.
+    """
+    key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, kind, chunk
+    found: Filled | None = known.filled.get(key)
+    if found is None:
+        found = known.filled[key] = _followed(known, layout, number, kind, chunk)
+    return found
+
+
+def bytes_of(known: Holdings, layout: Layout, number: int, kind: str, chunk: int) -> Tensor:
+    """Return the bytes at each of the moments that `filled` has."""
+    grid = layout.grid
+    ranks = grid.cp * grid.dp, grid.edp
+    key = grid.tp, grid.ep, grid.etp, ranks, layout.zero, number, kind, chunk
+    found: Tensor | None = known.filled.get(key)
+    if found is None:
+        native = known.optimizer.native
+        coming = [(1 / n if native else 1) * (n > 1) for n in ranks]
+        weights = [float(layout.zero == 2), *coming, *(1 / n for n in ranks)]
+        of = filled(known, layout, number, kind, chunk).bytes
+        found = known.filled[key] = of @ torch.tensor(weights, dtype=torch.float64)
+    return found
+
+
+def most_filled(known: Holdings, layout: Layout, number: int) -> int:
+    """Return what an action of a rank needs at most, without following any.
+
+    Gradients come about in the order of buckets, so that three are open at a time; but where a rank
+    has several chunks, or backwards have halves, those of others wait for all.
+    """
+    grid = layout.grid
+    several = len(known.content(number).chunks) > 1 or layout.schedule in SPLIT
+    key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, layout.zero, several, number
+    found: int | None = known.most.get(key)
+    if found is None:
+        found = known.most[key] = sum(
+            _most_of(known, buckets, grid.edp if axis == "edp" else grid.cp * grid.dp,
+                     layout.zero, several=several)
+            for axis, buckets in known.buckets(layout, number).items()
+        )  # fmt: skip
+    return found
+
+
+def _most_of(known: Holdings, buckets: Buckets, ranks: int, zero: int, *, several: bool) -> int:
+    """Return what buckets need at most that are summed over the same ranks."""
+    key = buckets, ranks, zero, several
+    found: int | None = known.most.get(key)
+    if found is None:
+        own = [(b, times) for b, times in buckets.each if b.sharded]
+        sums = sorted((b.padded(ranks) * b.sum_item(known.optimizer), times) for b, times in own)
+        found = sum(b.padded(ranks) // ranks * b.master_item(1) * times for b, times in own)
+        if sums and ranks > 1:
+            found += 2 * sums[-1][0] // (ranks if known.optimizer.native else 1)
+        if zero == 2 and several:
+            found += sum(size * times for size, times in sums)
+        elif zero == 2:
+            found += sum([size for size, times in sums for _ in range(min(times, 3))][-3:])
+        known.most[key] = found
+    return found
+
+
+def _followed(known: Holdings, layout: Layout, number: int, kind: str, chunk: int) -> Filled:
+    total = _Moments()
+    members, slots = _slots(known, layout, number)
+    groups = [
+        _Buckets([_sizes(known, b, axis) for b in own], [len(b.sizes) for b in own], total)
+        for axis, own in enumerate(members)
+    ]
+    each = [
+        (at, [(name, slots.get((at, name)) or slots.get((ANY, name))) for name in names])
+        for at, names in _gradients(known, layout, number, kind, chunk)
+    ]
+    last = {slot: (at, name) for at, own in each for name, slot in own}
+    nothing = (0.0,) * 5
+    for place, (at, own) in enumerate(each):
+        total.at = place, ""
+        total.add(nothing)
+        for name, slot in own:
+            if slot is not None:
+                axis, bucket, _ = slot
+                total.at = place, name.partition(".")[2]
+                total.add(nothing)
+                groups[axis].come(bucket, last=last[slot] == (at, name))
+    total.at = len(each), ""
+    total.add(nothing)
+    for group in groups:
+        group.finish()
+    blocks, names, sizes = zip(*total.each, strict=True)
+    return Filled(torch.tensor(blocks), names, torch.tensor(sizes, dtype=torch.float64))
+
+
+def _sizes(known: Holdings, bucket: Bucket, axis: int) -> tuple[Numbers, Numbers, Numbers]:
+    whole = float(bucket.elements * bucket.sum_item(known.optimizer))
+    masters = float(bucket.elements * bucket.master_item(1))
+    first = axis == 0
+    return (
+        (whole, 0.0, 0.0, 0.0, 0.0),
+        (0.0, whole * first, whole * (not first), 0.0, 0.0),
+        (0.0, 0.0, 0.0, masters * first, masters * (not first)),
+    )
+
+
+def _gradients(
+    known: Holdings, layout: Layout, number: int, kind: str, chunk: int
+) -> Iterator[tuple[int, list[str]]]:
+    """Yield the blocks of a chunk from the last: which of the rank, and whose gradients come."""
+    behaviours, chunks = known.description.behaviours(layout.cut), known.content(number).chunks
+    kinds = list(chain.from_iterable(chunks))
+    start = sum(map(len, chunks[:chunk]))
+    for at in reversed(range(start, start + len(chunks[chunk]))):
+        own = behaviours[kinds[at]]
+        late = {each.name: each.late for each in own.parameters}
+        order = [name for name, _ in own.made] or [*late][::-1]
+        yield at, [f"{kinds[at]}.{name}" for name in order if late.get(name) in MADE[kind]]
+
+
+Slots = tuple[tuple[list[Bucket], list[Bucket]], dict[tuple[int, str], Slot]]
+
+
+def _slots(known: Holdings, layout: Layout, number: int) -> Slots:
+    """Return the buckets of both axes, and where gradients go, by block of the rank and name."""
+    grid = layout.grid
+    key = grid.tp, grid.ep, grid.etp, number
+    found: Slots | None = known.slots.get(key)
+    if found is None:
+        found = known.slots[key] = _read_slots(known, layout, number)
+    return found
+
+
+def _read_slots(known: Holdings, layout: Layout, number: int) -> Slots:
+    slots: dict[tuple[int, str], Slot] = {}
+    alike = known.of_blocks(layout, number)
+    blocks = [held for held, times, _ in alike for _ in range(times)]
+    found: list[list[Bucket]] = []
+    for axis, expert in enumerate((False, True)):
+        shared = [(p, at) for at, held in enumerate(blocks) for p in held
+                  if p.expert is expert and not p.others]  # fmt: skip
+        order = shared[::-1]
+        numbered = [p._replace(chunk=number) for number, (p, _) in enumerate(order)]
+        members = fill(numbered, known.optimizer.bucket_size)
+        found.append([])
+        for place, own in enumerate(members):
+            each = [order[p.chunk] for p in own]
+            found[axis].append(bucket_of([held for held, _ in each], sharded=True))
+            for inside, (held, at) in enumerate(each):
+                slots[at, held.name] = slot = axis, place, inside
+                for names in known.description.tied:
+                    if held.name in names:
+                        slots |= dict.fromkeys(((ANY, name) for name in names), slot)
+    return (found[0], found[1]), slots

@@ -1,0 +1,93 @@
+"""Bytes that a backward needs above what it keeps, with the buckets of a sharded optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from ..holding import Holdings
+from ..holding.filling import Filled, bytes_of, filled
+from ..layout import Layout
+from .sizes import Sizes, sizes_of
+from .working import Action, latest
+
+
+def sharing(known: Holdings, layout: Layout, number: int, action: Action) -> int:
+    """Return what an action needs that sums gradients into shards, above what all keep.
+
+    Args:
+        known: Of the description.
+        layout: With ZeRO 1 or 2.
+        number: Of the rank.
+        action: "B", or "I" or "W" for a half of a backward.
+    """
+    kind, chunk, _ = action
+    sizes = sizes_of(known, layout.recompute, layout.micro_rows)
+    at = known.place_of_cut(layout)
+    moments = filled(known, layout, number, kind, chunk)
+    comes = bytes_of(known, layout, number, kind, chunk)
+    kinds = known.content(number).chunks[chunk][::-1]
+    each = _each(known, layout, sizes, at)[:, kinds]
+    if kind == "W":  # each frees what the first half has left
+        largest = int(latest(known, number, sizes.selective)[chunk][at])
+        base = largest - _behind(each[2])
+        base[-1] -= largest
+        return max(0, round(float((comes + base[moments.blocks]).max())))
+    half = kind == "I"
+    needs, rows = _needs(known, layout, sizes, at, half=half)
+    base = _behind(each[2] * half - each[0])
+    base[1:-1] += each[1, :-1]  # the gradient of its output
+    key = layout.cut, number, kind, chunk
+    if key not in known.made:
+        known.made[key] = torch.tensor(list(_places(moments, kinds, rows)))
+    most = comes + base[moments.blocks] + needs[known.made[key]]
+    return max(0, round(float(most.max())))
+
+
+def _each(known: Holdings, layout: Layout, sizes: Sizes, at: int) -> Tensor:
+    """Return by kinds what blocks keep, their inputs, and what they leave for later, [3, kinds]."""
+    key = layout.cut, layout.recompute, layout.micro_rows
+    if key not in known.made:
+        parts = sizes.under, sizes.entered, sizes.halves
+        known.made[key] = torch.stack([torch.stack([own[at] for own in p]).double() for p in parts])
+    return known.made[key]  # type: ignore[no-any-return]
+
+
+def _behind(sizes: Tensor) -> Tensor:
+    """Return the sums of those before each, and of all."""
+    return torch.cat((torch.zeros(1, dtype=sizes.dtype), sizes.cumsum(0)))
+
+
+def _places(
+    moments: Filled, kinds: tuple[int, ...], rows: dict[tuple[int, str], int]
+) -> Iterator[int]:
+    """Yield for each moment the place of what its block needs then."""
+    each = (*kinds, -1)
+    for at, name in zip(moments.blocks.tolist(), moments.names, strict=True):
+        yield rows.get((each[at], name), rows[each[at], ""])
+
+
+def _needs(
+    known: Holdings, layout: Layout, sizes: Sizes, at: int, *, half: bool
+) -> tuple[Tensor, dict[tuple[int, str], int]]:
+    """Return what blocks need from each gradient on, and its place by kind and parameter."""
+    key = layout.cut, layout.recompute, layout.micro_rows, "I" if half else "B"
+    found = known.made.get(key)
+    if found is None:
+        needs: list[float] = [0.0]
+        rows: dict[tuple[int, str], int] = {(-1, ""): 0}
+        for kind, own in enumerate(known.description.behaviours(layout.cut)):
+            peak = float(sizes.backward[half][kind][at])
+            again = own.again.at(layout.micro_rows) * (
+                layout.recompute == "full" and kind in known.layers
+            )
+            again += float(sizes.left[kind][at]) * half
+            rows[kind, ""] = len(needs)
+            needs.append(peak)
+            for name, most in own.made:
+                rows[kind, name] = len(needs)
+                needs.append(min(most.at(layout.micro_rows) + again, peak))
+        found = known.made[key] = torch.tensor(needs, dtype=torch.float64), rows
+    return found
