@@ -23,8 +23,6 @@ from .state import state
 from .weights import Told, fullest, told
 from .working import Action
 
-Ranks = Sequence[tuple[int, tuple[bool, ...]]]  # number and halves of each, as `Busy`
-
 
 class Bounds(NamedTuple):
     """Bytes between which the largest total of `memory` is: the same, where that costs little.
@@ -32,12 +30,12 @@ class Bounds(NamedTuple):
     Attributes:
         least: No less.
         most: No more.
-        ranks: Numbers of ranks, and two parts of the most of each, as they come.
+        parts: What adds up to the most of each rank that `_telling` names, if that is not known.
     """
 
     least: int
     most: int
-    ranks: tuple[Ranks, Sequence[int], Sequence[int]] = (), (), ()
+    parts: tuple[Sequence[int], Sequence[int]] = (), ()
 
 
 def known_to_be(peak: int) -> Bounds:
@@ -55,8 +53,10 @@ def exactly(known: Holdings, layout: Layout, bounds: Bounds) -> int:
     if bounds.least == bounds.most:
         return bounds.most
     each: dict[int, int] = {}
-    for (number, _), held, moving in zip(*bounds.ranks, strict=True):
-        each[number] = max(held + moving, each.get(number, 0))
+    plain = layout.saving(layout.recompute, 0)
+    ranks = _telling(known, plain, pipeline_of(known, plain), offloaded=False).ranks
+    for (number, _), most in zip(ranks, map(add, *bounds.parts), strict=True):
+        each[number] = max(most, each.get(number, 0))
     found = 0
     for rank in sorted(busy(known, layout).each, key=lambda own: -each[own.number]):
         if each[rank.number] <= found:
@@ -74,7 +74,6 @@ def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], Boun
     summed = layout.grid.cp * layout.grid.dp > 1
     plain = layout.saving(layout.recompute, 0) if summed else layout
     pipeline = pipeline_of(known, plain)
-    ranks = _telling(known, plain, pipeline, offloaded=False).ranks
     held: dict[int, Held] = {}
     moving: dict[str, list[int]] = {}
 
@@ -82,7 +81,7 @@ def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], Boun
         if not summed and zero != layout.zero:  # by which goes whether a step brings gradients
             return known_to_be(peak(known, layout.saving(recompute, zero)))
         if zero not in held:
-            held[zero] = _held(known, plain.saving(recompute, zero), pipeline, ranks)
+            held[zero] = _held(known, plain.saving(recompute, zero), plain, pipeline)
         if recompute not in moving:
             own = plain
             if "selective" in (recompute, layout.recompute):
@@ -93,7 +92,7 @@ def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], Boun
         if beside is before:
             return known_to_be(least)
         most = max(map(add, beside, moving[recompute]))
-        return Bounds(max(least, end), most, (ranks, beside, moving[recompute]))
+        return Bounds(max(least, end), most, (beside, moving[recompute]))
 
     return at
 
@@ -106,12 +105,13 @@ class Held(NamedTuple):
     end: int
 
 
-def _held(known: Holdings, layout: Layout, pipeline: Pipeline, ranks: Ranks) -> Held:
-    """Return what those ranks hold that `_telling` names."""
+def _held(known: Holdings, layout: Layout, plain: Layout, pipeline: Pipeline) -> Held:
+    """Return what those ranks hold that `_telling` names of the plain layout."""
     grid = layout.grid
     key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, layout.zero, pipeline
     found: Held | None = known.peaks.get(key)
     if found is None:
+        ranks = _telling(known, plain, pipeline, offloaded=False).ranks
         before = [sum(state(known, layout, number, halves=halves)) for number, halves in ranks]
         found = Held(before, before, 0)
         if brings(known, layout):
