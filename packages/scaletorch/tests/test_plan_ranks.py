@@ -1,6 +1,6 @@
 """What a plan says of layouts is what their ranks hold and send, to the byte and the call."""
 
-from itertools import islice
+from itertools import islice, product
 
 import pytest
 from planned import (
@@ -14,10 +14,13 @@ from planned import (
     sharded,
     unlike,
 )
+from planned.models import described
 
 from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.pg_manager import Grid
-from scaletorch.plan import Layout
+from scaletorch.plan import Layout, Optimizer
+from scaletorch.plan.holding import Holdings
+from scaletorch.plan.memory import memory, peaks_of
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -77,6 +80,23 @@ SHARED = [  # where the peak is that of activations, of buckets, or of shards
            schedule="interleaved_1f1b", chunks=2),
     Layout(Grid(pp=2, cp=2), zero=2, schedule="zb_v", chunks=2, micro_rows=2, micro_batches=7),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("family", "tied"), [("llama", True), ("llama", False), ("mixture", False)]
+)
+def test_searches_bound_what_shared_gradients_need(family, tied):
+    for grid in (Grid(dp=4), Grid(pp=2, dp=2)):
+        known = described(Case(family, 5, tied, "float32", 16, Layout(grid)))
+        schedules = [("1f1b", 1)] + [("zb_h1", 1), ("interleaved_1f1b", 2)] * (grid.pp > 1)
+        for size, zero, (schedule, chunks), native in product(
+            (500, 2000, 20000), (1, 2), schedules, (True, False)
+        ):
+            holdings = Holdings(known, Optimizer(bucket_size=size, native=native))
+            layout = Layout(grid, zero=zero, schedule=schedule, chunks=chunks, micro_batches=3)
+            least, most, _ = peaks_of(holdings, layout)("none", zero)
+            held = max(each.total for each in memory(known, layout, holdings=holdings))
+            assert least <= held <= most, (layout, size, native)
 
 
 @pytest.mark.filterwarnings("ignore:Memory block of unknown size")
