@@ -40,6 +40,7 @@ from scaletorch.dist import RankPool
 
 from ..harness.ranks import run_on_links
 from ..harness.tables import MIB, largest, machine, ratio, spread, table
+from .block import CODES
 from .measure import ALONE, DTYPES, RANKS, SKEWS, Figures, Size, measure
 from .pairs import ALONE as ALONE_PAIRS
 from .pairs import Figures as Pairs
@@ -63,7 +64,8 @@ def show(size: Size, ranks: list[tuple[dict[str, Figures], int]]) -> None:
     repeats = len(ranks[0][0][ALONE].spent)
     title = f"hidden {size.hidden}, {size.experts} experts, top-{size.top_k}"
     title += ", a shared one" * size.shared
-    title += f", {size.tokens} tokens a rank, {size.routing}, {size.dtype}, {repeats} repeats"
+    title += f", {size.code}, {size.tokens} tokens a rank, {size.routing}, {size.dtype}"
+    title += f", {repeats} repeats"
     found = [figures for figures, _ in ranks]
     formula = max(each for _, each in ranks)
     print(f"\n{title}\n\n{table(COLUMNS, rows(found, formula))}", flush=True)
@@ -109,6 +111,7 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--tokens", type=int, nargs="+", default=[64, 1024], help="of each rank")
     parser.add_argument("--routing", nargs="+", default=list(SKEWS), choices=SKEWS)
+    parser.add_argument("--code", nargs="+", default=list(CODES), choices=CODES)
     parser.add_argument("--dtype", nargs="+", default=list(DTYPES), choices=DTYPES)
     parser.add_argument("--shared", action="store_true", help="with a shared expert")
     parser.add_argument("--slow", action="store_true", help="ranks 10 ms from each other (root)")
@@ -130,10 +133,10 @@ def main() -> None:
                             options.recompute)  # fmt: skip
                 show_pairs(step, run(step, options.seconds))
             return
-        for tokens, routing, dtype in itertools.product(
-            options.tokens, options.routing, options.dtype
+        for code, tokens, routing, dtype in itertools.product(
+            options.code, options.tokens, options.routing, options.dtype
         ):
-            size = Size(options.hidden, 8, 2, tokens, routing, dtype, options.shared)
+            size = Size(options.hidden, 8, 2, tokens, routing, dtype, options.shared, code)
             show(size, run(size, options.seconds))
 
 

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -11,6 +15,13 @@ def one(hidden: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """Return an expert's results, [T, H], for tokens [T, H]."""
     gate, up = F.linear(hidden, gate_up).chunk(2, dim=-1)
     return F.linear(F.silu(gate) * up, down)
+
+
+def grouped(hidden: Tensor, gate_up: Tensor, down: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Return all experts' results, [T, H], for tokens [T, H] that lie one expert after another."""
+    ends = torch.tensor([*accumulate(sizes)], dtype=torch.int32)
+    gate, up = F.grouped_mm(hidden, gate_up.mT, offs=ends).chunk(2, dim=-1)
+    return F.grouped_mm(F.silu(gate) * up, down.mT, offs=ends)
 
 
 class Experts(nn.Module):
@@ -41,6 +52,26 @@ class Experts(nn.Module):
         return total
 
 
+class GroupedExperts(Experts):
+    """The same experts, of which all tokens are computed by what transformers takes unless told."""
+
+    # What transformers' function asks of experts.
+    has_gate, has_bias, has_post_expert_norm, is_transposed = True, False, False, False
+    _is_expert_parallel = False
+
+    def _apply_gate(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return F.silu(gate) * up
+
+    def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Return the weighted results [T, H] of the experts that tokens [T, H] chose, [T, K]."""
+        from transformers.integrations import moe
+
+        function: Any = moe.grouped_mm_experts_forward
+        result: Tensor = function(self, hidden, top_k_index, top_k_weights)
+        return result
+
+
 class SharedExperts(nn.Module):
     """SwiGLU that every token goes through.
 
@@ -61,6 +92,9 @@ class SharedExperts(nn.Module):
         return result
 
 
+CODES: dict[str, type[Experts]] = {"loop": Experts, "grouped": GroupedExperts}
+
+
 class Block(nn.Module):
     """A router and its experts.
 
@@ -71,15 +105,23 @@ class Block(nn.Module):
         inner: Size inside of an expert.
         skew: Added to the first expert's score.
         shared: Whether there is a shared expert, of the same size inside.
+        code: The experts', one of `CODES`.
     """
 
     def __init__(
-        self, experts: int, top_k: int, hidden: int, inner: int, skew: float, shared: bool
+        self,
+        experts: int,
+        top_k: int,
+        hidden: int,
+        inner: int,
+        skew: float,
+        shared: bool,
+        code: str,
     ) -> None:
         super().__init__()
         self.top_k, self.skew = top_k, skew
         self.gate = nn.Linear(hidden, experts, bias=False)
-        self.experts = Experts(experts, hidden, inner)
+        self.experts = CODES[code](experts, hidden, inner)
         self.shared_experts = SharedExperts(hidden, inner) if shared else None
 
     def forward(self, hidden: Tensor) -> Tensor:

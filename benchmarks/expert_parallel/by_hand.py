@@ -1,7 +1,8 @@
 """Experts over ranks written by hand for one block: pairs sorted by expert, two all-to-alls.
 
-Gradients of the weights are written once (`unbind`), those of tokens by the quicker kernel. That
-takes a loop over experts of its own; a second way leaves the experts' own code as it is.
+Gradients of the weights are written once, those of tokens by the quicker kernel. That takes code of
+its own for the experts: a loop over `unbind`, or `grouped_mm` where theirs has it; a second way
+leaves the experts' own code as it is.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from .block import Block, Experts, one
+from .block import Block, Experts, GroupedExperts, grouped, one
 
 
 def _exchange(rows: Tensor, sends: Sequence[int], receives: Sequence[int]) -> Tensor:
@@ -80,8 +81,14 @@ class ByHand(nn.Module):
 
     def compute(self, mine: Sequence[Tensor]) -> Sequence[Tensor]:
         """Return the results of each expert's rows."""
-        stacks = self.experts.gate_up_proj.unbind(), self.experts.down_proj.unbind()
-        return [one(*each) for each in zip(mine, *stacks, strict=True)]
+        stacks = self.experts.gate_up_proj, self.experts.down_proj
+        if isinstance(self.experts, GroupedExperts):
+            sizes = [*map(len, mine)]
+            results: Sequence[Tensor] = grouped(torch.cat([*mine]), *stacks, sizes).split(sizes)
+            return results
+        return [
+            one(*each) for each in zip(mine, *(stack.unbind() for stack in stacks), strict=True)
+        ]
 
 
 class AroundOwnCode(ByHand):

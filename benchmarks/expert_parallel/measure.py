@@ -35,6 +35,7 @@ class Size:
     routing: str
     dtype: str
     shared: bool = False
+    code: str = "loop"
 
     def formula(self, rows: int) -> int:
         """Return the bytes of rows that go to other ranks, there and back, in both directions."""
@@ -62,7 +63,8 @@ def make(size: Size) -> Block:
     """Return the whole block, the same on every rank."""
     torch.manual_seed(0)
     skew = SKEWS[size.routing]
-    block = Block(size.experts, size.top_k, size.hidden, 2 * size.hidden, skew, size.shared)
+    inner = 2 * size.hidden
+    block = Block(size.experts, size.top_k, size.hidden, inner, skew, size.shared, size.code)
     return block.to(DTYPES[size.dtype])
 
 

@@ -17,7 +17,9 @@ from ..exchange.functions import apply
 from .stacks import PRODUCTS, Stack, product
 
 _TAKE = Tensor.__getitem__
-_WATCHED = frozenset((_TAKE, *PRODUCTS))
+_SORTS = frozenset((torch.sort, torch.argsort, Tensor.sort, Tensor.argsort))
+_SUMS = frozenset((torch.sum, Tensor.sum))
+_WATCHED = frozenset((_TAKE, *PRODUCTS, *_SORTS, *_SUMS))
 
 
 def call_taking(
@@ -32,8 +34,9 @@ def call_taking(
     The gradient of `stack[expert]` in PyTorch is as large as the stack, zeros but for that expert,
     and all of them are added up: for E experts it writes E times all weights. Here it is written
     once, by the products themselves. Those of an expert's rows, and of their weights, are joined;
-    of any other `rows[index]` they are added by a kernel that is quick in bfloat16, too. Values
-    are the same. All else that experts do is as ever, and so is everything if it is compiled.
+    of any other `rows[index]` they are added by a kernel that is quick in bfloat16, too. What sorts
+    rows, which lie sorted, takes them as they are. Values are the same. All else that experts do is
+    as ever, and so is everything if it is compiled.
 
     Args:
         experts: Called as `experts(rows, *given)`.
@@ -63,7 +66,11 @@ class _Lying(NamedTuple):
 
 
 class _Taking(TorchFunctionMode):
-    """While it is on, indexing of rows, weights and stacks has gradients of its own."""
+    """While it is on, indexing of rows, weights and stacks has gradients of its own.
+
+    Experts that sort their rows find them sorted, and one expert for each: they pass over what
+    would leave all as it is, to take all rows in order and to add up one result.
+    """
 
     def __init__(
         self, rows: Tensor, given: tuple[Tensor, ...], stacks: Sequence[Tensor], count: int
@@ -79,6 +86,11 @@ class _Taking(TorchFunctionMode):
         self.places: dict[int, tuple[Stack, int]] = {}  # of parts
 
     @cached_property
+    def every(self) -> Tensor:
+        """The index of all rows, in order."""
+        return torch.arange(len(self.rows))
+
+    @cached_property
     def lying(self) -> _Lying:
         """Where the rows of each expert lie, which the host reads if one takes any."""
         numbers = self.given[0].view(-1)
@@ -90,14 +102,27 @@ class _Taking(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what was asked for."""
-        if func in _WATCHED and not (kwargs or torch.compiler.is_compiling()):
-            found = self._part(*args) if func is _TAKE else product(func, args, self.places)
+        if func in _WATCHED and not torch.compiler.is_compiling():
+            found = None
+            if func in _SUMS:
+                found = _of_one(*args, **kwargs or {})
+            elif not kwargs:
+                found = self._found(func, args)
             if found is not None:
                 return found
         return func(*args, **kwargs) if kwargs else func(*args)
 
+    def _found(self, func: Any, args: tuple[Any, ...]) -> Any:
+        if func is _TAKE:
+            return self._part(*args)
+        if func in _SORTS:  # rows that lie sorted then stay where they are
+            return func(*args, stable=True) if self.given and len(args) == 1 else None
+        return product(func, args, self.places)
+
     def _part(self, of: Tensor, index: Any) -> Tensor | None:
         """Return what is taken, or None if it is something else."""
+        if self._takes_all(of, index):
+            return of.clone(memory_format=torch.contiguous_format)
         if of is self.rows:
             return self._of_rows(index)
         if of is self.weights:
@@ -105,6 +130,11 @@ class _Taking(TorchFunctionMode):
         if id(of) in self.wholes and (type(index) is int or _is_index(index, 0)):
             return self._parts(of)[int(index)]
         return None
+
+    def _takes_all(self, of: Tensor, index: Any) -> bool:
+        if not (self.given and _is_index(index, 1)):
+            return False
+        return len(index) == len(self.rows) == len(of) and torch.equal(index, self.every)
 
     def _of_rows(self, index: Any) -> Tensor | None:
         if not _is_index(index, 1):
@@ -152,6 +182,16 @@ class _Taking(TorchFunctionMode):
             parts = self.parts[id(whole)] = stack.apart()
             self.places |= {id(part): (stack, number) for number, part in enumerate(parts)}
         return self.parts[id(whole)]
+
+
+def _of_one(of: Any = None, dim: Any = None, **options: Any) -> Tensor | None:
+    """Return a sum over a dim of size 1, as that over the experts of a row is; None for another."""
+    if options or type(dim) is not int or not of.is_floating_point():
+        return None
+    if not -of.dim() <= dim < of.dim() or of.shape[dim] != 1:
+        return None
+    taken: Tensor = of.squeeze(dim).clone(memory_format=torch.contiguous_format)
+    return taken
 
 
 def _is_index(index: Any, dims: int) -> bool:

@@ -78,7 +78,7 @@ def find_route(
     slots = owners.new_zeros((ranks + 1, len(index)))  # the last row is of indices outside
     slots.scatter_add_(0, owners.t(), _one(index.device).expand_as(owners.t()))
     goes, sums = slots[:ranks] > 0, slots.sum(1, keepdim=True)
-    head = _head(digest_of(*call.lines()), _needs(hidden, weights), ranks, index.device)
+    head = _head(_digest(call), _needs(hidden, weights), ranks, index.device)
     told = torch.cat(
         (head, goes.sum(1, keepdim=True), sums[:ranks], sums[ranks:].expand(ranks, 1)), 1
     )
@@ -168,6 +168,11 @@ class _Call(NamedTuple):
             f"experts on the ranks {self.counts}",
             f"gradients {'on' if self.gradients else 'off'}",
         )
+
+
+@lru_cache(maxsize=64)
+def _digest(call: _Call) -> int:
+    return digest_of(*call.lines())
 
 
 @lru_cache(maxsize=64)
