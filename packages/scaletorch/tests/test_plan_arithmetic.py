@@ -34,7 +34,7 @@ from scaletorch.plan import (
 )
 from scaletorch.plan import traffic as traffic_module
 from scaletorch.plan.applying import arguments
-from scaletorch.plan.holding import holdings
+from scaletorch.plan.holding import filling, holdings
 from scaletorch.plan.holding.brought import most_brought
 from scaletorch.plan.holding.buckets import Held, fill
 from scaletorch.plan.holding.live import backwards, most_live, outer
@@ -410,6 +410,22 @@ def test_memory_is_saved_only_where_it_must_be():
         nothing.best()
 
 
+def test_what_is_refused_for_sure_is_said_to_need_at_least_so_much():
+    description = sketch(layers=11)
+    known, said = holdings.Holdings(description), Counter()
+    options = Options(schedules=(("1f1b", 1), ("interleaved_1f1b", 2)), zero=(1, 2))
+    for room in (12_000, 16_000, 20_000):
+        for each in plan(description, 64, cluster(8, room), options=options).refused:
+            told = re.match(r"needs (at least |up to |)(\S+) GiB", each.why)
+            if told and each.layout:
+                found, bound = peak(known, each.layout), 2**30 * float(told[2])
+                said[told[1].strip()] += 1
+                assert found > room or told[1] == "up to "
+                wrong = {"at least ": bound - found, "up to ": found - bound}
+                assert wrong.get(told[1], abs(found - bound)) <= 5e-3 * found
+    assert min(said["at least"], said["up to"], said[""]) > 0, said
+
+
 def test_buckets_are_summed_once_for_all_rows_of_micro_batches(monkeypatch):
     calls = Counter()
 
@@ -450,13 +466,41 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
         )  # fmt: skip
         held = memory(description, layout)
         assert peak(known, layout) == max(each.total for each in held), layout
-        least, most, _ = peaks_of(known, replace(layout, zero=(zero + 1) % 3))(recompute, zero)
-        assert least <= peak(known, layout) <= most, layout
+        found, other = peak(known, layout), replace(layout, zero=(zero + 1) % 3)
+        least, most, _ = peaks_of(known, other)(recompute, zero)
+        assert least <= found <= most, layout
+        for room in (least - 1, found - 1, found):
+            least, near, _ = peaks_of(known, other, room)(recompute, zero)
+            assert (near is None) == (least > room) or least == near
+            assert least <= found <= (near or found), layout
         assert least == most or (zero and dp > 1)
         assert memory(description, layout, holdings=known) == held
         assert traffic(description, layout, holdings=known) == traffic(description, layout)
         tried += 1
     assert tried == 9 * 3 * 3 * 4 * 2
+
+
+def test_what_comes_in_a_last_backward_is_beside_one_micro_batch():
+    layout = Layout(Grid(pp=4, dp=2), zero=1, micro_rows=16, micro_batches=8)
+    known = holdings.Holdings(sketch(layers=8))
+    bounds = peaks_of(known, layout)("none", 1)
+    assert bounds.least == bounds.most
+    single = peaks_of(known, replace(layout, micro_batches=1))("none", 1)
+    assert single.least < single.most
+
+
+def test_buckets_that_leave_in_order_are_not_all_open():
+    known = holdings.Holdings(sketch(layers=64), holdings.Optimizer(bucket_size=1))
+    one, two = (
+        Layout(Grid(pp=2, dp=2), zero=2, schedule=name, chunks=chunks, micro_batches=4)
+        for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 2))
+    )
+    room = {at: filling.most_filled(known, one, at, "B", 0) for at in known.numbers(one)}
+    last, first = (
+        {at: filling.most_filled(known, two, at, "B", chunk) for at in known.numbers(two)}
+        for chunk in (1, 0)
+    )
+    assert max(last.values()) <= max(room.values()) < max(first.values())
 
 
 def test_moments_that_are_left_out_are_never_the_most():

@@ -88,7 +88,8 @@ SHARED = [  # where the peak is that of activations, of buckets, or of shards
 def test_searches_bound_what_shared_gradients_need(family, tied):
     for grid in (Grid(dp=4), Grid(pp=2, dp=2)):
         known = described(Case(family, 5, tied, "float32", 16, Layout(grid)))
-        schedules = [("1f1b", 1)] + [("zb_h1", 1), ("interleaved_1f1b", 2)] * (grid.pp > 1)
+        names = [("zb_h1", 1), ("interleaved_1f1b", 2), ("zb_v", 2), ("looped_bfs", 2)]
+        schedules = [("1f1b", 1), *names][: None if grid.pp > 1 else 1]
         for size, zero, (schedule, chunks), native in product(
             (500, 2000, 20000), (1, 2), schedules, (True, False)
         ):

@@ -174,7 +174,7 @@ def _ranked(
         _, _, at = heappop(queue)
         bounds, layout = fitting[at]
         if at not in exact and (
-            timed or bounds.least < bounds.most
+            timed or bounds.least != bounds.most
         ):  # if it is the best is seen then
             exact.add(at)
             if timed:
@@ -198,8 +198,9 @@ def _fitting(
 ) -> Iterator[tuple[Bounds, Layout]]:
     """Yield peak and layout, with the least of what saves memory to fit; or say that none does."""
     found: list[tuple[int, int]] = []
-    least: tuple[Bounds, Recompute, int] | None = None
-    peaks, memory = peaks_of(known, layout), cluster.device.memory
+    nearest: tuple[Bounds, Recompute, int] | None = None
+    memory = cluster.device.memory
+    peaks = peaks_of(known, layout, memory)
     unknown = [
         each for each in options.recompute if not _described(known.description, layout, each)
     ]
@@ -207,16 +208,24 @@ def _fitting(
         if recompute in unknown:
             continue
         own = peaks(recompute, zero)
-        if own.most <= memory:
+        if own.most is not None and own.most <= memory:
             found.append(step)
             yield own, layout.saving(recompute, zero)
-        elif least is None or own.most < least[0].most:
-            least = own, recompute, zero
-    if not found and least is not None:
-        (low, high, _), recompute, zero = least
-        why = f"needs {'up to ' * (low < high)}{high / GIB:.3g} GiB of {memory / GIB:.3g}, "
+        elif nearest is None or own.least < nearest[0].least:
+            nearest = own, recompute, zero
+    if not found and nearest is not None:
+        own, recompute, zero = nearest
+        why = f"needs {_needs(own, memory)} of {memory / GIB:.3g}, "
         why += f"with zero {zero} and recompute {recompute}"
         refused.append(Refused(layout.grid, why, layout.saving(recompute, zero)))
+
+
+def _needs(own: Bounds, memory: int) -> str:
+    if own.most == own.least:
+        return f"{own.least / GIB:.3g} GiB"
+    if own.most is None or own.least > memory:
+        return f"at least {own.least / GIB:.3g} GiB"
+    return f"up to {own.most / GIB:.3g} GiB"
 
 
 def _described(description: Description, layout: Layout, recompute: Recompute) -> bool:

@@ -51,6 +51,18 @@ def under_way(layout: Layout) -> tuple[tuple[UnderWay, ...], ...]:
     messages. No more micro-batches are followed than it takes until all repeats itself, and no more
     ranks than `LONG`: those in the middle hold the same.
     """
+    return tuple([ways for ways, _ in _of_all(layout)])
+
+
+def at_last(layout: Layout) -> tuple[UnderWay, ...]:
+    """Return for each rank of the pipeline the messages that it holds in its last backward.
+
+    No other micro-batch is under way then.
+    """
+    return tuple([last for _, last in _of_all(layout)])
+
+
+def _of_all(layout: Layout) -> tuple[_Ways, ...]:
     pp = min(layout.grid.pp, LONG)
     found = _under_way(layout.schedule, pp, layout.chunks, followed(layout))
     half = pp // 2
@@ -68,15 +80,18 @@ def followed(layout: Layout) -> int:
     return min(layout.micro_batches, enough)
 
 
+_Ways = tuple[tuple[UnderWay, ...], UnderWay]
+
+
 @lru_cache(maxsize=4096)
-def _under_way(schedule: str, pp: int, chunks: int, count: int) -> tuple[tuple[UnderWay, ...], ...]:
+def _under_way(schedule: str, pp: int, chunks: int, count: int) -> tuple[_Ways, ...]:
     layout = Layout(Grid(pp=pp), schedule=schedule, chunks=chunks, micro_batches=count)
     built = schedule_of(layout)
     found = zip(derive_messages(built), built.stages, strict=True)
-    return tuple(tuple(_of_rank(program, stages)) for program, stages in found)
+    return tuple(_of_rank(program, stages) for program, stages in found)
 
 
-def _of_rank(program: Sequence[Action | Message], stages: Sequence[int]) -> Iterator[UnderWay]:
+def _of_rank(program: Sequence[Action | Message], stages: Sequence[int]) -> _Ways:
     most: dict[tuple[str, int], int] = {}
     chosen: dict[tuple[str, int], list[Message]] = {}
     for action, live, held in moments_of(program, stages):
@@ -85,8 +100,10 @@ def _of_rank(program: Sequence[Action | Message], stages: Sequence[int]) -> Iter
             found = held()
             if live > before or len(found) > len(chosen[key]):
                 most[key], chosen[key] = live, found
-    for key, messages in chosen.items():
-        yield UnderWay(*key, *counted(messages, stages))
+    ways = tuple([UnderWay(*key, *counted(messages, stages)) for key, messages in chosen.items()])
+    last = UnderWay(action.kind, action.chunk, *counted(held(), stages))
+    own = tuple(n + (at == action.chunk) for at, n in enumerate(last.returning))  # gone by now
+    return ways, last._replace(returning=own)
 
 
 def counted(messages: Sequence[Message], stages: Sequence[int]) -> Iterator[tuple[int, ...]]:

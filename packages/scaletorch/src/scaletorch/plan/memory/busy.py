@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from ..holding import Holdings
 from ..holding.brought import Bringing, brings, most_brought
-from ..holding.live import Counts, During, enough, halved, most_live, outer
-from ..holding.under_way import UnderWay, followed, under_way
+from ..holding.live import SPLIT, Counts, During, enough, halved, most_live, outer
+from ..holding.under_way import UnderWay, at_last, followed, under_way
 from ..layout import Layout
 from .working import Action
 
@@ -84,6 +84,21 @@ def busy(known: Holdings, layout: Layout) -> Ranks:
         place = {own: at for at, own in enumerate(dict.fromkeys(ranks))}
         found = known.busy[key] = Ranks(tuple(place), tuple([place[own] for own in ranks]))
     return found
+
+
+def busy_at_last(known: Holdings, layout: Layout) -> tuple[Busy, ...]:
+    """Return the ranks of a layout's pipeline, each with its last backward alone."""
+    numbers, schedule, pp = known.numbers(layout), layout.schedule, layout.grid.pp
+    each = zip(numbers, halved(schedule, pp, layout.micro_batches), at_last(layout), strict=True)
+    return tuple([Busy(n, half, (_last(own, schedule in SPLIT),)) for n, half, own in each])
+
+
+def _last(own: UnderWay, split: bool) -> Moment:
+    chunks = len(own.forward)
+    kept = [0] * (2 * chunks if split else chunks)
+    kept[own.chunk + chunks * (own.kind == "W")] = 1
+    counts = *kept, *_messages(tuple(kept), tuple(chain(*own[2:])))
+    return Moment((own.kind, own.chunk, False), tuple(kept), counts)
 
 
 def _all_live(layout: Layout, brought: str) -> Sequence[Sequence[During | Bringing]]:

@@ -13,15 +13,21 @@ from typing import NamedTuple
 
 from ..holding import Holdings
 from ..holding.brought import brings, brought
-from ..holding.filling import most_filled
-from ..holding.live import Counts, outer
+from ..holding.filling import MADE, most_filled
+from ..holding.live import SPLIT, Counts, outer
 from ..layout import Layout, Recompute
-from .busy import Busy, Moment, Pipeline, busy, pipeline_of
+from .busy import Busy, Moment, Pipeline, busy, busy_at_last, pipeline_of
 from .ranks import held_by
 from .running import running
 from .state import state
-from .weights import Told, fullest, told
+from .weights import Fullest, Told, fullest, told
 from .working import Action
+
+# Messages by which bounds may be off where halves of backwards are put off: without shards those
+# count that are there when a rank keeps the most, and with them those of each moment.
+SLACK = 4
+
+Moving = tuple[Fullest, int]  # of all cuts, and which of them it is
 
 
 class Bounds(NamedTuple):
@@ -29,13 +35,14 @@ class Bounds(NamedTuple):
 
     Attributes:
         least: No less.
-        most: No more.
-        parts: What adds up to the most of each rank that `_telling` names, if that is not known.
+        most: No more; None if that was not asked, as `least` is too much.
+        each: The most of each rank that `_telling` names, or each of its groups, if the peak is not
+            known.
     """
 
     least: int
-    most: int
-    parts: tuple[Sequence[int], Sequence[int]] = (), ()
+    most: int | None
+    each: Sequence[int] = ()
 
 
 def known_to_be(peak: int) -> Bounds:
@@ -51,11 +58,12 @@ def peak(known: Holdings, layout: Layout) -> int:
 def exactly(known: Holdings, layout: Layout, bounds: Bounds) -> int:
     """Return the peak of a layout; ranks that cannot have it are not looked at."""
     if bounds.least == bounds.most:
-        return bounds.most
+        return bounds.least
     each: dict[int, int] = {}
     plain = layout.saving(layout.recompute, 0)
-    ranks = _telling(known, plain, pipeline_of(known, plain), offloaded=False).ranks
-    for (number, _), most in zip(ranks, map(add, *bounds.parts), strict=True):
+    told = _telling(known, plain, pipeline_of(known, plain), offloaded=False)
+    places = [at for at, _ in told.groups] if layout.zero == 2 else range(len(told.ranks))
+    for number, most in zip((told.ranks[at][0] for at in places), bounds.each, strict=True):
         each[number] = max(most, each.get(number, 0))
     found = 0
     for rank in sorted(busy(known, layout).each, key=lambda own: -each[own.number]):
@@ -66,42 +74,59 @@ def exactly(known: Holdings, layout: Layout, bounds: Bounds) -> int:
     return found
 
 
-def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], Bounds]:
+def peaks_of(
+    known: Holdings, layout: Layout, memory: int | None = None
+) -> Callable[[Recompute, int], Bounds]:
     """Return bounds of the peak of a layout by recomputation and stage of ZeRO.
 
     Shards come one after another: that is followed for no more layouts than somebody asks for.
+    If `memory` is given, bounds are no nearer to each other than it takes to see what fits into it.
     """
     summed = layout.grid.cp * layout.grid.dp > 1
     plain = layout.saving(layout.recompute, 0) if summed else layout
     pipeline = pipeline_of(known, plain)
     held: dict[int, Held] = {}
-    moving: dict[str, list[int]] = {}
+    moving: dict[str, Moving] = {}
 
-    def at(recompute: Recompute, zero: int) -> Bounds:
+    def needs(recompute: Recompute, *, last: bool) -> Moving:
+        own = plain
+        if "selective" in (recompute, layout.recompute):
+            own = plain.saving(recompute, plain.zero)
+        return _moving(known, own, recompute, pipeline, last=last)
+
+    def bounds(recompute: Recompute, zero: int) -> Bounds:
         if not summed and zero != layout.zero:  # by which goes whether a step brings gradients
             return known_to_be(peak(known, layout.saving(recompute, zero)))
         if zero not in held:
             held[zero] = _held(known, plain.saving(recompute, zero), plain, pipeline)
         if recompute not in moving:
-            own = plain
-            if "selective" in (recompute, layout.recompute):
-                own = plain.saving(recompute, plain.zero)
-            moving[recompute] = _moving(known, own, recompute, pipeline)
-        before, beside, end = held[zero]
-        least = max(map(add, before, moving[recompute]))
-        if beside is before:
+            moving[recompute] = needs(recompute, last=False)
+        before, shards, end = held[zero]
+        found, at = moving[recompute]
+        ranks = found.of_ranks(at)
+        own = [*map(add, before, ranks)]
+        least = max(*own, end)
+        if not shards:
             return known_to_be(least)
-        most = max(map(add, beside, moving[recompute]))
-        return Bounds(max(least, end), most, (beside, moving[recompute]))
+        slack = SLACK * found.message[at] if zero == 1 and layout.schedule in SPLIT else 0
+        least -= slack
+        if memory is not None and least > memory:
+            return Bounds(least, None)
+        beside = _beside(known, plain.saving(recompute, zero), plain, pipeline, held[zero])
+        each = [*map(add, beside, ranks if zero == 1 else found.of_groups(at))]
+        if zero == 1 and (memory is None or memory < max(each)):  # its last backward has one alone
+            latest, _ = needs(recompute, last=True)
+            each = [*map(max, own, map(add, beside, latest.of_ranks(at)))]
+        return Bounds(least, max(*each, end) + slack, [most + slack for most in each])
 
-    return at
+    return bounds
 
 
 class Held(NamedTuple):
-    """Bytes of ranks before a step; with all that comes of buckets and shards; and at its end."""
+    """Bytes of ranks before a step, of their shards if these come in buckets, and at its end."""
 
     before: list[int]
-    most: list[int]
+    shards: list[int]
     end: int
 
 
@@ -113,50 +138,80 @@ def _held(known: Holdings, layout: Layout, plain: Layout, pipeline: Pipeline) ->
     if found is None:
         ranks = _telling(known, plain, pipeline, offloaded=False).ranks
         before = [sum(state(known, layout, number, halves=halves)) for number, halves in ranks]
-        found = Held(before, before, 0)
+        found = Held(before, [], 0)
         if brings(known, layout):
-            shards = [sum(brought(known, layout, *rank).flags) for rank in ranks]
-            end, before = max(before), [*map(sub, before, shards)]
-            found = Held(before, before, end)
-            if layout.zero:  # of ZeRO 1 there are no shards before the last backward
-                beside = [most_filled(known, layout, number) for number, _ in ranks]
-                if layout.zero == 2:
-                    beside = [*map(add, beside, shards)]
-                found = Held(before, [*map(add, before, beside)], end)
+            come = [sum(brought(known, layout, *rank).flags) for rank in ranks]
+            found = Held([*map(sub, before, come)], come if layout.zero else [], max(before))
         known.peaks[key] = found
     return found
 
 
-def _moving(known: Holdings, layout: Layout, recompute: Recompute, pipeline: Pipeline) -> list[int]:
+def _beside(
+    known: Holdings, layout: Layout, plain: Layout, pipeline: Pipeline, held: Held
+) -> list[int]:
+    """Return what ranks hold with all that comes of buckets and shards.
+
+    With ZeRO 1 that is in the last backward; with ZeRO 2 it is by groups of the ranks' moments.
+    """
+    grid = layout.grid
+    key = "beside", grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, layout.zero, pipeline
+    found: list[int] | None = known.peaks.get(key)
+    if found is None:
+        before, shards, _ = held
+        told = _telling(known, plain, pipeline, offloaded=False)
+        if layout.zero == 1:
+            most = [most_filled(known, layout, number, "B", 0) for number, _ in told.ranks]
+            found = [*map(add, before, most)]
+        else:
+            found = [
+                before[at] + shards[at] + _filled(known, layout, told.ranks[at][0], action)
+                for at, action in told.groups
+            ]
+        known.peaks[key] = found
+    return found
+
+
+def _filled(known: Holdings, layout: Layout, number: int, action: Action) -> int:
+    kind, chunk, _ = action
+    return most_filled(known, layout, number, kind, chunk) if kind in MADE else 0
+
+
+def _moving(
+    known: Holdings, layout: Layout, recompute: Recompute, pipeline: Pipeline, *, last: bool
+) -> Moving:
     """Return what micro-batches need on the same ranks, and gradients that a step brings.
 
-    Where it brings none, all cuts are summed at once.
+    Where it brings none, all cuts are summed at once. `last`: in the last backward alone.
     """
     bringing = pipeline[-1]
-    key: tuple[object, ...] = recompute, layout.micro_rows, pipeline
+    key: tuple[object, ...] = recompute, layout.micro_rows, pipeline, last
     if bringing:
         key = *key, layout.cut, layout.grid.etp
-    found: list[list[int]] | None = known.peaks.get(key)
+    found: Fullest | None = known.peaks.get(key)
     if found is None:
-        ranks = _telling(known, layout, pipeline, offloaded=recompute == "offload")
+        ranks = _telling(known, layout, pipeline, offloaded=recompute == "offload", last=last)
         numbers = {number for number, _ in ranks.ranks} if bringing else ()
         own = {number: brought(known, layout, number) for number in numbers}
         found = known.peaks[key] = fullest(known, recompute, layout.micro_rows, ranks, own)
-    return found[known.place_of_cut(layout)]
+    return found, known.place_of_cut(layout)
 
 
-def _telling(known: Holdings, layout: Layout, pipeline: Pipeline, *, offloaded: bool) -> Told:
+def _telling(
+    known: Holdings, layout: Layout, pipeline: Pipeline, *, offloaded: bool, last: bool = False
+) -> Told:
     """Return ranks with the same blocks as one, at moments of which no other may have more."""
-    found: Told | None = known.peaks.get((offloaded, pipeline))
+    key = offloaded, last, pipeline
+    found: Told | None = known.peaks.get(key)
     if found is None:
         each: dict[tuple[int, tuple[bool, ...]], dict[Action, dict[Counts, Moment]]] = {}
-        for number, halves, moments in busy(known, layout).each:
+        ranks = busy_at_last(known, layout) if last else busy(known, layout).each
+        for number, halves, moments in ranks:
             own = each.setdefault((number, halves), {})
             for moment in moments:
                 own.setdefault(moment.action, {})[*moment.counts, *moment.made] = moment
-        ranks = [
-            Busy(*key, tuple(all_[counts] for all_ in own.values() for counts in outer(all_)))
-            for key, own in each.items()
+        chosen = [
+            Busy(*own, tuple(found[counts] for found in all_.values() for counts in outer(found)))
+            for own, all_ in each.items()
         ]
-        found = known.peaks[offloaded, pipeline] = told(known, ranks, offloaded=offloaded)
+        found = known.peaks[key] = told(known, chosen, offloaded=offloaded)
     return found

@@ -31,14 +31,18 @@ class Told(NamedTuple):
     Attributes:
         ranks: Number and halves of each, as `Busy`.
         actions: Of each moment: the rank's number, and the action.
-        counts: How many of the moments each rank has.
+        groups: Of moments of the same rank and action: the rank's place, and the action.
+        counts: How many of the groups each rank has.
+        sizes: How many of the moments each group has.
         weights: Of each moment, on `_column`.
         made: Of each moment, as `Moment.made`.
     """
 
     ranks: list[tuple[int, tuple[bool, ...]]]
     actions: list[tuple[int, Action]]
+    groups: list[tuple[int, Action]]
     counts: list[int]
+    sizes: list[int]
     weights: Tensor
     made: list[Counts]
 
@@ -48,30 +52,60 @@ def told(known: Holdings, ranks: Iterable[Busy], *, offloaded: bool) -> Told:
     own: list[tuple[int, tuple[bool, ...]]] = []
     actions: list[tuple[int, Action]] = []
     counts: list[int] = []
+    groups: list[tuple[int, Action]] = []
+    sizes: list[int] = []
     rows: list[Weights] = []
     made: list[Counts] = []
-    for number, halves, moments in ranks:
+    for place, (number, halves, moments) in enumerate(ranks):
         each: dict[Action, set[Weights]] = {}
         for action, _, now, there in moments:
             row = *there, *_weights(known, number, now, offloaded)
             each.setdefault(action, set()).add(row)
         # Chunks alike have the same bytes, so that of weights more can be left out than of counts.
-        left = [(action, row) for action, found in each.items() for row in outer(found)]
+        fullest_of = {action: outer(found) for action, found in each.items()}
+        groups += [(place, action) for action in fullest_of]
+        sizes += map(len, fullest_of.values())
+        left = [(action, row) for action, found in fullest_of.items() for row in found]
         flags = len(moments[0].made)
         own.append((number, halves))
-        counts.append(len(left))
+        counts.append(len(fullest_of))
         actions += [(number, action) for action, _ in left]
         rows += [row[flags:] for _, row in left]
         made += [row[:flags] for _, row in left]
     width = max(map(len, rows))
     weights = torch.tensor([row + (0,) * (width - len(row)) for row in rows])
-    return Told(own, actions, counts, weights, made)
+    return Told(own, actions, groups, counts, sizes, weights, made)
+
+
+class Fullest(NamedTuple):
+    """The most bytes of micro-batches under way, of all cuts.
+
+    Attributes:
+        ranks: One cut after another.
+        width: How many ranks there are.
+        by_group: By cut, in each of the ranks' groups.
+        message: The largest between stages, by cut.
+    """
+
+    ranks: list[int]  # a list for each cut would cost a search a tenth of its time
+    width: int
+    by_group: Tensor
+    message: list[int]
+
+    def of_ranks(self, cut: int) -> list[int]:
+        """Return those on each rank."""
+        return self.ranks[cut * self.width : (cut + 1) * self.width]
+
+    def of_groups(self, cut: int) -> list[int]:
+        """Return those in each group."""
+        found: list[int] = self.by_group[cut].tolist()
+        return found
 
 
 def fullest(
     known: Holdings, recompute: Recompute, rows: int, ranks: Told, own: Mapping[int, Brought]
-) -> list[list[int]]:
-    """Return for every cut the most bytes of micro-batches under way on each rank.
+) -> Fullest:
+    """Return for every cut the most bytes of micro-batches under way.
 
     Args:
         known: Of the description.
@@ -89,11 +123,12 @@ def fullest(
         there = zip(ranks.actions, ranks.made, strict=True)
         flags = [sum(map(mul, made, own[number].flags)) for (number, _), made in there]
         sums += torch.tensor(flags).unsqueeze(1)
-    found = torch.stack([moments.amax(0) for moments in torch.split(sums, ranks.counts)])
+    groups = torch.stack([moments.amax(0) for moments in torch.split(sums, ranks.sizes)])
+    found = torch.stack([own.amax(0) for own in torch.split(groups, ranks.counts)])
     if not known.description.early:
         found += torch.stack([_always(known, sizes, number) for number, _ in ranks.ranks])
-    most: list[list[int]] = found.T.tolist()
-    return most
+    message: list[int] = torch.stack(sizes.handed).amax(0).tolist()
+    return Fullest(found.T.reshape(-1).tolist(), len(found), groups.T, message)
 
 
 def _always(known: Holdings, sizes: Sizes, number: int) -> Tensor:
