@@ -501,6 +501,9 @@ def test_buckets_that_leave_in_order_are_not_all_open():
         for chunk in (1, 0)
     )
     assert max(last.values()) <= max(room.values()) < max(first.values())
+    held = peak(known, two.saving("full", 2))
+    bounds = peaks_of(known, two)("full", 2)
+    assert bounds.least < held <= bounds.most
 
 
 def test_moments_that_are_left_out_are_never_the_most():
