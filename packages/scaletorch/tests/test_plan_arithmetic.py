@@ -34,10 +34,11 @@ from scaletorch.plan import (
 )
 from scaletorch.plan import traffic as traffic_module
 from scaletorch.plan.applying import arguments
-from scaletorch.plan.holding import filling, holdings
+from scaletorch.plan.holding import holdings
 from scaletorch.plan.holding.brought import most_brought
 from scaletorch.plan.holding.buckets import Held, fill
 from scaletorch.plan.holding.live import backwards, most_live, outer
+from scaletorch.plan.holding.open_buckets import most_filled
 from scaletorch.plan.holding.stages import places, schedule_of, stages_of
 from scaletorch.plan.memory import memory, peak, peaks_of
 from scaletorch.plan.traffic import traffic
@@ -495,9 +496,9 @@ def test_buckets_that_leave_in_order_are_not_all_open():
         Layout(Grid(pp=2, dp=2), zero=2, schedule=name, chunks=chunks, micro_batches=4)
         for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 2))
     )
-    room = {at: filling.most_filled(known, one, at, "B", 0) for at in known.numbers(one)}
+    room = {at: most_filled(known, one, at, "B", 0) for at in known.numbers(one)}
     last, first = (
-        {at: filling.most_filled(known, two, at, "B", chunk) for at in known.numbers(two)}
+        {at: most_filled(known, two, at, "B", chunk) for at in known.numbers(two)}
         for chunk in (1, 0)
     )
     assert max(last.values()) <= max(room.values()) < max(first.values())

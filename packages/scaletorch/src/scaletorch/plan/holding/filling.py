@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..layout import Layout
-from .buckets import Bucket, Buckets, bucket_of, fill
+from .buckets import Bucket, bucket_of, fill
 from .holdings import Holdings
 
 # Which gradients an action makes, by whether the second half of a backward would make them.
@@ -131,57 +131,6 @@ def bytes_of(known: Holdings, layout: Layout, number: int, kind: str, chunk: int
         of = filled(known, layout, number, kind, chunk).bytes
         found = known.filled[key] = of @ torch.tensor(weights, dtype=torch.float64)
     return found
-
-
-def most_filled(known: Holdings, layout: Layout, number: int, kind: str, chunk: int) -> int:
-    """Return what an action of a rank needs at most, without following it.
-
-    Gradients come about in the order of buckets, so that three are open at a time. But where those
-    of later chunks, which come first, or of another half of a backward get nothing, all that come
-    wait for them, until they go one by one when backward ends.
-    """
-    grid = layout.grid
-    key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, layout.zero, number, kind, chunk
-    found: int | None = known.most.get(key)
-    if found is None:
-        found = known.most[key] = sum(
-            _most_of(known, buckets, grid.edp if axis == "edp" else grid.cp * grid.dp,
-                     layout.zero, (kind, chunk))
-            for axis, buckets in known.buckets(layout, number).items()
-        )  # fmt: skip
-    return found
-
-
-def _most_of(
-    known: Holdings, buckets: Buckets, ranks: int, zero: int, action: tuple[str, int]
-) -> int:
-    """Return what buckets need at most that are summed over the same ranks."""
-    key = buckets, ranks, zero, action
-    found: int | None = known.most.get(key)
-    if found is None:
-        own = [(b, times) for b, times in buckets.each if b.sharded]
-        sums = [b.padded(ranks) * b.sum_item(known.optimizer) for b, _ in own]
-        found = sum(b.padded(ranks) // ranks * b.master_item(1) * times for b, times in own)
-        if sums and ranks > 1:
-            found += 2 * max(sums) // (ranks if known.optimizer.native else 1)
-        if zero == 2:
-            found += _most_open(own, sums, *action)
-        known.most[key] = found
-    return found
-
-
-def _most_open(
-    own: Sequence[tuple[Bucket, int]], sums: Sequence[int], kind: str, chunk: int
-) -> int:
-    made = {(chunk, late) for late in MADE[kind]}
-    before = {each for b, _ in own for each in b.backwards if each[0] >= chunk}
-    each = zip(sums, own, strict=True)
-    largest = sorted(size for size, (_, times) in each for _ in range(min(times, 3)))
-    if before <= made:
-        return sum(largest[-3:])
-    coming = [not made.isdisjoint(b.backwards) for b, _ in own]
-    waiting = zip(sums, own, coming, strict=True)
-    return sum(size * times for size, (_, times), comes in waiting if comes) + sum(largest[-2:])
 
 
 def _followed(known: Holdings, layout: Layout, number: int, kind: str, chunk: int) -> Filled:

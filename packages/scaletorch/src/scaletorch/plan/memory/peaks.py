@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 from ..holding import Holdings
 from ..holding.brought import brings, brought
-from ..holding.filling import MADE, most_filled
+from ..holding.filling import MADE
 from ..holding.live import SPLIT, Counts, outer
+from ..holding.open_buckets import most_filled
 from ..layout import Layout, Recompute
 from .busy import Busy, Moment, Pipeline, busy, busy_at_last, pipeline_of
 from .ranks import held_by
