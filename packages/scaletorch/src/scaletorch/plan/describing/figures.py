@@ -63,10 +63,13 @@ def _backward_peak(seen: Observed, kind: int) -> int:
 
 def _made(
     kind: int, rows: tuple[int, int], pair: Sequence[Observed], inside: str
-) -> Iterator[tuple[str, Affine]]:
+) -> Iterator[tuple[str, Affine, Affine]]:
     bases = [seen.bases.get((kind, BACKWARD), 0) for seen in pair]
-    for (name, low), (_, high) in zip(*(seen.made[kind] for seen in pair), strict=True):
-        yield name.removeprefix(inside), _affine(rows, low - bases[0], high - bases[1])
+    for (name, *low), (_, *high) in zip(*(seen.made[kind] for seen in pair), strict=True):
+        comes, most = (
+            _affine(rows, a - bases[0], b - bases[1]) for a, b in zip(low, high, strict=True)
+        )
+        yield name.removeprefix(inside), comes, most
 
 
 def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Sent]:

@@ -36,11 +36,13 @@ class Filled(NamedTuple):
     Attributes:
         blocks: Int64 [moments], which block of the chunk runs, from the last; one more at the end.
         names: Whose gradient is the latest of the block; "" before the first, and at the end.
+        coming: Whether it comes at that moment.
         bytes: Float64 [moments, 5], as `Numbers`.
     """
 
     blocks: Tensor
     names: tuple[str, ...]
+    coming: tuple[bool, ...]
     bytes: Tensor
 
 
@@ -49,8 +51,8 @@ class _Moments:
     """What is there now, and at each moment so far."""
 
     now: Numbers = (0.0,) * 5
-    at: tuple[int, str] = 0, ""
-    each: list[tuple[int, str, Numbers]] = field(default_factory=list)
+    at: tuple[int, str, bool] = 0, "", False
+    each: list[tuple[int, str, bool, Numbers]] = field(default_factory=list)
 
     def add(self, size: Numbers) -> None:
         """Have so much more."""
@@ -185,20 +187,21 @@ def _followed(known: Holdings, layout: Layout, number: int, kind: str, chunk: in
     last = {slot: (at, name) for at, own in each for name, slot in own}
     nothing = (0.0,) * 5
     for place, (at, own) in enumerate(each):
-        total.at = place, ""
+        total.at = place, "", False
         total.add(nothing)
         for name, slot in own:
             if slot is not None:
                 axis, bucket, _ = slot
-                total.at = place, name.partition(".")[2]
-                total.add(nothing)
+                total.at = place, name.partition(".")[2], True
                 groups[axis].come(bucket, last=last[slot] == (at, name))
-    total.at = len(each), ""
+                total.at = *total.at[:2], False
+                total.add(nothing)
+    total.at = len(each), "", False
     total.add(nothing)
     for group in groups:
         group.finish()
-    blocks, names, sizes = zip(*total.each, strict=True)
-    return Filled(torch.tensor(blocks), names, torch.tensor(sizes, dtype=torch.float64))
+    blocks, names, coming, sizes = zip(*total.each, strict=True)
+    return Filled(torch.tensor(blocks), names, coming, torch.tensor(sizes, dtype=torch.float64))
 
 
 def _sizes(known: Holdings, bucket: Bucket, axis: int) -> tuple[Numbers, Numbers, Numbers]:
@@ -222,7 +225,7 @@ def _gradients(
     for at in reversed(range(start, start + len(chunks[chunk]))):
         own = behaviours[kinds[at]]
         late = {each.name: each.late for each in own.parameters}
-        order = [name for name, _ in own.made] or [*late][::-1]
+        order = [name for name, *_ in own.made] or [*late][::-1]
         yield at, [f"{kinds[at]}.{name}" for name in order if late.get(name) in MADE[kind]]
 
 

@@ -15,6 +15,7 @@ from ..holding import Holdings
 from ..holding.brought import brings, brought
 from ..holding.filling import most_filled
 from ..holding.live import Counts, outer
+from ..holding.ties import of_ties
 from ..layout import Layout, Recompute
 from .busy import Busy, Moment, Pipeline, busy, pipeline_of
 from .ranks import held_by
@@ -116,12 +117,16 @@ def _held(known: Holdings, layout: Layout, plain: Layout, pipeline: Pipeline) ->
         found = Held(before, before, 0)
         if brings(known, layout):
             shards = [sum(brought(known, layout, *rank).flags) for rank in ranks]
-            end, before = max(before), [*map(sub, before, shards)]
+            before = [*map(sub, before, shards)]
+            ends = [own + of_ties(known, layout, rank[0])[1]
+                    for own, rank in zip(shards, ranks, strict=True)]  # fmt: skip
+            end = max(map(add, before, ends))
             found = Held(before, before, end)
             if layout.zero:  # of ZeRO 1 there are no shards before the last backward
                 beside = [most_filled(known, layout, number) for number, _ in ranks]
                 if layout.zero == 2:
                     beside = [*map(add, beside, shards)]
+                beside = [*map(max, beside, ends)]
                 found = Held(before, [*map(add, before, beside)], end)
         known.peaks[key] = found
     return found
@@ -141,7 +146,8 @@ def _moving(known: Holdings, layout: Layout, recompute: Recompute, pipeline: Pip
         ranks = _telling(known, layout, pipeline, offloaded=recompute == "offload")
         numbers = {number for number, _ in ranks.ranks} if bringing else ()
         own = {number: brought(known, layout, number) for number in numbers}
-        found = known.peaks[key] = fullest(known, recompute, layout.micro_rows, ranks, own)
+        own_way = layout.saving(recompute, layout.zero)
+        found = known.peaks[key] = fullest(known, recompute, layout.micro_rows, ranks, own, own_way)
     return found[known.place_of_cut(layout)]
 
 

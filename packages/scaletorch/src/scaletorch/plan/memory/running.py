@@ -96,7 +96,7 @@ def _running(known: Holdings, layout: Layout, number: int, own: Brought | None) 
     def work(action: Action) -> int:
         if shards and action[2]:
             return sharing(known, layout, number, action)
-        return int(works(known, sizes, number, action, None if shards else own)[at])
+        return int(works(known, sizes, number, action, None if shards else own, layout)[at])
 
     sent = tuple([int(sizes.handed[kind][at]) for kind in content.left])
     received = tuple([int(sizes.handed[kind][at]) for kind in content.entered])
