@@ -63,13 +63,14 @@ def _backward_peak(seen: Observed, kind: int) -> int:
 
 def _made(
     kind: int, rows: tuple[int, int], pair: Sequence[Observed], inside: str
-) -> Iterator[tuple[str, Affine, Affine]]:
+) -> Iterator[tuple[str, Affine, Affine, Affine]]:
     bases = [seen.bases.get((kind, BACKWARD), 0) for seen in pair]
-    for (name, *low), (_, *high) in zip(*(seen.made[kind] for seen in pair), strict=True):
-        comes, most = (
-            _affine(rows, a - bases[0], b - bases[1]) for a, b in zip(low, high, strict=True)
+    for low, high in zip(*(seen.made[kind] for seen in pair), strict=True):
+        comes, taken, most = (
+            _affine(rows, a - bases[0], b - bases[1])
+            for a, b in zip(low[1:], high[1:], strict=True)
         )
-        yield name.removeprefix(inside), comes, most
+        yield low.name.removeprefix(inside), comes, taken, most
 
 
 def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Sent]:

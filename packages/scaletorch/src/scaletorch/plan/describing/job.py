@@ -101,7 +101,10 @@ class Job:
             others = {each.name: each.local_shapes for each in known.parameters}
         whole = dict(self.model.named_parameters(remove_duplicate=False))
         experts = expert_names(model)
-        late = {id(layer.weight) for layer in put_off(model)}
+        linear = {
+            *put_off(model)
+        }  # by name: what a tied weight is elsewhere has its gradient early
+        late = {f"{name}.weight" for name, each in model.named_modules() if each in linear}
         found: dict[int, list[Parameter]] = {block.kind: [] for block in self.blocks}
         for name, tensor in model.named_parameters(remove_duplicate=False):
             block = block_of(name, self.blocks)
@@ -113,7 +116,7 @@ class Job:
             found[block.kind].append(
                 Parameter(
                     inner(name, block), whole[name].numel(), tensor.element_size(), local,
-                    name in experts, id(tensor) in late,
+                    name in experts, name in late,
                 )
             )  # fmt: skip
         return found

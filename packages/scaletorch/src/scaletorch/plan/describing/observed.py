@@ -6,7 +6,7 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,28 @@ class Seen:
     again: int = 0
 
 
+class Made(NamedTuple):
+    """A gradient, and bytes that are alive then.
+
+    Attributes:
+        name: Of the parameter.
+        comes: When it comes.
+        taken: When it has been taken over, and its own memory is gone.
+        most: From then on, until the next one.
+    """
+
+    name: str
+    comes: int
+    taken: int
+    most: int
+
+    def going_on(self, live: int, *, settled: bool) -> Made:
+        """Return it with so much alive later; `settled`: after it has been taken over."""
+        if settled:
+            return self._replace(most=max(self.most, live))
+        return self._replace(taken=live, most=live)
+
+
 class Observed:
     """Watches hollow code: what stands before the layers is block 0, behind them block `last`.
 
@@ -57,8 +79,7 @@ class Observed:
         self.shared: Counter[int] = Counter()  # block -> bytes that other layers keep too
         self.left: Counter[int] = Counter()  # block -> bytes for the second half of a backward
         self.parted: Counter[int] = Counter()  # block -> the most above what it kept in the first
-        # Block -> names of parameters as their gradients come, bytes then, and the most from then.
-        self.made: dict[int, list[tuple[str, int, int]]] = defaultdict(list)
+        self.made: dict[int, list[Made]] = defaultdict(list)  # block -> in order
         self.entered: dict[int, int] = {}  # block -> bytes of its input
         self.handed: dict[int, int] = {}  # block -> bytes of its output
         self._born: dict[int, int] = {}  # storage -> block
@@ -94,19 +115,21 @@ class Observed:
                 alive.pop(key, None)
         staying = {*alive.values()}
         gradients = deque(self._gradients)
-        live = 0
+        live, settled = 0, True
         for index, (place, _, change, _) in enumerate(self._events):
             while gradients and gradients[0][0] <= index:
                 _, (block, _), name = gradients.popleft()
-                self.made[block].append((name, live, live))
+                self.made[block].append(Made(name, live, live, live))
+                settled = False
             if index not in staying:
                 self.bases.setdefault(place, live)
                 live += change
                 self.peaks[place] = max(self.peaks.get(place, 0), live)
+                settled |= change > 0
                 if (made := self.made[place[0]]) and place[1] == BACKWARD:
-                    made[-1] = *made[-1][:2], max(made[-1][2], live)
+                    made[-1] = made[-1].going_on(live, settled=settled)
         for _, (block, _), name in gradients:
-            self.made[block].append((name, live, live))
+            self.made[block].append(Made(name, live, live, live))
         self._part([e for at, e in enumerate(self._events) if at not in staying])
 
     def _part(self, events: Sequence[Event]) -> None:

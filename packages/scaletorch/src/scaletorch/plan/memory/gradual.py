@@ -7,10 +7,11 @@ from torch import Tensor
 
 from ..holding import Holdings
 from ..holding.brought import gradients_of
+from ..holding.filling import LATER, PARTS
 from ..layout import Layout
 from .sizes import Sizes, sizes_of
 
-Rows = dict[tuple[int, str, bool], int]  # kind, whose gradient, and whether it comes
+Rows = dict[tuple[int, str, int], int]  # kind, whose gradient, and of `PARTS`
 
 
 def needs_of(
@@ -21,18 +22,18 @@ def needs_of(
     found = known.made.get(key)
     if found is None:
         needs: list[float] = [0.0]
-        rows: Rows = {(-1, "", False): 0}
+        rows: Rows = {(-1, "", LATER): 0}
         for kind, own in enumerate(known.description.behaviours(layout.cut)):
             peak = float(sizes.backward[half][kind][at])
             again = own.again.at(layout.micro_rows) * (
                 layout.recompute == "full" and kind in known.layers
             )
             again += float(sizes.left[kind][at]) * half
-            rows[kind, "", False] = len(needs)
+            rows[kind, "", LATER] = len(needs)
             needs.append(peak)
-            for name, *sizes_then in own.made:
-                for coming, most in zip((True, False), sizes_then, strict=True):
-                    rows[kind, name, coming] = len(needs)
+            for name, *then in own.made:
+                for part, most in zip(PARTS, then, strict=True):
+                    rows[kind, name, part] = len(needs)
                     needs.append(min(most.at(layout.micro_rows) + again, peak))
         found = known.made[key] = torch.tensor(needs, dtype=torch.float64), rows
     return found
@@ -61,6 +62,6 @@ def grown(known: Holdings, layout: Layout, number: int, chunk: int, action: str)
         there, most = 0, 0.0
         for name, *_ in behaviours[kind].made:
             there += own.get(name, 0)
-            most = max(most, there + float(needs[rows[kind, name, False]]))
-        found.append(max(0, round(most - float(needs[rows[kind, "", False]]))))
+            most = max(most, there + float(needs[rows[kind, name, LATER]]))
+        found.append(max(0, round(most - float(needs[rows[kind, "", LATER]]))))
     return tuple(found)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..holding import Holdings
-from ..holding.filling import Filled, bytes_of, filled
+from ..holding.filling import LATER, Filled, bytes_of, filled
 from ..layout import Layout
 from .gradual import Rows, needs_of
 from .sizes import Sizes, sizes_of
@@ -64,5 +64,5 @@ def _behind(sizes: Tensor) -> Tensor:
 def _places(moments: Filled, kinds: tuple[int, ...], rows: Rows) -> Iterator[int]:
     """Yield for each moment the place of what its block needs then."""
     each = (*kinds, -1)
-    for at, *of in zip(moments.blocks.tolist(), moments.names, moments.coming, strict=True):
-        yield rows.get((each[at], *of), rows[each[at], "", False])
+    for at, *of in zip(moments.blocks.tolist(), moments.names, moments.parts, strict=True):
+        yield rows.get((each[at], *of), rows[each[at], "", LATER])
