@@ -127,9 +127,10 @@ def _step(case: Case, model, optimizer, manager: ProcessGroupManager) -> None:
 
 def _backwards(case: Case, model, manager: ProcessGroupManager) -> None:
     for batch in batch_of(case, manager):
-        logits = model(batch["input_ids"], batch.get("position_ids"))
-        token_loss_sum(logits, batch["labels"]).backward()
-        del logits  # which would be there beside those of the next
+        losses = model(batch["input_ids"], batch.get("position_ids")), batch["labels"]
+        loss = token_loss_sum(*losses)
+        del losses  # logits, which a plan does not keep beside what autograd does
+        loss.backward()
 
 
 def unlike(case: Case, ranks: list[Found]) -> Iterator[str]:

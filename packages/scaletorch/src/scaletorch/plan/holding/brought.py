@@ -70,7 +70,7 @@ def brings(known: Holdings, layout: Layout) -> Literal["", "first", "each", "las
     if layout.grid.pp > LONG or not known.description.early:
         return ""
     if layout.grid.cp * layout.grid.dp > 1:
-        return {1: "last", 2: "each"}.get(layout.zero, "")  # type: ignore[return-value]
+        return {1: "last", 2: "each", 3: "each"}.get(layout.zero, "")  # type: ignore[return-value]
     return "first" if layout.zero == 0 and known.optimizer.sum_item is None else ""
 
 

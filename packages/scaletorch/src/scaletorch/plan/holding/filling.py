@@ -183,7 +183,7 @@ def _followed(known: Holdings, layout: Layout, number: int, kind: str, chunk: in
     ]
     each = [
         (at, [(name, slots.get((at, name)) or slots.get((ANY, name))) for name in names])
-        for at, names in _gradients(known, layout, number, kind, chunk)
+        for at, names in gradients_in(known, layout, number, kind, chunk)
     ]
     last = {slot: (at, name) for at, own in each for name, slot in own}
     nothing = (0.0,) * 5
@@ -219,7 +219,7 @@ def _sizes(known: Holdings, bucket: Bucket, axis: int) -> tuple[Numbers, Numbers
     )
 
 
-def _gradients(
+def gradients_in(
     known: Holdings, layout: Layout, number: int, kind: str, chunk: int
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield the blocks of a chunk from the last: which of the rank, and whose gradients come."""

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..holding import Holdings
 from ..holding.brought import gradients_of
-from ..holding.filling import LATER, PARTS
+from ..holding.filling import COMES, LATER, PARTS
 from ..layout import Layout
 from .sizes import Sizes, sizes_of
 
@@ -29,6 +29,7 @@ def needs_of(
                 layout.recompute == "full" and kind in known.layers
             )
             again += float(sizes.left[kind][at]) * half
+            rows[kind, "", COMES] = 0  # before it begins
             rows[kind, "", LATER] = len(needs)
             needs.append(peak)
             for name, *then in own.made:

@@ -18,7 +18,7 @@ from ..holding.live import Counts, outer
 from ..holding.ties import of_ties
 from ..layout import Layout, Recompute
 from .busy import Busy, Moment, Pipeline, busy, pipeline_of
-from .ranks import held_by
+from .ranks import held_by, ranks_hold
 from .running import running
 from .state import state
 from .weights import Told, fullest, told
@@ -79,6 +79,9 @@ def peaks_of(known: Holdings, layout: Layout) -> Callable[[Recompute, int], Boun
     moving: dict[str, list[int]] = {}
 
     def at(recompute: Recompute, zero: int) -> Bounds:
+        if zero == 3:  # a block at a time; so few layouts have it that each is followed
+            held_by_all = ranks_hold(known, layout.saving(recompute, zero))
+            return known_to_be(max(each.total for each in held_by_all))
         if not summed and zero != layout.zero:  # by which goes whether a step brings gradients
             return known_to_be(peak(known, layout.saving(recompute, zero)))
         if zero not in held:

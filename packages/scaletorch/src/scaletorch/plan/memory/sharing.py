@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..holding import Holdings
 from ..holding.filling import LATER, Filled, bytes_of, filled
+from ..holding.gathering import gathered, gathered_forward
 from ..layout import Layout
 from .gradual import Rows, needs_of
 from .sizes import Sizes, sizes_of
@@ -20,15 +21,19 @@ def sharing(known: Holdings, layout: Layout, number: int, action: Action) -> int
 
     Args:
         known: Of the description.
-        layout: With ZeRO 1 or 2.
+        layout: With ZeRO.
         number: Of the rank.
         action: "B", or "I" or "W" for a half of a backward.
     """
     kind, chunk, _ = action
     sizes = sizes_of(known, layout.recompute, layout.micro_rows)
     at = known.place_of_cut(layout)
-    moments = filled(known, layout, number, kind, chunk)
-    comes = bytes_of(known, layout, number, kind, chunk)
+    if layout.zero == 3:
+        moments = gathered(known, layout, number)
+        comes = moments.bytes
+    else:
+        moments = filled(known, layout, number, kind, chunk)
+        comes = bytes_of(known, layout, number, kind, chunk)
     kinds = known.content(number).chunks[chunk][::-1]
     each = _each(known, layout, sizes, at)[:, kinds]
     if kind == "W":  # each frees what the first half has left
@@ -40,11 +45,21 @@ def sharing(known: Holdings, layout: Layout, number: int, action: Action) -> int
     needs, rows = needs_of(known, layout, sizes, at, half=half)
     base = _behind(each[2] * half - each[0])
     base[1:-1] += each[1, :-1]  # the gradient of its output
-    key = layout.cut, number, kind, chunk
+    key = layout.cut, number, kind, chunk, layout.zero == 3 and layout.micro_batches
     if key not in known.made:
         known.made[key] = torch.tensor(list(_places(moments, kinds, rows)))
     most = comes + base[moments.blocks] + needs[known.made[key]]
     return max(0, round(float(most.max())))
+
+
+def gathering(known: Holdings, layout: Layout, number: int) -> int:
+    """Return what a forward needs with ZeRO 3, above what all keep."""
+    sizes = sizes_of(known, layout.recompute, layout.micro_rows)
+    at, kinds = known.place_of_cut(layout), known.content(number).chunks[0]
+    under = _each(known, layout, sizes, at)[0, list(kinds)].cumsum(0)
+    own = torch.stack([sizes.forward[kind][at] for kind in kinds])
+    whole = torch.tensor(gathered_forward(known, layout, number))
+    return max(0, round(float((under + own + whole).max() - under[-1])))
 
 
 def _each(known: Holdings, layout: Layout, sizes: Sizes, at: int) -> Tensor:

@@ -101,11 +101,12 @@ def _moving(known: Holdings, buckets: Buckets, zero: int, ranks: int) -> int:
 def _gathered(buckets: Buckets, ranks: int) -> int:
     """Return what `fully_shard` has whole while a layer runs backward, at most.
 
-    All that is outside of layers, the layer itself, the one that is fetched ahead, and gradients.
+    All that is outside of layers, the layer itself, the one that is fetched ahead, gradients, and
+    those of the layer behind it on their way.
     """
     whole = [(bucket.padded(ranks) * bucket.item, bucket.gathered) for bucket, _ in buckets.each]
     layers = max((size for size, of in whole if of == "layer"), default=0)
-    return sum(size for size, of in whole if of == "rest") + 3 * layers
+    return sum(size for size, of in whole if of == "rest") + 4 * layers
 
 
 def _of_bucket(
