@@ -51,8 +51,8 @@ def drawn_gathering(seed: int, ranks: int) -> Iterator[Case]:
             micro_rows=random_.choice((1, 2, 3)), micro_batches=random_.choice((1, 2, 3)),
         )  # fmt: skip
         tied, layers = random_.random() < 0.4, random_.choice((4, 8))
-        dtype = random_.choice(("float32", "bfloat16"))
-        yield Case("wide", layers, tied, dtype, 64, layout)
+        # The CPU's products of bfloat16 take memory for themselves.
+        yield Case("wide", layers, tied, random_.choice(("float32", "float64")), 64, layout)
 
 
 def sharded(cases: list[Case]) -> list[Found]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -65,10 +66,19 @@ class Job:
                 pair.append(seen)
             parameters = self._parameters(model, cut)
         kinds = range(self.blocks[-1].kind + 1)
-        inside = {kind: f"{name}." for kind, name in self.chosen.items()}
+        names = _names(model)
         return tuple(
-            behaviour(kind, ROWS, pair, parameters[kind], inside.get(kind, "")) for kind in kinds
+            behaviour(kind, ROWS, pair, parameters[kind], partial(self._inside, names, kind))
+            for kind in kinds
         )
+
+    def _inside(self, names: Mapping[str, Sequence[str]], kind: int, name: str) -> str:
+        """Return a parameter's name in a block; of a tied one's names that which the block has."""
+        for each in names[name]:
+            block = block_of(each, self.blocks)
+            if block is not None and block.kind == kind:
+                return inner(each, block)
+        return name
 
     def _run(self, cut: Cut, manager: ProcessGroupManager, rows: int) -> tuple[Observed, nn.Module]:
         model = self.build()
@@ -120,6 +130,14 @@ class Job:
                 )
             )  # fmt: skip
         return found
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter, by each of them."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(tensor), []).append(name)
+    return {name: names for names in found.values() for name in names}
 
 
 def _told(place: Callable[[Any], Tensor], seen: Observed) -> Callable[[Any], Tensor]:

@@ -36,6 +36,11 @@ def needs_of(
                 for part, most in zip(PARTS, then, strict=True):
                     rows[kind, name, part] = len(needs)
                     needs.append(min(most.at(layout.micro_rows) + again, peak))
+            # A tied one that is told of elsewhere comes before all others.
+            for name in {each.name for each in own.parameters} - {name for name, *_ in own.made}:
+                if own.made:
+                    first = rows[kind, own.made[0][0], COMES]
+                    rows |= {(kind, name, part): first for part in PARTS}
         found = known.made[key] = torch.tensor(needs, dtype=torch.float64), rows
     return found
 
