@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from ...compose import parallelize, shard_global_batch, train_step
 from ...compose.experts import expert_names
@@ -99,7 +101,8 @@ class Job:
             for buckets in parallel.bucket_managers:
                 buckets.place = _told(buckets.place, seen)  # type: ignore[assignment,method-assign]
             batch = self.batch(rows * manager.dp_size)
-            with parallel.no_sync(), watch(model, seen, self.chosen, like):
+            watched = watch(model, seen, self.chosen, like)
+            with parallel.no_sync(), _ties_told(model, seen), watched:
                 train_step(parallel, shard_global_batch(batch, 1, manager), manager)
         return seen, model
 
@@ -130,6 +133,20 @@ class Job:
                 )
             )  # fmt: skip
         return found
+
+
+@contextmanager
+def _ties_told(model: nn.Module, seen: Observed) -> Iterator[None]:
+    """Tell when autograd comes to tied weights, whose gradients may have their memory already."""
+    names = dict.fromkeys(names[0] for names in _names(model).values() if len(names) > 1)
+    nodes = [get_gradient_edge(model.get_parameter(name)).node for name in names]
+    handles = [
+        node.register_hook(lambda *_, name=name: seen.gradient(name))
+        for node, name in zip(nodes, names, strict=True)
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
 
 
 def _names(model: nn.Module) -> dict[str, list[str]]:

@@ -201,9 +201,10 @@ class Observed:
                 self._added = ins[0].untyped_storage()._cdata, len(self._events) - 1
 
     def gradient(self, name: str) -> None:
-        """Note that a parameter's gradient is made."""
-        if self._on:
-            self._gradients.append((len(self._events), (self._block, self._phase), name))
+        """Note that a parameter's gradient is made, unless that was noted just before."""
+        place = self._block, self._phase
+        if self._on and (place, name) not in [each[1:] for each in self._gradients[-1:]]:
+            self._gradients.append((len(self._events), place, name))
 
     def collective(self, func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Count a call for the block that runs."""
