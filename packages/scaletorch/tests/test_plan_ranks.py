@@ -83,7 +83,7 @@ SHARED = [  # where the peak is that of activations, of buckets, or of shards
 ]  # fmt: skip
 
 
-MORE = {  # experts, with and without others to sum with; tied weights; a gradient before its block's
+MORE = {  # experts, with and without others to sum with; tied weights; a gradient within a block
     2: [
         Case("wide mixture", 2, False, "float32", 64, Layout(Grid(dp=2), zero=1)),
         Case("wide mixture", 2, True, "float32", 64,
