@@ -9,9 +9,11 @@ from itertools import islice
 from planned import (
     differences,
     drawn,
+    drawn_gathering,
     drawn_sharded,
     drawn_shared,
     drawn_wide,
+    gathering,
     higher,
     measured,
     peaks,
@@ -26,6 +28,7 @@ KINDS = {  # what is held and sent after a step, and what is held at most in one
     "state": (drawn, measured, differences),
     "peak": (drawn_wide, peaks, higher),
     "peak with zero": (drawn_shared, peaks, higher),
+    "peak with zero 3": (drawn_gathering, gathering, higher),
     "zero 3": (drawn_sharded, sharded, unlike),
 }
 

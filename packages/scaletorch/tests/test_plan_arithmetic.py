@@ -37,10 +37,12 @@ from scaletorch.plan.applying import arguments
 from scaletorch.plan.holding import holdings
 from scaletorch.plan.holding.brought import most_brought
 from scaletorch.plan.holding.buckets import Held, fill
+from scaletorch.plan.holding.filling import gradients_in
+from scaletorch.plan.holding.gathering import gathered, gathered_forward
 from scaletorch.plan.holding.live import backwards, most_live, outer
 from scaletorch.plan.holding.open_buckets import most_filled
 from scaletorch.plan.holding.stages import places, schedule_of, stages_of
-from scaletorch.plan.memory import memory, peak, peaks_of
+from scaletorch.plan.memory import Peaks, memory, peak
 from scaletorch.plan.traffic import traffic
 
 SCHEDULES = [
@@ -230,11 +232,42 @@ def test_zero_divides_what_it_says():
     parts = 75 + 8 * (26 + 3) + 3 + 75  # of each parameter, of 4 ranks
     assert (second.gradients, third.parameters) == (padded, 4 * parts)
     assert third.optimizer == 8 * parts + 4 * 19
-    assert third.buffers == 4 * (300 + 12 + 300) + 3 * 4 * (104 + 12)  # the rest and a layer
     assert 8 * padded // 4 < first.optimizer < 8 * padded // 4 + 4 * 19
     assert first.activations == whole.activations == second.activations
     wide = memory(known, Layout(Grid(dp=4)), Optimizer(sum_item=8))[0]
     assert wide.gradients == 12 * elements
+
+
+def test_zero_3_has_a_layer_and_its_neighbours_whole():
+    known = holdings.Holdings(sketch())
+    rest, layer, head, share = 4 * (300 + 12 + 300), 4 * (104 + 12), 4 * 310, 4 * (26 + 3)
+    for batches, shards in ((1, 1), (2, 0)):  # of gradients of the layers behind
+        layout = Layout(Grid(dp=4), zero=3, micro_batches=batches)
+        moments, most = gathered(known, layout, known.numbers(layout)[0]), {}
+        for block, size in zip(moments.blocks.tolist(), moments.bytes.tolist(), strict=True):
+            most[block] = max(size, most.get(block, 0))
+        own = 4 * (101 + 10)
+        assert most[0] == rest + layer + head
+        assert most[1] == rest + 2 * layer + head + own  # the layer, the next, and gradients
+        for at in range(2, 8):  # and what is being summed of the one behind
+            assert most[at] == rest + 3 * layer + head + own + shards * share * (at - 1)
+        assert most[9] == rest + layer + head + 1200 + 8 * shards * share
+        assert most[10] == head + 1200 + rest + 8 * shards * share
+    assert gathered_forward(known, layout, 0) == [2 * rest, *[rest + 2 * layer] * 8, rest]
+    held = memory(known.description, layout, holdings=known)[0]
+    assert peak(known, layout) == held.total
+
+
+def test_heads_that_are_tied_are_the_first_to_fill_buckets():
+    known = holdings.Holdings(sketch(tied=True))
+    layout = Layout(Grid(pp=2, dp=2), zero=2)
+    [(at, names), *_] = gradients_in(known, layout, known.numbers(layout)[1], "B", 0)
+    assert (at, names) == (4, ["2.h", "2.n"])
+    taken = replace(known.description.cuts[Cut()][2], made=(("n", Affine(), Affine(), Affine()),))
+    cuts = {Cut(): (*known.description.cuts[Cut()][:2], taken)}
+    known = holdings.Holdings(replace(known.description, cuts=cuts))
+    [(_, names), *_] = gradients_in(known, layout, known.numbers(layout)[1], "B", 0)
+    assert names == ["2.h", "2.n"]
 
 
 def test_sixteen_bits_have_masters_only_where_the_state_is_shared():
@@ -468,10 +501,10 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
         held = memory(description, layout)
         assert peak(known, layout) == max(each.total for each in held), layout
         found, other = peak(known, layout), replace(layout, zero=(zero + 1) % 3)
-        least, most, _ = peaks_of(known, other)(recompute, zero)
+        least, most, _ = Peaks(known, other)(recompute, zero)
         assert least <= found <= most, layout
         for room in (least - 1, found - 1, found):
-            least, near, _ = peaks_of(known, other, room)(recompute, zero)
+            least, near, _ = Peaks(known, other, room)(recompute, zero)
             assert (near is None) == (least > room) or least == near
             assert least <= found <= (near or found), layout
         assert least == most or (zero and dp > 1)
@@ -484,9 +517,9 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
 def test_what_comes_in_a_last_backward_is_beside_one_micro_batch():
     layout = Layout(Grid(pp=4, dp=2), zero=1, micro_rows=16, micro_batches=8)
     known = holdings.Holdings(sketch(layers=8))
-    bounds = peaks_of(known, layout)("none", 1)
+    bounds = Peaks(known, layout)("none", 1)
     assert bounds.least == bounds.most
-    single = peaks_of(known, replace(layout, micro_batches=1))("none", 1)
+    single = Peaks(known, replace(layout, micro_batches=1))("none", 1)
     assert single.least < single.most
 
 
@@ -503,7 +536,7 @@ def test_buckets_that_leave_in_order_are_not_all_open():
     )
     assert max(last.values()) <= max(room.values()) < max(first.values())
     held = peak(known, two.saving("full", 2))
-    bounds = peaks_of(known, two)("full", 2)
+    bounds = Peaks(known, two)("full", 2)
     assert bounds.least < held <= bounds.most
 
 

@@ -8,6 +8,7 @@ from planned import (
     differences,
     drawn,
     drawn_sharded,
+    gathering,
     higher,
     measured,
     peaks,
@@ -20,7 +21,7 @@ from scaletorch.dist.testing import preload, run_ranks
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import Layout, Optimizer
 from scaletorch.plan.holding import Holdings
-from scaletorch.plan.memory import memory, peaks_of
+from scaletorch.plan.memory import Peaks, memory
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -82,6 +83,30 @@ SHARED = [  # where the peak is that of activations, of buckets, or of shards
 ]  # fmt: skip
 
 
+MORE = {  # experts, with and without others to sum with; tied weights; a gradient within a block
+    2: [
+        Case("wide mixture", 2, False, "float32", 64, Layout(Grid(dp=2), zero=1)),
+        Case("wide mixture", 2, True, "float32", 64,
+             Layout(Grid(cp=2, ep=2), zero=2, recompute="full", micro_batches=2)),
+        Case("wide", 4, True, "float32", 64, Layout(Grid(dp=2), zero=1, recompute="full")),
+    ],
+    4: [
+        Case("wide", 4, False, "float32", 64, Layout(Grid(pp=4), schedule="afab", micro_batches=2)),
+        Case("wide", 4, True, "float32", 64,
+             Layout(Grid(pp=2, dp=2), zero=1, schedule="zb_h1", micro_batches=3)),
+        Case("wide mixture", 4, True, "float32", 64,
+             Layout(Grid(pp=2, cp=2, ep=2), zero=2, schedule="zb_v", chunks=2, micro_batches=3)),
+    ],
+}  # fmt: skip
+GATHERING = [
+    Case("wide", 3, tied, "float32", 64,
+         Layout(Grid(dp=2), zero=3, recompute=recompute, micro_rows=rows, micro_batches=batches))
+    for tied, recompute, rows, batches in (
+        (False, "none", 2, 1), (True, "none", 1, 2), (False, "full", 4, 2),
+    )
+]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("family", "tied"), [("llama", True), ("llama", False), ("mixture", False)]
 )
@@ -95,7 +120,7 @@ def test_searches_bound_what_shared_gradients_need(family, tied):
         ):
             holdings = Holdings(known, Optimizer(bucket_size=size, native=native))
             layout = Layout(grid, zero=zero, schedule=schedule, chunks=chunks, micro_batches=3)
-            least, most, _ = peaks_of(holdings, layout)("none", zero)
+            least, most, _ = Peaks(holdings, layout)("none", zero)
             held = max(each.total for each in memory(known, layout, holdings=holdings))
             assert least <= held <= most, (layout, size, native)
 
@@ -105,6 +130,21 @@ def test_ranks_that_share_gradients_hold_what_is_planned():
     cases = [Case("wide", 8, False, "float32", 64, layout) for layout in SHARED]
     found = run_ranks(peaks, 4, cases, timeout=100)
     for case, *own in zip(cases, *found, strict=True):
+        assert not list(higher(case, own))
+
+
+@pytest.mark.filterwarnings("ignore:Memory block of unknown size")
+@pytest.mark.parametrize("ranks", MORE)
+def test_ranks_with_experts_or_tied_weights_hold_what_is_planned(ranks):
+    found = run_ranks(peaks, ranks, MORE[ranks], timeout=100)
+    for case, *own in zip(MORE[ranks], *found, strict=True):
+        assert not list(higher(case, own))
+
+
+@pytest.mark.filterwarnings("ignore:Memory block of unknown size")
+def test_fully_sharded_ranks_have_blocks_whole_as_planned():
+    found = run_ranks(gathering, 2, GATHERING, timeout=100)
+    for case, *own in zip(GATHERING, *found, strict=True):
         assert not list(higher(case, own))
 
 

@@ -135,7 +135,7 @@ def test_only_what_is_looked_at_is_made() -> None:
     assert (repr(later), hash(later), later[::-2]) == (repr(whole), hash(whole), whole[::-2])
 
 
-def test_peaks_of_all_cuts_at_once_are_those_of_each_alone() -> None:
+def test_Peaks_all_cuts_at_once_are_those_of_each_alone() -> None:
     known, machines = model(), cluster(8)
     for each in plan(known, 24, machines, options=MANY).estimates:
         alone = replace(known, cuts={each.layout.cut: known.cuts[each.layout.cut]})

@@ -4,9 +4,9 @@ from .comparing import differences, higher
 from .drawing import Case, drawn, drawn_shared, drawn_wide
 from .peaks import peaks
 from .ranks import measured
-from .sharded import drawn_sharded, sharded, unlike
+from .sharded import drawn_gathering, drawn_sharded, gathering, sharded, unlike
 
 __all__ = [
-    "Case", "differences", "drawn", "drawn_sharded", "drawn_shared", "drawn_wide", "higher",
-    "measured", "peaks", "sharded", "unlike",
+    "Case", "differences", "drawn", "drawn_gathering", "drawn_sharded", "drawn_shared",
+    "drawn_wide", "gathering", "higher", "measured", "peaks", "sharded", "unlike",
 ]  # fmt: skip

@@ -86,11 +86,16 @@ def drawn_wide(seed: int, ranks: int) -> Iterator[Case]:
 
 
 def drawn_shared(seed: int, ranks: int) -> Iterator[Case]:
-    """Yield such cases with an optimizer's state, or gradients too, in shards."""
-    random_ = random.Random(seed)
+    """Yield such cases with an optimizer's state, or gradients too, in shards; of more models."""
+    random_, models = random.Random(seed), random.Random(seed)
     for case in drawn_wide(seed, ranks):
-        if case.layout.grid.cp * case.layout.grid.dp > 1:
-            yield replace(case, layout=replace(case.layout, zero=random_.choice((1, 2))))
+        grid = case.layout.grid
+        if grid.cp * grid.dp > 1:
+            family, tied = models.choice(("wide", "wide mixture")), models.random() < 0.4
+            if family == "wide mixture":
+                grid = _with_experts(models, grid)
+            layout = replace(case.layout, grid=grid, zero=random_.choice((1, 2)))
+            yield replace(case, family=family, tied=tied, layout=layout)
 
 
 def _with_experts(random_: random.Random, grid: Grid) -> Grid:

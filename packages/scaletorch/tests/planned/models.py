@@ -16,11 +16,12 @@ WIDE = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 176}
 
 def model_of(case: Case) -> Llama:
     """Return the plain model."""
-    if case.family == "mixture":
-        model: Llama = Mixture(MixtureConfig(**SIZES, num_layers=case.layers))
+    layers, tied = case.layers, case.tied
+    sizes = WIDE if case.family.startswith("wide") else SIZES
+    if case.family.endswith("mixture"):
+        model: Llama = Mixture(MixtureConfig(**sizes, num_layers=layers, tie_embeddings=tied))
     else:
-        sizes = WIDE if case.family == "wide" else SIZES
-        model = Llama(LlamaConfig(**sizes, num_layers=case.layers, tie_embeddings=case.tied))
+        model = Llama(LlamaConfig(**sizes, num_layers=layers, tie_embeddings=tied))
     return model.to(getattr(torch, case.dtype))
 
 

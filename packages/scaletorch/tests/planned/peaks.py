@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
+import torch
+from torch import Tensor
 from torch.profiler import profile
 
 from scaletorch.compose import train_step
+from scaletorch.models.mixture import Router
 from scaletorch.parallel.data_parallel.buckets.bucket import Bucket
 from scaletorch.parallel.data_parallel.buckets.manager import BucketManager
 from scaletorch.parallel.pg_manager import ProcessGroupManager
@@ -22,13 +26,13 @@ class Peak(NamedTuple):
     """Bytes of a rank in a step.
 
     Attributes:
-        kept: The most that autograd keeps.
+        kept: The most that autograd keeps; None if that was not looked at.
         before: Of the state, before forwards and backwards begin.
         taken: The most that the allocator gave beside that.
         rest: What it did not get back: gloo's threads hold tensors until their next call.
     """
 
-    kept: int
+    kept: int | None
     before: int
     taken: int
     rest: int
@@ -46,16 +50,37 @@ def _peak(case: Case, manager: ProcessGroupManager) -> Peak:
     optimizer.zero_grad()
     for buckets in model.bucket_managers:
         _take_turns(buckets)
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.register_forward_hook(_share_out)
     before = sum(held(model, optimizer))
     batch = batch_of(case, manager)
     kept = Kept(model)
-    gc.collect()  # what models before it left behind would count as given back in this step
-    with kept, profile(profile_memory=True) as profiled:
-        train_step(model, batch, manager)
+
+    def train() -> None:
+        with kept:
+            train_step(model, batch, manager)
         optimizer.zero_grad()
+
+    taken, rest = most_taken(train)
+    return Peak(kept.most, before, taken, rest)
+
+
+def most_taken(train: Callable[[], None]) -> tuple[int, int]:
+    """Return the most that the allocator gives meanwhile, and what it does not get back."""
+    gc.collect()  # what models before it left behind would count as given back in this step
+    with profile(profile_memory=True) as profiled:
+        train()
     events = profiled.profiler.kineto_results.events()
     taken = [*accumulate(event.nbytes() for event in events if event.name() == "[memory]")]
-    return Peak(kept.most, before, max(taken), max(taken[-1], 0))
+    return max(taken), max(taken[-1], 0)
+
+
+def _share_out(router: Router, _: object, output: tuple[Tensor, Tensor]) -> None:
+    """Have tokens go to experts in turn, evenly as a plan takes them to be shared out."""
+    index_TK = output[0].data  # autograd, which keeps it, need not know
+    turns = torch.arange(index_TK.numel()).remainder_(len(router.weight))
+    index_TK.copy_(turns.view_as(index_TK))
 
 
 def _take_turns(buckets: BucketManager) -> None:

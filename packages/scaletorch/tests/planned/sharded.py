@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from scaletorch.compose import shard_global_batch, token_loss_sum
+from scaletorch.compose import recompute_layers, select_layers, token_loss_sum
 from scaletorch.parallel.context_parallel import apply_context_parallel
 from scaletorch.parallel.pg_manager import ProcessGroupManager, legal_layouts
 from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
@@ -21,7 +21,8 @@ from scaletorch.plan.holding.holdings import Holdings
 from .comparing import Found, expected
 from .drawing import Case
 from .models import described, model_of
-from .ranks import Ledger, Sends, axes_of, on_grid, storage
+from .peaks import Peak, most_taken
+from .ranks import Ledger, Sends, axes_of, batch_of, on_grid, storage
 
 COMPARED = ("all_gather", "reduce_scatter")
 
@@ -40,25 +41,69 @@ def drawn_sharded(seed: int, ranks: int) -> Iterator[Case]:
         yield Case("llama", random_.choice((2, 3, 4)), tied, dtype, 16, layout)
 
 
+def drawn_gathering(seed: int, ranks: int) -> Iterator[Case]:
+    """Yield such cases whose activations are much of what ranks hold, without an end."""
+    random_ = random.Random(seed)
+    grids = [g for g in legal_layouts(ranks) if g.pp == 1 and g.tp < 4 and g.cp * g.dp > 1]
+    while True:
+        layout = Layout(
+            random_.choice(grids), recompute=random_.choice(("none", "full", "selective")), zero=3,
+            micro_rows=random_.choice((1, 2, 3)), micro_batches=random_.choice((1, 2, 3)),
+        )  # fmt: skip
+        tied, layers = random_.random() < 0.4, random_.choice((4, 8))
+        # The CPU's products of bfloat16 take memory for themselves.
+        yield Case("wide", layers, tied, random_.choice(("float32", "float64")), 64, layout)
+
+
 def sharded(cases: list[Case]) -> list[Found]:
     """Run cases on this rank among others; return what is held, counts and bytes of each."""
     return [on_grid(case, _trained) for case in cases]
 
 
 def _trained(case: Case, manager: ProcessGroupManager) -> Found:
+    model, optimizer = _prepared(case, manager)
+    _step(case, model, optimizer, manager)
+    with Ledger(axes_of(manager)) as ledger:
+        _step(case, model, optimizer, manager)
+    return _held(model, optimizer), ledger.counts, ledger.bytes
+
+
+def gathering(cases: list[Case]) -> list[Peak]:
+    """Run cases on this rank among others; return what it holds at its peak in each."""
+    return [on_grid(case, _peak) for case in cases]
+
+
+def _peak(case: Case, manager: ProcessGroupManager) -> Peak:
+    model, optimizer = _prepared(case, manager)
+    _step(case, model, optimizer, manager)
+    optimizer.zero_grad()
+    before = sum(_held(model, optimizer))
+
+    def train() -> None:
+        _backwards(case, model, manager)
+        optimizer.zero_grad()
+
+    # What gloo's threads still hold of calls before is there at some peaks, and not at others.
+    return Peak(None, before, *min(most_taken(train) for _ in range(3)))
+
+
+def _prepared(case: Case, manager: ProcessGroupManager):
+    """Return the model of a case in shards, and its optimizer."""
     torch.manual_seed(0)
     model = model_of(case)
     if manager.tp_size > 1:
         apply_tensor_parallel(model, group=manager.tp_group)
     apply_context_parallel(model, manager.cp_group, layout="zigzag")
+    if case.layout.recompute != "none":
+        {"full": recompute_layers, "selective": select_layers}[case.layout.recompute](model)
     _shard(model, manager)
-    optimizer = torch.optim.AdamW(model.parameters())
-    _step(case, model, optimizer, manager)
-    with Ledger(axes_of(manager)) as ledger:
-        _step(case, model, optimizer, manager)
+    return model, torch.optim.AdamW(model.parameters())
+
+
+def _held(model, optimizer) -> list[int]:
     states = [x for state in optimizer.state.values() for x in state.values()]
     parts = [[*model.parameters()], [p.grad for p in model.parameters()], states]
-    return [storage(map(_own, each)) for each in parts], ledger.counts, ledger.bytes
+    return [storage(map(_own, each)) for each in parts]
 
 
 def _shard(model: torch.nn.Module, manager: ProcessGroupManager) -> None:
@@ -76,15 +121,17 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _step(case: Case, model, optimizer, manager: ProcessGroupManager) -> None:
-    layout = case.layout
-    rows = layout.micro_rows * layout.micro_batches * manager.dp_size
-    tokens = torch.randint(64, (rows, case.length + 1), generator=torch.Generator().manual_seed(1))
-    whole = {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
     optimizer.zero_grad()
-    for batch in shard_global_batch(whole, layout.micro_batches, manager):
-        logits = model(batch["input_ids"], batch.get("position_ids"))
-        token_loss_sum(logits, batch["labels"]).backward()
+    _backwards(case, model, manager)
     optimizer.step()
+
+
+def _backwards(case: Case, model, manager: ProcessGroupManager) -> None:
+    for batch in batch_of(case, manager):
+        losses = model(batch["input_ids"], batch.get("position_ids")), batch["labels"]
+        loss = token_loss_sum(*losses)
+        del losses  # logits, which a plan does not keep beside what autograd does
+        loss.backward()
 
 
 def unlike(case: Case, ranks: list[Found]) -> Iterator[str]:

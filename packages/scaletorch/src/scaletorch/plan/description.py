@@ -108,8 +108,9 @@ class Behaviour:
         backward_peak: Bytes above `kept` while backward runs, without gradients of parameters.
         parted_peak: The same while the first half of a backward runs, with what that has left.
         made: Names of parameters in the order in which backward makes their gradients, each with
-            the bytes above `kept` from then until the next one. None is before the first: there it
-            is `backward_peak`, as it is everywhere if this is empty.
+            the bytes above `kept` when it comes, those when it has been taken over, and the most
+            from then until the next one. None is before the first: there it is `backward_peak`, as
+            it is everywhere if this is empty.
         handed: Bytes of what it returns to the next block.
         sent: Its collectives.
         work: Its operations.
@@ -124,7 +125,7 @@ class Behaviour:
     forward_peak: Affine = Affine()
     backward_peak: Affine = Affine()
     parted_peak: Affine = Affine()
-    made: tuple[tuple[str, Affine], ...] = ()
+    made: tuple[tuple[str, Affine, Affine, Affine], ...] = ()
     handed: Affine = Affine()
     sent: tuple[Sent, ...] = ()
     work: tuple[Work, ...] = ()

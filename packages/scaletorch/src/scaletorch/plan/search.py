@@ -17,7 +17,7 @@ from .estimate import Estimate, Time
 from .holding import Holdings, Optimizer
 from .later import Later
 from .layout import Layout, Recompute
-from .memory import Bounds, Line, exactly, lines, peaks_of, ranks_hold
+from .memory import Bounds, Line, Peaks, exactly, lines, ranks_hold
 from .options import Options, Refused, ladder, legal
 from .timing import Timers, timers
 from .timing import time as seconds_of
@@ -200,7 +200,7 @@ def _fitting(
     found: list[tuple[int, int]] = []
     nearest: tuple[Bounds, Recompute, int] | None = None
     memory = cluster.device.memory
-    peaks = peaks_of(known, layout, memory)
+    peaks = Peaks(known, layout, memory)
     unknown = [
         each for each in options.recompute if not _described(known.description, layout, each)
     ]

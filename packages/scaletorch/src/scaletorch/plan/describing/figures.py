@@ -15,7 +15,7 @@ def behaviour(
     rows: tuple[int, int],
     pair: Sequence[Observed],
     parameters: Sequence[Parameter],
-    inside: str,
+    inside: Callable[[str], str],
 ) -> Behaviour:
     """Return how a kind of block behaves, from steps of two numbers of rows.
 
@@ -24,7 +24,7 @@ def behaviour(
         rows: Of the steps.
         pair: What was seen of them.
         parameters: Of the block.
-        inside: What the names of its parameters begin with in the model.
+        inside: The name in the block of a parameter of the model.
     """
 
     def line(figure: Callable[[Observed], float]) -> Affine:
@@ -62,11 +62,15 @@ def _backward_peak(seen: Observed, kind: int) -> int:
 
 
 def _made(
-    kind: int, rows: tuple[int, int], pair: Sequence[Observed], inside: str
-) -> Iterator[tuple[str, Affine]]:
+    kind: int, rows: tuple[int, int], pair: Sequence[Observed], inside: Callable[[str], str]
+) -> Iterator[tuple[str, Affine, Affine, Affine]]:
     bases = [seen.bases.get((kind, BACKWARD), 0) for seen in pair]
-    for (name, low), (_, high) in zip(*(seen.made[kind] for seen in pair), strict=True):
-        yield name.removeprefix(inside), _affine(rows, low - bases[0], high - bases[1])
+    for low, high in zip(*(seen.made[kind] for seen in pair), strict=True):
+        comes, taken, most = (
+            _affine(rows, a - bases[0], b - bases[1])
+            for a, b in zip(low[1:], high[1:], strict=True)
+        )
+        yield inside(low.name), comes, taken, most
 
 
 def _all_sent(kind: int, rows: tuple[int, int], pair: Sequence[Observed]) -> Iterator[Sent]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 
 from ...compose import parallelize, shard_global_batch, train_step
 from ...compose.experts import expert_names
@@ -65,10 +68,19 @@ class Job:
                 pair.append(seen)
             parameters = self._parameters(model, cut)
         kinds = range(self.blocks[-1].kind + 1)
-        inside = {kind: f"{name}." for kind, name in self.chosen.items()}
+        names = _names(model)
         return tuple(
-            behaviour(kind, ROWS, pair, parameters[kind], inside.get(kind, "")) for kind in kinds
+            behaviour(kind, ROWS, pair, parameters[kind], partial(self._inside, names, kind))
+            for kind in kinds
         )
+
+    def _inside(self, names: Mapping[str, Sequence[str]], kind: int, name: str) -> str:
+        """Return a parameter's name in a block; of a tied one's names that which the block has."""
+        for each in names[name]:
+            block = block_of(each, self.blocks)
+            if block is not None and block.kind == kind:
+                return inner(each, block)
+        return name
 
     def _run(self, cut: Cut, manager: ProcessGroupManager, rows: int) -> tuple[Observed, nn.Module]:
         model = self.build()
@@ -89,7 +101,8 @@ class Job:
             for buckets in parallel.bucket_managers:
                 buckets.place = _told(buckets.place, seen)  # type: ignore[assignment,method-assign]
             batch = self.batch(rows * manager.dp_size)
-            with parallel.no_sync(), watch(model, seen, self.chosen, like):
+            watched = watch(model, seen, self.chosen, like)
+            with parallel.no_sync(), _ties_told(model, seen), watched:
                 train_step(parallel, shard_global_batch(batch, 1, manager), manager)
         return seen, model
 
@@ -101,7 +114,10 @@ class Job:
             others = {each.name: each.local_shapes for each in known.parameters}
         whole = dict(self.model.named_parameters(remove_duplicate=False))
         experts = expert_names(model)
-        late = {id(layer.weight) for layer in put_off(model)}
+        linear = {
+            *put_off(model)
+        }  # by name: what a tied weight is elsewhere has its gradient early
+        late = {f"{name}.weight" for name, each in model.named_modules() if each in linear}
         found: dict[int, list[Parameter]] = {block.kind: [] for block in self.blocks}
         for name, tensor in model.named_parameters(remove_duplicate=False):
             block = block_of(name, self.blocks)
@@ -113,10 +129,32 @@ class Job:
             found[block.kind].append(
                 Parameter(
                     inner(name, block), whole[name].numel(), tensor.element_size(), local,
-                    name in experts, id(tensor) in late,
+                    name in experts, name in late,
                 )
             )  # fmt: skip
         return found
+
+
+@contextmanager
+def _ties_told(model: nn.Module, seen: Observed) -> Iterator[None]:
+    """Tell when autograd comes to tied weights, whose gradients may have their memory already."""
+    names = dict.fromkeys(names[0] for names in _names(model).values() if len(names) > 1)
+    nodes = [get_gradient_edge(model.get_parameter(name)).node for name in names]
+    handles = [
+        node.register_hook(lambda *_, name=name: seen.gradient(name))
+        for node, name in zip(nodes, names, strict=True)
+    ]
+    yield
+    for handle in handles:
+        handle.remove()
+
+
+def _names(model: nn.Module) -> dict[str, list[str]]:
+    """Return all names of each parameter, by each of them."""
+    found: dict[int, list[str]] = {}
+    for name, tensor in model.named_parameters(remove_duplicate=False):
+        found.setdefault(id(tensor), []).append(name)
+    return {name: names for names in found.values() for name in names}
 
 
 def _told(place: Callable[[Any], Tensor], seen: Observed) -> Callable[[Any], Tensor]:

@@ -6,14 +6,14 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ProcessGroup
 
-from .counting import bytes_of, flops_of, group_of, sent_by, sort_of
+from .counting import aten, bytes_of, flops_of, group_of, sent_by, sort_of
 
 Phase = Literal["forward", "backward"]
 PHASES: tuple[Phase, Phase] = ("forward", "backward")
@@ -39,6 +39,28 @@ class Seen:
     again: int = 0
 
 
+class Made(NamedTuple):
+    """A gradient, and bytes that are alive then.
+
+    Attributes:
+        name: Of the parameter.
+        comes: When it comes.
+        taken: When it has been taken over, and its own memory is gone.
+        most: From then on, until the next one.
+    """
+
+    name: str
+    comes: int
+    taken: int
+    most: int
+
+    def going_on(self, live: int, *, settled: bool) -> Made:
+        """Return it with so much alive later; `settled`: after it has been taken over."""
+        if settled:
+            return self._replace(most=max(self.most, live))
+        return self._replace(taken=live, most=live)
+
+
 class Observed:
     """Watches hollow code: what stands before the layers is block 0, behind them block `last`.
 
@@ -57,8 +79,7 @@ class Observed:
         self.shared: Counter[int] = Counter()  # block -> bytes that other layers keep too
         self.left: Counter[int] = Counter()  # block -> bytes for the second half of a backward
         self.parted: Counter[int] = Counter()  # block -> the most above what it kept in the first
-        # Block -> names of parameters as their gradients come, and the most bytes alive from then.
-        self.made: dict[int, list[tuple[str, int]]] = defaultdict(list)
+        self.made: dict[int, list[Made]] = defaultdict(list)  # block -> in order
         self.entered: dict[int, int] = {}  # block -> bytes of its input
         self.handed: dict[int, int] = {}  # block -> bytes of its output
         self._born: dict[int, int] = {}  # storage -> block
@@ -75,6 +96,7 @@ class Observed:
         self._events: list[Event] = []
         self._parameters: set[int] = set()
         self._gradients: list[tuple[int, Place, str]] = []  # before which event, where, whose
+        self._added: tuple[int, int] | None = None  # what a sum was added to, and its own event
 
     def begin(self, model: nn.Module) -> None:
         """Begin with the forward of a model, whose parameters are no activations."""
@@ -93,19 +115,21 @@ class Observed:
                 alive.pop(key, None)
         staying = {*alive.values()}
         gradients = deque(self._gradients)
-        live = 0
+        live, settled = 0, True
         for index, (place, _, change, _) in enumerate(self._events):
             while gradients and gradients[0][0] <= index:
                 _, (block, _), name = gradients.popleft()
-                self.made[block].append((name, live))
+                self.made[block].append(Made(name, live, live, live))
+                settled = False
             if index not in staying:
                 self.bases.setdefault(place, live)
                 live += change
                 self.peaks[place] = max(self.peaks.get(place, 0), live)
+                settled |= change > 0
                 if (made := self.made[place[0]]) and place[1] == BACKWARD:
-                    made[-1] = made[-1][0], max(made[-1][1], live)
+                    made[-1] = made[-1].going_on(live, settled=settled)
         for _, (block, _), name in gradients:
-            self.made[block].append((name, live))
+            self.made[block].append(Made(name, live, live, live))
         self._part([e for at, e in enumerate(self._events) if at not in staying])
 
     def _part(self, events: Sequence[Event]) -> None:
@@ -165,6 +189,7 @@ class Observed:
         self, func: Any, args: Any, ins: Sequence[Tensor], outs: Sequence[Tensor]
     ) -> None:
         """Count an operation for the block that runs."""
+        self._added = None
         if self._on:
             if self._phase == FORWARD and torch._C._current_graph_task_id() != -1:
                 self.enter(self.last, BACKWARD)
@@ -172,11 +197,14 @@ class Observed:
             self._now.work.append((sort, flops_of(func, args, ins, outs), moved))
             if self._phase == BACKWARD and sort == "matmul":
                 self._multiply([each for each in args if isinstance(each, Tensor)][-2:])
+            if self._phase == BACKWARD and func is aten.add.Tensor and self._events:
+                self._added = ins[0].untyped_storage()._cdata, len(self._events) - 1
 
     def gradient(self, name: str) -> None:
-        """Note that a parameter's gradient is made."""
-        if self._on:
-            self._gradients.append((len(self._events), (self._block, self._phase), name))
+        """Note that a parameter's gradient is made, unless that was noted just before."""
+        place = self._block, self._phase
+        if self._on and (place, name) not in [each[1:] for each in self._gradients[-1:]]:
+            self._gradients.append((len(self._events), place, name))
 
     def collective(self, func: Any, args: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         """Count a call for the block that runs."""
@@ -191,8 +219,11 @@ class Observed:
         self._births[key] += change > 0
         self._put_off.discard(key)
         if self._on and (change > 0 or self._born.get(key, -1) >= 0):
-            place = self._block, self._phase
-            self._events.append((place, key, change, self._births[key]))
+            place, at = (self._block, self._phase), len(self._events)
+            if change < 0 and self._added is not None and self._added[0] == key:
+                # Nobody else had it: autograd adds in place, but where a dispatch mode looks on.
+                at = self._added[1]
+            self._events.insert(at, (place, key, change, self._births[key]))
         self._born[key] = self._block if self._on and change > 0 else -1
 
     def keeping(self) -> AbstractContextManager[None]:

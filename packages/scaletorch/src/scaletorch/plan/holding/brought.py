@@ -9,7 +9,7 @@ the first one's stay, with ZeRO 1 at the end of the last one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
 from typing import Literal, NamedTuple
@@ -18,11 +18,11 @@ from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Action, derive_messages
 from ...parallel.pipeline_parallel.building import IN_FLIGHT
 from ..layout import Layout
-from .alike import latest_ties
 from .buckets import Held
 from .holdings import Holdings
 from .live import CHANGES, SPLIT, Counts, enough, outer
 from .stages import schedule_of
+from .ties import of_ties
 from .under_way import LONG, Message, counted, moments_of
 
 END = "E"  # the kind of what comes behind all actions
@@ -35,9 +35,10 @@ class Bringing(NamedTuple):
         kind: As `During`; or "E", at the end of a step.
         chunk: Of the action.
         brings: Whether it brings gradients.
-        moments: As `During`, with which gradients are there before it: 0 or 1 by chunk, and behind
-            them of those that second halves of backwards make if the schedule has such; and with
-            the four counts of messages of `UnderWay`.
+        moments: As `During`, with which gradients are there before it: 0 or 1 by chunk, behind
+            them of those that second halves of backwards make if the schedule has such, and of
+            tied weights' totals, which the end makes; and with the four counts of messages of
+            `UnderWay`.
     """
 
     kind: str
@@ -50,7 +51,7 @@ class Brought(NamedTuple):
     """Bytes of a rank's gradients that are not there before a step.
 
     Attributes:
-        flags: By chunk, and behind them those of second halves; as `Bringing.moments`.
+        flags: As `Bringing.moments`.
         runs: By chunk, of a block of each of `Holdings.runs`: those of first halves, and of second.
             () if they come as shards.
     """
@@ -69,7 +70,7 @@ def brings(known: Holdings, layout: Layout) -> Literal["", "first", "each", "las
     if layout.grid.pp > LONG or not known.description.early:
         return ""
     if layout.grid.cp * layout.grid.dp > 1:
-        return {1: "last", 2: "each"}.get(layout.zero, "")  # type: ignore[return-value]
+        return {1: "last", 2: "each", 3: "each"}.get(layout.zero, "")  # type: ignore[return-value]
     return "first" if layout.zero == 0 and known.optimizer.sum_item is None else ""
 
 
@@ -100,7 +101,8 @@ def _shards(
 ) -> tuple[int, ...]:
     """Return the bytes of shards by what makes them; with ZeRO 1 all of them as the first."""
     chunks = len(known.content(number).chunks)
-    flags = [0] * (chunks * (2 if layout.schedule in SPLIT else 1))
+    flags = [0] * (chunks * (2 if layout.schedule in SPLIT else 1) + 1)
+    flags[-1] = of_ties(known, layout, number)[0]
     replica = known.replica(layout, number, halves)
     for axis, buckets in known.buckets(layout, number).items():
         ranks = layout.grid.edp if axis == "edp" else layout.grid.cp * layout.grid.dp
@@ -116,41 +118,53 @@ def _shards(
 
 def _brought(known: Holdings, layout: Layout, number: int) -> Brought:
     chunks, split = len(known.content(number).chunks), layout.schedule in SPLIT
-    flags = [0] * (chunks * (2 if split else 1))
+    flags = [0] * (chunks * (2 if split else 1) + 1)
     for each in known.parameters(layout, number):
         if not _summed(layout, each):
             flags[each.chunk + chunks * (split and each.late)] += each.elements * each.item
-    each_kind = dict(_of_kinds(known, layout, number, split=split))
-    none = 0, 0
     runs = tuple(
-        tuple(each_kind.get((chunk, kind), none) for kind, _ in own)
+        tuple(_sums(gradients_of(known, layout, number, chunk, kind)) for kind, _ in own)
         for chunk, own in enumerate(known.runs(number))
     )
     return Brought(tuple(flags), runs)
+
+
+def _sums(gradients: Iterable[tuple[str, int, bool]]) -> tuple[int, int]:
+    sums = Counter[bool]()
+    for _, size, late in gradients:
+        sums[late] += size
+    return sums[False], sums[True]
 
 
 def _summed(layout: Layout, held: Held) -> bool:
     return held.expert and layout.grid.edp > 1
 
 
-def _of_kinds(
-    known: Holdings, layout: Layout, number: int, *, split: bool
-) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    """Yield the gradients of a block by chunk and kind; a tied one comes with the last block."""
+def gradients_of(
+    known: Holdings, layout: Layout, number: int, chunk: int, kind: int
+) -> Iterator[tuple[str, int, bool]]:
+    """Yield the gradients that a block brings; a tied one comes with the last block.
+
+    Args:
+        known: Of the description.
+        layout: One whose first backward brings gradients.
+        number: Of `known.numbers(layout)`.
+        chunk: Of the rank.
+        kind: Of the block.
+
+    Yields:
+        Whose it is, bytes, and whether the second half of a backward makes it.
+    """
     behaviours = known.description.behaviours(layout.cut)
     content, at = known.content(number), known.fullest(layout, number)
-    latest = latest_ties(known.description, content.chunks, behaviours)
+    ties = {name for names in known.description.tied for name in names}
     apart = layout.grid.ep * layout.grid.etp != layout.grid.tp and layout.grid.edp > 1
-    for chunk, kinds in enumerate(content.chunks):
-        for kind in dict.fromkeys(kinds):
-            sums = Counter[bool]()
-            for each in behaviours[kind].parameters:
-                name = f"{kind}.{each.name}"
-                last = name not in latest or _is_last(known, name, chunk, content.chunks)
-                if last and not (each.expert and apart):
-                    size = each.local[min(at, len(each.local) - 1)] * each.item
-                    sums[split and each.late] += size
-            yield (chunk, kind), (sums[False], sums[True])
+    for each in behaviours[kind].parameters:
+        name = f"{kind}.{each.name}"
+        last = name not in ties or _is_last(known, name, chunk, content.chunks)
+        if last and not (each.expert and apart):
+            size = each.local[min(at, len(each.local) - 1)] * each.item
+            yield each.name, size, layout.schedule in SPLIT and each.late
 
 
 def _is_last(known: Holdings, name: str, chunk: int, chunks: tuple[tuple[int, ...], ...]) -> bool:
@@ -204,7 +218,7 @@ def _followed(
     chunks = len(stages)
     found: dict[tuple[str, int, bool], set[Counts]] = {}
     none = (0,) * 4 * chunks
-    now, there = [0] * (chunks + halves), [0] * (chunks + halves)
+    now, there = [0] * (chunks + halves), [0] * (chunks + halves + 1)
     backwards = sum(isinstance(each, Action) and each.kind != "F" for each in program)
     for action, _, held in moments_of(program, stages):
         kind, chunk = action.kind, action.chunk
@@ -223,11 +237,11 @@ def _followed(
             own = (*(n and n + more for n in own[: len(now)]), *own[len(now) :])
         found.setdefault((kind, chunk, brings), set()).add((*own, *chain(*counted(held(), stages))))
     found[END, 0, False] = {(0,) * len(now) + (1,) * len(there) + none}
-    size = len(now)
+    size, after = len(now), len(now) + len(there)
     return tuple(
         Bringing(
             *key,
-            tuple((own[:size], own[size : 2 * size], own[2 * size :]) for own in outer(moments)),
+            tuple((own[:size], own[size:after], own[after:]) for own in outer(moments)),
         )
         for key, moments in found.items()
     )

@@ -25,6 +25,7 @@ from .holdings import Holdings
 # Which gradients an action makes, by whether the second half of a backward would make them.
 MADE = {"B": (False, True), "I": (False,), "W": (True,)}
 ANY = -1  # block, of what is tied
+PARTS = COMES, TAKEN, LATER = range(3)  # of the time from a gradient to the next: as `made` has it
 Slot = tuple[int, int, int]  # of a parameter: its axis, which of the buckets, and its place there
 Numbers = tuple[float, ...]  # bytes that are filled, and of each axis all that comes, and of shards
 
@@ -35,11 +36,13 @@ class Filled(NamedTuple):
     Attributes:
         blocks: Int64 [moments], which block of the chunk runs, from the last; one more at the end.
         names: Whose gradient is the latest of the block; "" before the first, and at the end.
+        parts: Whether that is when it comes, has been taken over, or later: of `PARTS`.
         bytes: Float64 [moments, 5], as `Numbers`.
     """
 
     blocks: Tensor
     names: tuple[str, ...]
+    parts: tuple[int, ...]
     bytes: Tensor
 
 
@@ -48,8 +51,8 @@ class _Moments:
     """What is there now, and at each moment so far."""
 
     now: Numbers = (0.0,) * 5
-    at: tuple[int, str] = 0, ""
-    each: list[tuple[int, str, Numbers]] = field(default_factory=list)
+    at: tuple[int, str, int] = 0, "", LATER
+    each: list[tuple[int, str, int, Numbers]] = field(default_factory=list)
 
     def add(self, size: Numbers) -> None:
         """Have so much more."""
@@ -70,7 +73,6 @@ class _Buckets:
 
     def come(self, bucket: int, *, last: bool) -> None:
         """Take a gradient; `last`: of a parameter that gets no other in this action."""
-        self._open(bucket)
         self.missing[bucket] -= last
         while self.left < len(self.sizes) and not self.missing[self.left]:
             self._leave()
@@ -81,13 +83,14 @@ class _Buckets:
             self._leave()
         self._collect()
 
-    def _open(self, bucket: int) -> None:
+    def open(self, bucket: int) -> None:
+        """Have memory for a gradient."""
         if bucket not in self.opened:
             self.opened.add(bucket)
             self.total.add(self.sizes[bucket][0])
 
     def _leave(self) -> None:
-        self._open(self.left)
+        self.open(self.left)
         self.total.add(self.sizes[self.left][1])
         self._collect()
         self.under_way = self.left
@@ -142,25 +145,29 @@ def _followed(known: Holdings, layout: Layout, number: int, kind: str, chunk: in
     ]
     each = [
         (at, [(name, slots.get((at, name)) or slots.get((ANY, name))) for name in names])
-        for at, names in _gradients(known, layout, number, kind, chunk)
+        for at, names in gradients_in(known, layout, number, kind, chunk)
     ]
     last = {slot: (at, name) for at, own in each for name, slot in own}
     nothing = (0.0,) * 5
     for place, (at, own) in enumerate(each):
-        total.at = place, ""
+        total.at = place, "", LATER
         total.add(nothing)
         for name, slot in own:
             if slot is not None:
                 axis, bucket, _ = slot
-                total.at = place, name.partition(".")[2]
+                for part in PARTS:
+                    total.at = place, name.partition(".")[2], part
+                    if part == COMES:
+                        groups[axis].open(bucket)
+                    elif part == TAKEN:
+                        groups[axis].come(bucket, last=last[slot] == (at, name))
                 total.add(nothing)
-                groups[axis].come(bucket, last=last[slot] == (at, name))
-    total.at = len(each), ""
+    total.at = len(each), "", LATER
     total.add(nothing)
     for group in groups:
         group.finish()
-    blocks, names, sizes = zip(*total.each, strict=True)
-    return Filled(torch.tensor(blocks), names, torch.tensor(sizes, dtype=torch.float64))
+    blocks, names, parts, sizes = zip(*total.each, strict=True)
+    return Filled(torch.tensor(blocks), names, parts, torch.tensor(sizes, dtype=torch.float64))
 
 
 def _sizes(known: Holdings, bucket: Bucket, axis: int) -> tuple[Numbers, Numbers, Numbers]:
@@ -174,7 +181,7 @@ def _sizes(known: Holdings, bucket: Bucket, axis: int) -> tuple[Numbers, Numbers
     )
 
 
-def _gradients(
+def gradients_in(
     known: Holdings, layout: Layout, number: int, kind: str, chunk: int
 ) -> Iterator[tuple[int, list[str]]]:
     """Yield the blocks of a chunk from the last: which of the rank, and whose gradients come."""
@@ -184,7 +191,9 @@ def _gradients(
     for at in reversed(range(start, start + len(chunks[chunk]))):
         own = behaviours[kinds[at]]
         late = {each.name: each.late for each in own.parameters}
-        order = [name for name, _ in own.made] or [*late][::-1]
+        made = [name for name, *_ in own.made]
+        # A tied one is told of where backward makes all of it: last, and here it is the first.
+        order = [*(name for name in reversed(late) if name not in made), *made]
         yield at, [f"{kinds[at]}.{name}" for name in order if late.get(name) in MADE[kind]]
 
 

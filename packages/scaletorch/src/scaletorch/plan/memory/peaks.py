@@ -7,7 +7,7 @@ those ranks and moments alone that may be the fullest.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from operator import add, sub
 from typing import NamedTuple
 
@@ -16,9 +16,10 @@ from ..holding.brought import brings, brought
 from ..holding.filling import MADE
 from ..holding.live import SPLIT, Counts, outer
 from ..holding.open_buckets import most_filled
+from ..holding.ties import of_ties
 from ..layout import Layout, Recompute
 from .busy import Busy, Moment, Pipeline, busy, busy_at_last, pipeline_of
-from .ranks import held_by
+from .ranks import held_by, ranks_hold
 from .running import running
 from .state import state
 from .weights import Fullest, Told, fullest, told
@@ -53,7 +54,7 @@ def known_to_be(peak: int) -> Bounds:
 
 def peak(known: Holdings, layout: Layout) -> int:
     """Return the largest total of `memory`."""
-    return exactly(known, layout, peaks_of(known, layout)(layout.recompute, layout.zero))
+    return exactly(known, layout, Peaks(known, layout)(layout.recompute, layout.zero))
 
 
 def exactly(known: Holdings, layout: Layout, bounds: Bounds) -> int:
@@ -75,52 +76,68 @@ def exactly(known: Holdings, layout: Layout, bounds: Bounds) -> int:
     return found
 
 
-def peaks_of(
-    known: Holdings, layout: Layout, memory: int | None = None
-) -> Callable[[Recompute, int], Bounds]:
-    """Return bounds of the peak of a layout by recomputation and stage of ZeRO.
+class Peaks:
+    """Bounds of the peak of a layout by recomputation and stage of ZeRO.
 
     Shards come one after another: that is followed for no more layouts than somebody asks for.
-    If `memory` is given, bounds are no nearer to each other than it takes to see what fits into it.
+
+    Args:
+        known: Of the description.
+        layout: The layout.
+        memory: Of a rank; if given, bounds are no nearer to each other than it takes to see what
+            fits into it.
     """
-    summed = layout.grid.cp * layout.grid.dp > 1
-    plain = layout.saving(layout.recompute, 0) if summed else layout
-    pipeline = pipeline_of(known, plain)
-    held: dict[int, Held] = {}
-    moving: dict[str, Moving] = {}
 
-    def needs(recompute: Recompute, *, last: bool) -> Moving:
-        own = plain
-        if "selective" in (recompute, layout.recompute):
-            own = plain.saving(recompute, plain.zero)
-        return _moving(known, own, recompute, pipeline, last=last)
+    __slots__ = "_held", "_known", "_layout", "_memory", "_moving", "_pipeline", "_plain", "_summed"
 
-    def bounds(recompute: Recompute, zero: int) -> Bounds:
-        if not summed and zero != layout.zero:  # by which goes whether a step brings gradients
-            return known_to_be(peak(known, layout.saving(recompute, zero)))
-        if zero not in held:
-            held[zero] = _held(known, plain.saving(recompute, zero), plain, pipeline)
-        if recompute not in moving:
-            moving[recompute] = needs(recompute, last=False)
-        before, shards, end = held[zero]
-        found, at = moving[recompute]
-        ranks = found.of_ranks(at)
-        own = [*map(add, before, ranks)]
-        least = max(*own, end)
-        if not shards:
-            return known_to_be(least)
-        slack = SLACK * found.message[at] if zero == 1 and layout.schedule in SPLIT else 0
-        least -= slack
-        if memory is not None and least > memory:
-            return Bounds(least, None)
-        beside = _beside(known, plain.saving(recompute, zero), plain, pipeline, held[zero])
-        each = [*map(add, beside, ranks if zero == 1 else found.of_groups(at))]
-        if zero == 1 and (memory is None or memory < max(each)):  # its last backward has one alone
-            latest, _ = needs(recompute, last=True)
-            each = [*map(max, own, map(add, beside, latest.of_ranks(at)))]
-        return Bounds(least, max(*each, end) + slack, [most + slack for most in each])
+    def __init__(self, known: Holdings, layout: Layout, memory: int | None = None) -> None:
+        self._known, self._layout, self._memory = known, layout, memory
+        self._summed = layout.grid.cp * layout.grid.dp > 1
+        self._plain = layout.saving(layout.recompute, 0) if self._summed else layout
+        self._pipeline = pipeline_of(known, self._plain)
+        self._held: dict[int, Held] = {}
+        self._moving: dict[Recompute, Moving] = {}
 
-    return bounds
+    def __call__(self, recompute: Recompute, zero: int) -> Bounds:
+        """Return the bounds."""
+        if zero == 3:  # a block at a time; so few layouts have it that each is followed
+            held_by_all = ranks_hold(self._known, self._layout.saving(recompute, zero))
+            return known_to_be(max(each.total for each in held_by_all))
+        if not self._summed and zero != self._layout.zero:
+            # By that goes whether a step brings gradients.
+            return known_to_be(peak(self._known, self._layout.saving(recompute, zero)))
+        if zero not in self._held:
+            own = self._plain.saving(recompute, zero)
+            self._held[zero] = _held(self._known, own, self._plain, self._pipeline)
+        if recompute not in self._moving:
+            self._moving[recompute] = self._needs(recompute, last=False)
+        before, shards, ends = self._held[zero]
+        found, at = self._moving[recompute]
+        plain = [*map(add, before, found.of_ranks(at))]
+        least = max(*plain, *ends)
+        return self._shared(recompute, zero, plain, least) if shards else known_to_be(least)
+
+    def _shared(self, recompute: Recompute, zero: int, plain: list[int], least: int) -> Bounds:
+        """Return the bounds where gradients are summed into shards; `plain` is without them."""
+        found, at = self._moving[recompute]
+        split = zero == 1 and self._layout.schedule in SPLIT
+        slack = SLACK * found.message[at] if split else 0
+        if self._memory is not None and least - slack > self._memory:
+            return Bounds(least - slack, None)
+        own = self._plain.saving(recompute, zero)
+        beside = _beside(self._known, own, self._plain, self._pipeline, self._held[zero])
+        moving = found.of_ranks(at) if zero == 1 else found.of_groups(at)
+        each = [*map(add, beside, moving)]
+        if zero == 1 and (self._memory is None or self._memory < max(each)):
+            latest, _ = self._needs(recompute, last=True)  # which has one micro-batch alone
+            each = [*map(max, plain, map(add, beside, latest.of_ranks(at)))]
+        return Bounds(least - slack, max(each) + slack, [most + slack for most in each])
+
+    def _needs(self, recompute: Recompute, *, last: bool) -> Moving:
+        own = self._plain
+        if "selective" in (recompute, self._layout.recompute):
+            own = own.saving(recompute, own.zero)
+        return _moving(self._known, own, recompute, self._pipeline, last=last)
 
 
 class Held(NamedTuple):
@@ -128,7 +145,7 @@ class Held(NamedTuple):
 
     before: list[int]
     shards: list[int]
-    end: int
+    ends: list[int]
 
 
 def _held(known: Holdings, layout: Layout, plain: Layout, pipeline: Pipeline) -> Held:
@@ -139,10 +156,13 @@ def _held(known: Holdings, layout: Layout, plain: Layout, pipeline: Pipeline) ->
     if found is None:
         ranks = _telling(known, plain, pipeline, offloaded=False).ranks
         before = [sum(state(known, layout, number, halves=halves)) for number, halves in ranks]
-        found = Held(before, [], 0)
+        found = Held(before, [], before)
         if brings(known, layout):
             come = [sum(brought(known, layout, *rank).flags) for rank in ranks]
-            found = Held([*map(sub, before, come)], come if layout.zero else [], max(before))
+            before = [*map(sub, before, come)]
+            ends = [own + of_ties(known, layout, rank[0])[1]
+                    for own, rank in zip(come, ranks, strict=True)]  # fmt: skip
+            found = Held(before, come if layout.zero else [], [*map(add, before, ends)])
         known.peaks[key] = found
     return found
 
@@ -158,14 +178,17 @@ def _beside(
     key = "beside", grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, layout.zero, pipeline
     found: list[int] | None = known.peaks.get(key)
     if found is None:
-        before, shards, _ = held
+        before, shards, ends = held
         told = _telling(known, plain, pipeline, offloaded=False)
         if layout.zero == 1:
             most = [most_filled(known, layout, number, "B", 0) for number, _ in told.ranks]
-            found = [*map(add, before, most)]
+            found = [*map(max, map(add, before, most), ends)]
         else:
             found = [
-                before[at] + shards[at] + _filled(known, layout, told.ranks[at][0], action)
+                max(
+                    before[at] + shards[at] + _filled(known, layout, told.ranks[at][0], action),
+                    ends[at],
+                )
                 for at, action in told.groups
             ]
         known.peaks[key] = found
@@ -193,7 +216,8 @@ def _moving(
         ranks = _telling(known, layout, pipeline, offloaded=recompute == "offload", last=last)
         numbers = {number for number, _ in ranks.ranks} if bringing else ()
         own = {number: brought(known, layout, number) for number in numbers}
-        found = known.peaks[key] = fullest(known, recompute, layout.micro_rows, ranks, own)
+        own_way = layout.saving(recompute, layout.zero)
+        found = known.peaks[key] = fullest(known, recompute, layout.micro_rows, ranks, own, own_way)
     return found, known.place_of_cut(layout)
 
 

@@ -15,7 +15,7 @@ from ..holding import Holdings
 from ..holding.brought import Brought, brings, brought
 from ..holding.live import SPLIT
 from ..layout import Layout
-from .sharing import sharing
+from .sharing import gathering, sharing
 from .sizes import halves_of, kept_in, shared_of, sizes_of
 from .working import Action, works
 
@@ -70,7 +70,8 @@ def running(
     key = layout.cut, layout.recompute, layout.micro_rows, split, which
     grid = layout.grid
     if which:
-        key = *key, grid.etp, *((layout.zero, grid.cp * grid.dp) if layout.zero else ())
+        batches = layout.zero == 3 and layout.micro_batches
+        key = *key, grid.etp, *((layout.zero, grid.cp * grid.dp, batches) if layout.zero else ())
     found: dict[Any, Running] | None = known.running.get(key)
     if found is None:
         found = known.running[key] = {}
@@ -96,7 +97,9 @@ def _running(known: Holdings, layout: Layout, number: int, own: Brought | None) 
     def work(action: Action) -> int:
         if shards and action[2]:
             return sharing(known, layout, number, action)
-        return int(works(known, sizes, number, action, None if shards else own)[at])
+        if layout.zero == 3 and action[0] == "F":
+            return gathering(known, layout, number)
+        return int(works(known, sizes, number, action, None if shards else own, layout)[at])
 
     sent = tuple([int(sizes.handed[kind][at]) for kind in content.left])
     received = tuple([int(sizes.handed[kind][at]) for kind in content.entered])

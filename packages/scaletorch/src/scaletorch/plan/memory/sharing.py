@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 
 from ..holding import Holdings
-from ..holding.filling import Filled, bytes_of, filled
+from ..holding.filling import LATER, Filled, bytes_of, filled
+from ..holding.gathering import gathered, gathered_forward
 from ..layout import Layout
+from .gradual import Rows, needs_of
 from .sizes import Sizes, sizes_of
 from .working import Action, latest
 
@@ -19,15 +21,19 @@ def sharing(known: Holdings, layout: Layout, number: int, action: Action) -> int
 
     Args:
         known: Of the description.
-        layout: With ZeRO 1 or 2.
+        layout: With ZeRO.
         number: Of the rank.
         action: "B", or "I" or "W" for a half of a backward.
     """
     kind, chunk, _ = action
     sizes = sizes_of(known, layout.recompute, layout.micro_rows)
     at = known.place_of_cut(layout)
-    moments = filled(known, layout, number, kind, chunk)
-    comes = bytes_of(known, layout, number, kind, chunk)
+    if layout.zero == 3:
+        moments = gathered(known, layout, number)
+        comes = moments.bytes
+    else:
+        moments = filled(known, layout, number, kind, chunk)
+        comes = bytes_of(known, layout, number, kind, chunk)
     kinds = known.content(number).chunks[chunk][::-1]
     each = _each(known, layout, sizes, at)[:, kinds]
     if kind == "W":  # each frees what the first half has left
@@ -36,14 +42,24 @@ def sharing(known: Holdings, layout: Layout, number: int, action: Action) -> int
         base[-1] -= largest
         return max(0, round(float((comes + base[moments.blocks]).max())))
     half = kind == "I"
-    needs, rows = _needs(known, layout, sizes, at, half=half)
+    needs, rows = needs_of(known, layout, sizes, at, half=half)
     base = _behind(each[2] * half - each[0])
     base[1:-1] += each[1, :-1]  # the gradient of its output
-    key = layout.cut, number, kind, chunk
+    key = layout.cut, number, kind, chunk, layout.zero == 3 and layout.micro_batches
     if key not in known.made:
         known.made[key] = torch.tensor(list(_places(moments, kinds, rows)))
     most = comes + base[moments.blocks] + needs[known.made[key]]
     return max(0, round(float(most.max())))
+
+
+def gathering(known: Holdings, layout: Layout, number: int) -> int:
+    """Return what a forward needs with ZeRO 3, above what all keep."""
+    sizes = sizes_of(known, layout.recompute, layout.micro_rows)
+    at, kinds = known.place_of_cut(layout), known.content(number).chunks[0]
+    under = _each(known, layout, sizes, at)[0, list(kinds)].cumsum(0)
+    own = torch.stack([sizes.forward[kind][at] for kind in kinds])
+    whole = torch.tensor(gathered_forward(known, layout, number))
+    return max(0, round(float((under + own + whole).max() - under[-1])))
 
 
 def _each(known: Holdings, layout: Layout, sizes: Sizes, at: int) -> Tensor:
@@ -60,34 +76,8 @@ def _behind(sizes: Tensor) -> Tensor:
     return torch.cat((torch.zeros(1, dtype=sizes.dtype), sizes.cumsum(0)))
 
 
-def _places(
-    moments: Filled, kinds: tuple[int, ...], rows: dict[tuple[int, str], int]
-) -> Iterator[int]:
+def _places(moments: Filled, kinds: tuple[int, ...], rows: Rows) -> Iterator[int]:
     """Yield for each moment the place of what its block needs then."""
     each = (*kinds, -1)
-    for at, name in zip(moments.blocks.tolist(), moments.names, strict=True):
-        yield rows.get((each[at], name), rows[each[at], ""])
-
-
-def _needs(
-    known: Holdings, layout: Layout, sizes: Sizes, at: int, *, half: bool
-) -> tuple[Tensor, dict[tuple[int, str], int]]:
-    """Return what blocks need from each gradient on, and its place by kind and parameter."""
-    key = layout.cut, layout.recompute, layout.micro_rows, "I" if half else "B"
-    found = known.made.get(key)
-    if found is None:
-        needs: list[float] = [0.0]
-        rows: dict[tuple[int, str], int] = {(-1, ""): 0}
-        for kind, own in enumerate(known.description.behaviours(layout.cut)):
-            peak = float(sizes.backward[half][kind][at])
-            again = own.again.at(layout.micro_rows) * (
-                layout.recompute == "full" and kind in known.layers
-            )
-            again += float(sizes.left[kind][at]) * half
-            rows[kind, ""] = len(needs)
-            needs.append(peak)
-            for name, most in own.made:
-                rows[kind, name] = len(needs)
-                needs.append(min(most.at(layout.micro_rows) + again, peak))
-        found = known.made[key] = torch.tensor(needs, dtype=torch.float64), rows
-    return found
+    for at, *of in zip(moments.blocks.tolist(), moments.names, moments.parts, strict=True):
+        yield rows.get((each[at], *of), rows[each[at], "", LATER])

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from ..holding import Holdings
 from ..holding.brought import brings
 from ..holding.buckets import Bucket, Buckets, Optimizer
+from ..holding.ties import of_ties
 from ..layout import Layout
 
 
@@ -53,7 +54,8 @@ def state(
     )  # fmt: skip
     found: State | None = known.states.get(key)
     if found is None:
-        found = _of_ties(known, layout, number, tp)
+        totals, others = of_ties(known, layout, number, tp)
+        found = State(gradients=totals, buffers=others * whole)
         for axis, buckets in known.buckets(layout, number, tp).items():
             ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
             place = replica[axis == "edp"]
@@ -99,11 +101,12 @@ def _moving(known: Holdings, buckets: Buckets, zero: int, ranks: int) -> int:
 def _gathered(buckets: Buckets, ranks: int) -> int:
     """Return what `fully_shard` has whole while a layer runs backward, at most.
 
-    All that is outside of layers, the layer itself, the one that is fetched ahead, and gradients.
+    All that is outside of layers, the layer itself, the one that is fetched ahead, gradients, and
+    those of the layer behind it on their way.
     """
     whole = [(bucket.padded(ranks) * bucket.item, bucket.gathered) for bucket, _ in buckets.each]
     layers = max((size for size, of in whole if of == "layer"), default=0)
-    return sum(size for size, of in whole if of == "rest") + 3 * layers
+    return sum(size for size, of in whole if of == "rest") + 4 * layers
 
 
 def _of_bucket(
@@ -142,18 +145,3 @@ def _of_bucket(
     state = own * optimizer.moments * (optimizer.item or master)
     state += own * master * (master != bucket.item) + optimizer.per_tensor * len(shards)
     return State((share if zero == 3 else length) * bucket.item, gradients, state)
-
-
-def _of_ties(known: Holdings, layout: Layout, number: int, tp: int | None) -> State:
-    """Return what stages with a tied weight need besides: its total, and the others' gradients."""
-    grid, buffers, totals = layout.grid, 0, 0
-    if not any(others for _, others in known.content(number).ties):
-        return State()
-    for each in known.parameters(layout, number, tp):
-        size = each.elements * each.item
-        if each.others:
-            buffers += size * each.others
-            # Beside its bucket; where sums are of another dtype its gradient is there anyway.
-            alike = known.optimizer.sum_item in (None, each.item)
-            totals += size if alike and grid.cp * grid.dp > 1 else 0
-    return State(gradients=totals, buffers=buffers)

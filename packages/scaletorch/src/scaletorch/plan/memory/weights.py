@@ -17,7 +17,7 @@ from torch import Tensor
 from ..holding import Holdings
 from ..holding.brought import Brought
 from ..holding.live import Counts, outer
-from ..layout import Recompute
+from ..layout import Layout, Recompute
 from .busy import Busy
 from .sizes import Sizes, sizes_of
 from .working import Action, works
@@ -103,7 +103,12 @@ class Fullest(NamedTuple):
 
 
 def fullest(
-    known: Holdings, recompute: Recompute, rows: int, ranks: Told, own: Mapping[int, Brought]
+    known: Holdings,
+    recompute: Recompute,
+    rows: int,
+    ranks: Told,
+    own: Mapping[int, Brought],
+    layout: Layout,
 ) -> Fullest:
     """Return for every cut the most bytes of micro-batches under way.
 
@@ -114,10 +119,14 @@ def fullest(
         ranks: With their moments.
         own: What each rank of a number is brought, which counts too; {} if a step brings nothing.
             Only those of the cut are right then whose gradients these are.
+        layout: With that cut.
     """
     sizes = sizes_of(known, recompute, rows)
     column = torch.stack(_column(known, sizes)[: ranks.weights.shape[1]])
-    each = {action: works(known, sizes, *action, own.get(action[0])) for action in {*ranks.actions}}
+    each = {
+        action: works(known, sizes, *action, own.get(action[0]), layout)
+        for action in {*ranks.actions}
+    }
     sums = ranks.weights @ column + torch.stack([each[action] for action in ranks.actions])
     if own:
         there = zip(ranks.actions, ranks.made, strict=True)

@@ -9,7 +9,9 @@ from ...parallel.pg_manager import Grid
 from ..description import Cut
 from ..holding import Holdings
 from ..holding.brought import END, Brought
+from ..holding.ties import of_ties
 from ..layout import Layout, Recompute
+from .gradual import grown
 from .sizes import Runs, Sizes, halves_of, rounded
 
 Gradients = tuple[int, ...]  # bytes of a block of each run, if an action brings them
@@ -17,7 +19,12 @@ Action = tuple[str, int, bool]  # kind and chunk, and whether it brings gradient
 
 
 def works(
-    known: Holdings, sizes: Sizes, number: int, action: Action, own: Brought | None = None
+    known: Holdings,
+    sizes: Sizes,
+    number: int,
+    action: Action,
+    own: Brought | None = None,
+    layout: Layout | None = None,
 ) -> Tensor:
     """Return what an action needs above what all keep, with the gradients that it brings.
 
@@ -28,17 +35,21 @@ def works(
         action: Of it.
         own: What is brought to the rank, if it is: then only the number of the cut is right whose
             gradients these are.
+        layout: With that cut, if so.
     """
     kind, chunk, first = action
     if kind == END:
-        return torch.zeros_like(sizes.kept[0])
+        others = of_ties(known, layout, number)[1] if layout else 0
+        return torch.full_like(sizes.kept[0], others)
     runs = known.runs(number)[chunk]
     if kind == "W":
         return _ending(known, sizes, number, chunk, own if first else None)
     comes: Gradients = ()
-    if own is not None and first:
+    inside: Gradients = ()
+    if own is not None and layout is not None and first:
         comes = tuple(early + late * (kind == "B") for early, late in own.runs[chunk])
-    return needed(sizes, runs, kind, comes)
+        inside = grown(known, layout, number, chunk, kind)
+    return needed(sizes, runs, kind, comes, inside)
 
 
 def _ending(known: Holdings, sizes: Sizes, number: int, chunk: int, own: Brought | None) -> Tensor:
@@ -71,7 +82,9 @@ def _layout(cut: Cut) -> Layout:
     return Layout(grid, cut.sequence_parallel, recompute, cp_method=cut.cp_method)
 
 
-def needed(sizes: Sizes, runs: Runs, action: str, comes: Gradients = ()) -> Tensor:
+def needed(
+    sizes: Sizes, runs: Runs, action: str, comes: Gradients = (), inside: Gradients = ()
+) -> Tensor:
     """Return what a chunk needs to run an action, above what it keeps.
 
     While a block runs, those behind it keep nothing yet, or no more: but for what the first half of
@@ -83,11 +96,15 @@ def needed(sizes: Sizes, runs: Runs, action: str, comes: Gradients = ()) -> Tens
         runs: Of the chunk.
         action: "F", "B" or "I".
         comes: Gradients that the action brings, if it does.
+        inside: What a block needs more while its own come.
     """
-    key = runs, action, comes
+    key = runs, action, comes, inside
     found = sizes.chunks.get(key)
     if found is None:
-        most = _forward(sizes, runs) if action == "F" else _backward(sizes, runs, action, comes)
+        if action == "F":
+            most = _forward(sizes, runs)
+        else:
+            most = _backward(sizes, runs, action, comes, inside or (0,) * len(runs))
         found = sizes.chunks[key] = rounded(most.clamp(min=0))
     return found
 
@@ -101,7 +118,7 @@ def _forward(sizes: Sizes, runs: Runs) -> Tensor:
     return torch.stack(each).amax(0) - under
 
 
-def _backward(sizes: Sizes, runs: Runs, action: str, comes: Gradients) -> Tensor:
+def _backward(sizes: Sizes, runs: Runs, action: str, comes: Gradients, inside: Gradients) -> Tensor:
     nothing = torch.zeros_like(sizes.under[0])
     leaves = [sizes.left[kind] if action == "I" else nothing for kind, _ in runs]
     if comes:
@@ -109,9 +126,9 @@ def _backward(sizes: Sizes, runs: Runs, action: str, comes: Gradients) -> Tensor
     behind = sum([own * times for own, (_, times) in zip(leaves, runs, strict=True)], nothing)
     handing = [*(sizes.entered[kind] for kind, _ in runs[1:]), nothing]
     under, each = nothing, []
-    for (kind, times), own, handed in zip(runs, leaves, handing, strict=True):
+    for (kind, times), own, handed, more in zip(runs, leaves, handing, inside, strict=True):
         behind = behind - own * times
-        needs = sizes.backward[action == "I"][kind] + behind
+        needs = sizes.backward[action == "I"][kind] + behind + more
         # Of equal blocks the last has the most before it, and the first the most behind it.
         for place in {0, max(times - 2, 0), times - 1}:
             output = handed if place == times - 1 else sizes.entered[kind]
