@@ -113,8 +113,10 @@ def test_what_is_alive_is_what_the_checked_schedule_keeps(name, chunks):
                     for each in own
                 }
                 assert found == heaviest(actions, weights)
+            counts = [Counter((a.kind == "W", a.chunk) for a in own if a.kind != "F")
+                      for own in built.ranks]  # fmt: skip
             assert backwards(name, ranks, micro_batches, chunks) == tuple(
-                sum(action.kind != "F" for action in actions) for actions in built.ranks
+                tuple((own[False, at], own[True, at]) for at in range(chunks)) for own in counts
             )
 
 
@@ -524,20 +526,21 @@ def test_what_comes_in_a_last_backward_is_beside_one_micro_batch():
 
 
 def test_buckets_that_leave_in_order_are_not_all_open():
-    known = holdings.Holdings(sketch(layers=64), holdings.Optimizer(bucket_size=1))
     one, two = (
         Layout(Grid(pp=2, dp=2), zero=2, schedule=name, chunks=chunks, micro_batches=4)
         for name, chunks in (("1f1b", 1), ("interleaved_1f1b", 2))
     )
-    room = {at: most_filled(known, one, at, "B", 0) for at in known.numbers(one)}
-    last, first = (
-        {at: most_filled(known, two, at, "B", chunk) for at in known.numbers(two)}
-        for chunk in (1, 0)
-    )
-    assert max(last.values()) <= max(room.values()) < max(first.values())
-    held = peak(known, two.saving("full", 2))
-    bounds = Peaks(known, two)("full", 2)
-    assert bounds.least < held <= bounds.most
+    most = []
+    for size in (1, 300):  # of which some have gradients of two chunks
+        known = holdings.Holdings(sketch(layers=64), holdings.Optimizer(bucket_size=size))
+        for layout in (one, two):
+            chunks = range(layout.chunks)
+            each = product(known.numbers(layout), chunks)
+            most.append(max(most_filled(known, layout, at, "B", chunk) for at, chunk in each))
+        held, bounds = peak(known, two.saving("full", 2)), Peaks(known, two)("full", 2)
+        assert bounds.least < held <= bounds.most
+    whole, parted, together, waiting = most
+    assert parted < whole < together < waiting
 
 
 def test_moments_that_are_left_out_are_never_the_most():

@@ -15,6 +15,9 @@ from .holding.buckets import Buckets, Optimizer
 from .holding.live import backwards
 from .layout import Layout
 
+# Of each chunk, backwards that sum it, whole or first halves, and second ones; () if the last alone
+# sums all.
+Sums = tuple[tuple[int, int], ...]
 WORD = 4  # bytes of a flag
 FLAGS = 4  # words besides those of parameters: whether ranks are at the same place of the step
 COUNTS = 32  # bytes: tokens of the step, and whether a rank has to refuse something
@@ -52,7 +55,7 @@ def ranks_send(known: Holdings, layout: Layout) -> tuple[tuple[Traffic, ...], ..
     """Return `traffic` of a layout."""
     full = layout.recompute == "full"
     key = layout.grid, layout.cut, layout.zero, full, layout.micro_rows, layout.micro_batches
-    found: dict[tuple[int, int], tuple[Traffic, ...]] = known.sent.setdefault(key, {})
+    found: dict[tuple[int, Sums], tuple[Traffic, ...]] = known.sent.setdefault(key, {})
     each = list(zip(known.numbers(layout), synchronised(layout), strict=True))
     for rank, own in enumerate(each):
         if own not in found:
@@ -60,13 +63,13 @@ def ranks_send(known: Holdings, layout: Layout) -> tuple[tuple[Traffic, ...], ..
     return tuple(found[own] for own in each)
 
 
-def synchronised(layout: Layout) -> tuple[int, ...]:
-    """Return for each rank of the pipeline how many of its backwards sum gradients over ranks.
+def synchronised(layout: Layout) -> tuple[Sums, ...]:
+    """Return for each rank of the pipeline which of its backwards sum gradients over ranks.
 
-    From ZeRO 2 on each does, into shards; else the last one alone.
+    From ZeRO 2 on each does, into shards, of its chunk; else the last one alone, of all.
     """
     if layout.zero < 2:
-        return (1,) * layout.grid.pp
+        return ((),) * layout.grid.pp
     return backwards(layout.schedule, layout.grid.pp, layout.micro_batches, layout.chunks)
 
 
@@ -82,7 +85,7 @@ def joined(sent: Iterable[Traffic]) -> Iterator[Traffic]:
 
 
 def calls(
-    known: Holdings, layout: Layout, rank: int, tp: int | None = None, sums: int | None = None
+    known: Holdings, layout: Layout, rank: int, tp: int | None = None, sums: Sums | None = None
 ) -> Iterator[Traffic]:
     """Yield the collectives of a step, those of one sort and purpose together.
 
@@ -102,7 +105,7 @@ def calls(
 
 
 def _ends(
-    known: Holdings, layout: Layout, number: int, tp: int | None, sums: int
+    known: Holdings, layout: Layout, number: int, tp: int | None, sums: Sums
 ) -> Iterable[Traffic]:
     """Return what the end of a step sends: gradients are summed, ranks agree."""
     grid = layout.grid
@@ -118,7 +121,7 @@ def _ends(
 
 
 def _of_end(
-    known: Holdings, layout: Layout, number: int, tp: int | None, sums: int
+    known: Holdings, layout: Layout, number: int, tp: int | None, sums: Sums
 ) -> Iterator[Traffic]:
     grid = layout.grid
     for own in (AGREED, ENDED) if grid.pp > 1 else ():
@@ -183,7 +186,7 @@ def _sends(known: Holdings, layout: Layout, number: int, tp: int | None) -> Iter
 
 
 def _summed(
-    known: Holdings, axis: str, buckets: Buckets, layout: Layout, ranks: int, sums: int
+    known: Holdings, axis: str, buckets: Buckets, layout: Layout, ranks: int, sums: Sums
 ) -> list[Traffic]:
     """Return the sums of gradients, and with ZeRO the fetching of updated parameters."""
     fetched = layout.micro_batches if layout.zero == 3 else 0
@@ -197,23 +200,24 @@ def _summed(
 
 
 def _gradients(
-    axis: str, buckets: Buckets, ranks: int, sums: int, fetched: int, optimizer: Optimizer
+    axis: str, buckets: Buckets, ranks: int, sums: Sums, fetched: int, optimizer: Optimizer
 ) -> Iterator[Traffic]:
-    flags = FLAGS
+    flags, rounds = FLAGS, sum(map(sum, sums)) if sums else 1
     for bucket, alike in buckets.each:
         item = optimizer.sum_item or bucket.item
         whole = bucket.padded(ranks) * item
+        calls = alike * (bucket.sums(sums) if sums else 1)
         if bucket.sharded:
-            own, calls = whole * (ranks - 1) // ranks, sums * alike
+            own = whole * (ranks - 1) // ranks
             yield Traffic(axis, "reduce_scatter", calls, own * calls)
             gathered = bucket.padded(ranks) * bucket.item * (ranks - 1) // ranks
             times = alike * (fetched or 1) * (2 if bucket.gathered == "layer" else 1)
             yield Traffic(axis, "all_gather", times, gathered * times)
         else:
-            yield from _reduced(axis, ranks, whole, sums * alike)
+            yield from _reduced(axis, ranks, whole, calls)
         flags += len(bucket.sizes) * alike
     if not fetched:
-        yield from _reduced(axis, ranks, flags * WORD, sums)
+        yield from _reduced(axis, ranks, flags * WORD, rounds)
 
 
 def _reduced(axis: str, ranks: int, size: int, times: int = 1) -> Iterator[Traffic]:

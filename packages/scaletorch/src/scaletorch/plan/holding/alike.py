@@ -5,18 +5,24 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ..description import Behaviour, Description, Parameter
-from .buckets import Bucket, Held, bucket_of
+from .buckets import Backward, Bucket, Held, bucket_of
 
 Alike = tuple[tuple[tuple[Held, ...], int, bool], ...]
 """Parameters of a block, how many blocks with such follow one another, whether they are layers."""
 
 
 def of(
-    parameter: Parameter, at: int, others: int, apart: bool, chunk: int, late: bool, name: str
+    parameter: Parameter, at: int, others: int, apart: bool, made: Sequence[Backward], name: str
 ) -> Held:
-    """Return a parameter on a tp or ep rank; `apart` is whether edp is not cp x dp."""
+    """Return a parameter on a tp or ep rank.
+
+    `apart` is whether edp is not cp x dp; `made` which backwards make its gradient, in the order of
+    their chunks.
+    """
     local = parameter.local[min(at, len(parameter.local) - 1)]
-    return Held(local, parameter.item, others, parameter.expert and apart, chunk, late, name)
+    *also, (chunk, late) = made
+    expert = parameter.expert and apart
+    return Held(local, parameter.item, others, expert, chunk, late, name, tuple(also))
 
 
 def chosen(alike: Alike, expert: bool) -> Alike:
@@ -41,23 +47,24 @@ def by_block(alike: Alike) -> Iterator[Bucket]:
             yield from [bucket_of(held, sharded=True, gathered="layer")] * times
 
 
-def latest_ties(
+def ties_made(
     description: Description,
     chunks: Sequence[Sequence[int]],
     behaviours: Sequence[Behaviour],
-) -> dict[str, tuple[int, bool]]:
-    """Return for tied parameters of a rank the last chunk, and whether they are late there.
+) -> dict[str, list[Backward]]:
+    """Return for tied parameters of a rank the backwards that make their gradients, by chunks.
 
     Args:
         description: The model.
         chunks: Kinds of the blocks of the rank's chunks.
         behaviours: Of the kinds.
     """
-    found: dict[str, tuple[int, bool]] = {}
+    found: dict[str, list[Backward]] = {}
     if description.tied:
         for chunk, kind in ((at, kind) for at, own in enumerate(chunks) for kind in own):
             names = {f"{kind}.{each.name}": each.late for each in behaviours[kind].parameters}
             for tied in description.tied:
                 for name in names.keys() & {*tied}:
-                    found |= dict.fromkeys(tied, (chunk, names[name]))
+                    for each in tied:
+                        found.setdefault(each, []).append((chunk, names[name]))
     return found

@@ -37,6 +37,9 @@ class Optimizer:
     native: bool = True
 
 
+Backward = tuple[int, bool]  # of a rank: its chunk, and whether it is the second half of it
+
+
 class Held(NamedTuple):
     """A parameter on a rank.
 
@@ -48,6 +51,7 @@ class Held(NamedTuple):
         chunk: Of the rank, the first that has it.
         late: Whether the second half of a backward makes its gradient, if it has halves.
         name: With its kind of block, as `Description.tied` has it.
+        also: Which other backwards make a part of its gradient, if it is tied.
     """
 
     elements: int
@@ -57,6 +61,7 @@ class Held(NamedTuple):
     chunk: int = 0
     late: bool = False
     name: str = ""
+    also: tuple[Backward, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,7 @@ class Bucket:
             whether the second half of it does, if it has halves.
         gathered: With ZeRO 3, what is gathered together: "layer", for its forward and again for its
             backward, or "rest", once for both.
+        also: Other backwards that make a part of tied ones.
     """
 
     sizes: tuple[int, ...]
@@ -78,6 +84,7 @@ class Bucket:
     sharded: bool
     backwards: tuple[tuple[int, bool], ...]
     gathered: Literal["", "layer", "rest"] = ""
+    also: tuple[Backward, ...] = ()
 
     @property
     def elements(self) -> int:
@@ -102,6 +109,23 @@ class Bucket:
     def master_item(self, zero: int) -> int:
         """Return those of a shard: float32 at least; `fully_shard`'s are as parameters are."""
         return self.item if zero == 3 else max(self.item, 4)
+
+    def sums(self, backwards: Sequence[tuple[int, int]]) -> int:
+        """Return how often a step with ZeRO 2 sums it.
+
+        Args:
+            backwards: Of each chunk, whole ones and first halves, and second halves.
+        """
+        each = enumerate(backwards)
+        return sum(
+            firsts * self.reached("B", chunk) + seconds * self.reached("W", chunk)
+            for chunk, (firsts, seconds) in each
+        )
+
+    def reached(self, kind: str, chunk: int) -> bool:
+        """Return whether an action sums it: "W" only what it makes, others all of the chunk's."""
+        each = {*self.backwards, *self.also}
+        return (chunk, True) in each or (kind != "W" and (chunk, False) in each)
 
     def made(self, ranks: int, rank: int, halves: tuple[bool, ...]) -> set[tuple[int, bool]]:
         """Return which backwards make any gradient of a rank's shard: chunk, and second half.
@@ -198,5 +222,7 @@ def bucket_of(
     held: Sequence[Held], *, sharded: bool, gathered: Literal["", "layer", "rest"] = ""
 ) -> Bucket:
     """Return the bucket of these parameters."""
-    sizes, items, _, _, chunks, late, _ = zip(*held, strict=True)
-    return Bucket(sizes, items[0], sharded, tuple(zip(chunks, late, strict=True)), gathered)
+    sizes, items, _, _, chunks, late, _, also = zip(*held, strict=True)
+    others = tuple(sorted({each for own in also for each in own}))
+    backwards = tuple(zip(chunks, late, strict=True))
+    return Bucket(sizes, items[0], sharded, backwards, gathered, others)

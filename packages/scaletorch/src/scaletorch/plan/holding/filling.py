@@ -3,8 +3,9 @@
 As `DataParallelBucket` has them: a bucket's memory is there from its first gradient, and with its
 last one it leaves, in the order of all, into memory for what other ranks send: on gloo of the same
 length, else of a shard. Both go, and this rank's share stays, once it is summed: that is taken to
-be when the next one leaves. What is left over leaves when backward ends. With ZeRO 1 buckets stay
-from step to step, and are counted elsewhere.
+be when the next one leaves. What is left over leaves when backward ends. With ZeRO 1 all leave in
+the last backward, and stay from step to step, which is counted elsewhere; with ZeRO 2 those leave
+that a backward may reach.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def filled(known: Holdings, layout: Layout, number: int, kind: str, chunk: int) 
         kind: "B", or "I" or "W" for a half of a backward.
         chunk: Of the rank.
     """
-    key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, kind, chunk
+    key = layout.grid.tp, layout.grid.ep, layout.grid.etp, number, kind, chunk, layout.zero == 2
     found: Filled | None = known.filled.get(key)
     if found is None:
         found = known.filled[key] = _followed(known, layout, number, kind, chunk)
@@ -139,10 +140,13 @@ def bytes_of(known: Holdings, layout: Layout, number: int, kind: str, chunk: int
 def _followed(known: Holdings, layout: Layout, number: int, kind: str, chunk: int) -> Filled:
     total = _Moments()
     members, slots = _slots(known, layout, number)
-    groups = [
-        _Buckets([_sizes(known, b, axis) for b in own], [len(b.sizes) for b in own], total)
-        for axis, own in enumerate(members)
-    ]
+    places: list[dict[int, int]] = []  # of those buckets that leave
+    groups: list[_Buckets] = []
+    for axis, all_ in enumerate(members):
+        leaving = [at for at, b in enumerate(all_) if layout.zero < 2 or b.reached(kind, chunk)]
+        places.append({at: place for place, at in enumerate(leaving)})
+        each_size = [_sizes(known, all_[at], axis) for at in leaving]
+        groups.append(_Buckets(each_size, [len(all_[at].sizes) for at in leaving], total))
     each = [
         (at, [(name, slots.get((at, name)) or slots.get((ANY, name))) for name in names])
         for at, names in gradients_in(known, layout, number, kind, chunk)
@@ -154,7 +158,7 @@ def _followed(known: Holdings, layout: Layout, number: int, kind: str, chunk: in
         total.add(nothing)
         for name, slot in own:
             if slot is not None:
-                axis, bucket, _ = slot
+                axis, bucket = slot[0], places[slot[0]][slot[1]]
                 for part in PARTS:
                     total.at = place, name.partition(".")[2], part
                     if part == COMES:

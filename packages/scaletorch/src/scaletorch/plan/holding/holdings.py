@@ -9,7 +9,7 @@ from typing import Any
 
 from ..description import Behaviour, Cut, Description
 from ..layout import Layout, cut_of
-from .alike import Alike, all_of, by_block, chosen, latest_ties, of
+from .alike import Alike, all_of, by_block, chosen, of, ties_made
 from .buckets import Bucket, Buckets, Held, Optimizer, bucket_of, fill
 from .contents import Content, contents
 from .stages import places, stages_of
@@ -250,15 +250,15 @@ class Holdings:
         grid, behaviours = layout.grid, self.description.behaviours(layout.cut)
         apart = grid.ep * grid.etp != grid.tp  # else edp is cp x dp
         others = dict(self._all[number].ties)
-        latest = latest_ties(self.description, self._all[number].chunks, behaviours)
+        ties = ties_made(self.description, self._all[number].chunks, behaviours)
         seen: set[str] = set()
 
         def block(kind: int, chunk: int) -> Iterator[Held]:
             for each in behaviours[kind].parameters:
                 name = f"{kind}.{each.name}"
                 if name not in seen:  # of tied ones, backward comes to the last chunk first
-                    last, late = latest.get(name, (chunk, each.late))
-                    yield of(each, at, others.get(name, 0), apart, last, late, name)
+                    made = ties.get(name, [(chunk, each.late)])
+                    yield of(each, at, others.get(name, 0), apart, made, name)
                 seen.update(next((names for names in self.description.tied if name in names), ()))
 
         def held(kind: int, chunk: int) -> tuple[Held, ...]:

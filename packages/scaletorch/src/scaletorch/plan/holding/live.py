@@ -66,14 +66,17 @@ def enough(schedule: str, pp: int, micro_batches: int, chunks: int) -> int:
     return micro_batches
 
 
-def backwards(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[int, ...]:
-    """Return how many actions of backward each rank has, halves of one as two."""
-    whole = micro_batches * chunks
-    if schedule in ("zb_h1", "zb_v"):
-        return (2 * whole,) * pp
+def backwards(
+    schedule: str, pp: int, micro_batches: int, chunks: int
+) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Return how many actions of backward each rank has, by chunk.
+
+    Those are whole ones and first halves, and second halves.
+    """
+    m = micro_batches
     if schedule == "dualpipe_v":  # its halves come while the pipeline fills and drains
-        return tuple(whole + halves for halves in _halves(pp, min(micro_batches, 2 * pp)))
-    return (whole,) * pp
+        return tuple(tuple((m, halves) for halves in own) for own in _halves(pp, min(m, 2 * pp)))
+    return (((m, m if schedule in SPLIT else 0),) * chunks,) * pp
 
 
 def halved(schedule: str, pp: int, micro_batches: int) -> tuple[tuple[bool, ...], ...]:
@@ -93,9 +96,12 @@ def _halved(schedule: str, pp: int, m: int) -> tuple[tuple[bool, ...], ...]:
 
 
 @lru_cache(maxsize=4096)
-def _halves(pp: int, m: int) -> tuple[int, ...]:
+def _halves(pp: int, m: int) -> tuple[tuple[int, ...], ...]:
     built = SCHEDULES["dualpipe_v"](pp, m)
-    return tuple(sum(action.kind == "W" for action in rank) for rank in built.ranks)
+    return tuple(
+        tuple(sum(a.kind == "W" and a.chunk == chunk for a in rank) for chunk in range(2))
+        for rank in built.ranks
+    )
 
 
 @lru_cache(maxsize=4096)

@@ -16,9 +16,9 @@ from .holdings import Holdings
 def most_filled(known: Holdings, layout: Layout, number: int, kind: str, chunk: int) -> int:
     """Return what an action of a rank needs at most, without following it.
 
-    Gradients come about in the order of buckets, so that three are open at a time. But where those
-    of later chunks, which come first, or of another half of a backward get nothing, all that come
-    wait for them, until they go one by one when backward ends.
+    Gradients come about in the order of buckets, so that three are open at a time. But where one
+    also waits for another chunk or half of a backward, which get nothing, all that come may wait
+    behind it, until they go one by one when backward ends.
     """
     grid = layout.grid
     key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, layout.zero, number, kind, chunk
@@ -39,7 +39,11 @@ def _most_of(
     key = buckets, ranks, zero, action
     found: int | None = known.most.get(key)
     if found is None:
-        own = [(b, times) for b, times in buckets.each if b.sharded]
+        own = [
+            (b, times)
+            for b, times in buckets.each
+            if b.sharded and (zero < 2 or b.reached(*action))
+        ]
         sums = [b.padded(ranks) * b.sum_item(known.optimizer) for b, _ in own]
         found = sum(b.padded(ranks) // ranks * b.master_item(1) * times for b, times in own)
         if sums and ranks > 1:
@@ -54,11 +58,7 @@ def _most_open(
     own: Sequence[tuple[Bucket, int]], sums: Sequence[int], kind: str, chunk: int
 ) -> int:
     made = {(chunk, late) for late in MADE[kind]}
-    before = {each for b, _ in own for each in b.backwards if each[0] >= chunk}
-    each = zip(sums, own, strict=True)
-    largest = sorted(size for size, (_, times) in each for _ in range(min(times, 3)))
-    if before <= made:
-        return sum(largest[-3:])
-    coming = [not made.isdisjoint(b.backwards) for b, _ in own]
-    waiting = zip(sums, own, coming, strict=True)
-    return sum(size * times for size, (_, times), comes in waiting if comes) + sum(largest[-2:])
+    if all(made.issuperset((*b.backwards, *b.also)) for b, _ in own):
+        each = zip(sums, own, strict=True)
+        return sum(sorted(size for size, (_, times) in each for _ in range(min(times, 3)))[-3:])
+    return sum(size * times for size, (_, times) in zip(sums, own, strict=True))

@@ -115,7 +115,7 @@ class Bucket:
         """Return this rank's flag of a parameter of this bucket."""
         if slot.local:  # a gradient came after the launch
             return LATE
-        return self._used[slot.index]
+        return self._used.get(slot.index, UNUSED)
 
     def wait(self) -> None:
         """Wait for the reduction."""

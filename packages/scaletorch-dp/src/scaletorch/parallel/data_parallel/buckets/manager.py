@@ -55,7 +55,7 @@ class BucketManager:
         self.reduction.buffers.forget()
         for bucket in self.buckets:
             bucket.use(self.reduction)
-        self._next = 0
+        self._next, self._expected = 0, self.buckets
         self._travelling: list[Bucket] = []  # whose memory may be given up before all have arrived
         self._bucket_of = {slot.index: bucket for bucket in self.buckets for slot in bucket.slots}
 
@@ -63,6 +63,20 @@ class BucketManager:
         """Take buckets that no first backward will fill anew: their parts belong to ranks."""
         self.use_buckets(buckets)
         self.order = None
+
+    def expect(self, parameters: Iterable[Tensor]) -> None:
+        """Let the next backward, if it sums into shards, sum the buckets of these alone.
+
+        Args:
+            parameters: Those that it may reach, the same on all ranks.
+        """
+        reached = {id(parameter) for parameter in parameters}
+        if self.eager:
+            self._expected = tuple(
+                bucket
+                for bucket in self.buckets
+                if any(id(slot.parameter) in reached for slot in bucket.slots)
+            )
 
     def open(self) -> None:
         """Follow, when a backward begins, what the user did to the gradients since the last."""
@@ -82,8 +96,9 @@ class BucketManager:
         self._bucket_of[index].mark_ready(index)
         if self._travelling:
             self._travelling = [each for each in self._travelling if not each.collect_if_done()]
-        while launch and self._next < len(self.buckets) and self.buckets[self._next].ready:
-            self._launch(self.buckets[self._next])
+        due = self._expected
+        while launch and self._next < len(due) and due[self._next].ready:
+            self._launch(due[self._next])
             self._next += 1
 
     @torch.no_grad()
@@ -92,23 +107,24 @@ class BucketManager:
 
         One more, small reduction tells which parameters any rank used, one int32 for each, and
         whether all ranks have kept and dropped the same gradients. A parameter that a reentrant
-        checkpoint used again after its bucket had left is reduced in a second round.
+        checkpoint used again after its bucket had left, or that was not expected to be used, is
+        reduced in a second round.
 
         Raises:
             NonFiniteError: Some rank's gradient is not finite, and that was to be checked.
         """
         try:
-            buckets = self.buckets
-            while buckets:
+            buckets, others = self._expected, self.buckets
+            while others:
                 for bucket in buckets:
                     if not bucket.launched:
                         self._launch(bucket)
-                flags = self._agree(buckets)
+                flags = self._agree(others)
                 for bucket in buckets:
                     bucket.finish(flags)
-                buckets = tuple(
+                buckets = others = tuple(
                     bucket
-                    for bucket in buckets
+                    for bucket in others
                     if any(flags[slot.index] == LATE for slot in bucket.slots)
                 )
             self._reorder()
@@ -117,7 +133,7 @@ class BucketManager:
 
     def reset(self) -> None:
         """Forget which are ready and under way; gradients are not touched."""
-        self._next, self._travelling = 0, []
+        self._next, self._travelling, self._expected = 0, [], self.buckets
         for bucket in self.buckets:
             bucket.reset()
 
