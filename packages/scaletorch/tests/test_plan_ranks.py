@@ -160,6 +160,8 @@ def test_halves_of_backwards_leave_shards_as_planned():
     layouts = [
         Layout(Grid(pp=2, cp=2), zero=2, schedule="zb_v", chunks=2, micro_batches=2),
         Layout(Grid(pp=2, dp=2), zero=2, schedule="zb_h1", micro_batches=3),
+        Layout(Grid(pp=2, dp=2), zero=2, schedule="dualpipe_v", chunks=2, micro_batches=5),
+        Layout(Grid(pp=2, dp=2), zero=2, schedule="interleaved_1f1b", chunks=2, micro_batches=2),
     ]
     cases = [Case("llama", 4, True, "float32", 16, layout) for layout in layouts]
     for case, *own in zip(cases, *run_ranks(measured, 4, cases, timeout=100), strict=True):
