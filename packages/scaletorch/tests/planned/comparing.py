@@ -20,7 +20,7 @@ from scaletorch.plan.memory.state import state
 from scaletorch.plan.traffic import calls
 
 from .drawing import Case
-from .models import described
+from .models import described, described_on_gloo
 from .peaks import Peak
 from .ranks import AXES, Sends
 
@@ -62,7 +62,7 @@ def differences(case: Case, ranks: list[Found]) -> Iterator[str]:
 def higher(case: Case, ranks: list[Peak]) -> Iterator[str]:
     """Yield what autograd keeps on ranks otherwise than planned, and peaks that are 2 % off."""
     layout = case.layout
-    holdings = Holdings(described(case), Optimizer(native=False))
+    holdings = Holdings(described_on_gloo(case), Optimizer(native=False))
     planned = memory(holdings.description, layout, holdings=holdings)
     for rank, own in enumerate(ranks):
         place = layout.grid.coordinates(rank).pp

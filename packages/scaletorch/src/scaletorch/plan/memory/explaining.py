@@ -73,7 +73,8 @@ def _lines(known: Holdings, layout: Layout, rank: int) -> Iterator[Line]:
     kept, passed = sum(map(mul, now, own.kept)), sum(map(mul, now, own.passed))
     working = own.working[action]
     yield from _kept(known, layout, number, now)
-    yield Line("working", "the block that needs the most while it runs", working)
+    whole = ", and blocks that are whole" * (layout.zero == 3)
+    yield Line("working", f"the block that needs the most while it runs{whole}", working)
     yield Line("buffers", "gradients on their way", held.buffers)
     yield Line("buffers", "messages between stages", total - kept - passed - working - made)
     yield Line("buffers", "what was sent on, until its backward", passed)

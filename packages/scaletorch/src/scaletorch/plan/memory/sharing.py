@@ -45,7 +45,7 @@ def sharing(known: Holdings, layout: Layout, number: int, action: Action) -> int
     needs, rows = needs_of(known, layout, sizes, at, half=half)
     base = _behind(each[2] * half - each[0])
     base[1:-1] += each[1, :-1]  # the gradient of its output
-    key = layout.cut, number, kind, chunk, layout.zero == 3 and layout.micro_batches
+    key = layout.cut, number, kind, chunk, layout.zero
     if key not in known.made:
         known.made[key] = torch.tensor(list(_places(moments, kinds, rows)))
     most = comes + base[moments.blocks] + needs[known.made[key]]
