@@ -6,8 +6,10 @@ sees it, and stays for ever. Circles that the collector sees keep activations un
 
 import gc
 import math
+import sys
 import weakref
 from collections import Counter
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +27,7 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
+from scaletorch.plan import Cut, describe
 
 TASKS = Path("/proc/self/task")
 EARLIER, STEPS = 2, 3  # before anything is counted, as caches fill; and of which none may add
@@ -224,4 +227,15 @@ def test_recordings_leave_nothing_behind(tmp_path):
 
     garbage, more = counted(recorded)
     assert not garbage
+    assert max(more.values(), default=0) < STEPS, more
+
+
+def test_descriptions_leave_nothing_behind():
+    """Nor context variables, which are no objects that a collector counts, nor hooks of errors."""
+    described = partial(describe, llama, 8, cuts=[Cut(tp=2)])
+    described()
+    hook, variables = sys.excepthook, len(copy_context())
+    _, more = counted(described)
+    assert len(copy_context()) == variables
+    assert sys.excepthook is hook
     assert max(more.values(), default=0) < STEPS, more
