@@ -282,6 +282,9 @@ def test_no_thread_of_a_group_outlives_it():
     """One that does can abort a process which is ending: it may drop a tensor of Python's then."""
     dist.init_dist("pytorch", backend="gloo")
     importlib.reload(torch.distributed.nn.functional)  # optimizers import it late: it keeps groups
+    circle = [c10d.group.WORLD, c10d.new_group()]  # as a model's references are
+    circle.append(circle)
+    del circle
     assert ranks_sum() == 2
     assert gloo_threads() != []
     dist.cleanup_dist()

@@ -6,15 +6,19 @@ sees it, and stays for ever. Circles that the collector sees keep activations un
 
 import gc
 import math
+import sys
 import weakref
 from collections import Counter
+from contextvars import copy_context
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 from looping_blocks import BLOCKS
 
 from scaletorch import bisect, compose
+from scaletorch.dist import cleanup_dist, init_dist
 from scaletorch.dist.errors import ScaletorchError
 from scaletorch.dist.testing import run_ranks
 from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
@@ -23,7 +27,9 @@ from scaletorch.parallel.pg_manager import (
     destroy_process_group_manager,
     setup_process_group_manager,
 )
+from scaletorch.plan import Cut, describe
 
+TASKS = Path("/proc/self/task")
 EARLIER, STEPS = 2, 3  # before anything is counted, as caches fill; and of which none may add
 SIZES = {
     "vocab_size": 32,
@@ -184,6 +190,30 @@ def test_steps_leave_nothing_behind(layout):
         assert not alive
 
 
+def end(kind, sizes, options, stage):
+    """Train under a launcher's variables; return the threads of groups that outlive their end."""
+
+    def train():
+        init_dist(backend="gloo")
+        manager = setup_process_group_manager(**sizes)
+        model = compose.parallelize(kind(), manager, **options)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        if stage:
+            shard_optimizer(optimizer, model, stage=stage)
+        step(model, optimizer, 4 if manager.pp_size > 1 else 1)
+
+    train()
+    cleanup_dist()
+    return [name for path in TASKS.glob("*/comm") if "gloo" in (name := path.read_text())]
+
+
+@pytest.mark.skipif(not TASKS.exists(), reason="reads threads' names in /proc")
+@pytest.mark.parametrize("layout", ["sequences", "pairs"])
+def test_no_thread_of_a_group_outlives_a_training(layout):
+    """One that does can abort a process which is ending, as it drops a tensor of Python's."""
+    assert run_ranks(end, 4, *LAYOUTS[layout], init=False) == [[]] * 4
+
+
 def test_recordings_leave_nothing_behind(tmp_path):
     model, whole = llama(), batch()
 
@@ -197,4 +227,15 @@ def test_recordings_leave_nothing_behind(tmp_path):
 
     garbage, more = counted(recorded)
     assert not garbage
+    assert max(more.values(), default=0) < STEPS, more
+
+
+def test_descriptions_leave_nothing_behind():
+    """Nor context variables, which are no objects that a collector counts, nor hooks of errors."""
+    described = partial(describe, llama, 8, cuts=[Cut(tp=2)])
+    described()
+    hook, variables = sys.excepthook, len(copy_context())
+    _, more = counted(described)
+    assert len(copy_context()) == variables
+    assert sys.excepthook is hook
     assert max(more.values(), default=0) < STEPS, more

@@ -440,7 +440,7 @@ def test_memory_is_saved_only_where_it_must_be():
     assert all((e.layout.zero, e.layout.recompute) != (1, "none") for e in less.estimates)
     assert all(each.peak < most for each in less.estimates)
     nothing = plan(known, 64, cluster(2, 1000))
-    told = re.compile(r"needs \S+ GiB of 9.31e-07, with zero \d and recompute (none|full)")
+    told = re.compile(r"needs [\d.]+ KiB of 1000 B, with zero \d and recompute (none|full)")
     assert any(told.fullmatch(each.why) for each in nothing.refused)
     with pytest.raises(InvalidArgumentError, match="no layout of 2 ranks can train sketch: TP"):
         nothing.best()
@@ -452,9 +452,9 @@ def test_what_is_refused_for_sure_is_said_to_need_at_least_so_much():
     options = Options(schedules=(("1f1b", 1), ("interleaved_1f1b", 2)), zero=(1, 2))
     for room in (12_000, 16_000, 20_000):
         for each in plan(description, 64, cluster(8, room), options=options).refused:
-            told = re.match(r"needs (at least |up to |)(\S+) GiB", each.why)
+            told = re.match(r"needs (at least |up to |)(\S+) KiB", each.why)
             if told and each.layout:
-                found, bound = peak(known, each.layout), 2**30 * float(told[2])
+                found, bound = peak(known, each.layout), 2**10 * float(told[2])
                 said[told[1].strip()] += 1
                 assert found > room or told[1] == "up to "
                 wrong = {"at least ": bound - found, "up to ": found - bound}
@@ -541,6 +541,25 @@ def test_buckets_that_leave_in_order_are_not_all_open():
         assert bounds.least < held <= bounds.most
     whole, parted, together, waiting = most
     assert parted < whole < together < waiting
+
+
+def test_gradients_that_a_step_brings_are_those_of_a_layouts_own_cut():
+    """Peaks of cuts with the same etp, and of one cut with two, all of one description."""
+    first, layer, last = sketch().cuts[Cut()]
+    cuts = {}
+    for tp, ep in ((1, 1), (2, 2), (2, 1)):
+        experts = Parameter("experts", 1600, 4, (1600 // ep,) * ep, expert=True)
+        own = replace(layer, parameters=(parameter("w", 1000, tp), experts))
+        cuts[Cut(tp, ep=ep)] = first, own, last
+    description = replace(sketch(), cuts=cuts)
+    known = holdings.Holdings(description)
+    peaks = []
+    for tp, ep, etp in ((1, 1, 1), (2, 2, 1), (2, 1, 1), (2, 1, 2)):
+        grid = Grid(tp=tp, pp=2, ep=ep, etp=etp)
+        layout = Layout(grid, schedule="1f1b", micro_batches=4)
+        peaks.append(peak(known, layout))
+        assert peaks[-1] == max(each.total for each in memory(description, layout)), layout
+    assert len({*peaks}) > 2
 
 
 def test_moments_that_are_left_out_are_never_the_most():

@@ -14,7 +14,7 @@ from scaletorch.plan.showing.bars import COLOURS, bars
 from scaletorch.plan.showing.nodes import COLOURS as AXES
 from scaletorch.plan.showing.nodes import ITSELF, OTHERS, nodes
 from scaletorch.plan.showing.shown import grouped, options_of, sent_by_axis
-from scaletorch.plan.showing.units import in_bytes, in_seconds, in_short
+from scaletorch.plan.units import in_bytes, in_seconds, in_short
 
 GIB = 2**30
 LINKS = (Link(8, 3e-6, 300e9), Link(64, 8e-6, 25e9))

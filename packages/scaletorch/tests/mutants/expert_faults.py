@@ -111,7 +111,7 @@ def experts_alike_on_every_rank(rows: Any) -> Any:
 @fault("module:combine_computed", layout="2x1x1x1-ep2", born="forward: *.experts")
 def results_not_put_back_in_order(combine: Any) -> Any:
     """Results go back in another order than that in which their tokens came."""
-    return lambda rows, route: combine(rows.flip(0), route)
+    return lambda rows, *more: combine(rows.flip(0), *more)
 
 
 @fault("exchange.dispatch:_add_up", layout="2x1x1x1-ep2", born="forward: *.experts")
@@ -182,10 +182,10 @@ def weights_sum_to_one_on_each_rank(compute: Any) -> Any:
 def tokens_beyond_a_capacity_dropped(combine: Any) -> Any:
     """A rank leaves out what comes beyond its share and a quarter."""
 
-    def dropping(rows: Tensor, route: Any) -> Any:
+    def dropping(rows: Tensor, route: Any, *more: Any) -> Any:
         capacity = route.tokens * 5 // 4
         kept = torch.cat([rows[:capacity], torch.zeros_like(rows[capacity:])])
-        return combine(kept, route)
+        return combine(kept, route, *more)
 
     return dropping
 

@@ -22,8 +22,8 @@ from .options import Options, Refused, ladder, legal
 from .timing import Timers, timers
 from .timing import time as seconds_of
 from .traffic import ranks_send
+from .units import in_bytes
 
-GIB = 2**30
 UNKNOWN = -1  # in place of a peak: goes before all whose time is the same
 T = TypeVar("T")
 Timer = Callable[[Description, Layout, Cluster], Time]
@@ -215,17 +215,17 @@ def _fitting(
             nearest = own, recompute, zero
     if not found and nearest is not None:
         own, recompute, zero = nearest
-        why = f"needs {_needs(own, memory)} of {memory / GIB:.3g}, "
+        why = f"needs {_needs(own, memory)} of {in_bytes(memory)}, "
         why += f"with zero {zero} and recompute {recompute}"
         refused.append(Refused(layout.grid, why, layout.saving(recompute, zero)))
 
 
 def _needs(own: Bounds, memory: int) -> str:
     if own.most == own.least:
-        return f"{own.least / GIB:.3g} GiB"
+        return in_bytes(own.least)
     if own.most is None or own.least > memory:
-        return f"at least {own.least / GIB:.3g} GiB"
-    return f"up to {own.most / GIB:.3g} GiB"
+        return f"at least {in_bytes(own.least)}"
+    return f"up to {in_bytes(own.most)}"
 
 
 def _described(description: Description, layout: Layout, recompute: Recompute) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import weakref
@@ -99,14 +100,14 @@ def cleanup_dist() -> None:
     """Destroy the default group that `init_dist` made, and forget all that it set.
 
     Safe to call twice, and where nothing was initialised. A group that `init_dist` found already
-    there stays. Let go of DistributedDataParallel modules before: destroying the group below a
-    live one can hang.
+    there stays. Let go of models before, as at the end of the function that trains them: a group
+    that one holds is not taken down, and below a live DistributedDataParallel it can hang.
     """
     global _group, _ours
     ours = _ours and _group is not None and _group() is c10d.group.WORLD
     forget_local_group()
     if ours and c10d.is_initialized():
-        _release_default_arguments()
+        _release_references()
         c10d.destroy_process_group()
     if _group is not None:
         expect_one_process()
@@ -114,13 +115,16 @@ def cleanup_dist() -> None:
     _restore_environment()
 
 
-def _release_default_arguments() -> None:
-    """Let go of the default group where torch.distributed.nn keeps it.
+def _release_references() -> None:
+    """Let go of groups where garbage keeps them, and torch.distributed.nn.
 
-    Its functions have `group=group.WORLD`, read at import; torch's optimizers import it, mostly
-    after the group was made. A group that is kept so is never taken down: its threads live on and,
-    if one of them drops a tensor while the interpreter ends, abort the process.
+    A group that is kept is not taken down: its threads live on and, if one of them drops a tensor
+    while the interpreter ends, abort the process (pytorch/pytorch#190489). Models are in circles
+    of references, which live until they are collected. The functions of torch.distributed.nn have
+    `group=group.WORLD`, read at import; torch's optimizers import it, mostly after the group was
+    made.
     """
+    gc.collect()
     module = sys.modules.get("torch.distributed.nn.functional")
     for each in vars(module).values() if module is not None else ():
         if isinstance(each, FunctionType) and each.__defaults__:

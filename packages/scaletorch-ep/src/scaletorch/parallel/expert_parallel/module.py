@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
@@ -19,10 +20,12 @@ from .calls import ALL, ROUTED, WAYS, Given, Run, read_call, runner
 from .computing.apart import why_mixed
 from .computing.pairs import compute
 from .computing.uncompiled import call_uncompiled
-from .exchange.attempts import attempt
+from .exchange.attempts import Outcome, attempt
 from .exchange.dispatch import Dispatched, combine_computed, dispatch
 from .exchange.routes import number_apart, stay
 from .exchange.shares import ranges_of, share_out
+
+Call = Callable[[], tuple[Tensor, Exception | None]]  # `compute`, with all that it takes
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,9 +182,14 @@ def _over_experts(module: DividedExperts, run: Run, given: Given) -> Tensor:
     named = {name: _tensor(module, name) for name in division.stacked}
     own = counts[get_rank(division.group)]
     call = partial(compute, run, came, own, [*named.values()], routed)
-    results, wrong = call() if division.checked else _call_first(module, run, came, named, call)
-    if wrong is not None:
-        raise wrong
+    if not division.checked:
+        results = _call_first(module, run, came, named, call)
+    elif routed and came.hidden.is_cpu:
+        return _call_later(division, came, call)
+    else:
+        results, wrong = call()
+        if wrong is not None:
+            raise wrong
     return results if here else combine_computed(results, came.route)
 
 
@@ -190,15 +198,14 @@ def _call_first(
     run: Run,
     came: Dispatched,
     named: Mapping[str, Tensor],
-    call: Callable[[], tuple[Tensor, Exception | None]],
-) -> tuple[Tensor, None]:
+    call: Call,
+) -> Tensor:
     """Return the results of a first call, and raise on all ranks what is wrong with one's experts.
 
-    Later ones have no such message: there an error is of the rank that it comes from alone.
+    Later ones have no such message.
     """
     division = module._division
-    found, wrong = attempt(call)
-    results, wrong = (came.hidden, wrong) if found is None else found
+    results, wrong = _attempted(call, came)
     if wrong is None and division.way == ROUTED and not division.beyond:
         names, total = (division.stacked, [*division.lists]), sum(division.counts)
         mixed, wrong = attempt(why_mixed, module, run, came, names, len(division.own), total)
@@ -206,7 +213,26 @@ def _call_first(
     lines = [f"{name} {p.dtype} {tuple(p.shape[1:])}" for name, p in named.items()]
     lines.append(f"results {results.dtype}, of width {results.shape[1]}")
     agree(f"the experts '{division.name}'", lines, division.group, error=wrong)
-    return results, None
+    return results
+
+
+def _call_later(division: Division, came: Dispatched, call: Call) -> Tensor:
+    """Return results at their tokens; an error is told with them, and raised on all ranks.
+
+    Not so if only experts know how wide results are, or if these are on a device.
+    """
+    results, wrong = _attempted(call, came)
+    outcome = Outcome(here=wrong is None)
+    combined = combine_computed(results, came.route, outcome)
+    if not outcome.everywhere:
+        agree(f"a call of the experts '{division.name}'", (), division.group, error=wrong)
+    return combined
+
+
+def _attempted(call: Call, came: Dispatched) -> tuple[Tensor, Exception | None]:
+    """Return what `compute` does, and whatever experts raise as what is wrong."""
+    found, wrong = attempt(call)
+    return (torch.zeros_like(came.hidden), wrong) if found is None else found
 
 
 def _tensor(module: nn.Module, name: str) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextvars import copy_context
 from functools import partial
 from itertools import product
 from typing import Any
@@ -56,7 +57,8 @@ def describe(
     job = Job(partial(_built, build), model, blocks, chosen, batch or _tokens(length), plan, split)
     for cut in dict.fromkeys((Cut(), *(usual_cuts(8) if cuts is None else cuts))):
         try:
-            known[cut] = job.measure(cut)
+            # Torch sets new context variables at each call of its own settings, and leaves them.
+            known[cut] = copy_context().run(job.measure, cut)
         except ScaletorchError as error:
             if cut == Cut():
                 raise

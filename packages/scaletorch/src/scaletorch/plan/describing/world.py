@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -34,6 +35,7 @@ def pretended(grid: Grid) -> Iterator[ProcessGroupManager]:
             "a model is described before init_dist, in a process without a process group: "
             "describe it first, or in a process of its own"
         )
+    excepthook = sys.excepthook  # in front of which each start of torch's puts another
     c10d.init_process_group("fake", rank=0, world_size=grid.world_size, store=FakeStore())
     all_reduce = c10d.all_reduce
     try:
@@ -42,6 +44,7 @@ def pretended(grid: Grid) -> Iterator[ProcessGroupManager]:
         yield setup_process_group_manager(**sizes)
     finally:
         c10d.all_reduce = all_reduce
+        sys.excepthook = excepthook
         destroy_process_group_manager()
         if c10d.is_initialized():
             c10d.destroy_process_group()

@@ -5,9 +5,9 @@ from __future__ import annotations
 from xml.etree import ElementTree as Xml
 
 from ..estimate import Estimate
+from ..units import in_bytes
 from .shapes import DIGIT, FONT, LEFT, RIGHT, WIDTH, box, close, ink, legend, line, picture, text
 from .shown import SORTS
-from .units import in_bytes
 
 ROW, GAP = 24, 4
 MOST = 32  # bars in a picture

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from ..estimate import Estimate
+from ..units import in_seconds, in_short
 from .shown import AXES, GIB, MIB, SORTS, Shown, options_of, sent_by_axis, sizes_of
-from .units import in_seconds, in_short
 
 LEFT = ("DPxPPxCPxTP", "options")  # columns of words
 SHORT = dict(zip(SORTS, ("param", "grad", "optim", "activ", "working", "buffers"), strict=True))

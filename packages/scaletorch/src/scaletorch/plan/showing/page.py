@@ -7,13 +7,13 @@ from html import escape
 from xml.etree import ElementTree as Xml
 
 from ..estimate import Estimate
+from ..units import in_bytes, in_seconds, in_short
 from .bars import bars
 from .columns import LEFT, Column, common, held, ranked
 from .lanes import lanes
 from .nodes import nodes
 from .shown import Shown, grouped, options_of, sent_by_axis, sizes_of
 from .style import STYLE
-from .units import in_bytes, in_seconds, in_short
 
 DRAWN = 3  # layouts with pictures
 Cells = Iterable[tuple[str, str]]  # a class and what stands there

@@ -6,13 +6,13 @@ from pathlib import Path
 from xml.etree import ElementTree as Xml
 
 from ...parallel.pipeline_parallel.building import paint
+from ..units import in_bytes
 from .bars import bars
 from .lanes import lanes
 from .nodes import nodes
 from .shapes import close, picture, text
 from .shown import Shown, options_of, sizes_of
 from .table import table
-from .units import in_bytes
 
 LINE, MARGIN = 15, 20
 _DOWN = ("y", "y1", "y2")

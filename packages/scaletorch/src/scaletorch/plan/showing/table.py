@@ -6,9 +6,9 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from ..estimate import Estimate
+from ..units import in_bytes, in_seconds, in_short
 from .columns import LEFT, Column, common, gib, held, ranked
 from .shown import SORTS, Shown, grouped, options_of, sizes_of
-from .units import in_bytes, in_seconds, in_short
 
 WIDTH, LEAST = 120, 80
 REASONS = 6  # that are told apart

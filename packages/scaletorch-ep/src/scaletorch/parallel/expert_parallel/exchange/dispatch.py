@@ -16,6 +16,7 @@ from ....dist import Work, get_rank, get_world_size
 from ....dist.building import all_to_all_flat, sum_dtype
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from .attempts import Outcome, send_back_with
 from .functions import add_pairs, apply
 from .routes import Route, find_route
 from .shares import counts_of, expert_group, ranges_of
@@ -112,15 +113,21 @@ def combine(rows: Tensor, route: Route) -> Tensor:
         )
     if torch.is_grad_enabled():
         rows = apply(_Meet, rows if rows.requires_grad else rows.detach().requires_grad_())
-    combined: Tensor = apply(_Combine, rows, route)
+    combined: Tensor = apply(_Combine, rows, route, None)
     return combined
 
 
-def combine_computed(rows: Tensor, route: Route) -> Tensor:
-    """Do what `combine` does for what `compute` returned, in whose backward the ranks meet."""
+def combine_computed(rows: Tensor, route: Route, outcome: Outcome | None = None) -> Tensor:
+    """Do what `combine` does for what `compute` returned, in whose backward the ranks meet.
+
+    Args:
+        rows: As there.
+        route: As there.
+        outcome: Of the experts, to tell the other ranks and hear of theirs.
+    """
     if torch.is_grad_enabled() and not rows.requires_grad:
-        return combine(rows, route)
-    combined: Tensor = apply(_Combine, rows, route)
+        rows = apply(_Meet, rows.detach().requires_grad_())
+    combined: Tensor = apply(_Combine, rows, route, outcome)
     return combined
 
 
@@ -196,9 +203,11 @@ class _Combine(Function):
     """Results back to their tokens and added up; backward sends the gradient of each result."""
 
     @staticmethod
-    def forward(ctx: Any, rows: Tensor, route: Route) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, route: Route, outcome: Outcome | None) -> Tensor:
         """Return [T, H]."""
         ctx.route = route
+        if outcome is not None:
+            return _add_up(send_back_with(outcome, rows, route), route)
         (back,) = landed([_send_back(rows.contiguous(), route)])
         return _add_up(back.view(-1, rows.shape[1]), route)
 
@@ -207,7 +216,7 @@ class _Combine(Function):
     def backward(ctx: Any, *grads: Tensor) -> Any:
         """Send each token's gradient to the ranks that had it."""
         (came,) = landed([_send(grads[0].index_select(0, ctx.route.rows), ctx.route)])
-        return came.view(-1, grads[0].shape[1]), None
+        return came.view(-1, grads[0].shape[1]), None, None
 
 
 class _Meet(Function):
