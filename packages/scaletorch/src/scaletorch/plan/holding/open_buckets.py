@@ -16,7 +16,7 @@ from .holdings import Holdings
 def most_filled(known: Holdings, layout: Layout, number: int, kind: str, chunk: int) -> int:
     """Return what an action of a rank needs at most, without following it.
 
-    Gradients come about in the order of buckets, so that three are open at a time. But where one
+    Gradients come about in the order of buckets, so that three are open at a time. But if one
     also waits for another chunk or half of a backward, which get nothing, all that come may wait
     behind it, until they go one by one when backward ends.
     """

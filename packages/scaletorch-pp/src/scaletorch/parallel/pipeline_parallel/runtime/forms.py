@@ -120,6 +120,14 @@ def signature(value: Any) -> Hashable:
     return value if isinstance(value, bool | int | float | str) else type(value).__name__
 
 
+def facts_of(given: Any, kwargs: Mapping[str, Any]) -> Iterator[Hashable]:
+    """Yield the facts that the way of a forward may depend on, of all that it is given."""
+    for tensor in tensors_in(given) if is_hidden(given) else [given]:
+        yield signature(tensor)
+    for name, value in kwargs.items():
+        yield name, signature(value)
+
+
 def form_of(hidden: Hidden) -> Form:
     """Return the form of the value that a stage passes on."""
     forms = tuple(TensorForm(tuple(t.shape), t.dtype, t.requires_grad) for t in tensors_in(hidden))

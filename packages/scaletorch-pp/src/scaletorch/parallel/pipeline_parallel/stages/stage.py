@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -15,7 +15,7 @@ from ....dist.building import agree, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import ModuleWrapper, axis_group
 from ...pg_manager.building import refuse_generate
-from ..runtime.forms import is_hidden, signature
+from ..runtime.forms import facts_of
 from ..schedules.choose import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
 from ..splitting.split import Placement, Split, place
@@ -150,7 +150,7 @@ class PipelineParallel(ModuleWrapper):
         flow = runtime.flows[runtime.chunks.selected]
         if self.num_stages == 1:
             return self.module(input_or_hidden, **kwargs)
-        kind = (stage, self.training, torch.is_grad_enabled(), *_kind(input_or_hidden, kwargs))
+        kind = (stage, self.training, torch.is_grad_enabled(), *facts_of(input_or_hidden, kwargs))
         if len(runtime.examined) > MANY_FORMS:
             runtime.examined.clear()
         # Modules may have been replaced since, as by adapters.
@@ -269,14 +269,6 @@ class PipelineParallel(ModuleWrapper):
 
 def _gradient(tensor: Tensor) -> Tensor:
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-
-
-def _kind(given: Any, kwargs: Mapping[str, Any]) -> Iterator[Hashable]:
-    """Yield the facts that the way of a forward may depend on."""
-    for tensor in tensors_in(given) if is_hidden(given) else [given]:
-        yield signature(tensor)
-    for name, value in kwargs.items():
-        yield name, signature(value)
 
 
 def _agreed_placement(
