@@ -113,10 +113,9 @@ def test_what_is_alive_is_what_the_checked_schedule_keeps(name, chunks):
                     for each in own
                 }
                 assert found == heaviest(actions, weights)
-            counts = [Counter((a.kind == "W", a.chunk) for a in own if a.kind != "F")
-                      for own in built.ranks]  # fmt: skip
+            counts = [Counter(a.chunk for a in own if a.kind != "F") for own in built.ranks]
             assert backwards(name, ranks, micro_batches, chunks) == tuple(
-                tuple((own[False, at], own[True, at]) for at in range(chunks)) for own in counts
+                tuple(own[at] for at in range(chunks)) for own in counts
             )
 
 

@@ -15,9 +15,7 @@ from .holding.buckets import Buckets, Optimizer
 from .holding.live import backwards
 from .layout import Layout
 
-# Of each chunk, backwards that sum it, whole or first halves, and second ones; () if the last alone
-# sums all.
-Sums = tuple[tuple[int, int], ...]
+Sums = tuple[int, ...]  # how many backwards of each chunk sum it; () if the last alone sums all
 WORD = 4  # bytes of a flag
 FLAGS = 4  # words besides those of parameters: whether ranks are at the same place of the step
 COUNTS = 32  # bytes: tokens of the step, and whether a rank has to refuse something
@@ -202,7 +200,7 @@ def _summed(
 def _gradients(
     axis: str, buckets: Buckets, ranks: int, sums: Sums, fetched: int, optimizer: Optimizer
 ) -> Iterator[Traffic]:
-    flags, rounds = FLAGS, sum(map(sum, sums)) if sums else 1
+    flags, rounds = FLAGS, sum(sums) if sums else 1
     for bucket, alike in buckets.each:
         item = optimizer.sum_item or bucket.item
         whole = bucket.padded(ranks) * item

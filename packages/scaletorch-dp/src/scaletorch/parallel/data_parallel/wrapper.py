@@ -155,8 +155,8 @@ class _DataParallel(ModuleWrapper):
         """Run the wrapped module's own `backward`, a pipeline stage's, and return its result.
 
         Unlike a plain backward it also lets this rank take part in the synchronisation if none
-        of its parameters got a gradient. With ZeRO 2 only those buckets are summed that have
-        parameters which the wrapped module's `reached_by(output_tensor)` names, if it has that.
+        of its parameters got a gradient. With ZeRO 2 only those buckets are summed of which the
+        wrapped module has parameters then: a pipeline has those of one of its stages at a time.
 
         Raises:
             StateError: The wrapped module has no `backward` method.
@@ -169,9 +169,8 @@ class _DataParallel(ModuleWrapper):
             )
             raise StateError(message)
         completed = [sync.completed for sync in self._syncs]
-        reached_by = getattr(self.module, "reached_by", None)
-        if reached_by is not None and any(sync.manager.eager for sync in self._syncs):
-            reached = list(reached_by(output_tensor))
+        if any(sync.manager.eager for sync in self._syncs):
+            reached = list(self.module.parameters())
             for sync in self._syncs:
                 sync.manager.expect(reached)
         result = stage_backward(input_tensor, output_tensor, output_tensor_grad)

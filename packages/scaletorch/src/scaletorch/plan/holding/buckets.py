@@ -110,22 +110,17 @@ class Bucket:
         """Return those of a shard: float32 at least; `fully_shard`'s are as parameters are."""
         return self.item if zero == 3 else max(self.item, 4)
 
-    def sums(self, backwards: Sequence[tuple[int, int]]) -> int:
+    def sums(self, backwards: Sequence[int]) -> int:
         """Return how often a step with ZeRO 2 sums it.
 
         Args:
-            backwards: Of each chunk, whole ones and first halves, and second halves.
+            backwards: How many there are of each chunk, halves of one as two.
         """
-        each = enumerate(backwards)
-        return sum(
-            firsts * self.reached("B", chunk) + seconds * self.reached("W", chunk)
-            for chunk, (firsts, seconds) in each
-        )
+        return sum(times for chunk, times in enumerate(backwards) if self.reached(chunk))
 
-    def reached(self, kind: str, chunk: int) -> bool:
-        """Return whether an action sums it: "W" only what it makes, others all of the chunk's."""
-        each = {*self.backwards, *self.also}
-        return (chunk, True) in each or (kind != "W" and (chunk, False) in each)
+    def reached(self, chunk: int) -> bool:
+        """Return whether backwards of a chunk sum it."""
+        return any(own == chunk for own, _ in (*self.backwards, *self.also))
 
     def made(self, ranks: int, rank: int, halves: tuple[bool, ...]) -> set[tuple[int, bool]]:
         """Return which backwards make any gradient of a rank's shard: chunk, and second half.

@@ -143,7 +143,7 @@ def _followed(known: Holdings, layout: Layout, number: int, kind: str, chunk: in
     places: list[dict[int, int]] = []  # of those buckets that leave
     groups: list[_Buckets] = []
     for axis, all_ in enumerate(members):
-        leaving = [at for at, b in enumerate(all_) if layout.zero < 2 or b.reached(kind, chunk)]
+        leaving = [at for at, b in enumerate(all_) if layout.zero < 2 or b.reached(chunk)]
         places.append({at: place for place, at in enumerate(leaving)})
         each_size = [_sizes(known, all_[at], axis) for at in leaving]
         groups.append(_Buckets(each_size, [len(all_[at].sizes) for at in leaving], total))

@@ -68,15 +68,12 @@ def enough(schedule: str, pp: int, micro_batches: int, chunks: int) -> int:
 
 def backwards(
     schedule: str, pp: int, micro_batches: int, chunks: int
-) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Return how many actions of backward each rank has, by chunk.
-
-    Those are whole ones and first halves, and second halves.
-    """
+) -> tuple[tuple[int, ...], ...]:
+    """Return how many actions of backward each rank has, by chunk, halves of one as two."""
     m = micro_batches
     if schedule == "dualpipe_v":  # its halves come while the pipeline fills and drains
-        return tuple(tuple((m, halves) for halves in own) for own in _halves(pp, min(m, 2 * pp)))
-    return (((m, m if schedule in SPLIT else 0),) * chunks,) * pp
+        return tuple(tuple(m + halves for halves in own) for own in _halves(pp, min(m, 2 * pp)))
+    return ((2 * m if schedule in SPLIT else m,) * chunks,) * pp
 
 
 def halved(schedule: str, pp: int, micro_batches: int) -> tuple[tuple[bool, ...], ...]:

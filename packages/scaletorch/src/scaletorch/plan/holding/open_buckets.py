@@ -42,7 +42,7 @@ def _most_of(
         own = [
             (b, times)
             for b, times in buckets.each
-            if b.sharded and (zero < 2 or b.reached(*action))
+            if b.sharded and (zero < 2 or b.reached(action[1]))
         ]
         sums = [b.padded(ranks) * b.sum_item(known.optimizer) for b, _ in own]
         found = sum(b.padded(ranks) // ranks * b.master_item(1) * times for b, times in own)

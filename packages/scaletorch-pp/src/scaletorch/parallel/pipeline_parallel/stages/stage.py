@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -236,17 +236,6 @@ class PipelineParallel(ModuleWrapper):
         if input_tensor is None:
             return None
         return made[0] if isinstance(input_tensor, Tensor) and made else made
-
-    def reached_by(self, output_tensor: Any) -> Iterator[Tensor]:
-        """Yield the parameters that `backward` of an output may give gradients.
-
-        Args:
-            output_tensor: As `backward` is given it, of the stage that is selected.
-        """
-        if isinstance(output_tensor, WeightGradients):
-            yield from output_tensor.weights()
-        else:
-            yield from self.parameters()
 
     def check_ties(self) -> None:
         """Check that the parameters that several ranks hold are those that they were.

@@ -33,10 +33,6 @@ class WeightGradients:
         """Return the outputs' gradients, which are kept until `accumulate`."""
         return [gradient for _, (_, gradient) in self._left]
 
-    def weights(self) -> list[Tensor]:
-        """Return those whose gradients are left."""
-        return [weight for weight, _ in self._left]
-
     def leave(self, weight: Tensor, inputs: Tensor, gradient: Tensor) -> None:
         """Leave the gradient of a weight for later.
 

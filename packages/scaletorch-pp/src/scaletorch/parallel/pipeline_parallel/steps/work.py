@@ -103,6 +103,8 @@ class Training:
             self._forward(task, into)
             return
         self._switch_sync()
+        # A recomputed forward may look for its modules, and wrappers for what a backward may reach.
+        self.stages.pipeline.select(chunk)
         if kind == BACKWARD_WEIGHT:
             self._backward(None, into, None)
         else:
@@ -120,10 +122,9 @@ class Training:
     def _backward_of_inputs(self, task: Task, into: WeightGradients | None) -> None:
         """Run a backward, or the part of it that others wait for."""
         _, micro_batch, chunk = task.action
-        mail, pipeline = self.stages.mail, self.stages.pipeline
+        mail = self.stages.mail
         gradients = None if task.needs is None else mail.take_gradients(task.needs)
         hidden, output = self._live.pop((micro_batch, chunk))
-        pipeline.select(chunk)  # a recomputed forward may look for its modules
         with self._leaving(into, backward=True):
             made = self._backward(hidden, output, gradients)
         if task.makes is not None:
