@@ -245,7 +245,7 @@ def test_zero_3_has_a_layer_and_its_neighbours_whole():
     for batches, shards in ((1, 1), (2, 0)):  # of gradients of the layers behind
         layout = Layout(Grid(dp=4), zero=3, micro_batches=batches)
         moments, most = gathered(known, layout, known.numbers(layout)[0]), {}
-        for block, size in zip(moments.blocks.tolist(), moments.bytes.tolist(), strict=True):
+        for block, (size,) in zip(moments.blocks, moments.bytes, strict=True):
             most[block] = max(size, most.get(block, 0))
         own = 4 * (101 + 10)
         assert most[0] == rest + layer + head
@@ -610,8 +610,7 @@ def test_what_ep_does_not_divide_is_put_in_buckets_once(monkeypatch):
     assert once > 0
     assert own > 0
     assert each > own
-    # Empty lists, of what is not shared by ZeRO, are filled with each ep's experts.
-    assert again - each == once - own
+    assert again == once
 
 
 def mixed(sizes):

@@ -108,13 +108,20 @@ def plan(
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Look for no cycles meanwhile: a search makes none, and very many objects that stay."""
+    """Look for no cycles meanwhile: a search makes none, and very many objects that stay.
+
+    They are not looked at when it ends either: to freeze all that there is and to let it go again
+    makes it old, at no cost.
+    """
     before = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         if before:
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 

@@ -23,7 +23,7 @@ from .holdings import Holdings
 from .live import CHANGES, SPLIT, Counts, enough, outer
 from .stages import schedule_of
 from .ties import of_ties
-from .under_way import LONG, Message, counted, moments_of
+from .under_way import LONG, Message, moments_of
 
 END = "E"  # the kind of what comes behind all actions
 
@@ -235,7 +235,7 @@ def _followed(
         own = (*now, *there) if kind == "F" else before
         if which != "last" or backwards:
             own = (*(n and n + more for n in own[: len(now)]), *own[len(now) :])
-        found.setdefault((kind, chunk, brings), set()).add((*own, *chain(*counted(held(), stages))))
+        found.setdefault((kind, chunk, brings), set()).add((*own, *chain(*held.each)))
     found[END, 0, False] = {(0,) * len(now) + (1,) * len(there) + none}
     size, after = len(now), len(now) + len(there)
     return tuple(

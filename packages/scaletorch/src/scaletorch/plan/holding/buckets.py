@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Literal, NamedTuple
 
@@ -77,6 +77,8 @@ class Bucket:
         gathered: With ZeRO 3, what is gathered together: "layer", for its forward and again for its
             backward, or "rest", once for both.
         also: Other backwards that make a part of tied ones.
+        elements: Of all parameters.
+        single: Whether one backward makes all of its gradients.
     """
 
     sizes: tuple[int, ...]
@@ -85,16 +87,14 @@ class Bucket:
     backwards: tuple[tuple[int, bool], ...]
     gathered: Literal["", "layer", "rest"] = ""
     also: tuple[Backward, ...] = ()
+    elements: int = field(init=False, compare=False)
+    single: bool = field(init=False, compare=False)
 
-    @property
-    def elements(self) -> int:
-        """Of all of them."""
-        return sum(self.sizes)
-
-    @property
-    def alike(self) -> bool:
-        """Whether one backward makes all of its gradients."""
-        return self.backwards.count(self.backwards[0]) == len(self.backwards)
+    def __post_init__(self) -> None:
+        """Work out once what a search asks very often."""
+        object.__setattr__(self, "elements", sum(self.sizes))
+        first = self.backwards[0]
+        object.__setattr__(self, "single", self.backwards.count(first) == len(self.backwards))
 
     def padded(self, ranks: int) -> int:
         """Return the elements of its memory: shards, of each parameter with ZeRO 3, are equal."""
@@ -131,14 +131,14 @@ class Bucket:
             halves: Whether the first backward of each chunk comes in two.
         """
         each = {self.backwards[0]}
-        if not self.alike:
+        if not self.single:
             each = {backward for _, backward in self.shards(ranks, rank)}
         return {(chunk, late and chunk < len(halves) and halves[chunk]) for chunk, late in each}
 
     def changing(self, ranks: int) -> set[int]:
         """Return the ranks in whose shards another backward's gradients begin."""
         share, at, found = self.padded(ranks) // ranks, 0, set[int]()
-        if self.alike:
+        if self.single:
             return found
         for size, (before, after) in zip(self.sizes, pairwise(self.backwards), strict=False):
             at += size

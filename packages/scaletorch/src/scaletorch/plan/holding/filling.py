@@ -13,11 +13,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from operator import add
+from operator import add, mul
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from ..layout import Layout
 from .buckets import Bucket, bucket_of, fill
@@ -35,16 +32,16 @@ class Filled(NamedTuple):
     """Buckets while one action runs, beside what is there before it: a row for each moment.
 
     Attributes:
-        blocks: Int64 [moments], which block of the chunk runs, from the last; one more at the end.
+        blocks: Which block of the chunk runs, from the last; one more at the end.
         names: Whose gradient is the latest of the block; "" before the first, and at the end.
         parts: Whether that is when it comes, has been taken over, or later: of `PARTS`.
-        bytes: Float64 [moments, 5], as `Numbers`.
+        bytes: As `Numbers`; of `gathered` it is one number.
     """
 
-    blocks: Tensor
+    blocks: tuple[int, ...]
     names: tuple[str, ...]
     parts: tuple[int, ...]
-    bytes: Tensor
+    bytes: tuple[Numbers, ...]
 
 
 @dataclass(slots=True)
@@ -122,18 +119,18 @@ def filled(known: Holdings, layout: Layout, number: int, kind: str, chunk: int) 
     return found
 
 
-def bytes_of(known: Holdings, layout: Layout, number: int, kind: str, chunk: int) -> Tensor:
+def bytes_of(known: Holdings, layout: Layout, number: int, kind: str, chunk: int) -> list[float]:
     """Return the bytes at each of the moments that `filled` has."""
     grid = layout.grid
     ranks = grid.cp * grid.dp, grid.edp
     key = grid.tp, grid.ep, grid.etp, ranks, layout.zero, number, kind, chunk
-    found: Tensor | None = known.filled.get(key)
+    found: list[float] | None = known.filled.get(key)
     if found is None:
         native = known.optimizer.native
         coming = [(1 / n if native else 1) * (n > 1) for n in ranks]
         weights = [float(layout.zero == 2), *coming, *(1 / n for n in ranks)]
-        of = filled(known, layout, number, kind, chunk).bytes
-        found = known.filled[key] = of @ torch.tensor(weights, dtype=torch.float64)
+        each = filled(known, layout, number, kind, chunk).bytes
+        found = known.filled[key] = [sum(map(mul, own, weights)) for own in each]
     return found
 
 
@@ -170,8 +167,7 @@ def _followed(known: Holdings, layout: Layout, number: int, kind: str, chunk: in
     total.add(nothing)
     for group in groups:
         group.finish()
-    blocks, names, parts, sizes = zip(*total.each, strict=True)
-    return Filled(torch.tensor(blocks), names, parts, torch.tensor(sizes, dtype=torch.float64))
+    return Filled(*zip(*total.each, strict=True))
 
 
 def _sizes(known: Holdings, bucket: Bucket, axis: int) -> tuple[Numbers, Numbers, Numbers]:

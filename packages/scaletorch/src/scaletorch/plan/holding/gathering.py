@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-import torch
-
 from ..layout import Layout
 from .buckets import Held
 from .filling import COMES, LATER, PARTS, Filled, gradients_in
@@ -38,7 +36,7 @@ class Whole(NamedTuple):
 
 
 def gathered(known: Holdings, layout: Layout, number: int) -> Filled:
-    """Follow a backward; `Filled.bytes` is one number a moment, float64 [moments].
+    """Follow a backward.
 
     Args:
         known: Of the description.
@@ -52,8 +50,7 @@ def gathered(known: Holdings, layout: Layout, number: int) -> Filled:
     if found is None:
         moments = _followed(known, layout, number, alone=alone)
         blocks, names, parts, sizes = zip(*moments, strict=True)
-        size = torch.tensor(sizes, dtype=torch.float64)
-        found = known.filled[key] = Filled(torch.tensor(blocks), names, parts, size)
+        found = known.filled[key] = Filled(blocks, names, parts, tuple((size,) for size in sizes))
     return found
 
 

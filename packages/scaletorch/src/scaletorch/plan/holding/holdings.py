@@ -14,6 +14,15 @@ from .buckets import Bucket, Buckets, Held, Optimizer, bucket_of, fill
 from .contents import Content, contents
 from .stages import places, stages_of
 
+Together = tuple[int, bool, bool, str]
+
+
+def asked_together(layout: Layout) -> Together:
+    """Return what cuts have in common that a search is likely to ask of: ranks, and options."""
+    grid = layout.grid
+    shares = layout.sequence_parallel or grid.tp == 1
+    return grid.tp * grid.cp, layout.recompute == "selective", shares, layout.cp_method
+
 
 class Holdings:
     """What the ranks of a description hold.
@@ -57,21 +66,26 @@ class Holdings:
         self._alike: dict[object, Alike] = {}
         self._buckets: dict[object, dict[str, Buckets]] = {}
         self._filled: dict[tuple[Alike, int], Buckets] = {}
+        self._members: dict[tuple[Alike, bool | None], Counter[tuple[Held, ...]]] = {}
         self._latest: dict[object, tuple[int, ...]] = {}
         self._places: dict[object, int] = {}
         self._replicas: dict[object, tuple[int, int]] = {}
-        self._cuts: dict[bool, dict[Cut, int]] = {}
+        self._cuts: dict[Together, dict[Cut, int]] = {}
         self._sums: dict[tuple[int, int, int], list[int]] = {}
 
-    def cuts(self, selective: bool) -> dict[Cut, int]:
-        """Return the places of cuts with selective recomputation, or of those without it."""
-        if selective not in self._cuts:
-            each = [cut for cut in self.description.cuts if cut.selective == selective]
-            self._cuts[selective] = {
-                cut_of(c.tp, c.cp, c.ep, c.sequence_parallel, c.cp_method, c.selective): at
-                for at, c in enumerate(each)
-            }
-        return self._cuts[selective]
+    def cuts(self, layout: Layout) -> dict[Cut, int]:
+        """Return the places of cuts of `asked_together`, of which the layout's is one."""
+        key = ranks, selective, shares, method = asked_together(layout)
+        if key not in self._cuts:
+            each = [
+                cut_of(c.tp, c.cp, c.ep, c.sequence_parallel, c.cp_method, c.selective)
+                for c in self.description.cuts
+                if (c.tp * c.cp, c.selective) == (ranks, selective)
+                and (c.tp == 1 or c.sequence_parallel is shares)
+                and c.cp_method in ("", method)
+            ]
+            self._cuts[key] = {cut: at for at, cut in enumerate(each)}
+        return self._cuts[key]
 
     def place_of_cut(self, layout: Layout) -> int:
         """Return the place of a layout's cut.
@@ -79,9 +93,8 @@ class Holdings:
         Raises:
             InvalidArgumentError: The model cannot be cut so, or it was not described.
         """
-        cut = layout.cut
-        if (place := self.cuts(cut.selective).get(cut)) is None:
-            raise self.description.missing(cut)
+        if (place := self.cuts(layout).get(layout.cut)) is None:
+            raise self.description.missing(layout.cut)
         return place
 
     def numbers(self, layout: Layout) -> tuple[int, ...]:
@@ -205,14 +218,20 @@ class Holdings:
         return self._filled[alike, zero]
 
     def _in_messages(self, alike: Alike, zero: int) -> Counter[Bucket]:
-        size, held = self.optimizer.bucket_size, all_of(alike)[::-1]
-        shared = [p for p in held if zero and not p.others]
-        rest = [p for p in held if not zero or p.others]
+        tied = any(p.others for held, _, _ in alike for p in held)
+        parts = ((False, True), (True, False)) if zero and tied else ((None, zero > 0),)
         found = Counter[Bucket]()
-        for each, sharded in ((shared, True), (rest, False)):
-            for own, times in Counter(fill(each, size)).items():
+        for which, sharded in parts:
+            for own, times in self._together(alike, which).items():
                 found[bucket_of(own, sharded=sharded)] += times
         return found
+
+    def _together(self, alike: Alike, tied: bool | None) -> Counter[tuple[Held, ...]]:
+        """Return which gradients are in a bucket, of those that are tied or not, or of all."""
+        if (alike, tied) not in self._members:
+            held = [p for p in all_of(alike)[::-1] if tied is None or (p.others > 0) is tied]
+            self._members[alike, tied] = Counter(fill(held, self.optimizer.bucket_size))
+        return self._members[alike, tied]
 
     def fullest(self, layout: Layout, number: int) -> int:
         """Return the tp rank, and ep rank, that has the most bytes of parameters."""

@@ -179,6 +179,8 @@ def outer(counts: Iterable[Counts]) -> list[Counts]:
     """
     found: list[Counts] = []
     for each in sorted(counts, reverse=True):
+        if found and all(map(ge, found[-1], each)):
+            continue
         while len(found) > 1 and _between(found[-2], found[-1], each):
             found.pop()
         if not any(all(map(ge, more, each)) for more in found):

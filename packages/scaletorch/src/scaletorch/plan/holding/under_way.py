@@ -8,7 +8,7 @@ part of it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -92,65 +92,92 @@ def _under_way(schedule: str, pp: int, chunks: int, count: int) -> tuple[_Ways, 
 
 
 def _of_rank(program: Sequence[Action | Message], stages: Sequence[int]) -> _Ways:
-    most: dict[tuple[str, int], int] = {}
-    chosen: dict[tuple[str, int], list[Message]] = {}
+    most: dict[tuple[str, int], tuple[int, int]] = {}
+    ways: dict[tuple[str, int], UnderWay] = {}
     for action, live, held in moments_of(program, stages):
-        key, before = (action.kind, action.chunk), most.get((action.kind, action.chunk), -1)
-        if live >= before:
-            found = held()
-            if live > before or len(found) > len(chosen[key]):
-                most[key], chosen[key] = live, found
-    ways = tuple([UnderWay(*key, *counted(messages, stages)) for key, messages in chosen.items()])
-    last = UnderWay(action.kind, action.chunk, *counted(held(), stages))
+        key = action.kind, action.chunk
+        if (live, held.total) > most.get(key, (-1, -1)):
+            most[key], ways[key] = (live, held.total), UnderWay(*key, *held.by_chunk())
+    last = UnderWay(action.kind, action.chunk, *held.by_chunk())
     own = tuple(n + (at == action.chunk) for at, n in enumerate(last.returning))  # gone by now
-    return ways, last._replace(returning=own)
+    return tuple(ways.values()), last._replace(returning=own)
 
 
-def counted(messages: Sequence[Message], stages: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield how many messages there are by chunk, as the four counts of `UnderWay`."""
-    each = [[0] * len(stages) for _ in range(4)]
-    for message in messages:  # a search spends much of its time here
-        sort = 2 * isinstance(message, Receive) + message.gradient
-        each[sort][stages.index(_own(message))] += 1
-    yield from map(tuple, each)
+class Held:
+    """How many messages a rank has, as its actions run.
+
+    Attributes:
+        total: Of all.
+        each: By chunk, of the four sorts of `UnderWay`.
+    """
+
+    __slots__ = "each", "total"
+
+    def __init__(self, chunks: int) -> None:
+        self.total, self.each = 0, [[0] * chunks for _ in range(4)]
+
+    def add(self, sort: int, chunk: int, number: int) -> None:
+        """Have so many more of a sort."""
+        self.each[sort][chunk] += number
+        self.total += number
+
+    def by_chunk(self) -> Iterator[tuple[int, ...]]:
+        """Yield how many there are now, as the four counts of `UnderWay`."""
+        return map(tuple, self.each)
 
 
-def _own(message: Message) -> int:
-    """Return the stage of this rank that makes or takes a message."""
-    if isinstance(message, Send):
-        return message.stage
-    return message.stage + (-1 if message.gradient else 1)
+FORWARD, BACKWARD, ENTERING, RETURNING = range(4)
+_Key = tuple[int, int, bool]  # chunk and micro-batch, and whether it is a gradient
 
 
 def moments_of(
     program: Sequence[Action | Message], stages: Sequence[int]
-) -> Iterator[tuple[Action, int, Callable[[], list[Message]]]]:
+) -> Iterator[tuple[Action, int, Held]]:
     """Yield each action, how many micro-batches are kept then, halves too, and the messages."""
-
-    def held() -> list[Message]:
-        here = [m for m in sent if m.gradient or (m.stage, m.micro_batch) not in live]
-        return [*here, *come.values()]
-
-    sent: deque[Message] = deque(maxlen=IN_FLIGHT)
-    come: dict[tuple[int, int, bool], Message] = {}
-    live: set[tuple[int, int]] = set()
+    chunk_of = {stage: chunk for chunk, stage in enumerate(stages)}
+    held = Held(len(stages))
+    sent: deque[_Key] = deque()
+    come: set[_Key] = set()
+    live: set[tuple[int, int]] = set()  # whose outputs stay until their backward, sent or not
     halves = 0
     for messages, action in _steps(program):
         for each in messages:
             if isinstance(each, Send):
-                sent.append(each)
+                sent.append((chunk_of[each.stage], each.micro_batch, each.gradient))
+                _count(held, sent[-1], live, 1)
+                if len(sent) > IN_FLIGHT:
+                    _count(held, sent.popleft(), live, -1)
             else:
-                come[_own(each), each.micro_batch, each.gradient] = each
-        here = stages[action.chunk], action.micro_batch
+                chunk = chunk_of[each.stage + (-1 if each.gradient else 1)]
+                come.add((chunk, each.micro_batch, each.gradient))
+                held.add(RETURNING if each.gradient else ENTERING, chunk, 1)
+        chunk, number = here = action.chunk, action.micro_batch
         if action.kind == "F":
-            come.pop((*here, False), None)
+            _take(held, come, (chunk, number, False))
             live.add(here)
             yield action, len(live) + halves, held
             continue
         yield action, len(live) + halves, held
-        come.pop((*here, True), None)
-        live.discard(here)
+        _take(held, come, (chunk, number, True))
+        if here in live:
+            live.remove(here)
+            if (chunk, number, False) in sent:
+                held.add(FORWARD, chunk, 1)
         halves += {"I": 1, "W": -1}.get(action.kind, 0)
+
+
+def _count(held: Held, sent: _Key, live: set[tuple[int, int]], number: int) -> None:
+    chunk, micro_batch, gradient = sent
+    if gradient:
+        held.add(BACKWARD, chunk, number)
+    elif (chunk, micro_batch) not in live:
+        held.add(FORWARD, chunk, number)
+
+
+def _take(held: Held, come: set[_Key], key: _Key) -> None:
+    if key in come:
+        come.remove(key)
+        held.add(RETURNING if key[2] else ENTERING, key[0], -1)
 
 
 def _steps(program: Sequence[Action | Message]) -> Iterator[tuple[list[Message], Action]]:

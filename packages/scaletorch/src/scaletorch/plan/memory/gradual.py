@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
-
 from ..holding import Holdings
 from ..holding.brought import gradients_of
 from ..holding.filling import COMES, LATER, PARTS
 from ..layout import Layout
-from .sizes import Sizes, sizes_of
+from .sizes import Exact, Sizes, sizes_of
 
 Rows = dict[tuple[int, str, int], int]  # kind, whose gradient, and of `PARTS`
 
 
 def needs_of(
     known: Holdings, layout: Layout, sizes: Sizes, at: int, *, half: bool
-) -> tuple[Tensor, Rows]:
+) -> tuple[Exact, Rows]:
     """Return what blocks need when each gradient comes and from then on, and where that stands."""
     key = layout.cut, layout.recompute, layout.micro_rows, "I" if half else "B"
-    found = known.made.get(key)
+    found: tuple[Exact, Rows] | None = known.made.get(key)
     if found is None:
         needs: list[float] = [0.0]
         rows: Rows = {(-1, "", LATER): 0}
         for kind, own in enumerate(known.description.behaviours(layout.cut)):
-            peak = float(sizes.backward[half][kind][at])
+            peak = sizes.backward[half][kind][at]
             again = own.again.at(layout.micro_rows) * (
                 layout.recompute == "full" and kind in known.layers
             )
-            again += float(sizes.left[kind][at]) * half
+            again += sizes.left[kind][at] * half
             rows[kind, "", COMES] = 0  # before it begins
             rows[kind, "", LATER] = len(needs)
             needs.append(peak)
@@ -41,7 +38,7 @@ def needs_of(
                 if own.made:
                     first = rows[kind, own.made[0][0], COMES]
                     rows |= {(kind, name, part): first for part in PARTS}
-        found = known.made[key] = torch.tensor(needs, dtype=torch.float64), rows
+        found = known.made[key] = needs, rows
     return found
 
 
@@ -55,7 +52,7 @@ def grown(known: Holdings, layout: Layout, number: int, chunk: int, action: str)
         chunk: Of the rank.
         action: "B", or "I" for the first half.
     """
-    sizes, half = sizes_of(known, layout.recompute, layout.micro_rows), action == "I"
+    sizes, half = sizes_of(known, layout), action == "I"
     needs, rows = needs_of(known, layout, sizes, known.place_of_cut(layout), half=half)
     behaviours = known.description.behaviours(layout.cut)
     found = []
@@ -68,6 +65,6 @@ def grown(known: Holdings, layout: Layout, number: int, chunk: int, action: str)
         there, most = 0, 0.0
         for name, *_ in behaviours[kind].made:
             there += own.get(name, 0)
-            most = max(most, there + float(needs[rows[kind, name, LATER]]))
-        found.append(max(0, round(most - float(needs[rows[kind, "", LATER]]))))
+            most = max(most, there + needs[rows[kind, name, LATER]])
+        found.append(max(0, round(most - needs[rows[kind, "", LATER]])))
     return tuple(found)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from ..holding import Holdings
 from ..holding.brought import brings, brought
 from ..holding.filling import MADE
+from ..holding.holdings import asked_together
 from ..holding.live import SPLIT, Counts, outer
 from ..holding.open_buckets import most_filled
 from ..holding.ties import of_ties
@@ -205,10 +206,11 @@ def _moving(
 ) -> Moving:
     """Return what micro-batches need on the same ranks, and gradients that a step brings.
 
-    Where it brings none, all cuts are summed at once. `last`: in the last backward alone.
+    Where it brings none, all cuts of `asked_together` are summed at once. `last`: in the last
+    backward alone.
     """
     bringing = pipeline[-1]
-    key: tuple[object, ...] = recompute, layout.micro_rows, pipeline, last
+    key: tuple[object, ...] = recompute, layout.micro_rows, asked_together(layout), pipeline, last
     if bringing:
         key = *key, layout.cut, layout.grid.etp
     found: Fullest | None = known.peaks.get(key)
@@ -217,7 +219,7 @@ def _moving(
         numbers = {number for number, _ in ranks.ranks} if bringing else ()
         own = {number: brought(known, layout, number) for number in numbers}
         own_way = layout.saving(recompute, layout.zero)
-        found = known.peaks[key] = fullest(known, recompute, layout.micro_rows, ranks, own, own_way)
+        found = known.peaks[key] = fullest(known, own_way, ranks, own)
     return found, known.place_of_cut(layout)
 
 

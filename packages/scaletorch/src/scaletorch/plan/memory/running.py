@@ -1,7 +1,7 @@
 """Bytes on a rank while micro-batches are under way: what is kept of one, and what running needs.
 
-All of it goes by kinds of blocks. What a kind keeps is worked out once for all cuts, and what a
-chunk keeps once for all ranks and schedules that have one like it.
+All of it goes by kinds of blocks. What a kind keeps is worked out for several cuts at once, and
+what a chunk keeps once for all ranks and schedules that have one like it.
 """
 
 from __future__ import annotations
@@ -87,11 +87,11 @@ def _running(known: Holdings, layout: Layout, number: int, own: Brought | None) 
     """Return what a rank needs; `own` is what it is brought, if it is."""
     content, all_runs = known.content(number), known.runs(number)
     split, offloaded = layout.schedule in SPLIT, layout.recompute == "offload"
-    sizes = sizes_of(known, layout.recompute, layout.micro_rows)
+    sizes = sizes_of(known, layout)
     at = known.place_of_cut(layout)
-    kept = tuple([int(kept_in(sizes, runs)[at]) for runs in all_runs])
+    kept = tuple([kept_in(sizes, runs)[at] for runs in all_runs])
     if split:
-        kept += tuple([int(halves_of(sizes, runs)[at]) for runs in all_runs])
+        kept += tuple([halves_of(sizes, runs)[at] for runs in all_runs])
     shards = own is not None and not own.runs
 
     def work(action: Action) -> int:
@@ -99,10 +99,10 @@ def _running(known: Holdings, layout: Layout, number: int, own: Brought | None) 
             return sharing(known, layout, number, action)
         if layout.zero == 3 and action[0] == "F":
             return gathering(known, layout, number)
-        return int(works(known, sizes, number, action, None if shards else own, layout)[at])
+        return works(known, sizes, number, action, None if shards else own, layout)[at]
 
-    sent = tuple([int(sizes.handed[kind][at]) for kind in content.left])
-    received = tuple([int(sizes.handed[kind][at]) for kind in content.entered])
+    sent = tuple([sizes.handed[kind][at] for kind in content.left])
+    received = tuple([sizes.handed[kind][at] for kind in content.entered])
     passed = tuple(map(add, sent, received)) if offloaded else sent
     flags = own.flags if own else ()
     return Running(
@@ -133,7 +133,7 @@ def _messages(
 
 def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterator[tuple[str, int]]:
     """Yield what autograd keeps of a micro-batch in a chunk, by kinds of blocks."""
-    sizes = sizes_of(known, layout.recompute, layout.micro_rows)
+    sizes = sizes_of(known, layout)
     at = known.place_of_cut(layout)
     kinds = Counter[int]()
     for kind, times in known.runs(number)[chunk]:
@@ -141,13 +141,13 @@ def kept_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterato
     for kind, times in kinds.items():
         again = kind in known.layers and layout.recompute == "full"
         named = f"{times} x {known.name(kind)}"
-        yield f"inputs of {named}" if again else named, int(sizes.kept[kind][at]) * times
-    yield "shared", int(shared_of(sizes, known.runs(number)[chunk])[at])
+        yield f"inputs of {named}" if again else named, sizes.kept[kind][at] * times
+    yield "shared", shared_of(sizes, known.runs(number)[chunk])[at]
 
 
 def left_of(known: Holdings, layout: Layout, number: int, chunk: int) -> Iterator[tuple[str, int]]:
     """Yield what the first half of a backward of a chunk leaves for the second, by kinds."""
-    sizes = sizes_of(known, layout.recompute, layout.micro_rows)
+    sizes = sizes_of(known, layout)
     at = known.place_of_cut(layout)
     for kind, times in known.runs(number)[chunk]:
-        yield f"halves of {times} x {known.name(kind)}", int(sizes.halves[kind][at]) * times
+        yield f"halves of {times} x {known.name(kind)}", sizes.halves[kind][at] * times

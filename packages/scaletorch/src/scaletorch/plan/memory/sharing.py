@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-import torch
-from torch import Tensor
+from collections.abc import Iterable
+from itertools import accumulate
+from operator import add
 
 from ..holding import Holdings
 from ..holding.filling import LATER, Filled, bytes_of, filled
@@ -26,58 +25,60 @@ def sharing(known: Holdings, layout: Layout, number: int, action: Action) -> int
         action: "B", or "I" or "W" for a half of a backward.
     """
     kind, chunk, _ = action
-    sizes = sizes_of(known, layout.recompute, layout.micro_rows)
-    at = known.place_of_cut(layout)
     if layout.zero == 3:
         moments = gathered(known, layout, number)
-        comes = moments.bytes
+        comes = [own for (own,) in moments.bytes]
     else:
         moments = filled(known, layout, number, kind, chunk)
         comes = bytes_of(known, layout, number, kind, chunk)
+    sizes, at = sizes_of(known, layout), known.place_of_cut(layout)
     kinds = known.content(number).chunks[chunk][::-1]
-    each = _each(known, layout, sizes, at)[:, kinds]
+    left = [sizes.halves[own][at] for own in kinds]
     if kind == "W":  # each frees what the first half has left
-        largest = int(latest(known, number, sizes.selective)[chunk][at])
-        base = largest - _behind(each[2])
-        base[-1] -= largest
-        return max(0, round(float((comes + base[moments.blocks]).max())))
-    half = kind == "I"
-    needs, rows = needs_of(known, layout, sizes, at, half=half)
-    base = _behind(each[2] * half - each[0])
-    base[1:-1] += each[1, :-1]  # the gradient of its output
+        largest = latest(known, layout, number)[chunk][at]
+        base = [*(largest - size for size in _behind(left)[:-1]), -sum(left)]
+        return _most(comes, [base[block] for block in moments.blocks])
+    needs, rows = needs_of(known, layout, sizes, at, half=kind == "I")
     key = layout.cut, number, kind, chunk, layout.zero
     if key not in known.made:
-        known.made[key] = torch.tensor(list(_places(moments, kinds, rows)))
-    most = comes + base[moments.blocks] + needs[known.made[key]]
-    return max(0, round(float(most.max())))
+        known.made[key] = _places(moments, kinds, rows)
+    places: list[int] = known.made[key]
+    base = _under(sizes, at, kinds, left if kind == "I" else [0] * len(left))
+    each = zip(moments.blocks, places, strict=True)
+    return _most(comes, [base[block] + needs[place] for block, place in each])
+
+
+def _under(sizes: Sizes, at: int, kinds: tuple[int, ...], left: list[int]) -> list[float]:
+    """Return what is there more or less than before when each block runs, and when all have."""
+    freed = zip(left, kinds, strict=True)
+    found = _behind(halves - sizes.under[own][at] for halves, own in freed)
+    for place, behind in enumerate(kinds[:-1], 1):
+        found[place] += sizes.entered[behind][at]  # the gradient of its output
+    return found
 
 
 def gathering(known: Holdings, layout: Layout, number: int) -> int:
     """Return what a forward needs with ZeRO 3, above what all keep."""
-    sizes = sizes_of(known, layout.recompute, layout.micro_rows)
-    at, kinds = known.place_of_cut(layout), known.content(number).chunks[0]
-    under = _each(known, layout, sizes, at)[0, list(kinds)].cumsum(0)
-    own = torch.stack([sizes.forward[kind][at] for kind in kinds])
-    whole = torch.tensor(gathered_forward(known, layout, number))
-    return max(0, round(float((under + own + whole).max() - under[-1])))
+    sizes, at = sizes_of(known, layout), known.place_of_cut(layout)
+    kinds = known.content(number).chunks[0]
+    under = [*accumulate(sizes.under[kind][at] for kind in kinds)]
+    own = [sizes.forward[kind][at] - under[-1] for kind in kinds]
+    return _most(map(add, under, own), gathered_forward(known, layout, number))
 
 
-def _each(known: Holdings, layout: Layout, sizes: Sizes, at: int) -> Tensor:
-    """Return by kinds what blocks keep, their inputs, and what they leave for later, [3, kinds]."""
-    key = layout.cut, layout.recompute, layout.micro_rows
-    if key not in known.made:
-        parts = sizes.under, sizes.entered, sizes.halves
-        known.made[key] = torch.stack([torch.stack([own[at] for own in p]).double() for p in parts])
-    return known.made[key]  # type: ignore[no-any-return]
+def _most(numbers: Iterable[float], others: Iterable[float]) -> int:
+    """Return the largest sum in whole bytes, or 0."""
+    largest: float = max(map(add, numbers, others))
+    return max(0, round(largest))
 
 
-def _behind(sizes: Tensor) -> Tensor:
+def _behind(sizes: Iterable[float]) -> list[float]:
     """Return the sums of those before each, and of all."""
-    return torch.cat((torch.zeros(1, dtype=sizes.dtype), sizes.cumsum(0)))
+    return [*accumulate(sizes, initial=0.0)]
 
 
-def _places(moments: Filled, kinds: tuple[int, ...], rows: Rows) -> Iterator[int]:
-    """Yield for each moment the place of what its block needs then."""
+def _places(moments: Filled, kinds: tuple[int, ...], rows: Rows) -> list[int]:
+    """Return for each moment the place of what its block needs then."""
     each = (*kinds, -1)
-    for at, *of in zip(moments.blocks.tolist(), moments.names, moments.parts, strict=True):
-        yield rows.get((each[at], *of), rows[each[at], "", LATER])
+    own = zip(moments.blocks, moments.names, moments.parts, strict=True)
+    return [rows.get((each[at], name, part), rows[each[at], "", LATER]) for at, name, part in own]

@@ -127,14 +127,16 @@ def _of_bucket(
         replica: Which of these this is.
         optimizer: What is kept.
     """
-    shards = bucket.shards(ranks, replica)
-    own, sums = sum(size for size, _ in shards), bucket.sum_item(optimizer)
+    sums = bucket.sum_item(optimizer)
     if not bucket.sharded:
+        own, tensors = bucket.elements, len(bucket.sizes)
         # Sums of another dtype are kept beside the gradients that the optimizer takes.
         item = bucket.item if sums == bucket.item else bucket.item + sums
         state = own * optimizer.moments * (optimizer.item or bucket.item)
-        state += optimizer.per_tensor * len(shards)
+        state += optimizer.per_tensor * tensors
         return State(own * bucket.item, own * item, state)
+    shards = bucket.shards(ranks, replica)
+    own = sum([size for size, _ in shards])
     master = bucket.master_item(zero)
     length = bucket.padded(ranks)
     share = length // ranks

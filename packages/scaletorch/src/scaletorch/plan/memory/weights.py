@@ -1,25 +1,24 @@
 """What ranks have at their moments, as weights on the bytes of kinds of blocks.
 
-A search sums the same moments for cut after cut: the weights are worked out once, and then one
-product has the sums of all cuts. Rounded bytes are whole numbers, so it is those of
+A search sums the same moments for cut after cut: the weights are worked out once, and then sums are
+taken of all cuts that are asked together. Rounded bytes are whole numbers, so it is those of
 `fullest_moment`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import islice
 from operator import mul
 from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from ..holding import Holdings
 from ..holding.brought import Brought
 from ..holding.live import Counts, outer
-from ..layout import Layout, Recompute
+from ..layout import Layout
 from .busy import Busy
-from .sizes import Sizes, sizes_of
+from .by_cut import most, plus, scaled, total
+from .sizes import Sizes, Whole, sizes_of
 from .working import Action, works
 
 Weights = tuple[int, ...]
@@ -34,7 +33,7 @@ class Told(NamedTuple):
         groups: Of moments of the same rank and action: the rank's place, and the action.
         counts: How many of the groups each rank has.
         sizes: How many of the moments each group has.
-        weights: Of each moment, on `_column`.
+        weights: Of each moment: on which of `Sizes.column`, and how much.
         made: Of each moment, as `Moment.made`.
     """
 
@@ -43,7 +42,7 @@ class Told(NamedTuple):
     groups: list[tuple[int, Action]]
     counts: list[int]
     sizes: list[int]
-    weights: Tensor
+    weights: list[list[tuple[int, int]]]
     made: list[Counts]
 
 
@@ -54,7 +53,7 @@ def told(known: Holdings, ranks: Iterable[Busy], *, offloaded: bool) -> Told:
     counts: list[int] = []
     groups: list[tuple[int, Action]] = []
     sizes: list[int] = []
-    rows: list[Weights] = []
+    weights: list[list[tuple[int, int]]] = []
     made: list[Counts] = []
     for place, (number, halves, moments) in enumerate(ranks):
         each: dict[Action, set[Weights]] = {}
@@ -70,94 +69,89 @@ def told(known: Holdings, ranks: Iterable[Busy], *, offloaded: bool) -> Told:
         own.append((number, halves))
         counts.append(len(fullest_of))
         actions += [(number, action) for action, _ in left]
-        rows += [row[flags:] for _, row in left]
+        weights += [
+            [(at, weight) for at, weight in enumerate(row[flags:]) if weight] for _, row in left
+        ]
         made += [row[:flags] for _, row in left]
-    width = max(map(len, rows))
-    weights = torch.tensor([row + (0,) * (width - len(row)) for row in rows])
     return Told(own, actions, groups, counts, sizes, weights, made)
 
 
 class Fullest(NamedTuple):
-    """The most bytes of micro-batches under way, of all cuts.
+    """The most bytes of micro-batches under way, of all cuts that are asked together.
 
     Attributes:
-        ranks: One cut after another.
-        width: How many ranks there are.
-        by_group: By cut, in each of the ranks' groups.
-        message: The largest between stages, by cut.
+        by_rank: Of each rank.
+        by_group: Of each of the ranks' groups.
+        message: The largest between stages.
     """
 
-    ranks: list[int]  # a list for each cut would cost a search a tenth of its time
-    width: int
-    by_group: Tensor
-    message: list[int]
+    by_rank: list[Whole]
+    by_group: list[Whole]
+    message: Whole
 
     def of_ranks(self, cut: int) -> list[int]:
         """Return those on each rank."""
-        return self.ranks[cut * self.width : (cut + 1) * self.width]
+        return [own[cut] for own in self.by_rank]
 
     def of_groups(self, cut: int) -> list[int]:
         """Return those in each group."""
-        found: list[int] = self.by_group[cut].tolist()
-        return found
+        return [own[cut] for own in self.by_group]
 
 
-def fullest(
-    known: Holdings,
-    recompute: Recompute,
-    rows: int,
-    ranks: Told,
-    own: Mapping[int, Brought],
-    layout: Layout,
-) -> Fullest:
+def fullest(known: Holdings, layout: Layout, ranks: Told, own: Mapping[int, Brought]) -> Fullest:
     """Return for every cut the most bytes of micro-batches under way.
 
     Args:
         known: Of the description.
-        recompute: What runs again.
-        rows: Of a micro-batch.
+        layout: With what runs again, the rows of a micro-batch, and one of the cuts.
         ranks: With their moments.
         own: What each rank of a number is brought, which counts too; {} if a step brings nothing.
-            Only those of the cut are right then whose gradients these are.
-        layout: With that cut.
+            Only those of the layout's cut are right then, whose gradients these are.
     """
-    sizes = sizes_of(known, recompute, rows)
-    column = torch.stack(_column(known, sizes)[: ranks.weights.shape[1]])
+    sizes = sizes_of(known, layout)
+    _complete(known, sizes)
     each = {
         action: works(known, sizes, *action, own.get(action[0]), layout)
         for action in {*ranks.actions}
     }
-    sums = ranks.weights @ column + torch.stack([each[action] for action in ranks.actions])
-    if own:
-        there = zip(ranks.actions, ranks.made, strict=True)
-        flags = [sum(map(mul, made, own[number].flags)) for (number, _), made in there]
-        sums += torch.tensor(flags).unsqueeze(1)
-    groups = torch.stack([moments.amax(0) for moments in torch.split(sums, ranks.sizes)])
-    found = torch.stack([own.amax(0) for own in torch.split(groups, ranks.counts)])
+    sums = []
+    for action, weights, made in zip(ranks.actions, ranks.weights, ranks.made, strict=True):
+        now = total([*(_times(sizes, weight) for weight in weights), each[action]])
+        if own and (come := sum(map(mul, made, own[action[0]].flags))):
+            now = [number + come for number in now]
+        sums.append(now)
+    moments = iter(sums)
+    by_group = [most([*islice(moments, size)]) for size in ranks.sizes]
+    groups = iter(by_group)
+    by_rank = [most([*islice(groups, count)]) for count in ranks.counts]
     if not known.description.early:
-        found += torch.stack([_always(known, sizes, number) for number, _ in ranks.ranks])
-    message: list[int] = torch.stack(sizes.handed).amax(0).tolist()
-    return Fullest(found.T.reshape(-1).tolist(), len(found), groups.T, message)
+        always = [_always(known, sizes, number) for number, _ in ranks.ranks]
+        by_rank = [*map(plus, by_rank, always)]
+    return Fullest(by_rank, by_group, most(sizes.handed))
 
 
-def _always(known: Holdings, sizes: Sizes, number: int) -> Tensor:
+def _always(known: Holdings, sizes: Sizes, number: int) -> Whole:
     content = known.content(number)
-    return torch.stack(
-        [
-            torch.stack([sizes.handed[kind] for kind in kinds]).amax(0)
-            for kinds in (content.left, content.entered)
-        ]
-    ).sum(0)
+    left, entered = (
+        most([sizes.handed[kind] for kind in kinds]) for kinds in (content.left, content.entered)
+    )
+    return plus(left, entered)
 
 
-def _column(known: Holdings, sizes: Sizes) -> list[Tensor]:
-    """Return what is weighed: by kinds what they keep, leave and hand on; `shared` of chunks."""
+def _times(sizes: Sizes, weight: tuple[int, int]) -> Whole:
+    found = sizes.times.get(weight)
+    if found is None:
+        found = sizes.times[weight] = scaled(sizes.column[weight[0]], weight[1])
+    return found
+
+
+def _complete(known: Holdings, sizes: Sizes) -> None:
+    """Have all that is weighed: by kinds what they keep, leave and hand on; `shared` of chunks."""
     found, plain = sizes.column, 3 * known.all_kinds + 1
     if not found:
         found += [*sizes.kept, *sizes.halves, *sizes.handed]
     for kinds in known.kinds_of_chunks[len(found) - plain :]:
-        found.append(torch.stack([sizes.shared[kind] for kind in kinds]).amax(0))
-    return found
+        found.append(most([sizes.shared[kind] for kind in kinds]))
 
 
 def _weights(known: Holdings, number: int, counts: Counts, offloaded: bool) -> Weights:

@@ -1,18 +1,19 @@
-"""Bytes that a chunk needs to run, above what it keeps of micro-batches, for all cuts at once."""
+"""Bytes that a chunk needs to run, above what it keeps of micro-batches, for cuts at once."""
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from operator import sub
 
 from ...parallel.pg_manager import Grid
 from ..description import Cut
 from ..holding import Holdings
 from ..holding.brought import END, Brought
+from ..holding.holdings import asked_together
 from ..holding.ties import of_ties
 from ..layout import Layout, Recompute
+from .by_cut import most, plus, scaled, total
 from .gradual import grown
-from .sizes import Runs, Sizes, halves_of, rounded
+from .sizes import Exact, Runs, Sizes, Whole, halves_of
 
 Gradients = tuple[int, ...]  # bytes of a block of each run, if an action brings them
 Action = tuple[str, int, bool]  # kind and chunk, and whether it brings gradients
@@ -23,9 +24,9 @@ def works(
     sizes: Sizes,
     number: int,
     action: Action,
-    own: Brought | None = None,
-    layout: Layout | None = None,
-) -> Tensor:
+    own: Brought | None,
+    layout: Layout,
+) -> Whole:
     """Return what an action needs above what all keep, with the gradients that it brings.
 
     Args:
@@ -33,58 +34,61 @@ def works(
         sizes: Of blocks.
         number: Of the rank.
         action: Of it.
-        own: What is brought to the rank, if it is: then only the number of the cut is right whose
-            gradients these are.
-        layout: With that cut, if so.
+        own: What is brought to the rank, if it is: then only the number of the layout's cut is
+            right, whose gradients these are.
+        layout: With one of the cuts of `sizes`.
     """
     kind, chunk, first = action
     if kind == END:
-        others = of_ties(known, layout, number)[1] if layout else 0
-        return torch.full_like(sizes.kept[0], others)
+        return [of_ties(known, layout, number)[1]] * len(sizes.handed[0])
     runs = known.runs(number)[chunk]
     if kind == "W":
-        return _ending(known, sizes, number, chunk, own if first else None)
+        return _ending(known, layout, sizes, number, chunk, own if first else None)
     comes: Gradients = ()
     inside: Gradients = ()
-    if own is not None and layout is not None and first:
+    if own is not None and first:
         comes = tuple(early + late * (kind == "B") for early, late in own.runs[chunk])
         inside = grown(known, layout, number, chunk, kind)
     return needed(sizes, runs, kind, comes, inside)
 
 
-def _ending(known: Holdings, sizes: Sizes, number: int, chunk: int, own: Brought | None) -> Tensor:
+def _ending(
+    known: Holdings, layout: Layout, sizes: Sizes, number: int, chunk: int, own: Brought | None
+) -> Whole:
     """Return what second halves need: each frees what the first has left, and makes a gradient."""
-    largest = latest(known, number, sizes.selective)[chunk]
+    largest = latest(known, layout, number)[chunk]
     if own is None:
         return largest
     runs = known.runs(number)[chunk]
     made = sum(late * n for (_, late), (_, n) in zip(own.runs[chunk], runs, strict=True))
-    return torch.maximum(largest, made - halves_of(sizes, runs))
+    halves = halves_of(sizes, runs)
+    return [max(size, made - left) for size, left in zip(largest, halves, strict=True)]
 
 
-def latest(known: Holdings, number: int, selective: bool) -> list[Tensor]:
-    """Return `Holdings.latest` by chunk, for every cut."""
-    found: list[Tensor] | None = known.late.get((number, selective))
+def latest(known: Holdings, layout: Layout, number: int) -> list[Whole]:
+    """Return `Holdings.latest` by chunk, for every cut that is asked with a layout's."""
+    key = number, asked_together(layout)
+    found: list[Whole] | None = known.late.get(key)
     if found is None:
-        cuts = known.cuts(selective)
-        alike = {(cut.tp, cut.ep): cut for cut in cuts}
-        each = {key: known.latest(_layout(cut), number) for key, cut in alike.items()}
-        by_cut = [each[cut.tp, cut.ep] for cut in cuts]
-        found = [torch.tensor(own) for own in zip(*by_cut, strict=True)]
-        known.late[number, selective] = found
+        by_cut = [_latest(known, cut, number) for cut in known.cuts(layout)]
+        found = known.late[key] = [[*own] for own in zip(*by_cut, strict=True)]
     return found
 
 
-def _layout(cut: Cut) -> Layout:
-    """Return a layout with a cut."""
-    grid = Grid(cut.tp, cut.cp, dp=cut.ep, ep=cut.ep)
-    recompute: Recompute = "selective" if cut.selective else "none"
-    return Layout(grid, cut.sequence_parallel, recompute, cp_method=cut.cp_method)
+def _latest(known: Holdings, cut: Cut, number: int) -> tuple[int, ...]:
+    key = number, cut.tp, cut.ep
+    found: tuple[int, ...] | None = known.late.get(key)
+    if found is None:
+        grid = Grid(cut.tp, cut.cp, dp=cut.ep, ep=cut.ep)
+        recompute: Recompute = "selective" if cut.selective else "none"
+        layout = Layout(grid, cut.sequence_parallel, recompute, cp_method=cut.cp_method)
+        found = known.late[key] = known.latest(layout, number)
+    return found
 
 
 def needed(
     sizes: Sizes, runs: Runs, action: str, comes: Gradients = (), inside: Gradients = ()
-) -> Tensor:
+) -> Whole:
     """Return what a chunk needs to run an action, above what it keeps.
 
     While a block runs, those behind it keep nothing yet, or no more: but for what the first half of
@@ -98,41 +102,45 @@ def needed(
         comes: Gradients that the action brings, if it does.
         inside: What a block needs more while its own come.
     """
+    if len(runs) == 1 and action != "I" and not comes:  # however many there are, it is the last two
+        runs = ((runs[0][0], min(runs[0][1], 2)),)
     key = runs, action, comes, inside
     found = sizes.chunks.get(key)
     if found is None:
         if action == "F":
-            most = _forward(sizes, runs)
+            largest = _forward(sizes, runs)
         else:
-            most = _backward(sizes, runs, action, comes, inside or (0,) * len(runs))
-        found = sizes.chunks[key] = rounded(most.clamp(min=0))
+            nothing = (0,) * len(runs)
+            largest = _backward(sizes, runs, action, comes or nothing, inside or nothing)
+        found = sizes.chunks[key] = [max(0, round(number)) for number in largest]
     return found
 
 
-def _forward(sizes: Sizes, runs: Runs) -> Tensor:
-    under = torch.zeros_like(sizes.under[0])
+def _forward(sizes: Sizes, runs: Runs) -> Exact:
+    under = [0.0] * len(sizes.handed[0])
     each = []
     for kind, times in runs:
-        under = under + sizes.under[kind] * times
-        each.append(under + sizes.forward[kind])  # of equal blocks the last has the most below it
-    return torch.stack(each).amax(0) - under
+        under = plus(under, scaled(sizes.under[kind], times))
+        each.append(plus(under, sizes.forward[kind]))  # of equal blocks the last has most below it
+    return [*map(sub, most(each), under)]
 
 
-def _backward(sizes: Sizes, runs: Runs, action: str, comes: Gradients, inside: Gradients) -> Tensor:
-    nothing = torch.zeros_like(sizes.under[0])
-    leaves = [sizes.left[kind] if action == "I" else nothing for kind, _ in runs]
-    if comes:
-        leaves = [left + own for left, own in zip(leaves, comes, strict=True)]
-    behind = sum([own * times for own, (_, times) in zip(leaves, runs, strict=True)], nothing)
+def _backward(sizes: Sizes, runs: Runs, action: str, comes: Gradients, inside: Gradients) -> Exact:
+    nothing, half = [0.0] * len(sizes.handed[0]), action == "I"
     handing = [*(sizes.entered[kind] for kind, _ in runs[1:]), nothing]
+    leaves = [
+        [left + own for left in sizes.left[kind]] if half else [float(own)] * len(nothing)
+        for (kind, _), own in zip(runs, comes, strict=True)
+    ]
+    behind = total(scaled(own, times) for own, (_, times) in zip(leaves, runs, strict=True))
     under, each = nothing, []
     for (kind, times), own, handed, more in zip(runs, leaves, handing, inside, strict=True):
-        behind = behind - own * times
-        needs = sizes.backward[action == "I"][kind] + behind + more
+        behind = plus(behind, scaled(own, -times))
+        needs = total((sizes.backward[half][kind], behind, under, [float(more)] * len(nothing)))
+        keeps, entered = sizes.under[kind], sizes.entered[kind]
         # Of equal blocks the last has the most before it, and the first the most behind it.
-        for place in {0, max(times - 2, 0), times - 1}:
-            output = handed if place == times - 1 else sizes.entered[kind]
-            now = under + sizes.under[kind] * (place + 1)
-            each.append(now + (needs + own * (times - 1 - place)) + output)
-        under = under + sizes.under[kind] * times
-    return torch.stack(each).amax(0) - under
+        each.append(total((needs, scaled(keeps, times), handed)))
+        for after in {min(times, 2) - 1, (times - 1) * any(own)} - {0}:
+            each.append(total((needs, scaled(keeps, times - after), scaled(own, after), entered)))
+        under = plus(under, scaled(keeps, times))
+    return [*map(sub, most(each), under)]
