@@ -439,7 +439,7 @@ def test_memory_is_saved_only_where_it_must_be():
     assert all((e.layout.zero, e.layout.recompute) != (1, "none") for e in less.estimates)
     assert all(each.peak < most for each in less.estimates)
     nothing = plan(known, 64, cluster(2, 1000))
-    told = re.compile(r"needs [\d.]+ KiB of 1000 B, with zero \d and recompute (none|full)")
+    told = re.compile(r"needs [\d.]+ KiB of 1000 B before a step, with zero \d")
     assert any(told.fullmatch(each.why) for each in nothing.refused)
     with pytest.raises(InvalidArgumentError, match="no layout of 2 ranks can train sketch: TP"):
         nothing.best()
@@ -449,16 +449,19 @@ def test_what_is_refused_for_sure_is_said_to_need_at_least_so_much():
     description = sketch(layers=11)
     known, said = holdings.Holdings(description), Counter()
     options = Options(schedules=(("1f1b", 1), ("interleaved_1f1b", 2)), zero=(1, 2))
-    for room in (12_000, 16_000, 20_000):
+    for room in (6_000, 12_000, 16_000, 20_000):
         for each in plan(description, 64, cluster(8, room), options=options).refused:
             told = re.match(r"needs (at least |up to |)(\S+) KiB", each.why)
             if told and each.layout:
                 found, bound = peak(known, each.layout), 2**10 * float(told[2])
-                said[told[1].strip()] += 1
-                assert found > room or told[1] == "up to "
-                wrong = {"at least ": bound - found, "up to ": found - bound}
-                assert wrong.get(told[1], abs(found - bound)) <= 5e-3 * found
-    assert min(said["at least"], said["up to"], said[""]) > 0, said
+                how = told[1].strip() or ("before" if " before a step" in each.why else "")
+                said[how] += 1
+                assert found > room or how == "up to"
+                low, high = bound - found, found - bound
+                wrong = {"at least": low, "before": low, "up to": high}
+                assert wrong.get(how, abs(low)) <= 5e-3 * found
+                assert how != "before" or bound > room * 0.995
+    assert min(said["at least"], said["up to"], said["before"], said[""]) > 0, said
 
 
 def test_buckets_are_summed_once_for_all_rows_of_micro_batches(monkeypatch):

@@ -206,6 +206,7 @@ def _fitting(
     """Yield peak and layout, with the least of what saves memory to fit; or say that none does."""
     found: list[tuple[int, int]] = []
     nearest: tuple[Bounds, Recompute, int] | None = None
+    over: tuple[int, int, Recompute] | None = None
     memory = cluster.device.memory
     peaks = Peaks(known, layout, memory)
     unknown = [
@@ -214,17 +215,28 @@ def _fitting(
     for step, recompute, zero in ladder(layout, options, found):
         if recompute in unknown:
             continue
+        if (before := peaks.before(zero)) > memory:
+            if over is None or before <= over[0]:
+                over = before, zero, recompute
+            continue
         own = peaks(recompute, zero)
         if own.most is not None and own.most <= memory:
             found.append(step)
             yield own, layout.saving(recompute, zero)
         elif nearest is None or own.least < nearest[0].least:
             nearest = own, recompute, zero
-    if not found and nearest is not None:
+    if found:
+        return
+    if nearest is not None:
         own, recompute, zero = nearest
         why = f"needs {_needs(own, memory)} of {in_bytes(memory)}, "
         why += f"with zero {zero} and recompute {recompute}"
-        refused.append(Refused(layout.grid, why, layout.saving(recompute, zero)))
+    elif over is not None:
+        before, zero, recompute = over
+        why = f"needs {in_bytes(before)} of {in_bytes(memory)} before a step, with zero {zero}"
+    else:
+        return
+    refused.append(Refused(layout.grid, why, layout.saving(recompute, zero)))
 
 
 def _needs(own: Bounds, memory: int) -> str:

@@ -99,6 +99,18 @@ class Peaks:
         self._held: dict[int, Held] = {}
         self._moving: dict[Recompute, Moving] = {}
 
+    def before(self, zero: int) -> int:
+        """Return what is there before a step, whatever runs again; 0 if only a peak tells that."""
+        if zero == 3 or (not self._summed and zero != self._layout.zero):
+            return 0
+        return max(self._held_with(zero).before)
+
+    def _held_with(self, zero: int) -> Held:
+        if zero not in self._held:
+            own = self._plain.saving(self._layout.recompute, zero)
+            self._held[zero] = _held(self._known, own, self._plain, self._pipeline)
+        return self._held[zero]
+
     def __call__(self, recompute: Recompute, zero: int) -> Bounds:
         """Return the bounds."""
         if zero == 3:  # a block at a time; so few layouts have it that each is followed
@@ -107,12 +119,9 @@ class Peaks:
         if not self._summed and zero != self._layout.zero:
             # By that goes whether a step brings gradients.
             return known_to_be(peak(self._known, self._layout.saving(recompute, zero)))
-        if zero not in self._held:
-            own = self._plain.saving(recompute, zero)
-            self._held[zero] = _held(self._known, own, self._plain, self._pipeline)
         if recompute not in self._moving:
             self._moving[recompute] = self._needs(recompute, last=False)
-        before, shards, ends = self._held[zero]
+        before, shards, ends = self._held_with(zero)
         found, at = self._moving[recompute]
         plain = [*map(add, before, found.of_ranks(at))]
         least = max(*plain, *ends)
