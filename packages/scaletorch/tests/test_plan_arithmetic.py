@@ -34,13 +34,13 @@ from scaletorch.plan import (
 )
 from scaletorch.plan import traffic as traffic_module
 from scaletorch.plan.applying import arguments
+from scaletorch.plan.gradients.brought import most_brought
+from scaletorch.plan.gradients.filling import gradients_in
+from scaletorch.plan.gradients.gathering import gathered, gathered_forward
+from scaletorch.plan.gradients.open_buckets import most_filled
 from scaletorch.plan.holding import holdings
-from scaletorch.plan.holding.brought import most_brought
 from scaletorch.plan.holding.buckets import Held, fill
-from scaletorch.plan.holding.filling import gradients_in
-from scaletorch.plan.holding.gathering import gathered, gathered_forward
 from scaletorch.plan.holding.live import backwards, most_live, outer
-from scaletorch.plan.holding.open_buckets import most_filled
 from scaletorch.plan.holding.stages import places, schedule_of, stages_of
 from scaletorch.plan.memory import Peaks, memory, peak
 from scaletorch.plan.traffic import traffic

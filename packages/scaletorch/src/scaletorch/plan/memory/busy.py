@@ -7,8 +7,8 @@ from itertools import chain, product
 from operator import add
 from typing import NamedTuple
 
+from ..gradients.brought import Bringing, brings, most_brought
 from ..holding import Holdings
-from ..holding.brought import Bringing, brings, most_brought
 from ..holding.live import SPLIT, Counts, During, enough, halved, most_live, outer
 from ..holding.under_way import UnderWay, at_last, followed, under_way
 from ..layout import Layout

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from ..gradients.brought import gradients_of
+from ..gradients.filling import COMES, LATER, PARTS
 from ..holding import Holdings
-from ..holding.brought import gradients_of
-from ..holding.filling import COMES, LATER, PARTS
 from ..layout import Layout
 from .sizes import Exact, Sizes, sizes_of
 

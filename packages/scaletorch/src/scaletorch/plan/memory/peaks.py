@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from operator import add, sub
 from typing import NamedTuple
 
+from ..gradients.brought import brings, brought
+from ..gradients.filling import MADE
+from ..gradients.open_buckets import most_filled
+from ..gradients.ties import of_ties
 from ..holding import Holdings
-from ..holding.brought import brings, brought
-from ..holding.filling import MADE
 from ..holding.holdings import asked_together
 from ..holding.live import SPLIT, Counts, outer
-from ..holding.open_buckets import most_filled
-from ..holding.ties import of_ties
 from ..layout import Layout, Recompute
 from .busy import Busy, Moment, Pipeline, busy, busy_at_last, pipeline_of
 from .ranks import held_by, ranks_hold

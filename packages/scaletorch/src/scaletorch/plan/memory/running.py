@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from operator import add, sub
 from typing import Any, NamedTuple
 
+from ..gradients.brought import Brought, brings, brought
 from ..holding import Holdings
-from ..holding.brought import Brought, brings, brought
 from ..holding.live import SPLIT
 from ..layout import Layout
 from .sharing import gathering, sharing

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from itertools import accumulate
 from operator import add
 
+from ..gradients.filling import LATER, Filled, bytes_of, filled
+from ..gradients.gathering import gathered, gathered_forward
 from ..holding import Holdings
-from ..holding.filling import LATER, Filled, bytes_of, filled
-from ..holding.gathering import gathered, gathered_forward
 from ..layout import Layout
 from .gradual import Rows, needs_of
 from .sizes import Sizes, sizes_of

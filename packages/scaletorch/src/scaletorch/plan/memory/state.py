@@ -5,10 +5,10 @@ from __future__ import annotations
 from operator import add
 from typing import NamedTuple
 
+from ..gradients.brought import brings
+from ..gradients.ties import of_ties
 from ..holding import Holdings
-from ..holding.brought import brings
 from ..holding.buckets import Bucket, Buckets, Optimizer
-from ..holding.ties import of_ties
 from ..layout import Layout
 
 

@@ -12,8 +12,8 @@ from itertools import islice
 from operator import mul
 from typing import NamedTuple
 
+from ..gradients.brought import Brought
 from ..holding import Holdings
-from ..holding.brought import Brought
 from ..holding.live import Counts, outer
 from ..layout import Layout
 from .busy import Busy

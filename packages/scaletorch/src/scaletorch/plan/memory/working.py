@@ -6,10 +6,10 @@ from operator import sub
 
 from ...parallel.pg_manager import Grid
 from ..description import Cut
+from ..gradients.brought import END, Brought
+from ..gradients.ties import of_ties
 from ..holding import Holdings
-from ..holding.brought import END, Brought
 from ..holding.holdings import asked_together
-from ..holding.ties import of_ties
 from ..layout import Layout, Recompute
 from .by_cut import most, plus, scaled, total
 from .gradual import grown

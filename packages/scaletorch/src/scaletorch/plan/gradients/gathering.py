@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
+from ..holding.buckets import Held
+from ..holding.holdings import Holdings
 from ..layout import Layout
-from .buckets import Held
 from .filling import COMES, LATER, PARTS, Filled, gradients_in
-from .holdings import Holdings
 
 Moment = tuple[int, str, int, int]  # block from the last, whose gradient, of `PARTS`, and bytes
 

@@ -17,13 +17,13 @@ from typing import Literal, NamedTuple
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Action, derive_messages
 from ...parallel.pipeline_parallel.building import IN_FLIGHT
+from ..holding.buckets import Held
+from ..holding.holdings import Holdings
+from ..holding.live import CHANGES, SPLIT, Counts, enough, outer
+from ..holding.stages import schedule_of
+from ..holding.under_way import LONG, Message, moments_of
 from ..layout import Layout
-from .buckets import Held
-from .holdings import Holdings
-from .live import CHANGES, SPLIT, Counts, enough, outer
-from .stages import schedule_of
 from .ties import of_ties
-from .under_way import LONG, Message, moments_of
 
 END = "E"  # the kind of what comes behind all actions
 

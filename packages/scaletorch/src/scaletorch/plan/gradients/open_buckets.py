@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..holding.buckets import Bucket, Buckets
+from ..holding.holdings import Holdings
 from ..layout import Layout
-from .buckets import Bucket, Buckets
 from .filling import MADE
-from .holdings import Holdings
 
 
 def most_filled(known: Holdings, layout: Layout, number: int, kind: str, chunk: int) -> int:

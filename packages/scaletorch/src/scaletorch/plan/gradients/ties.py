@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from ..holding.holdings import Holdings
 from ..layout import Layout
-from .holdings import Holdings
 
 
 def of_ties(known: Holdings, layout: Layout, number: int, tp: int | None = None) -> tuple[int, int]:

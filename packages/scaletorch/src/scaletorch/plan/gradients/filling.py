@@ -16,9 +16,9 @@ from itertools import chain
 from operator import add, mul
 from typing import NamedTuple
 
+from ..holding.buckets import Bucket, bucket_of, fill
+from ..holding.holdings import Holdings
 from ..layout import Layout
-from .buckets import Bucket, bucket_of, fill
-from .holdings import Holdings
 
 # Which gradients an action makes, by whether the second half of a backward would make them.
 MADE = {"B": (False, True), "I": (False,), "W": (True,)}
