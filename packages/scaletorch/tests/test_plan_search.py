@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 
 import pytest
 
@@ -25,10 +26,13 @@ from scaletorch.plan import (
     Sent,
     Work,
     plan,
+    search,
     time,
 )
+from scaletorch.plan.__main__ import main
 from scaletorch.plan.later import Later
 from scaletorch.plan.timing import step, timers
+from scaletorch.plan.written import write
 
 CHUNKS = {"interleaved_1f1b": 2, "looped_bfs": 2, "zb_v": 2, "dualpipe_v": 2}
 TRAINING = [name for name in SCHEDULES if name != "forward_only"]
@@ -107,6 +111,52 @@ def test_layouts_are_ranked_as_if_the_times_of_all_were_known(
     keys = [(each.time.step, each.peak) for each in found.estimates if each.time]
     assert keys == sorted(keys)
     assert len(keys) == len(timed) == len(found.estimates) > 50
+
+
+def test_sizes_restrict_a_search_to_what_it_would_find_of_them() -> None:
+    known = model()
+    whole = plan(known, 24, cluster(8), options=MANY, time=time)
+    some = plan(known, 24, cluster(8), options=replace(MANY, sizes={"pp": (2, 4)}), time=time)
+    meant = [each for each in whole.estimates if each.layout.grid.pp in (2, 4)]
+    assert tuple(some.estimates) == tuple(meant)
+    assert 0 < len(meant) < len(whole.estimates)
+    refused = [each for each in whole.refused if each.grid.pp in (2, 4)]
+    assert some.refused == tuple(refused)
+
+
+def test_what_takes_too_much_comes_with_the_least_first() -> None:
+    known = model()
+    found = plan(known, 24, cluster(8, 12_000), options=MANY, time=time)
+    peaks = [each.peak for each in found.over]
+    assert peaks == sorted(peaks)
+    assert {peak > 12_000 for peak in peaks} == {True}
+    assert all(each.time == time(known, each.layout, cluster(8)) for each in found.over)
+    named = [each.layout for each in found.refused if each.layout is not None]
+    assert {each.layout for each in found.over} == {*named}
+    assert len(named) == len(found.over) > 10
+
+
+def test_a_table_looks_at_no_more_layouts_than_it_has(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(model(), tmp_path / "model.json")
+    looked = []
+    plain = search.ranks_hold
+
+    def counted(*given):  # type: ignore[no-untyped-def]
+        looked.append(given[1])
+        return plain(*given)
+
+    monkeypatch.setattr(search, "ranks_hold", counted)
+    given = ["--description", str(tmp_path / "model.json"), "--rows", "24", "--ranks", "8"]
+    for more, status, most in (
+        (["--top", "3"], 0, 3), (["--top", "3", "--memory", "12KiB"], 1, 3),
+        (["--explain", "2x2x1x2"], 0, 1),
+    ):  # fmt: skip
+        looked.clear()
+        assert main([*given, *more]) == status
+        assert 0 < len(looked) <= most
+    assert "fits in" in capsys.readouterr().out
 
 
 def test_only_what_is_looked_at_is_made() -> None:

@@ -46,7 +46,7 @@ def lines(layout):
     return [(f"weights of <{layout.grid.tp}>", 12345678), ("nothing", 0)]
 
 
-SHOWN = Shown("a & b", 4096, 256, CLUSTER, [FIRST, SECOND], REFUSED, lines, notes=["So it is."])
+SHOWN = Shown("a & b", 4096, 256, CLUSTER, [FIRST, SECOND], 1, REFUSED, lines, notes=["So it is."])
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -69,10 +69,10 @@ def test_the_table_says_what_fits_and_how_quick_it_is(width):
 
 
 def test_one_layout_and_none_at_all():
-    alone = table(Shown("m", 8, 8, CLUSTER, [SECOND]))
+    alone = table(Shown("m", 8, 8, CLUSTER, [SECOND], 0))
     assert "zero 1" in alone
     assert "none fits in 80 GiB" in alone
-    assert "0 layouts fit" in table(Shown("m", 8, 8, CLUSTER, [], REFUSED))
+    assert "0 layouts fit" in table(Shown("m", 8, 8, CLUSTER, [], 0, REFUSED))
 
 
 def test_a_layout_in_full():
@@ -179,7 +179,7 @@ def test_the_page_stands_alone():
 
 
 def test_the_page_of_no_layout():
-    assert "No layout is legal" in page(Shown("m", 8, 8, CLUSTER, [], REFUSED))
+    assert "No layout is legal" in page(Shown("m", 8, 8, CLUSTER, [], 0, REFUSED))
 
 
 def test_the_picture(tmp_path):

@@ -9,23 +9,21 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ..compose.naming import layout_name, load, parse_layout
 from ..dist.errors import InvalidArgumentError, ScaletorchError
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
-from .arguments import ASSUMED, cluster_of, cuts_of, options_of, sizes_of, subcommand
+from .arguments import ASSUMED, AXES, cluster_of, cuts_of, options_of, sizes_of, subcommand
 from .clusters import write_cluster
 from .description import Description
 from .estimate import Estimate
-from .memory import memory
-from .options import Refused
+from .options import Options, Refused
 from .search import plan
 from .showing import Shown, explained, grouped, page, png, table
 from .timing import time, timeline
-from .traffic import traffic
 from .written import read, write
 
 
@@ -40,44 +38,38 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _plan(arguments: Any) -> int:
-    shown, legal = planned(arguments)
-    if not legal:
-        raise InvalidArgumentError(_none(shown, sizes_of(arguments)))
+    shown = planned(arguments)
     if arguments.explain:
-        print(explained(shown, _chosen(shown, legal, arguments.explain)))
+        print(explained(shown, _chosen(shown, arguments.explain)))
+    elif not shown.estimates:
+        raise InvalidArgumentError(_none(shown, sizes_of(arguments)))
     else:
         print(table(shown, arguments.top))
     _write(shown, arguments)
     return 0 if shown.fitting else 1
 
 
-def planned(arguments: Any) -> tuple[Shown, list[Estimate]]:
-    """Return the plan as it is shown, and all legal layouts; the nearest if none fits."""
+def planned(arguments: Any) -> Shown:
+    """Return the plan as it is shown; if none fits, with the nearest."""
     description, cluster = description_of(arguments), cluster_of(arguments)
-    sizes = sizes_of(arguments)
-
-    def meant(grid: Grid) -> bool:
-        return all(getattr(grid, axis) in allowed for axis, allowed in sizes.items())
-
-    found = plan(description, arguments.rows, cluster, options=options_of(arguments), time=time)
-    fitting = [each for each in found.estimates if meant(each.layout.grid)]
-    refused = [each for each in found.refused if meant(each.grid)]
-    over = [
-        Estimate(
-            own, memory(description, own), traffic(description, own),
-            time(description, own, cluster),
-        )
-        for own in (each.layout for each in refused) if own is not None
-    ] if arguments.explain or not fitting else []  # fmt: skip
-    over.sort(key=lambda each: each.peak)
-    shown = Shown(
-        description.name, description.length, arguments.rows, cluster, fitting or over,
-        [(_named(each), each.why) for each in refused],
+    options = options_of(arguments)
+    if arguments.explain and not _files(arguments):
+        options = _only(parse_layout(arguments.explain), options)
+    found = plan(description, arguments.rows, cluster, options=options, time=time)
+    return Shown(
+        description.name, description.length, arguments.rows, cluster,
+        found.estimates or found.over, len(found.estimates),
+        [(_named(each), each.why) for each in found.refused],
         lambda layout: [(f"{part}: {what}", size) for part, what, size in found.explain(layout)],
         lambda layout: timeline(description, layout, cluster),
         [] if arguments.device or arguments.cluster else [ASSUMED],
     )  # fmt: skip
-    return shown, fitting + over
+
+
+def _only(grid: Grid, options: Options) -> Options:
+    """Return options that allow no other grid, and that one only if it was allowed before."""
+    sizes = {axis: [getattr(grid, axis)] for axis in AXES} if options.meant(grid) else {"dp": []}
+    return replace(options, sizes=sizes)
 
 
 def _named(refused: Refused) -> str:
@@ -156,14 +148,14 @@ def _loaded(arguments: Any, option: str, kind: Any) -> Any:
     return found
 
 
-def _chosen(shown: Shown, legal: Sequence[Estimate], text: str) -> Estimate:
+def _chosen(shown: Shown, text: str) -> Estimate:
     """Return the best estimate of a layout.
 
     Raises:
         InvalidArgumentError: There is none, and why.
     """
     grid = parse_layout(text)
-    for each in legal:
+    for each in shown.estimates:
         if each.layout.grid == grid:
             return each
     why = next((why for name, why in shown.refused if name == layout_name(grid)), "")
@@ -187,6 +179,10 @@ def _none(shown: Shown, sizes: dict[str, list[int]]) -> str:
         )
     count, example, why = reasons[0]
     return f"{start} is legal; of {len(shown.refused)} for {count} such as {example}: {why}"
+
+
+def _files(arguments: Any) -> bool:
+    return any((arguments.json, arguments.html, arguments.png))
 
 
 def _write(shown: Shown, arguments: Any) -> None:

@@ -170,7 +170,7 @@ def _link(text: str) -> Link:
 
 
 def options_of(arguments: Any) -> Options:
-    """Return what is tried beside the sizes of the grid."""
+    """Return what is tried."""
     found: dict[str, Any] = {}
     for name, field in OPTIONS.items():
         if values := getattr(arguments, name):
@@ -179,7 +179,7 @@ def options_of(arguments: Any) -> Options:
         found["schedules"] = tuple((name, CHUNKS.get(name, 1)) for name in arguments.schedule)
     if arguments.sequence_parallel:
         found["sequence_parallel"] = tuple(each == "on" for each in arguments.sequence_parallel)
-    return Options(**found)
+    return Options(**found, sizes=sizes_of(arguments))
 
 
 def sizes_of(arguments: Any) -> dict[str, list[int]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 
@@ -15,7 +15,7 @@ from .layout import Layout, Recompute
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What may be chosen beside the sizes of the grid; the first of each is preferred.
+    """What may be chosen; the first of each is preferred, but for sizes, of which all are tried.
 
     Attributes:
         sequence_parallel: The first that the model can have is taken, where tp is above 1: shares
@@ -28,6 +28,7 @@ class Options:
             `1f1b` outdoes in memory at no loss of time (`afab`, `looped_bfs`) are left out.
         cp_methods: All are tried where cp is above 1.
         micro_rows: Rows of a micro-batch; all are tried that divide the rows of a rank.
+        sizes: What axes are restricted to, by "dp", "pp", "cp", "tp" and "ep".
     """
 
     sequence_parallel: tuple[bool, ...] = (True, False)
@@ -38,6 +39,11 @@ class Options:
     )  # fmt: skip
     cp_methods: tuple[str, ...] = ("ring",)
     micro_rows: tuple[int, ...] = (1, 2, 4)
+    sizes: Mapping[str, Sequence[int]] = field(default_factory=dict)
+
+    def meant(self, grid: Grid) -> bool:
+        """Return whether `sizes` allow a grid."""
+        return all(getattr(grid, axis) in allowed for axis, allowed in self.sizes.items())
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +84,7 @@ def legal(
     layers = sum(block.place == "layer" for block in description.blocks)
     experts = sorted({cut.ep for cut in (*description.cuts, *description.refused)})
     for plain in legal_layouts(ranks):
-        for grid in _grids(plain, experts or [1]):
+        for grid in filter(chosen.meant, _grids(plain, experts or [1])):
             try:
                 _require_rows(grid, rows, chosen)
                 zero = _first_zero(grid, chosen)

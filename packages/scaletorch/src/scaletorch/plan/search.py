@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from .timing import time as seconds_of
 from .traffic import ranks_send
 from .units import in_bytes
 
+Bounded = tuple[Bounds, Layout]  # of a layout's peak, and the layout
 UNKNOWN = -1  # in place of a peak: goes before all whose time is the same
 T = TypeVar("T")
 Timer = Callable[[Description, Layout, Cluster], Time]
@@ -40,6 +41,7 @@ class Plan:
         estimates: Of those that fit, the best first: by time if it is known, else by memory. What
             one costs is worked out when it is looked at.
         refused: The others, and why.
+        over: Of these, what takes more memory than there is, the least first, as `estimates`.
     """
 
     description: Description
@@ -47,6 +49,7 @@ class Plan:
     optimizer: Optimizer
     estimates: Sequence[Estimate]
     refused: tuple[Refused, ...]
+    over: Sequence[Estimate] = ()
 
     def best(self) -> Estimate:
         """Return the first estimate.
@@ -134,18 +137,24 @@ def _plan(
     time: Timer | None,
 ) -> Plan:
     known = Holdings(description, optimizer)
-    fitting: list[tuple[Bounds, Layout]] = []
+    fitting: list[Bounded] = []
+    over: list[Bounded] = []
     refused: list[Refused] = []
     for each in legal(description, rows, cluster.ranks, chosen):
         if isinstance(each, Refused):
             refused.append(each)
         else:
-            fitting += _fitting(known, each, cluster, chosen, refused)
+            own, nearest, why = _fitting(known, each, cluster, chosen)
+            fitting += own
+            if nearest is not None:
+                over.append(nearest)
+                refused.append(Refused(each.grid, why, nearest[1]))
     timed = None if time is None else _timers(time, description, cluster)
     least = [0.0 if timed is None else timed.least(layout) for _, layout in fitting]
     estimates = Later(len(fitting), _ranked(known, fitting, least, timed))
     estimates[:1]  # the best is found now
-    return Plan(description, cluster, known.optimizer, estimates, tuple(refused))
+    others = Later(len(over), _by_memory(known, over, timed))
+    return Plan(description, cluster, known.optimizer, estimates, tuple(refused), others)
 
 
 def _timers(time: Timer, description: Description, cluster: Cluster) -> Timers:
@@ -158,7 +167,7 @@ def _timers(time: Timer, description: Description, cluster: Cluster) -> Timers:
 
 def _ranked(
     known: Holdings,
-    fitting: Sequence[tuple[Bounds, Layout]],
+    fitting: Sequence[Bounded],
     least: Sequence[float],
     timed: Timers | None,
 ) -> Iterator[Estimate]:
@@ -196,17 +205,29 @@ def _ranked(
             yield Estimate(layout, held, sent, times.get(at))
 
 
+def _by_memory(
+    known: Holdings, over: Sequence[Bounded], timed: Timers | None
+) -> Iterator[Estimate]:
+    """Yield estimates with the least memory first, and their times."""
+    for each in _ranked(known, over, [0.0] * len(over), None):
+        yield replace(each, time=timed.exact(each.layout)) if timed else each
+
+
 def _when_asked(make: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
     yield from make(*arguments)
 
 
 def _fitting(
-    known: Holdings, layout: Layout, cluster: Cluster, options: Options, refused: list[Refused]
-) -> Iterator[tuple[Bounds, Layout]]:
-    """Yield peak and layout, with the least of what saves memory to fit; or say that none does."""
+    known: Holdings, layout: Layout, cluster: Cluster, options: Options
+) -> tuple[list[Bounded], Bounded | None, str]:
+    """Return those with the least of what saves memory that fit; or one that is near, and why not.
+
+    What is too much before a step begins is so whatever runs again.
+    """
     found: list[tuple[int, int]] = []
+    fitting: list[Bounded] = []
     nearest: tuple[Bounds, Recompute, int] | None = None
-    over: tuple[int, int, Recompute] | None = None
+    over: tuple[Bounds, Recompute, int] | None = None
     memory = cluster.device.memory
     peaks = Peaks(known, layout, memory)
     unknown = [
@@ -216,27 +237,23 @@ def _fitting(
         if recompute in unknown:
             continue
         if (before := peaks.before(zero)) > memory:
-            if over is None or before <= over[0]:
-                over = before, zero, recompute
+            if over is None or before <= over[0].least:
+                over = Bounds(before, None), recompute, zero
             continue
         own = peaks(recompute, zero)
         if own.most is not None and own.most <= memory:
             found.append(step)
-            yield own, layout.saving(recompute, zero)
+            fitting.append((own, layout.saving(recompute, zero)))
         elif nearest is None or own.least < nearest[0].least:
             nearest = own, recompute, zero
-    if found:
-        return
-    if nearest is not None:
-        own, recompute, zero = nearest
-        why = f"needs {_needs(own, memory)} of {in_bytes(memory)}, "
-        why += f"with zero {zero} and recompute {recompute}"
-    elif over is not None:
-        before, zero, recompute = over
-        why = f"needs {in_bytes(before)} of {in_bytes(memory)} before a step, with zero {zero}"
-    else:
-        return
-    refused.append(Refused(layout.grid, why, layout.saving(recompute, zero)))
+    if fitting or (chosen := nearest or over) is None:
+        return fitting, None, ""
+    own, recompute, zero = chosen
+    why = f"needs {_needs(own, memory)} of {in_bytes(memory)}, "
+    why += f"with zero {zero} and recompute {recompute}"
+    if nearest is None:
+        why = f"needs {in_bytes(own.least)} of {in_bytes(memory)} before a step, with zero {zero}"
+    return [], (own, layout.saving(recompute, zero)), why
 
 
 def _needs(own: Bounds, memory: int) -> str:

@@ -60,6 +60,8 @@ def peak(known: Holdings, layout: Layout) -> int:
 
 def exactly(known: Holdings, layout: Layout, bounds: Bounds) -> int:
     """Return the peak of a layout; ranks that cannot have it are not looked at."""
+    if bounds.most is None:
+        return peak(known, layout)
     if bounds.least == bounds.most:
         return bounds.least
     each: dict[int, int] = {}

@@ -29,6 +29,7 @@ class Shown:
         rows: Sequences of a global batch.
         cluster: What it would run on.
         estimates: The best first.
+        fitting: How many of them fit, which are the first.
         refused: Layouts that cannot be, as text, and why.
         lines: Returns what the fullest rank of a layout holds, line by line: a name and bytes.
         timeline: Returns when the ranks of a layout's pipeline compute; None if that is not known.
@@ -40,6 +41,7 @@ class Shown:
     rows: int
     cluster: Cluster
     estimates: Sequence[Estimate]
+    fitting: int
     refused: Sequence[tuple[str, str]] = ()
     lines: Callable[[Layout], Sequence[tuple[str, int]]] | None = None
     timeline: Callable[[Layout], Timeline] | None = None
@@ -48,11 +50,6 @@ class Shown:
     def fits(self, estimate: Estimate) -> bool:
         """Return whether the fullest rank has memory enough."""
         return estimate.peak <= self.cluster.device.memory
-
-    @property
-    def fitting(self) -> int:
-        """How many of the layouts fit."""
-        return sum(map(self.fits, self.estimates))
 
     def tokens_per_second(self, estimate: Estimate) -> float:
         """Return tokens of all ranks a second; 0 if the time is not known."""
