@@ -543,6 +543,12 @@ def test_buckets_that_leave_in_order_are_not_all_open():
         assert bounds.least < held <= bounds.most
     whole, parted, together, waiting = most
     assert parted < whole < together < waiting
+    halves = Layout(Grid(pp=2, dp=2), zero=2, schedule="zb_h1", micro_batches=4)
+    for at in known.numbers(halves):  # the second ones make nothing of this model's gradients
+        first, second = (most_filled(known, halves, at, kind, 0) for kind in "IW")
+        assert 0 < second < first
+    bounds = Peaks(known, halves)("none", 2)
+    assert bounds.least < peak(known, halves) <= bounds.most
 
 
 def test_gradients_that_a_step_brings_are_those_of_a_layouts_own_cut():

@@ -5,7 +5,7 @@ A search asks it of very many layouts; `filling` has what comes when.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from ..holding.buckets import Bucket, Buckets
 from ..holding.holdings import Holdings
@@ -17,8 +17,8 @@ def most_filled(known: Holdings, layout: Layout, number: int, kind: str, chunk: 
     """Return what an action of a rank needs at most, without following it.
 
     Gradients come about in the order of buckets, so that three are open at a time. But if one
-    also waits for another chunk or half of a backward, which get nothing, all that come may wait
-    behind it, until they go one by one when backward ends.
+    also waits for another chunk or half of a backward, which get nothing, all that get any may wait
+    behind it, until they go one by one when backward ends; those that get none are filled then.
     """
     grid = layout.grid
     key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, layout.zero, number, kind, chunk
@@ -58,7 +58,15 @@ def _most_open(
     own: Sequence[tuple[Bucket, int]], sums: Sequence[int], kind: str, chunk: int
 ) -> int:
     made = {(chunk, late) for late in MADE[kind]}
-    if all(made.issuperset((*b.backwards, *b.also)) for b, _ in own):
-        each = zip(sums, own, strict=True)
-        return sum(sorted(size for size, (_, times) in each for _ in range(min(times, 3)))[-3:])
-    return sum(size * times for size, (_, times) in zip(sums, own, strict=True))
+    each = [
+        (size, times, {*b.backwards, *b.also}) for size, (b, times) in zip(sums, own, strict=True)
+    ]
+    if all(waits <= made for _, _, waits in each):
+        return _largest(3, ((size, times) for size, times, _ in each))
+    waiting = sum(size * times for size, times, waits in each if waits & made)
+    return waiting + _largest(2, ((size, times) for size, times, waits in each if not waits & made))
+
+
+def _largest(count: int, sizes: Iterable[tuple[int, int]]) -> int:
+    """Return the sum of the largest; each size comes with how many there are."""
+    return sum(sorted(size for size, times in sizes for _ in range(min(times, count)))[-count:])
