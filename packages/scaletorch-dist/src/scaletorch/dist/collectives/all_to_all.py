@@ -15,7 +15,7 @@ from ..transport.ways import way_of
 from ..wire.backend import as_bytes, gather_ints, on_wire, process_group
 from ..wire.checks import checking, compare, tells_failure
 from ..wire.sums import as_one
-from ..wire.work import Work, settled
+from ..wire.work import Work, given, settled
 from ..world.info import group_ranks
 from .arguments import check_form_with_list, check_list, check_target, check_tensor
 
@@ -118,12 +118,10 @@ def all_to_all_flat(
         sizes = [[count * scale for count in each] for each in (counts, received_counts)]
         _compare_pairs(sizes[0], sizes[1], members)
     sent = on_wire(data, members)
-    done = partial(_moved, data.device)
+    done = given if sent is data else partial(_moved, data.device)
     # Lengths differ from rank to rank: the way must not be chosen by them.
-    return cast(
-        Work[Tensor],
-        way_of(sent, members, True).exchange(sent, counts, received_counts, done, True),
-    )
+    way = way_of(sent, members, True)
+    return cast("Work[Tensor]", way.exchange(sent, counts, received_counts, done, True))
 
 
 def _all_to_all(data: Tensor, group: Group = None, async_op: bool = False) -> Tensor | Work[Tensor]:

@@ -248,15 +248,10 @@ class Way:
             async_op: Return a Work at once.
         """
         received = data.new_empty(sum(received_counts))
-        scale = 1 if data.dtype in MOVABLE else data.element_size()
-        handle = all_to_all_single(
-            movable(received),
-            movable(data),
-            [count * scale for count in received_counts],
-            [count * scale for count in counts],
-            self.group,
-            async_op,
-        )
+        sizes = [received_counts, counts]
+        if data.dtype not in MOVABLE:
+            sizes = [[count * data.element_size() for count in each] for each in sizes]
+        handle = all_to_all_single(movable(received), movable(data), *sizes, self.group, async_op)
         return settled((handle,), partial(done, received), async_op, keep=data)
 
     def _is_mine(self, rank: int) -> bool:
