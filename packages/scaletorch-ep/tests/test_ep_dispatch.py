@@ -5,6 +5,7 @@ import torch
 import torch.distributed as c10d
 from torch.utils.checkpoint import checkpoint
 
+from scaletorch.dist import InvalidArgumentError
 from scaletorch.dist.testing import relative_error, run_ranks, worst
 from scaletorch.parallel.expert_parallel import combine, dispatch
 
@@ -98,3 +99,35 @@ def test_what_needs_no_gradient_gets_none_and_nothing_waits(frozen):
             assert pieces == [None] * 3
         else:
             assert relative_error(torch.cat(pieces), expected) <= 1e-12
+
+
+def _first_alone(*given):
+    return _over_ranks(*given, frozen=(0, 1) if c10d.get_rank() else ())
+
+
+def test_a_rank_that_alone_needs_gradients_has_them():
+    found = run_ranks(_first_alone, 3, "drawn", (2, 2, 1))
+    _, gradients = _expected("drawn", 3)
+    for number, expected in enumerate(gradients[:2]):
+        assert relative_error(found[0][1][number], expected[: ROUTINGS["drawn"][0]]) <= 1e-12
+        assert [rank[1][number] for rank in found[1:]] == [None, None]
+
+
+def _drawn(dtype=torch.float64):
+    hidden, weights = torch.randn(3, HIDDEN, dtype=dtype), torch.rand(3, 2, dtype=dtype)
+    return hidden.requires_grad_(), torch.tensor([[0, 1], [3, 2], [1, 3]]), weights
+
+
+def test_gradients_of_gradients_are_refused():
+    hidden, index, weights = _drawn()
+    rows = dispatch(hidden, index, weights, 4)
+    out = combine(rows.hidden * rows.top_k_weights.sum(1, keepdim=True), rows.route)
+    (gradient,) = torch.autograd.grad(out.square().sum(), hidden, create_graph=True)
+    with pytest.raises(RuntimeError, match="trying to differentiate twice"):
+        gradient.square().sum().backward()
+
+
+def test_experts_are_no_more_than_weights_can_number():
+    assert len(dispatch(*_drawn(torch.bfloat16), 2**15 - 1).hidden) == 3
+    with pytest.raises(InvalidArgumentError, match=r"torch\.bfloat16 weights carry fewer than 32"):
+        dispatch(*_drawn(torch.bfloat16), 2**15)

@@ -141,7 +141,8 @@ def _call(
     division, way = module._division, WAYS[module._division.way]
     given = read_call(own, way, division.name, sum(division.counts), args, kwargs)
     beyond = division.beyond if len(division.counts) > 1 else 0
-    run = runner(own, way, len(division.own) + division.beyond, given.dims, beyond)
+    here = division.counts[get_rank(division.group)] + division.beyond
+    run = runner(own, way, here, given.dims, beyond)
     return given.back(_over_tokens(module, run, given))
 
 
@@ -172,16 +173,16 @@ def _over_experts(module: DividedExperts, run: Run, given: Given) -> Tensor:
         whole: Tensor = run(hidden, index, weights)
         return whole
     counts = tuple(number + division.beyond for number in division.counts)
+    rank = get_rank(division.group)
     if here:
         came = Dispatched(hidden, index, weights, stay(index))
     else:
         shared = vars(module).get("_beside")  # what the block computes beside them
         early = None if shared is None else partial(shared.compute_early, hidden)
-        index = number_apart(index, division.counts, division.beyond, get_rank(division.group))
+        index = number_apart(index, division.counts, division.beyond, rank)
         came = dispatch(hidden, index, weights, counts, division.group, early)
     named = {name: _tensor(module, name) for name in division.stacked}
-    own = counts[get_rank(division.group)]
-    call = partial(compute, run, came, own, [*named.values()], routed)
+    call = partial(compute, run, came, counts[rank], [*named.values()], routed)
     if not division.checked:
         results = _call_first(module, run, came, named, call)
     elif routed and came.hidden.is_cpu:

@@ -8,13 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ....dist.building import sum_dtype
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..exchange.dispatch import Dispatched
-from ..exchange.functions import add_pairs, apply
+from ..exchange.functions import add_pairs, apply, once_differentiable
 from .taking import call_taking
 
 # experts(hidden [P, H], top_k_index [P, 1], top_k_weights [P, 1]) -> [P, H]
@@ -55,7 +54,7 @@ def compute(
     wrong = _wrong(results, taken, same_width)
     if wrong is not None:
         results = taken * 0
-    return apply(_Fold, results, row, len(hidden), most), wrong
+    return apply(_Fold, results, row, hidden.shape[0], most), wrong
 
 
 def _results(experts: Experts, hidden: Tensor, count: int) -> Tensor:
@@ -70,8 +69,8 @@ def _wrong(results: Any, taken: Tensor, same_width: bool) -> InvalidArgumentErro
     got, way_out = f"a {type(results).__name__}", ""
     if isinstance(results, Tensor):
         same = results.shape == taken.shape and results.dtype == taken.dtype
-        rows = results.dim() == 2 and len(results) == len(taken) and results.is_floating_point()
-        if same or (rows and not same_width):
+        rows = not same_width and results.dim() == 2 and len(results) == len(taken)
+        if same or (rows and results.is_floating_point()):
             return None
         got = f"{results.dtype} {tuple(results.shape)}"
         if results.shape == taken.shape:
@@ -113,7 +112,7 @@ class _Spread(Function):
     ) -> tuple[Tensor, Tensor]:
         """Return `rows[row]` and, of shape [P, 1], `weights.flatten()[order]`."""
         ctx.row, ctx.order, ctx.most = row, order, most
-        ctx.rows, ctx.weights = len(rows), weights.shape
+        ctx.rows, ctx.weights = rows.shape[0], weights.shape
         return rows.index_select(0, row), weights.view(-1).index_select(0, order).unsqueeze_(1)
 
     @staticmethod

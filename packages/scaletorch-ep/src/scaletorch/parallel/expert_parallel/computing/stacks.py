@@ -7,9 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from ..exchange.functions import apply
+from ..exchange.functions import apply, once_differentiable
 
 # Products of rows [T, I] and a part, and whether it is [O, I], for `rows @ part.T`, or [I, O].
 PRODUCTS: dict[Any, bool] = {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import chain
 from typing import Any
 
 import torch
@@ -46,9 +45,10 @@ def send_back_with(outcome: Outcome, rows: Tensor, route: Route) -> Tensor:
     once: where the host would have to wait for a device, that costs more than it is worth.
     """
     width, number = rows.shape[1], rows.new_full((1,), outcome.here)
-    pieces = chain.from_iterable((each.flatten(), number) for each in rows.split(route.receives))
+    parts = rows.reshape(-1).split_with_sizes([n * width for n in route.receives])
+    pieces = [each for part in parts for each in (part, number)]
     sends, comes = ([n * width + 1 for n in each] for each in (route.receives, route.sends))
-    (back,) = landed([all_to_all_flat(torch.cat([*pieces]), sends, comes, route.group)])
-    came = back.split([*chain.from_iterable((size - 1, 1) for size in comes)])
-    outcome.everywhere = bool(torch.cat(came[1::2]).all())
+    (back,) = landed([all_to_all_flat(torch.cat(pieces), sends, comes, route.group)])
+    came = back.split_with_sizes([each for size in comes for each in (size - 1, 1)])
+    outcome.everywhere = all(map(bool, came[1::2]))
     return torch.cat(came[::2]).view(-1, width)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ....dist import Work, get_rank, get_world_size
@@ -17,9 +16,9 @@ from ....dist.building import all_to_all_flat, sum_dtype
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .attempts import Outcome, send_back_with
-from .functions import add_pairs, apply
-from .routes import Route, find_route
-from .shares import counts_of, expert_group, ranges_of
+from .functions import add_pairs, apply, once_differentiable
+from .routes import Route, find_route, numbers_of
+from .shares import counts_of, expert_group
 from .travel import landed
 
 # Weights and indices travel as integers of the weights' width.
@@ -79,17 +78,16 @@ def dispatch(
     group = expert_group(group)
     counts = counts_of(experts, get_world_size(group))
     route = find_route(hidden, top_k_index, top_k_weights, counts, group)
-    kind = _INTEGERS[top_k_weights.element_size()]
-    if sum(counts) > torch.iinfo(kind).max:
+    if sum(counts) >= 1 << 8 * top_k_weights.element_size() - 1:
         raise InvalidArgumentError(f"{top_k_weights.dtype} weights carry fewer than 32768 experts")
     if route.backward and not (hidden.requires_grad or top_k_weights.requires_grad):
         hidden = hidden.detach().requires_grad_()  # another rank needs gradients, so all send them
-    own = ranges_of(counts)[get_rank(group)]
-    flight = _Flight(route, (hidden.shape[1], top_k_weights.shape[1]), own)
-    marks = apply(_Leave, hidden, top_k_weights, top_k_index, flight)
+    rank, widths = get_rank(group), (hidden.shape[1], top_k_weights.shape[1])
+    flight = _Flight(route, widths, numbers_of(counts, rank, hidden.device), counts[rank])
+    mark = apply(_Leave, hidden, top_k_weights, top_k_index, flight)
     if meanwhile is not None:
         meanwhile()
-    rows, weights, index = apply(_Arrive, *marks, flight)
+    rows, weights, index = apply(_Arrive, mark, top_k_weights.dtype, flight)
     return Dispatched(rows, index, weights, route)
 
 
@@ -137,7 +135,8 @@ class _Flight:
 
     route: Route
     widths: tuple[int, int]  # H and K
-    own: range  # experts here
+    numbers: Tensor  # what this rank counts each expert as
+    here: int  # its experts
     works: tuple[Work[Tensor], ...] = ()
 
     def land(self) -> list[Tensor]:
@@ -152,14 +151,14 @@ class _Leave(Function):
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, weights: Tensor, index: Tensor, flight: _Flight
-    ) -> tuple[Tensor, Tensor]:
-        """Return a mark for each of hidden states and weights, of no elements."""
+    ) -> Tensor:
+        """Return a mark of no elements, whose gradient says that theirs are on their way."""
         ctx.flight, route = flight, flight.route
         kind = _INTEGERS[weights.element_size()]
-        beside = torch.cat((weights.contiguous().view(kind), index.to(kind)), 1)
+        beside = torch.cat((weights.view(kind), index.to(kind)), 1)
         rows = (each.index_select(0, route.rows) for each in (hidden, beside))
         flight.works = tuple(_send(each, route) for each in rows)
-        return hidden.new_empty(0), weights.new_empty(0)
+        return hidden.new_empty(0)
 
     @staticmethod
     @once_differentiable
@@ -175,19 +174,17 @@ class _Arrive(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weights: Tensor, flight: _Flight
+        ctx: Any, mark: Tensor, dtype: torch.dtype, flight: _Flight
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return what came: hidden states [R, H], weights and indices [R, K]."""
-        ctx.flight, ctx.marks = flight, (hidden, weights)
-        (rows, beside), (width, top_k), own = flight.land(), flight.widths, flight.own
-        beside = beside.view(-1, 2 * top_k)
-        indices = beside[:, top_k:].long() - own.start
-        elsewhere = (indices < 0).logical_or_(indices >= len(own))
-        indices.masked_fill_(elsewhere, len(own))
-        values = beside[:, :top_k].clone(memory_format=torch.contiguous_format).view(weights.dtype)
-        ctx.elsewhere = elsewhere
+        (rows, beside), (width, top_k) = flight.land(), flight.widths
+        weights, numbers = beside.view(-1, 2, top_k).unbind(1)
+        indices = flight.numbers.take(numbers.long())
+        elsewhere = indices == flight.here
+        weights = weights.view(dtype).masked_fill(elsewhere, 0)
+        ctx.flight, ctx.elsewhere = flight, elsewhere
         ctx.mark_non_differentiable(indices)
-        return rows.view(-1, width), values.masked_fill_(elsewhere, 0), indices
+        return rows.view(-1, width), weights, indices
 
     @staticmethod
     @once_differentiable
@@ -196,7 +193,7 @@ class _Arrive(Function):
         flight = ctx.flight
         gradients = grads[0].contiguous(), grads[1].masked_fill(ctx.elsewhere, 0).contiguous()
         flight.works = tuple(_send_back(each, flight.route) for each in gradients)
-        return *(torch.zeros_like(mark) for mark in ctx.marks), None
+        return grads[0].new_empty(0), None, None
 
 
 class _Combine(Function):

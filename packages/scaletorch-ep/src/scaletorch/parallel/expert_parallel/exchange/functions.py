@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable as _careful
 
 
 def apply(function: type[Function], *args: Any) -> Any:
     """Apply an autograd function, which torch has no type for."""
     return function.apply(*args)
+
+
+def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """Do what torch's own does, at less cost in a first backward: there gradients are off."""
+    careful = _careful(backward)
+
+    @wraps(backward)
+    def run(ctx: Any, *grads: Any) -> Any:
+        return (careful if torch.is_grad_enabled() else backward)(ctx, *grads)
+
+    return run
 
 
 def add_pairs(rows: Tensor, at: Tensor, size: int) -> Tensor:

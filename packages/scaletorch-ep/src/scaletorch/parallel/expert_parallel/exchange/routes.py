@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -19,8 +18,7 @@ from ...pg_manager import describe_rank
 from .shares import ranges_of
 from .travel import landed
 
-_HIDDEN, _WEIGHTS = 1, 2  # bits that a rank tells the others: which gradients it needs
-_FIELDS = 5  # numbers that a rank tells each other one: call, bits, rows, pairs, indices outside
+_FIELDS = 5  # numbers that a rank tells each other one: call, needs, rows, pairs, indices outside
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,22 +72,28 @@ def find_route(
     call = _Call(hidden.shape[1], hidden.dtype, weights.shape[1], weights.dtype, counts,
                  torch.is_grad_enabled())  # fmt: skip
     ranks, experts = len(counts), sum(counts)
-    owners = _owners(counts, index.device).take((index.long() + 1).clamp_(0, experts + 1))
-    slots = owners.new_zeros((ranks + 1, len(index)))  # the last row is of indices outside
-    slots.scatter_add_(0, owners.t(), _one(index.device).expand_as(owners.t()))
-    goes, sums = slots[:ranks] > 0, slots.sum(1, keepdim=True)
+    owners = _owners(counts, index.device).take(index.long().clamp(-1, experts)).t()
+    slots = owners.new_zeros((ranks + 1, index.shape[0]))  # the last row is of indices outside
+    slots.scatter_add_(0, owners, _one(index.device).expand_as(owners))
+    goes, pairs = slots[:ranks] > 0, slots.sum(1, keepdim=True)
     head = _head(_digest(call), _needs(hidden, weights), ranks, index.device)
-    told = torch.cat(
-        (head, goes.sum(1, keepdim=True), sums[:ranks], sums[ranks:].expand(ranks, 1)), 1
-    )
+    outside = pairs[ranks:].expand(ranks, 1)
+    told = torch.cat((head, goes.sum(1, keepdim=True), pairs[:ranks], outside), 1).view(-1)
     sizes = [_FIELDS] * ranks
-    (heard,) = landed([all_to_all_flat(told.view(-1), sizes, sizes, group)])
-    mine, theirs = torch.stack((told, heard.view_as(told))).tolist()  # once, the host reads
-    needed = _read(call, mine[0][0], theirs, index, experts, group)
-    sends, receives = (tuple(row[2] for row in each) for each in (mine, theirs))
-    rows = torch.nonzero_static(goes, size=sum(sends))[:, 1].contiguous()
-    pairs, most = sum(row[3] for row in theirs), min(index.shape[1], ranks)
-    return Route(group, len(hidden), rows, most, sends, receives, pairs, bool(needed))
+    (heard,) = landed([all_to_all_flat(told, sizes, sizes, group)])
+    numbers = torch.cat((told, heard)).tolist()  # once, the host reads: of this rank, of all
+    calls, needs, rows, came, beyond = (numbers[field::_FIELDS] for field in range(_FIELDS))
+    if len({*calls}) > 1:
+        agree("a call of experts", call.lines(), group)
+    if any(beyond):
+        _refuse(index, experts, group)
+    sends, receives = tuple(rows[:ranks]), tuple(rows[ranks:])
+    # The quicker one has the host wait for a device once more.
+    at = goes.nonzero() if goes.is_cpu else torch.nonzero_static(goes, size=sum(sends))
+    tokens = at[:, 1].contiguous()
+    most = min(index.shape[1], ranks)
+    backward = any(needs)
+    return Route(group, hidden.shape[0], tokens, most, sends, receives, sum(came[ranks:]), backward)
 
 
 def stay(index: Tensor) -> Route:
@@ -124,9 +128,17 @@ def _numbers_apart(counts: tuple[int, ...], beyond: int, rank: int, device: torc
 
 @lru_cache(maxsize=64)
 def _owners(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """Return for each index + 1 the rank that has the expert; the first and last are outside."""
+    """Return for each index the rank that has the expert; the last two are outside."""
     ranks = [rank for rank, count in enumerate(counts) for _ in range(count)]
-    return torch.tensor([len(counts), *ranks, len(counts)], device=device)
+    return torch.tensor([*ranks, len(counts), len(counts)], device=device)
+
+
+@lru_cache(maxsize=64)
+def numbers_of(counts: tuple[int, ...], rank: int, device: torch.device) -> Tensor:
+    """Return for each index what that rank counts it as: how many it has if it is another's."""
+    own = ranges_of(counts)[rank]
+    numbers = [at - own.start if at in own else len(own) for at in range(sum(counts))]
+    return torch.tensor(numbers, device=device)
 
 
 @lru_cache(maxsize=64)
@@ -135,14 +147,14 @@ def _one(device: torch.device) -> Tensor:
 
 
 @lru_cache(maxsize=64)
-def _head(call: int, needs: int, ranks: int, device: torch.device) -> Tensor:
+def _head(call: int, needs: bool, ranks: int, device: torch.device) -> Tensor:
     """Return what a rank tells every other one of its call, int64 [ranks, 2]."""
     return torch.tensor([[call, needs]] * ranks, device=device)
 
 
 def _check_shapes(hidden: Tensor, index: Tensor, weights: Tensor) -> None:
     fits = hidden.dim() == 2 and index.dim() == 2 and weights.shape == index.shape
-    if not fits or len(index) != len(hidden) or index.is_floating_point():
+    if not fits or index.shape[0] != hidden.shape[0] or index.is_floating_point():
         raise InvalidArgumentError(
             f"{describe_rank()}: experts take hidden states [T, H], integer indices [T, K] and "
             f"weights [T, K], got {tuple(hidden.shape)}, {index.dtype} {tuple(index.shape)} and "
@@ -182,32 +194,15 @@ def digest_of(*lines: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def _needs(hidden: Tensor, weights: Tensor) -> int:
-    if not torch.is_grad_enabled():
-        return 0
-    return _HIDDEN * hidden.requires_grad | _WEIGHTS * weights.requires_grad
+def _needs(hidden: Tensor, weights: Tensor) -> bool:
+    return torch.is_grad_enabled() and (hidden.requires_grad or weights.requires_grad)
 
 
-def _read(
-    call: _Call,
-    mine: int,
-    theirs: Sequence[Sequence[int]],
-    index: Tensor,
-    experts: int,
-    group: ProcessGroup | None,
-) -> int:
-    """Return what any rank needs, or raise on every rank what is wrong with one of them."""
-    needed, outside = 0, 0
-    for told, needs, *_, beyond in theirs:
-        needed |= needs
-        outside += beyond
-        if told != mine:
-            agree("a call of experts", call.lines(), group)
-    if outside:
-        wrong = index[(index < 0) | (index >= experts)].unique().tolist()
-        error = InvalidArgumentError(
-            f"{describe_rank()}: rank {get_rank(group)} of the group routes tokens to experts "
-            f"{wrong[:8]}, but they are numbered from 0 to {experts - 1}"
-        )
-        agree("a call of experts", (), group, error=error if wrong else None)
-    return needed
+def _refuse(index: Tensor, experts: int, group: ProcessGroup | None) -> None:
+    """Raise on every rank, of which one has indices outside."""
+    wrong = index[(index < 0) | (index >= experts)].unique().tolist()
+    error = InvalidArgumentError(
+        f"{describe_rank()}: rank {get_rank(group)} of the group routes tokens to experts "
+        f"{wrong[:8]}, but they are numbered from 0 to {experts - 1}"
+    )
+    agree("a call of experts", (), group, error=error if wrong else None)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from ....dist import functional, get_comm_device, get_world_size
@@ -18,7 +17,7 @@ from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..exchange.attempts import attempt
 from ..exchange.dispatch import exchange
-from ..exchange.functions import apply
+from ..exchange.functions import apply, once_differentiable
 from ..exchange.shares import share_out
 from ..exchange.travel import landed
 from ..module import Division

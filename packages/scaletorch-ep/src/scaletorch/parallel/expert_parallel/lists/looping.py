@@ -8,13 +8,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from ....dist.building import agree, map_tensors, tensors_in
 from ...pg_manager.building import deep_copy, shallow_copy
 from ..computing.uncompiled import call_uncompiled
 from ..exchange.attempts import attempt
-from ..exchange.functions import apply
+from ..exchange.functions import apply, once_differentiable
 from .answers import answer
 from .asking import Ask, answering, check_kept, recording, unlike
 from .standing import standing_in
