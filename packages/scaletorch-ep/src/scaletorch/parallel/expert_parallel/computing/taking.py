@@ -10,16 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 from torch.overrides import TorchFunctionMode
 
-from ..exchange.functions import apply
+from ..exchange.functions import apply, once_differentiable
 from .stacks import PRODUCTS, Stack, product
 
-_TAKE = Tensor.__getitem__
-_SORTS = frozenset((torch.sort, torch.argsort, Tensor.sort, Tensor.argsort))
-_SUMS = frozenset((torch.sum, Tensor.sum))
-_WATCHED = frozenset((_TAKE, *PRODUCTS, *_SORTS, *_SUMS))
+_SORTS = (torch.sort, torch.argsort, Tensor.sort, Tensor.argsort)
 
 
 def call_taking(
@@ -88,66 +84,60 @@ class _Taking(TorchFunctionMode):
     @cached_property
     def every(self) -> Tensor:
         """The index of all rows, in order."""
-        return torch.arange(len(self.rows))
+        return torch.arange(self.rows.shape[0])
 
     @cached_property
     def lying(self) -> _Lying:
         """Where the rows of each expert lie, which the host reads if one takes any."""
         numbers = self.given[0].view(-1)
         sizes = torch.bincount(numbers, minlength=self.count).tolist()
-        rows = torch.arange(len(numbers)).split(sizes)
+        rows = self.every.split(sizes)
         starts = enumerate(accumulate(sizes[:-1], initial=0))
         first = {start: (expert, rows[expert]) for expert, start in starts if sizes[expert]}
         return _Lying(sizes, first)
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Do what was asked for."""
-        if func in _WATCHED and not torch.compiler.is_compiling():
-            found = None
-            if func in _SUMS:
-                found = _of_one(*args, **kwargs or {})
-            elif not kwargs:
-                found = self._found(func, args)
+        find = _FINDERS.get(func)
+        if find is not None and not torch.compiler.is_compiling():
+            found = find(self, func, args, kwargs)
             if found is not None:
                 return found
         return func(*args, **kwargs) if kwargs else func(*args)
 
-    def _found(self, func: Any, args: tuple[Any, ...]) -> Any:
-        if func is _TAKE:
-            return self._part(*args)
-        if func in _SORTS:  # rows that lie sorted then stay where they are
-            return func(*args, stable=True) if self.given and len(args) == 1 else None
-        return product(func, args, self.places)
-
-    def _part(self, of: Tensor, index: Any) -> Tensor | None:
+    def _part(self, _: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
         """Return what is taken, or None if it is something else."""
-        if self._takes_all(of, index):
-            return of.clone(memory_format=torch.contiguous_format)
-        if of is self.rows:
-            return self._of_rows(index)
-        if of is self.weights:
-            return self._of_weights(index)
-        if id(of) in self.wholes and (type(index) is int or _is_index(index, 0)):
-            return self._parts(of)[int(index)]
-        return None
-
-    def _takes_all(self, of: Tensor, index: Any) -> bool:
-        if not (self.given and _is_index(index, 1)):
-            return False
-        return len(index) == len(self.rows) == len(of) and torch.equal(index, self.every)
-
-    def _of_rows(self, index: Any) -> Tensor | None:
+        of, index = args
+        if id(of) in self.wholes:
+            one = type(index) is int or _is_index(index, 0)
+            return self._parts(of)[int(index)] if one else None
+        if type(index) is tuple:
+            return self._of_weights(index) if of is self.weights else None
         if not _is_index(index, 1):
             return None
+        whole = self.given and index.shape[0] == self.rows.shape[0]
+        if whole and index.shape[0] == len(of) and torch.equal(index, self.every):
+            return of.clone(memory_format=torch.contiguous_format)
+        return self._of_rows(index) if of is self.rows else None
+
+    def _sorted(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Any:
+        """Sort stably, so that rows which lie sorted stay in place."""
+        plain = self.given and len(args) == 1 and not kwargs
+        return func(*args, stable=True) if plain else None
+
+    def _product(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
+        return None if kwargs else product(func, args, self.places)
+
+    def _of_rows(self, index: Tensor) -> Tensor:
         expert = self._expert_of(index)
         taken: Tensor = (
             apply(_Rows, self.rows, index) if expert is None else self._piece(self.rows, expert)
         )
         return taken
 
-    def _of_weights(self, index: Any) -> Tensor | None:
+    def _of_weights(self, index: tuple[Any, ...]) -> Tensor | None:
         """Return weights `[row, slot]` or `[row, slot, None]` of one expert's rows."""
-        if type(index) is not tuple or len(index) not in (2, 3) or index[2:] not in ((), (None,)):
+        if len(index) not in (2, 3) or index[2:] not in ((), (None,)):
             return None
         if not (_is_index(index[0], 1) and _is_index(index[1], 1)):
             return None
@@ -192,6 +182,17 @@ def _of_one(of: Any = None, dim: Any = None, **options: Any) -> Tensor | None:
         return None
     taken: Tensor = of.squeeze(dim).clone(memory_format=torch.contiguous_format)
     return taken
+
+
+# What is called -> what looks for a quicker way to the same, given the function and its arguments.
+_FINDERS: dict[Any, Callable[..., Any]] = {
+    Tensor.__getitem__: _Taking._part,
+    **dict.fromkeys(PRODUCTS, _Taking._product),
+    **dict.fromkeys(_SORTS, _Taking._sorted),
+    **dict.fromkeys(
+        (torch.sum, Tensor.sum), lambda _, __, args, kwargs: _of_one(*args, **kwargs or {})
+    ),
+}
 
 
 def _is_index(index: Any, dims: int) -> bool:
