@@ -151,6 +151,27 @@ def test_layouts(kind, layout, skew):
     run_ranks(train, ranks, reference(kind, skew, 5), *given, timeout=60)
 
 
+def chosen(kind, experts):
+    """Return the experts that the tokens of each sequence of the first batch choose."""
+    model, found = build(kind, 0.0, experts), []
+    for name, module in model.named_modules():
+        if name.split(".")[-2:-1] == ["experts"]:
+            module.register_forward_hook(lambda *_, name=name: found[-1].add(name))
+    for row in batch(0)["input_ids"]:
+        found.append(set())
+        model(row[None])
+    return found
+
+
+def test_second_halves_where_replicas_have_called_other_experts():
+    """Each micro-batch of a replica is a sequence here, and no two of them choose alike."""
+    called = chosen("skipping", 12)
+    assert len({frozenset(each) for each in called}) == len(called)
+    sizes, options = {"dp_size": 2, "pp_size": 2}, {"schedule": "zb_h1", "bucket_size": 128}
+    given = "skipping", 0.0, 12, sizes, options, 4, 2
+    run_ranks(train, 4, reference("skipping", 0.0, 12), *given, timeout=60)
+
+
 def built():
     return build("mixtral", 0.0, 5).float()
 
