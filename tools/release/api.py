@@ -39,6 +39,7 @@ MODULES = {
     "scaletorch-dist": [
         "scaletorch.dist",
         "scaletorch.dist.building",
+        "scaletorch.dist.deferred",
         "scaletorch.dist.dist",
         "scaletorch.dist.devices",
         "scaletorch.dist.errors",
@@ -102,10 +103,20 @@ def record(package: str) -> str:
 
 def public_names(module: griffe.Object | griffe.Alias) -> list[str]:
     """Return ``__all__``, or all that the module defines without an underscore."""
+    module = tabled(module)
     if module.exports is not None:
         return [str(name) for name in module.exports]
     own = {name for name, member in module.members.items() if not member.is_alias}
     return [name for name in own if not name.startswith("_")]
+
+
+def tabled(module: griffe.Object | griffe.Alias) -> griffe.Object | griffe.Alias:
+    """Return the module that imports a module's names: itself, or `public` beside it.
+
+    That is so of packages whose names are imported when they are asked for.
+    """
+    public = module.members.get("public")
+    return module if public is None or not public.is_module else public
 
 
 def find(modules: griffe.ModulesCollection, path: str) -> griffe.Object | str:
@@ -115,7 +126,7 @@ def find(modules: griffe.ModulesCollection, path: str) -> griffe.Object | str:
     """
     parent, _, name = path.rpartition(".")
     try:
-        home = modules[parent]
+        home = tabled(modules[parent])
         if name in home.imports:
             return find(modules, home.imports[name])
         found: griffe.Object = modules[path]

@@ -10,7 +10,7 @@ import scaletorch.dist as dist
 LIST = """
 import sys, torch
 before = set(sys.modules)
-import scaletorch.dist
+from scaletorch.dist import *
 print(*sorted(set(sys.modules) - before))
 """
 
@@ -26,7 +26,8 @@ LATER = (
 OBSERVE = """
 import os, signal, sys, threading, torch
 before = dict(os.environ), {n: signal.getsignal(n) for n in signal.valid_signals()}
-import scaletorch.dist, scaletorch.dist.testing
+from scaletorch.dist import *
+from scaletorch.dist.testing import *
 after = dict(os.environ), {n: signal.getsignal(n) for n in signal.valid_signals()}
 assert before == after and threading.active_count() == 1
 assert not torch.distributed.is_initialized()

@@ -1,65 +1,15 @@
-"""Which layout to train with: how much memory, how long, from the object that will run."""
+"""Which layout to train with: how much memory, how long, from the object that will run.
 
-from .clusters import (
-    CLUSTERS,
-    DEVICES,
-    Cluster,
-    Device,
-    Link,
-    calibrate,
-    cluster_named,
-    device_named,
-    read_bench,
-    read_cluster,
-    write_cluster,
-)
-from .describing import describe, usual_cuts
-from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
-from .estimate import Estimate, Memory, Time, Traffic
-from .holding import Optimizer
-from .layout import Layout
-from .memory import Line, lines
-from .options import Options, Refused, legal
-from .search import Plan, plan
-from .timing import time, timer
-from .training import as_trained
+A search is arithmetic on what is known of a model, and imports no torch. What runs models imports
+it when it is asked for: `describe`, `calibrate`, `as_trained`.
+"""
 
-__all__ = [
-    "CLUSTERS",
-    "DEVICES",
-    "Affine",
-    "Behaviour",
-    "Block",
-    "Cluster",
-    "Cut",
-    "Description",
-    "Device",
-    "Estimate",
-    "Layout",
-    "Line",
-    "Link",
-    "Memory",
-    "Optimizer",
-    "Options",
-    "Parameter",
-    "Plan",
-    "Refused",
-    "Sent",
-    "Time",
-    "Traffic",
-    "Work",
-    "as_trained",
-    "calibrate",
-    "cluster_named",
-    "describe",
-    "device_named",
-    "legal",
-    "lines",
-    "plan",
-    "read_bench",
-    "read_cluster",
-    "time",
-    "timer",
-    "usual_cuts",
-    "write_cluster",
-]
+from typing import TYPE_CHECKING
+
+from ..dist.deferred import deferred
+from . import _version as _version
+
+if TYPE_CHECKING:
+    from .public import *
+else:
+    __getattr__, __dir__ = deferred(__name__)

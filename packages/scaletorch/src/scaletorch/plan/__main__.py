@@ -12,10 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
-from ..compose.naming import layout_name, load, parse_layout
 from ..dist.errors import InvalidArgumentError, ScaletorchError
-from ..parallel.pg_manager import Grid
-from ..parallel.pipeline_parallel import Split
+from ..parallel.pg_manager import Grid, layout_name, parse_layout
 from .arguments import ASSUMED, AXES, cluster_of, cuts_of, options_of, sizes_of, subcommand
 from .clusters import write_cluster
 from .description import Description
@@ -94,7 +92,7 @@ def _describe(arguments: Any) -> int:
 def _calibrate(arguments: Any) -> int:
     import torch
 
-    from .clusters import calibrate
+    from .clusters.calibrate import calibrate
     from .training import as_trained
 
     dtype, backend = getattr(torch, arguments.dtype), arguments.backend
@@ -122,11 +120,9 @@ def description_of(arguments: Any) -> Description:
         )
     if arguments.length is None:
         raise InvalidArgumentError("say --length: how many tokens a sequence has")
-    from .describing import (  # which a plan of a description has no need of
-        describe,
-        experts_of,
-        named,
-    )
+    # Torch, and all that runs models: a plan of a description has no need of it.
+    from ..parallel.pipeline_parallel import Split
+    from .describing import describe, experts_of, named
 
     name, build = named(arguments.model, arguments.dtype)
     return describe(
@@ -140,6 +136,8 @@ def _loaded(arguments: Any, option: str, kind: Any) -> Any:
     given = getattr(arguments, option)
     if given is None:
         return None
+    from ..compose.naming import load
+
     found = load(given)
     if not isinstance(found, kind):
         raise InvalidArgumentError(

@@ -12,7 +12,6 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.pipeline_parallel import SCHEDULES
 from .clusters import CLUSTERS, Cluster, Link, cluster_named, device_named, read_cluster
 from .clusters.units import BYTES, BYTES_A_SECOND, SECONDS, quantity
-from .describing.describe import MOST, usual_cuts
 from .description import Cut
 from .layout import CHUNKS
 from .options import Options
@@ -194,6 +193,8 @@ def cuts_of(arguments: Any, experts: int) -> list[Cut]:
         arguments: With `ranks`, and sizes if they are named.
         experts: How many a layer has; 1 for none.
     """
+    from .describing.describe import MOST, usual_cuts
+
     ranks = arguments.ranks
     shares = tuple(each == "on" for each in arguments.sequence_parallel or ("off", "on"))
     eps = arguments.ep or [n for n in range(1, MOST + 1) if ranks % n == 0 and experts % n == 0]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
-from ..parallel.data_parallel import DataParallelBucket
-from ..parallel.pg_manager import ProcessGroupManager
-from .applying import put_on
 from .layout import Layout
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ..parallel.data_parallel import DataParallelBucket
+    from ..parallel.pg_manager import ProcessGroupManager
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,8 @@ class Estimate:
         Raises:
             InvalidArgumentError: The manager has another grid; and as `compose.parallelize`.
         """
+        from .applying import put_on  # all else here does without torch
+
         return put_on(self.layout, model, manager, **options)
 
     def as_json(self) -> dict[str, Any]:

@@ -162,8 +162,8 @@ def serve(control_fd: int, package: str) -> None:
     server = _Server(control_fd)
     directory = tempfile.mkdtemp(prefix="scaletorch-ranks-")
     try:
-        child = f"{package}.child"
-        _preload((*PRELOAD, child))
+        child, names = f"{package}.child", f"{package.rpartition('.')[0]}.public"
+        _preload((*PRELOAD, child, names))
         rank_main: RankMain = sys.modules[child].main
         send_message(server.control, {"directory": directory})
         server.run(rank_main)

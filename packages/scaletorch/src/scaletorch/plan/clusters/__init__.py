@@ -1,6 +1,5 @@
-"""What is known of the ranks: devices, links, what a machine reaches, and files of these."""
+"""What is known of the ranks: devices, links, files of these; `calibrate` measures a machine."""
 
-from .calibrate import calibrate
 from .cluster import Cluster, Device, Link
 from .devices import CLUSTERS, DEVICES, cluster_named, device_named
 from .files import read_bench, read_cluster, write_cluster
@@ -11,7 +10,6 @@ __all__ = [
     "Cluster",
     "Device",
     "Link",
-    "calibrate",
     "cluster_named",
     "device_named",
     "read_bench",

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from ...compose.naming import layout_name
+from ...parallel.pg_manager import layout_name
 from ...parallel.pipeline_parallel import Timeline
 from ..clusters import Cluster
 from ..estimate import Estimate

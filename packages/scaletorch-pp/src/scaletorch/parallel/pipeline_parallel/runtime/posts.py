@@ -12,8 +12,7 @@ from torch.distributed import ProcessGroup
 
 from ....dist import exchange, get_comm_device
 from ....dist.building import Handle, Peer
-
-IN_FLIGHT = 8  # sends under way before the first is waited for: what they hold stays in memory
+from .early import IN_FLIGHT
 
 
 class Parcel(NamedTuple):

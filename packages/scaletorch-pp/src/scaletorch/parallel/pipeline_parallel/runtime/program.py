@@ -11,11 +11,8 @@ from ..schedules.choose import AnySchedule, built
 from ..schedules.messages import Operation, Receive, program_of
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action, Schedule
 from ..schedules.simulate import proven
+from .early import AHEAD
 from .mail import Key, Message
-
-# Actions that a receive begins earlier than its message is due, so that where messages take long
-# the sender knows of it in time. Each is one more buffer.
-AHEAD = 4
 
 
 class Task(NamedTuple):

@@ -6,11 +6,12 @@ import math
 from collections.abc import Iterable, Sequence
 from itertools import accumulate, pairwise
 from numbers import Real
-from typing import NamedTuple
-
-from torch import nn
+from typing import TYPE_CHECKING, NamedTuple
 
 from ....dist.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from torch import nn
 
 
 def distribute_layers(

@@ -1,0 +1,41 @@
+"""All names of the package, each imported when it is asked for."""
+
+from ._version import __version__
+from .axis import axis_group, describe_rank
+from .experts import ExpertCoordinates
+from .grid import Coordinates, Grid, PipelineNeighbours, RingNeighbours
+from .layouts import layout_name, legal_layouts, nearest_layouts, parse_layout
+from .loss import IGNORED, global_token_count, global_token_mean, token_loss_sum
+from .manager import (
+    ProcessGroupManager,
+    destroy_process_group_manager,
+    get_process_group_manager,
+    setup_process_group_manager,
+)
+from .mpu import as_mpu
+from .wrapper import ModuleWrapper
+
+__all__ = [
+    "IGNORED",
+    "Coordinates",
+    "ExpertCoordinates",
+    "Grid",
+    "ModuleWrapper",
+    "PipelineNeighbours",
+    "ProcessGroupManager",
+    "RingNeighbours",
+    "__version__",
+    "as_mpu",
+    "axis_group",
+    "describe_rank",
+    "destroy_process_group_manager",
+    "get_process_group_manager",
+    "global_token_count",
+    "global_token_mean",
+    "layout_name",
+    "legal_layouts",
+    "nearest_layouts",
+    "parse_layout",
+    "setup_process_group_manager",
+    "token_loss_sum",
+]

@@ -1,0 +1,26 @@
+"""All names of `building`, each imported when it is asked for."""
+
+from ..drawing.png import paint
+from ..drawing.svg import drawn
+from ..runtime.early import AHEAD, IN_FLIGHT
+from ..splitting.balance import parameter_costs
+from ..splitting.split import parts_of
+from ..stages.adopting import adopt
+from ..stages.cut import PassThrough
+from ..stages.pairs import run_pairs
+from ..stages.stand_ins import stands
+from ..steps.batches import read
+
+__all__ = [
+    "AHEAD",
+    "IN_FLIGHT",
+    "PassThrough",
+    "adopt",
+    "drawn",
+    "paint",
+    "parameter_costs",
+    "parts_of",
+    "read",
+    "run_pairs",
+    "stands",
+]

@@ -1,0 +1,96 @@
+"""All names of the package, each imported when it is asked for."""
+
+from ._version import __version__
+from .pipeline_parallel import (
+    PipelineParallel,
+    train_step_pipeline,
+    train_step_pipeline_1f1b,
+    train_step_pipeline_afab,
+)
+from .pp_comms import bidirectional_pipeline_communicate, pipeline_communicate
+from .preparation.materialize import materialize, meta_parameters
+from .preparation.measure import measure_costs
+from .runtime.mail import StageError
+from .schedules import (
+    SCHEDULES,
+    Action,
+    Builder,
+    Costs,
+    Receive,
+    Report,
+    Schedule,
+    ScheduleError,
+    Send,
+    Span,
+    Timeline,
+    afab,
+    check,
+    derive_messages,
+    dualpipe_v,
+    forward_only,
+    from_csv,
+    from_json,
+    interleaved_1f1b,
+    looped_breadth_first,
+    one_f_one_b,
+    simulate,
+    to_csv,
+    to_json,
+    zb_h1,
+    zb_v,
+)
+from .schedules.choose import AnySchedule
+from .splitting.balance import distribute_layers
+from .splitting.split import Split, infer_split, layers_of
+from .stages.cut import PassThrough
+from .steps.evaluate import pipeline_forward
+from .steps.record import Recorder, recording
+
+__all__ = [
+    "SCHEDULES",
+    "Action",
+    "AnySchedule",
+    "Builder",
+    "Costs",
+    "PassThrough",
+    "PipelineParallel",
+    "Receive",
+    "Recorder",
+    "Report",
+    "Schedule",
+    "ScheduleError",
+    "Send",
+    "Span",
+    "Split",
+    "StageError",
+    "Timeline",
+    "__version__",
+    "afab",
+    "bidirectional_pipeline_communicate",
+    "check",
+    "derive_messages",
+    "distribute_layers",
+    "dualpipe_v",
+    "forward_only",
+    "from_csv",
+    "from_json",
+    "infer_split",
+    "interleaved_1f1b",
+    "layers_of",
+    "looped_breadth_first",
+    "materialize",
+    "measure_costs",
+    "meta_parameters",
+    "one_f_one_b",
+    "pipeline_communicate",
+    "pipeline_forward",
+    "recording",
+    "simulate",
+    "to_csv",
+    "to_json",
+    "train_step_pipeline",
+    "train_step_pipeline_1f1b",
+    "train_step_pipeline_afab",
+    "zb_h1",
+    "zb_v",
+]

@@ -1,0 +1,65 @@
+"""All names of the package, each imported when it is asked for."""
+
+from .clusters import (
+    CLUSTERS,
+    DEVICES,
+    Cluster,
+    Device,
+    Link,
+    cluster_named,
+    device_named,
+    read_bench,
+    read_cluster,
+    write_cluster,
+)
+from .clusters.calibrate import calibrate
+from .describing import describe, usual_cuts
+from .description import Affine, Behaviour, Block, Cut, Description, Parameter, Sent, Work
+from .estimate import Estimate, Memory, Time, Traffic
+from .holding import Optimizer
+from .layout import Layout
+from .memory import Line, lines
+from .options import Options, Refused, legal
+from .search import Plan, plan
+from .timing import time, timer
+from .training import as_trained
+
+__all__ = [
+    "CLUSTERS",
+    "DEVICES",
+    "Affine",
+    "Behaviour",
+    "Block",
+    "Cluster",
+    "Cut",
+    "Description",
+    "Device",
+    "Estimate",
+    "Layout",
+    "Line",
+    "Link",
+    "Memory",
+    "Optimizer",
+    "Options",
+    "Parameter",
+    "Plan",
+    "Refused",
+    "Sent",
+    "Time",
+    "Traffic",
+    "Work",
+    "as_trained",
+    "calibrate",
+    "cluster_named",
+    "describe",
+    "device_named",
+    "legal",
+    "lines",
+    "plan",
+    "read_bench",
+    "read_cluster",
+    "time",
+    "timer",
+    "usual_cuts",
+    "write_cluster",
+]
