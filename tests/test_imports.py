@@ -1,6 +1,9 @@
 """Names that users' code already uses stay importable exactly so."""
 
 import importlib
+import pkgutil
+import subprocess
+import sys
 
 import pytest
 
@@ -50,3 +53,51 @@ def test_packages_name_their_whole_surface(module):
     else:
         loaded = importlib.import_module(module)
         assert all(hasattr(loaded, name) for name in loaded.__all__)
+
+
+DEFERRED = [
+    "scaletorch.dist",
+    "scaletorch.parallel.pg_manager",
+    "scaletorch.parallel.pipeline_parallel",
+    "scaletorch.parallel.pipeline_parallel.building",
+    "scaletorch.plan",
+]
+
+
+@pytest.mark.parametrize("package", DEFERRED)
+def test_no_submodule_is_called_like_a_name(package):
+    """Python would put it over the name, whenever it is imported."""
+    loaded = importlib.import_module(package)
+    submodules = {found.name for found in pkgutil.iter_modules(loaded.__path__)}
+    assert "public" in submodules
+    assert not submodules & {*loaded.__all__}
+
+
+FIRST = """
+import importlib, os, sys, traceback
+import torch.distributed
+
+def alone(package, name):
+    child = os.fork()
+    if child == 0:
+        try:
+            getattr(importlib.import_module(package), name)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+package, *names = sys.argv[1:]
+wrong = [name for name in names if not alone(package, name)]
+assert "scaletorch.dist" not in sys.modules
+assert not wrong, wrong
+"""
+
+
+@pytest.mark.parametrize("package", DEFERRED)
+def test_any_name_may_be_the_first_that_is_asked_for(package):
+    names = importlib.import_module(package).__all__
+    words = [sys.executable, "-c", FIRST, package, *names]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr

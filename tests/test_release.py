@@ -80,9 +80,10 @@ def fragment(folder, package, name, text):
 
 
 def version(folder, package):
-    """The version in the sources."""
-    (file,) = (folder / package).glob("src/**/_version.py")
-    return re.search('__version__ = "(.*)"', file.read_text())[1]
+    """The version in the sources, which is one, whatever portion is asked."""
+    files = (folder / package).glob("src/**/_version.py")
+    (found,) = {re.search('__version__ = "(.*)"', file.read_text())[1] for file in files}
+    return found
 
 
 def test_a_minor_version_moves_pins_and_raises_dependents(workspace):
@@ -101,6 +102,9 @@ def test_a_minor_version_moves_pins_and_raises_dependents(workspace):
     assert "scaletorch-dist[nccl]~=0.2.0; python_version>'3'" in pins
     (compared,) = (workspace / TP).glob("src/**/_version.py")
     assert '"scaletorch-dist~=0.2.0": dist, "scaletorch-pg~=0.2.0": pg' in compared.read_text()
+    compared = [*(workspace / UMBRELLA).glob("src/**/_version.py")]
+    assert len(compared) == 2
+    assert all('"scaletorch-dist~=0.2.0": dist' in file.read_text() for file in compared)
     text = (workspace / DIST / "CHANGELOG.md").read_text()
     assert "## 0.2.0 (2030-01-02)\n\n### Added\n\n- Faster.\n\n## 0.1.0 (unreleased)" in text
     assert not list((workspace / DIST / "changes").glob("*.md"))

@@ -8,7 +8,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from .packages import folder, version, version_file
+from .packages import folder, version, version_files
 
 BUILD = "import sys, hatchling.build as it; print(getattr(it, sys.argv[1])(sys.argv[2]))"
 
@@ -34,7 +34,7 @@ def of_version(package: str, other: str, into: Path) -> Path:
     """Copy a package's sources into a folder, as another version; return the copy."""
     copy = into / f"{package}-{other}"
     shutil.copytree(folder(package), copy, ignore=shutil.ignore_patterns("__pycache__", "tests"))
-    file = copy / version_file(package).relative_to(folder(package))
-    text = file.read_text()
-    file.write_text(text.replace(f'"{version(package)}"', f'"{other}"'))
+    for each in version_files(package):
+        text = each.read_text().replace(f'"{version(package)}"', f'"{other}"')
+        (copy / each.relative_to(folder(package))).write_text(text)
     return copy

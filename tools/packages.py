@@ -56,6 +56,11 @@ def version_file(package: str) -> Path:
     return ROOT / "packages" / package / path
 
 
+def version_files(package: str) -> list[Path]:
+    """Return all files of the package that say its version: portions import one without another."""
+    return sorted(folder(package).glob("src/**/_version.py"))
+
+
 def modules(package: str) -> list[str]:
     """Return the names under which the package's portions are imported."""
     return [portion.replace("/", ".") for portion in portions(package)]

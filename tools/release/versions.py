@@ -10,7 +10,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import InvalidVersion, Version
 
-from ..packages import PACKAGES, ROOT, folder, pyproject, version, version_file
+from ..packages import PACKAGES, ROOT, folder, pyproject, version, version_files
 
 STEPS = ("patch", "minor", "major")
 _VERSION = re.compile(r'__version__ = "([^"]+)"')
@@ -117,8 +117,8 @@ def refused(package: str, needed: str, version: Version) -> bool:
 
 def write_version(package: str, new: Version) -> None:
     """Write a package's new version."""
-    file = version_file(package)
-    file.write_text(_VERSION.sub(f'__version__ = "{new}"', file.read_text()))
+    for file in version_files(package):
+        file.write_text(_VERSION.sub(f'__version__ = "{new}"', file.read_text()))
 
 
 def move_pins(package: str, new: dict[str, Version]) -> list[str]:
@@ -127,7 +127,7 @@ def move_pins(package: str, new: dict[str, Version]) -> list[str]:
     They are in the metadata, and in the code that compares versions when it is imported.
     """
     moved = sorted(name for name, version in new.items() if refused(package, name, version))
-    for file in (folder(package) / "pyproject.toml", version_file(package)):
+    for file in (folder(package) / "pyproject.toml", *version_files(package)):
         text = file.read_text()
         for name in moved:
             pin = f"~={new[name].major}.{new[name].minor}.0"
