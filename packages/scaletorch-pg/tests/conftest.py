@@ -2,4 +2,6 @@
 
 from scaletorch.dist.testing import preload
 
-preload("pytest", "torch._dynamo", "torch.distributed.tensor", "scaletorch.parallel.pg_manager")
+preload(
+    "pytest", "torch._dynamo", "torch.distributed.tensor", "scaletorch.parallel.pg_manager.public"
+)

@@ -6,4 +6,4 @@ from pathlib import Path
 from scaletorch.dist.testing import preload
 
 sys.path.append(str(Path(__file__).parent))
-preload("pytest", "torch._dynamo", "scaletorch.parallel.pipeline_parallel")
+preload("pytest", "torch._dynamo", "scaletorch.parallel.pipeline_parallel.public")
