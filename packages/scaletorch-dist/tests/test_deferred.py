@@ -77,6 +77,8 @@ def test_what_is_missing_is_said_in_the_words_of_python(package):
     with pytest.raises(ImportError, match="cannot import name 'plane' from 'put_off'"):
         exec("from put_off import plane")
     assert not hasattr(found, "__wrapped__")
+    assert (package / "__pycache__").is_dir()
+    assert not hasattr(found, "__pycache__")
     assert not hasattr(found, "not a name")
     assert not hasattr(found, "parts.py")
 

@@ -44,11 +44,11 @@ def deferred(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]
             found = getattr(import_module(module, package), original)
             setattr(home, name, found)
             return found
-        # Of names such as `__wrapped__`, which many look for in all modules, none is a module's.
+        # Many look for `__wrapped__` and the like in all modules; and a folder is called __pycache__.
         submodule = name.isidentifier() and not name.startswith("__")
         if submodule and find_spec(f"{package}.{name}") is not None:
             return import_module(f"{package}.{name}")
-        raise AttributeError(f"module {package!r} has no attribute {name!r}", name=name, obj=home)
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
     return find, lambda: sorted({*vars(home), *table()})
 
