@@ -44,7 +44,7 @@ def deferred(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]
             found = getattr(import_module(module, package), original)
             setattr(home, name, found)
             return found
-        # Many look for `__wrapped__` and the like in all modules; and a folder is called __pycache__.
+        # Many look for `__wrapped__` and the like in all modules; a folder is called `__pycache__`.
         submodule = name.isidentifier() and not name.startswith("__")
         if submodule and find_spec(f"{package}.{name}") is not None:
             return import_module(f"{package}.{name}")
