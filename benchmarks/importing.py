@@ -17,7 +17,8 @@ IMPORTS = {
     "import scaletorch.plan.__main__": "time",
 }
 MEASURE = """
-import os, time, {before}
+import os, sys, time, {before}
+sys.dont_write_bytecode = False
 for _ in range({children}):
     child = os.fork()
     if child == 0:
