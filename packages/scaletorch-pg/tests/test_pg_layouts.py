@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from unittest import mock
 
 import pytest
@@ -92,3 +94,16 @@ def test_worlds_and_counts_are_numbers(bad):
 def test_what_was_asked_is_a_layout():
     with pytest.raises(InvalidArgumentError, match="asked must be a Grid, got NoneType"):
         nearest_layouts(None, 8)
+
+
+def test_names_of_layouts_are_read_back_and_need_no_torch():
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "import scaletorch.parallel.pg_manager as pg\n"
+        "assert all(pg.parse_layout(pg.layout_name(g)) == g for g in pg.legal_layouts(16))\n"
+        "print(pg.layout_name(pg.Grid(tp=2, dp=4, ep=2, etp=2)), pg.parse_layout('dp4-ep2').ep)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=100
+    )
+    assert (done.stdout, done.stderr) == ("4x1x1x2-ep2-etp2 2\n", "")

@@ -109,3 +109,19 @@ def test_a_schedule_that_is_not_there(capsys):
         main(["--schedule", "gpipe"])
     assert caught.value.code == 2
     assert "invalid choice: 'gpipe'" in capsys.readouterr().err
+
+
+def test_without_torch(tmp_path):
+    program = (
+        "import sys; sys.modules['torch'] = None\n"
+        "from scaletorch.parallel.pipeline_parallel.__main__ import main\n"
+        "sys.exit(main(sys.argv[1:]))"
+    )
+    words = "--schedule zb_v --stages 2 --micro-batches 4 --svg p.svg --csv p.csv --trace p.json"
+    done = subprocess.run(
+        [sys.executable, "-c", program, *words.split()], cwd=tmp_path,
+        capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "zb_v: makespan" in done.stdout
+    assert {each.name for each in tmp_path.iterdir()} == {"p.svg", "p.csv", "p.json"}
