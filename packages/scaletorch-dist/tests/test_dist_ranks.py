@@ -93,6 +93,10 @@ def return_lock():
     return threading.Lock()
 
 
+def has_all_names():
+    return "scaletorch.dist.public" in sys.modules
+
+
 def draw():
     return random.random(), torch.rand(1).item()
 
@@ -148,6 +152,11 @@ def test_values_of_the_test_files_own_classes_travel():
     assert [point.x for point in points] == [5, 6]
     assert points[1].y.tolist() == [2.0, 2.0]
     assert points[1].y.dtype == torch.float64
+
+
+def test_ranks_have_all_names_from_the_start():
+    """Each would import by itself what the server lacks."""
+    assert launch(has_all_names, 2) == [True, True]
 
 
 def test_a_partial_runs_with_its_arguments():
