@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from torch.distributed.run import parse_args
 
 import scaletorch.dist as dist
 from scaletorch.dist import InvalidArgumentError
@@ -102,23 +103,17 @@ def test_a_whole_run_prints_a_table_and_writes_json_and_a_picture(tmp_path):
         assert math.isfinite(found["error"])
 
 
-def test_an_axis_of_a_grid_under_torchrun(tmp_path):
+def test_an_axis_of_a_grid_under_torchrun(tmp_path, capfd):
+    """In the environment that torchrun gives its ranks, by the words that it leaves to them."""
     data = tmp_path / "tp.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", "4", "-m", "scaletorch.dist.bench", *QUICK),
-            *("--grid", "tp=2,dp=2", "--axis", "tp", "--backend", "gloo"),
-            *("--calls", "all_reduce", "ping_pong", "--json", str(data)),
-        ],
-        capture_output=True,
-        text=True,
-        timeout=100,
-    )
-    assert done.returncode == 0, done.stderr
+    words = [*QUICK, "--grid", "tp=2,dp=2", "--axis", "tp", "--backend", "gloo"]
+    words += ["--calls", "all_reduce", "ping_pong", "--json", str(data)]
+    command = parse_args(["--standalone", "--nproc-per-node", "4", "-m", BENCH[-1], *words])
+    assert command.training_script_args == words
+    run_ranks(main, 4, words, init=False)
     conditions = json.loads(data.read_text())["conditions"]
     assert (conditions["ranks"], conditions["world"], conditions["axis"]) == (2, 4, "tp")
-    assert done.stdout.count("time µs") == 1
+    assert capfd.readouterr().out.count("time µs") == 1
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,9 @@ def measured_all(cases):
 
 @pytest.fixture(scope="module", autouse=True)
 def _imported():
-    preload("scaletorch.compose", "scaletorch.models")  # by all ranks at once
+    families = ("gpt2", "qwen3", "qwen3_moe")
+    code = [f"transformers.models.{name}.modeling_{name}" for name in families]
+    preload("scaletorch.compose", "scaletorch.models", *code)  # by all ranks at once
 
 
 @pytest.mark.parametrize("ranks", CASES)

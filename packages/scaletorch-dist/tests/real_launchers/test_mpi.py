@@ -8,17 +8,12 @@ LOCAL_SIZE = {"openmpi": "OMPI_COMM_WORLD_LOCAL_SIZE", "mpich": "MPI_LOCALNRANKS
 
 
 def test_mpirun_without_mpi4py(launch, mpirun, programs):
+    """Rank 0 is a child of mpirun's, rank 1 one of a shell's."""
     _, command, variables, _ = mpirun
-    program = [sys.executable, programs / "place.py", launch.folder]
-    status, _, err = launch.run([*command, "-n", "2", *program], **variables)
-    assert status == 0, err
-    assert launch.places() == [f"({rank}, 2, {rank}, 2) 2.0 mpi" for rank in range(2)]
-
-
-def test_a_shell_between_mpirun_and_each_rank(launch, mpirun, programs):
-    _, command, variables, _ = mpirun
-    program = f"{sys.executable} {programs / 'place.py'} {launch.folder} mpi; exit $?"
-    status, _, err = launch.run([*command, "-n", "2", "sh", "-c", program], **variables)
+    program = [sys.executable, programs / "place.py", launch.folder, "mpi"]
+    shell = ["sh", "-c", f"{' '.join(map(str, program))}; exit $?"]
+    both = [*command, "-n", "1", *program[:-1], ":", "-n", "1", *shell]
+    status, _, err = launch.run(both, **variables)
     assert status == 0, err
     assert launch.places() == [f"({rank}, 2, {rank}, 2) 2.0 mpi" for rank in range(2)]
 
@@ -37,6 +32,7 @@ def test_nodes_meet_through_mpi4py(launch, mpirun, programs):
     assert launch.places() == [f"({rank}, 2, {rank}, 1) 2.0 mpi" for rank in range(2)]
 
 
+@pytest.mark.parametrize("mpirun", ["openmpi"], indirect=True)
 def test_nodes_without_mpi4py_are_told_what_would_do(launch, mpirun, programs):
     kind, command, variables, _ = mpirun
     command = one_rank_a_node(kind, command, [programs / "place.py", launch.folder])
@@ -45,6 +41,7 @@ def test_nodes_without_mpi4py_are_told_what_would_do(launch, mpirun, programs):
     assert "MPI does not say where rank 0 is: set MASTER_ADDR" in err
 
 
+@pytest.mark.parametrize("mpirun", ["mpich"], indirect=True)
 def test_nodes_with_an_address_need_no_mpi4py(launch, mpirun, programs, free_port):
     kind, command, variables, _ = mpirun
     command = one_rank_a_node(kind, command, [programs / "place.py", launch.folder])

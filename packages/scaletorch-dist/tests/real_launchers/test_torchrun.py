@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-DEATHS = 3
+DEATHS = 2
 
 
 def agents(launch, hosts, torchrun, program, ranks, restarts=0):
@@ -126,15 +126,11 @@ def test_the_example_goes_on_where_it_was(launch, examples):
     assert "none: 1 ranks, loss" in out
 
 
-@pytest.mark.parametrize(
-    ("absent", "message"),
-    [(1, "in time: rank 1 never came"), (0, "but rank 0 never came to it")],
-    ids=["rank 1", "rank 0"],
-)
-def test_a_rank_that_never_joins_is_named(launch, torchrun, programs, absent, message):
+def test_a_rank_0_that_never_joins_is_named(launch, torchrun, programs):
+    """Its agent's store is there without it; of other ranks test_roll_call.py and Slurm's tell."""
     command = [*torchrun, "--standalone", "--nproc-per-node=3", programs / "absent.py"]
-    status, _, err = launch.run([*command, launch.folder, absent])
+    status, _, err = launch.run([*command, launch.folder, 0])
     assert status == 0, err
     said = launch.places()
     assert len(said) == 2
-    assert all(message in text for text in said)
+    assert all("but rank 0 never came to it" in text for text in said)
