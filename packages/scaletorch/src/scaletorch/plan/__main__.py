@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any
 
 from ..dist.errors import InvalidArgumentError, ScaletorchError
@@ -36,9 +37,9 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def _plan(arguments: Any) -> int:
-    shown = planned(arguments)
+    shown, over = planned(arguments)
     if arguments.explain:
-        print(explained(shown, _chosen(shown, arguments.explain)))
+        print(explained(shown, _chosen(shown, over, arguments.explain)))
     elif not shown.estimates:
         raise InvalidArgumentError(_none(shown, sizes_of(arguments)))
     else:
@@ -47,14 +48,14 @@ def _plan(arguments: Any) -> int:
     return 0 if shown.fitting else 1
 
 
-def planned(arguments: Any) -> Shown:
-    """Return the plan as it is shown; if none fits, with the nearest."""
+def planned(arguments: Any) -> tuple[Shown, Sequence[Estimate]]:
+    """Return the plan as it is shown, if none fits with the nearest; and what does not fit."""
     description, cluster = description_of(arguments), cluster_of(arguments)
     options = options_of(arguments)
     if arguments.explain and not _files(arguments):
         options = _only(parse_layout(arguments.explain), options)
     found = plan(description, arguments.rows, cluster, options=options, time=time)
-    return Shown(
+    shown = Shown(
         description.name, description.length, arguments.rows, cluster,
         found.estimates or found.over, len(found.estimates),
         [(_named(each), each.why) for each in found.refused],
@@ -62,6 +63,7 @@ def planned(arguments: Any) -> Shown:
         lambda layout: timeline(description, layout, cluster),
         [] if arguments.device or arguments.cluster else [ASSUMED],
     )  # fmt: skip
+    return shown, found.over
 
 
 def _only(grid: Grid, options: Options) -> Options:
@@ -146,14 +148,14 @@ def _loaded(arguments: Any, option: str, kind: Any) -> Any:
     return found
 
 
-def _chosen(shown: Shown, text: str) -> Estimate:
+def _chosen(shown: Shown, over: Sequence[Estimate], text: str) -> Estimate:
     """Return the best estimate of a layout.
 
     Raises:
         InvalidArgumentError: There is none, and why.
     """
     grid = parse_layout(text)
-    for each in shown.estimates:
+    for each in chain(shown.estimates, over):
         if each.layout.grid == grid:
             return each
     why = next((why for name, why in shown.refused if name == layout_name(grid)), "")
