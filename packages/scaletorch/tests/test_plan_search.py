@@ -157,11 +157,11 @@ def test_a_table_looks_at_no_more_layouts_than_it_has(
         assert main([*given, *more]) == status
         assert 0 < len(looked) <= most
     assert "fits in" in capsys.readouterr().out
-    whole = plan(model(), 24, cluster(8, 50 * 2**10))
+    whole = plan(model(), 24, cluster(8, 90 * 2**10))
     fitting = {each.layout.grid for each in whole.estimates}
     assert fitting
     (grid, *_) = (each.layout.grid for each in whole.over if each.layout.grid not in fitting)
-    more = ["--memory", "50KiB", "--json", str(tmp_path / "plan.json"), "--explain"]
+    more = ["--memory", "90KiB", "--json", str(tmp_path / "plan.json"), "--explain"]
     main([*given, *more, f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}"])
     assert "does not fit in" in capsys.readouterr().out
 
