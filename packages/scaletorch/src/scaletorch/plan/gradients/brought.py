@@ -16,12 +16,12 @@ from typing import Literal, NamedTuple
 
 from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Action, derive_messages
-from ...parallel.pipeline_parallel.building import IN_FLIGHT
 from ..holding.buckets import Held
 from ..holding.holdings import Holdings
-from ..holding.live import CHANGES, SPLIT, Counts, enough, outer
+from ..holding.live import CHANGES, SPLIT, Counts, outer
+from ..holding.repeating import LONG, followed
 from ..holding.stages import schedule_of
-from ..holding.under_way import LONG, Message, moments_of
+from ..holding.under_way import Message, moments_of
 from ..layout import Layout
 from .ties import of_ties
 
@@ -182,21 +182,19 @@ def _is_last(known: Holdings, name: str, chunk: int, chunks: tuple[tuple[int, ..
 def most_brought(layout: Layout, which: str) -> tuple[tuple[Bringing, ...], ...]:
     """Return for each rank of the pipeline what is there at the moments at which it may be most.
 
-    No more micro-batches are followed than it takes until all repeats itself; schedules that keep
-    all of them have as many more of each that is kept.
+    No more micro-batches are followed than it takes until all repeats itself; "afab", which keeps
+    all of them, has as many more of each that is kept.
 
     Args:
         layout: Of the pipeline.
         which: Of `brings`.
     """
     schedule, pp, m = layout.schedule, layout.grid.pp, layout.micro_batches
-    few = pp + 2 * IN_FLIGHT
-    if schedule in ("afab", "looped_bfs"):
-        return _most_brought(schedule, pp, layout.chunks, min(m, few), max(m - few, 0), which)
-    few = enough(schedule, pp, m, layout.chunks)
+    few = followed(schedule, pp, m)
     if schedule != "interleaved_1f1b":  # which has no other rounds than it has
-        few = min(m, few + 2 * pp + 2 * IN_FLIGHT)
-    return _most_brought(schedule, pp, layout.chunks, few, 0, which)
+        few = min(m, few + 2)
+    more = m - few if schedule == "afab" else 0
+    return _most_brought(schedule, pp, layout.chunks, few, more, which)
 
 
 @lru_cache(maxsize=1024)

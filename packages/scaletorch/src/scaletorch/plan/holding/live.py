@@ -13,6 +13,7 @@ from operator import ge
 from typing import NamedTuple
 
 from ...parallel.pipeline_parallel import SCHEDULES
+from .repeating import enough
 
 Counts = tuple[int, ...]
 Moments = tuple[Counts, ...]
@@ -42,7 +43,6 @@ Moves = Iterable[tuple[str, int]]  # kinds and chunks of actions
 SPLIT = ("zb_h1", "zb_v", "dualpipe_v")  # schedules whose backwards may come in two halves
 # What an action changes: whole micro-batches, and halves.
 CHANGES = {"F": (1, 0), "B": (-1, 0), "I": (-1, 1), "W": (0, -1)}
-ROUNDS = 4  # of interleaving, after which all repeats itself
 
 
 def most_live(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[Live, ...]:
@@ -52,18 +52,7 @@ def most_live(schedule: str, pp: int, micro_batches: int, chunks: int) -> tuple[
     but for the V-shaped ones, and these with no more micro-batches than they have to have
     for each action to occur.
     """
-    return _most_live(schedule, pp, enough(schedule, pp, micro_batches, chunks), chunks)
-
-
-def enough(schedule: str, pp: int, micro_batches: int, chunks: int) -> int:
-    """Return how many micro-batches keep as much alive as so many."""
-    if schedule == "interleaved_1f1b" and micro_batches % pp == 0:
-        return min(micro_batches, (ROUNDS + chunks) * pp)
-    if schedule in ("zb_v", "dualpipe_v"):
-        return min(micro_batches, 2 * pp + 1)
-    if schedule in ("1f1b", "zb_h1"):
-        return min(micro_batches, pp)
-    return micro_batches
+    return _most_live(schedule, pp, enough(schedule, pp, micro_batches), chunks)
 
 
 def backwards(
@@ -136,12 +125,10 @@ def _put_off(rank: int, pp: int, m: int) -> Live:
 
 
 def _interleaved(rank: int, pp: int, m: int, chunks: int) -> Live:
-    """Follow the first rounds of each length; the others repeat them."""
     number = max(1, m // pp)
-    size, larger = divmod(m, number)
-    enough = ROUNDS + chunks
-    shown = [size + 1] * min(larger, enough) + [size] * min(number - larger, enough)
-    ahead = min((chunks - 1) * shown[0] + 2 * (pp - rank - 1), sum(shown) * chunks)
+    size, longer = divmod(m, number)
+    shown = [size + 1] * longer + [size] * (number - longer)
+    ahead = min((chunks - 1) * shown[0] + 2 * (pp - rank - 1), m * chunks)
     forwards = [c for each in shown for c in range(chunks) for _ in range(each)]
     backwards = [c for each in shown for c in reversed(range(chunks)) for _ in range(each)]
     moves = [("F", chunk) for chunk in forwards[:ahead]]

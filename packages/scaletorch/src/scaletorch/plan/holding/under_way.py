@@ -16,10 +16,8 @@ from ...parallel.pg_manager import Grid
 from ...parallel.pipeline_parallel import Action, Receive, Send, derive_messages
 from ...parallel.pipeline_parallel.building import AHEAD, IN_FLIGHT
 from ..layout import Layout
-from .live import ROUNDS, SPLIT
+from .repeating import LONG, followed
 from .stages import schedule_of
-
-LONG = 16  # ranks of a pipeline with ends and a middle
 
 Message = Send | Receive
 
@@ -64,20 +62,10 @@ def at_last(layout: Layout) -> tuple[UnderWay, ...]:
 
 def _of_all(layout: Layout) -> tuple[_Ways, ...]:
     pp = min(layout.grid.pp, LONG)
-    found = _under_way(layout.schedule, pp, layout.chunks, followed(layout))
+    count = followed(layout.schedule, pp, layout.micro_batches)
+    found = _under_way(layout.schedule, pp, layout.chunks, count)
     half = pp // 2
     return (*found[:half], *found[half : half + 1] * (layout.grid.pp - pp), *found[half:])
-
-
-def followed(layout: Layout) -> int:
-    """Return how many micro-batches are followed."""
-    pp = min(layout.grid.pp, LONG)
-    enough = pp + 2 * IN_FLIGHT
-    if layout.schedule in SPLIT:
-        enough += pp
-    if layout.schedule == "interleaved_1f1b":
-        enough = (ROUNDS + layout.chunks) * pp
-    return min(layout.micro_batches, enough)
 
 
 _Ways = tuple[tuple[UnderWay, ...], UnderWay]

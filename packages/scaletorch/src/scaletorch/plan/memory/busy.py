@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from ..gradients.brought import Bringing, brings, most_brought
 from ..holding import Holdings
-from ..holding.live import SPLIT, Counts, During, enough, halved, most_live, outer
-from ..holding.under_way import UnderWay, at_last, followed, under_way
+from ..holding.live import SPLIT, Counts, During, halved, most_live, outer
+from ..holding.repeating import LONG, enough, followed
+from ..holding.under_way import UnderWay, at_last, under_way
 from ..layout import Layout
 from .working import Action
 
@@ -67,7 +68,8 @@ def pipeline_of(known: Holdings, layout: Layout) -> Pipeline:
     )  # fmt: skip
     if brought := brings(known, layout):
         return schedule, pp, chunks, count, count, brought
-    return schedule, pp, chunks, enough(schedule, pp, count, chunks), followed(layout), brought
+    sent = followed(schedule, min(pp, LONG), count)
+    return schedule, pp, chunks, enough(schedule, pp, count), sent, brought
 
 
 def busy(known: Holdings, layout: Layout) -> Ranks:
