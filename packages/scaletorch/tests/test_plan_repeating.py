@@ -1,6 +1,7 @@
 """Pipelines repeat themselves: what is followed of one holds as much as all of it."""
 
 import pytest
+
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import Layout
 from scaletorch.plan.gradients import brought
@@ -43,7 +44,7 @@ def test_more_micro_batches_than_are_followed_hold_no_more(name, chunks, monkeyp
 
 
 def test_few_are_followed_of_many():
-    for name, chunks in SCHEDULES:
+    for name, _ in SCHEDULES:
         if name not in ("afab", "looped_bfs"):  # which keep all micro-batches
             assert live.enough(name, 16, 4096) <= 32
             assert under_way.followed(name, 16, 4096) <= 48

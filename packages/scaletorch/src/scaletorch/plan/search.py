@@ -14,17 +14,16 @@ from ..dist.errors import InvalidArgumentError
 from .clusters import Cluster
 from .description import Description
 from .estimate import Estimate, Time
+from .fitting import Bounded, Over, fitting
 from .holding import Holdings, Optimizer
 from .later import Later
-from .layout import Layout, Recompute
-from .memory import Bounds, Line, Peaks, exactly, lines, ranks_hold
-from .options import Options, Refused, ladder, legal
+from .layout import Layout
+from .memory import Line, exactly, lines, ranks_hold
+from .options import Options, Refused, legal
 from .timing import Timers, timers
 from .timing import time as seconds_of
 from .traffic import ranks_send
-from .units import in_bytes
 
-Bounded = tuple[Bounds, Layout]  # of a layout's peak, and the layout
 UNKNOWN = -1  # in place of a peak: goes before all whose time is the same
 T = TypeVar("T")
 Timer = Callable[[Description, Layout, Cluster], Time]
@@ -40,7 +39,7 @@ class Plan:
         optimizer: What is kept for each parameter.
         estimates: Of those that fit, the best first: by time if it is known, else by memory. What
             one costs is worked out when it is looked at.
-        refused: The others, and why.
+        refused: The others, and why; that is put into words when it is looked at.
         over: Of these, what takes more memory than there is, the least first, as `estimates`.
     """
 
@@ -48,7 +47,7 @@ class Plan:
     cluster: Cluster
     optimizer: Optimizer
     estimates: Sequence[Estimate]
-    refused: tuple[Refused, ...]
+    refused: Sequence[Refused]
     over: Sequence[Estimate] = ()
 
     def best(self) -> Estimate:
@@ -137,24 +136,26 @@ def _plan(
     time: Timer | None,
 ) -> Plan:
     known = Holdings(description, optimizer)
-    fitting: list[Bounded] = []
-    over: list[Bounded] = []
-    refused: list[Refused] = []
+    memory = cluster.device.memory
+    fit: list[Bounded] = []
+    over: list[Over] = []
+    refused: list[Refused | Over] = []
     for each in legal(description, rows, cluster.ranks, chosen):
         if isinstance(each, Refused):
             refused.append(each)
         else:
-            own, nearest, why = _fitting(known, each, cluster, chosen)
-            fitting += own
+            own, nearest = fitting(known, each, memory, chosen)
+            fit += own
             if nearest is not None:
                 over.append(nearest)
-                refused.append(Refused(each.grid, why, nearest[1]))
+                refused.append(nearest)
     timed = None if time is None else _timers(time, description, cluster)
-    least = [0.0 if timed is None else timed.least(layout) for _, layout in fitting]
-    estimates = Later(len(fitting), _ranked(known, fitting, least, timed))
+    least = [0.0 if timed is None else timed.least(layout) for _, layout in fit]
+    estimates = Later(len(fit), _ranked(known, fit, least, timed))
     estimates[:1]  # the best is found now
     others = Later(len(over), _by_memory(known, over, timed))
-    return Plan(description, cluster, known.optimizer, estimates, tuple(refused), others)
+    why = Later(len(refused), (o.refused(memory) if isinstance(o, Over) else o for o in refused))
+    return Plan(description, cluster, known.optimizer, estimates, why, others)
 
 
 def _timers(time: Timer, description: Description, cluster: Cluster) -> Timers:
@@ -167,7 +168,7 @@ def _timers(time: Timer, description: Description, cluster: Cluster) -> Timers:
 
 def _ranked(
     known: Holdings,
-    fitting: Sequence[Bounded],
+    fit: Sequence[Bounded],
     least: Sequence[float],
     timed: Timers | None,
 ) -> Iterator[Estimate]:
@@ -175,20 +176,20 @@ def _ranked(
 
     Args:
         known: Of the description.
-        fitting: Bounds of peaks, and layouts.
+        fit: Bounds of peaks, and layouts.
         least: Seconds that each layout takes at the least.
         timed: By whose times they are ranked, and then by peaks; None is by peaks alone.
     """
     queue = [
         (low, UNKNOWN if timed else own[0].least, at)
-        for at, (low, own) in enumerate(zip(least, fitting, strict=True))
+        for at, (low, own) in enumerate(zip(least, fit, strict=True))
     ]
     heapify(queue)
     times: dict[int, Time] = {}
     exact: set[int] = set()
     while queue:
         _, _, at = heappop(queue)
-        bounds, layout = fitting[at]
+        bounds, layout = fit[at]
         if at not in exact and (
             timed or bounds.least != bounds.most
         ):  # if it is the best is seen then
@@ -205,67 +206,12 @@ def _ranked(
             yield Estimate(layout, held, sent, times.get(at))
 
 
-def _by_memory(
-    known: Holdings, over: Sequence[Bounded], timed: Timers | None
-) -> Iterator[Estimate]:
+def _by_memory(known: Holdings, over: Sequence[Over], timed: Timers | None) -> Iterator[Estimate]:
     """Yield estimates with the least memory first, and their times."""
-    for each in _ranked(known, over, [0.0] * len(over), None):
+    bounded = [each.bounded() for each in over]
+    for each in _ranked(known, bounded, [0.0] * len(over), None):
         yield replace(each, time=timed.exact(each.layout)) if timed else each
 
 
 def _when_asked(make: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:
     yield from make(*arguments)
-
-
-def _fitting(
-    known: Holdings, layout: Layout, cluster: Cluster, options: Options
-) -> tuple[list[Bounded], Bounded | None, str]:
-    """Return those with the least of what saves memory that fit; or one that is near, and why not.
-
-    What is too much before a step begins is so whatever runs again.
-    """
-    found: list[tuple[int, int]] = []
-    fitting: list[Bounded] = []
-    nearest: tuple[Bounds, Recompute, int] | None = None
-    over: tuple[Bounds, Recompute, int] | None = None
-    memory = cluster.device.memory
-    peaks = Peaks(known, layout, memory)
-    unknown = [
-        each for each in options.recompute if not _described(known.description, layout, each)
-    ]
-    for step, recompute, zero in ladder(layout, options, found):
-        if recompute in unknown:
-            continue
-        if (before := peaks.before(zero)) > memory:
-            if over is None or before <= over[0].least:
-                over = Bounds(before, None), recompute, zero
-            continue
-        own = peaks(recompute, zero)
-        if own.most is not None and own.most <= memory:
-            found.append(step)
-            fitting.append((own, layout.saving(recompute, zero)))
-        elif nearest is None or own.least < nearest[0].least:
-            nearest = own, recompute, zero
-    if fitting or (chosen := nearest or over) is None:
-        return fitting, None, ""
-    own, recompute, zero = chosen
-    why = f"needs {_needs(own, memory)} of {in_bytes(memory)}, "
-    why += f"with zero {zero} and recompute {recompute}"
-    if nearest is None:
-        why = f"needs {in_bytes(own.least)} of {in_bytes(memory)} before a step, with zero {zero}"
-    return [], (own, layout.saving(recompute, zero)), why
-
-
-def _needs(own: Bounds, memory: int) -> str:
-    if own.most == own.least:
-        return in_bytes(own.least)
-    if own.most is None or own.least > memory:
-        return f"at least {in_bytes(own.least)}"
-    return f"up to {in_bytes(own.most)}"
-
-
-def _described(description: Description, layout: Layout, recompute: Recompute) -> bool:
-    """Return whether a layout's cut is described: not each is with selective recomputation."""
-    if (recompute == "selective") == (layout.recompute == "selective"):
-        return True
-    return layout.saving(recompute, layout.zero).cut in description.cuts

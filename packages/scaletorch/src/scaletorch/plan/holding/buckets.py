@@ -89,12 +89,19 @@ class Bucket:
     also: tuple[Backward, ...] = ()
     elements: int = field(init=False, compare=False)
     single: bool = field(init=False, compare=False)
+    hashed: int = field(init=False, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Work out once what a search asks very often."""
+        own = self.sizes, self.item, self.sharded, self.backwards, self.gathered, self.also
+        object.__setattr__(self, "hashed", hash(own))
         object.__setattr__(self, "elements", sum(self.sizes))
         first = self.backwards[0]
         object.__setattr__(self, "single", self.backwards.count(first) == len(self.backwards))
+
+    def __hash__(self) -> int:
+        """Return the hash of what it is made of."""
+        return self.hashed
 
     def padded(self, ranks: int) -> int:
         """Return the elements of its memory: shards, of each parameter with ZeRO 3, are equal."""
@@ -138,11 +145,9 @@ class Bucket:
     def changing(self, ranks: int) -> set[int]:
         """Return the ranks in whose shards another backward's gradients begin."""
         share, at, found = self.padded(ranks) // ranks, 0, set[int]()
-        if self.single:
-            return found
         for size, (before, after) in zip(self.sizes, pairwise(self.backwards), strict=False):
             at += size
-            if before != after and self.sharded:
+            if before != after:
                 found.add(at // share)
         return found
 
@@ -175,13 +180,13 @@ class Buckets:
 
     def fullest(self, ranks: int, halves: tuple[bool, ...]) -> int:
         """Return the rank for whose shards the most bytes are made by a backward each."""
-        found = {at for bucket, _ in self.each for at in bucket.changing(ranks)}
+        unlike = [each for each in self.each if each[0].sharded and not each[0].single]
+        found = {at for bucket, _ in unlike for at in bucket.changing(ranks)}
 
         def made(rank: int) -> int:
             return sum(
                 times * bucket.padded(ranks) * len(bucket.made(ranks, rank, halves))
-                for bucket, times in self.each
-                if bucket.sharded
+                for bucket, times in unlike
             )
 
         return max(sorted({0, *found}), key=made)

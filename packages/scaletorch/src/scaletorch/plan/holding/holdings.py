@@ -67,6 +67,7 @@ class Holdings:
         self._buckets: dict[object, dict[str, Buckets]] = {}
         self._filled: dict[tuple[Alike, int], Buckets] = {}
         self._members: dict[tuple[Alike, bool | None], Counter[tuple[Held, ...]]] = {}
+        self._same: dict[Bucket, Bucket] = {}
         self._latest: dict[object, tuple[int, ...]] = {}
         self._places: dict[object, int] = {}
         self._replicas: dict[object, tuple[int, int]] = {}
@@ -223,7 +224,8 @@ class Holdings:
         found = Counter[Bucket]()
         for which, sharded in parts:
             for own, times in self._together(alike, which).items():
-                found[bucket_of(own, sharded=sharded)] += times
+                each = bucket_of(own, sharded=sharded)
+                found[self._same.setdefault(each, each)] += times
         return found
 
     def _together(self, alike: Alike, tied: bool | None) -> Counter[tuple[Held, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import chain, product
 from operator import add
 from typing import NamedTuple
@@ -63,18 +64,26 @@ class Ranks(NamedTuple):
 
 def pipeline_of(known: Holdings, layout: Layout) -> Pipeline:
     """Return what tells pipelines apart of which ranks are busy in other ways."""
-    schedule, pp, chunks, count = (
-        layout.schedule, layout.grid.pp, layout.chunks, layout.micro_batches,
-    )  # fmt: skip
-    if brought := brings(known, layout):
+    return pipeline_with(layout, brings(known, layout))
+
+
+def pipeline_with(layout: Layout, brought: str) -> Pipeline:
+    """Return `pipeline_of`, whatever the layout itself brings."""
+    pp, chunks, count = layout.grid.pp, layout.chunks, layout.micro_batches
+    return _pipeline(layout.schedule, pp, chunks, count, brought)
+
+
+@cache
+def _pipeline(schedule: str, pp: int, chunks: int, count: int, brought: str) -> Pipeline:
+    if brought:
         return schedule, pp, chunks, count, count, brought
     sent = followed(schedule, min(pp, LONG), count)
     return schedule, pp, chunks, enough(schedule, pp, count), sent, brought
 
 
-def busy(known: Holdings, layout: Layout) -> Ranks:
-    """Return the ranks of a layout's pipeline."""
-    key = pipeline_of(known, layout)
+def busy(known: Holdings, layout: Layout, pipeline: Pipeline | None = None) -> Ranks:
+    """Return the ranks of a layout's pipeline, or of one that brings other gradients."""
+    key = pipeline or pipeline_of(known, layout)
     found: Ranks | None = known.busy.get(key)
     if found is None:
         schedule, pp, *_, brought = key

@@ -1,9 +1,15 @@
-"""Numbers of several cuts at once, place by place: lists, as in `Holdings.cuts`."""
+"""Numbers of several cuts at once, place by place: lists, as in `Holdings.cuts`.
+
+Whole numbers that are weighed and summed very often are packed into one that has 64 bits for each
+cut, so that a sum of all cuts is one addition.
+"""
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable, Sequence
 from operator import add
+from sys import byteorder
 from typing import TypeVar
 
 N = TypeVar("N", int, float)
@@ -27,3 +33,13 @@ def total(each: Iterable[list[N]]) -> list[N]:
 def most(each: Sequence[list[N]]) -> list[N]:
     """Return the largest of all, cut by cut."""
     return [*map(max, *each)] if len(each) > 1 else each[0]
+
+
+def packed(numbers: Iterable[int]) -> int:
+    """Return them as one number; none is below 0, nor is a sum of such 2**63 or more."""
+    return int.from_bytes(array("q", numbers).tobytes(), byteorder)
+
+
+def unpacked(number: int, cuts: int) -> list[int]:
+    """Return the numbers of so many cuts."""
+    return array("q", number.to_bytes(8 * cuts, byteorder)).tolist()

@@ -19,7 +19,7 @@ from ..holding import Holdings
 from ..holding.holdings import asked_together
 from ..holding.live import SPLIT, Counts, outer
 from ..layout import Layout, Recompute
-from .busy import Busy, Moment, Pipeline, busy, busy_at_last, pipeline_of
+from .busy import Busy, Moment, Pipeline, busy, busy_at_last, pipeline_with
 from .ranks import held_by, ranks_hold
 from .running import running
 from .state import state
@@ -65,8 +65,7 @@ def exactly(known: Holdings, layout: Layout, bounds: Bounds) -> int:
     if bounds.least == bounds.most:
         return bounds.least
     each: dict[int, int] = {}
-    plain = layout.saving(layout.recompute, 0)
-    told = _telling(known, plain, pipeline_of(known, plain), offloaded=False)
+    told = _telling(known, layout, pipeline_with(layout, ""), offloaded=False)
     places = [at for at, _ in told.groups] if layout.zero == 2 else range(len(told.ranks))
     for number, most in zip((told.ranks[at][0] for at in places), bounds.each, strict=True):
         each[number] = max(most, each.get(number, 0))
@@ -91,13 +90,12 @@ class Peaks:
             fits into it.
     """
 
-    __slots__ = "_held", "_known", "_layout", "_memory", "_moving", "_pipeline", "_plain", "_summed"
+    __slots__ = "_held", "_known", "_layout", "_memory", "_moving", "_pipeline", "_summed"
 
     def __init__(self, known: Holdings, layout: Layout, memory: int | None = None) -> None:
         self._known, self._layout, self._memory = known, layout, memory
         self._summed = layout.grid.cp * layout.grid.dp > 1
-        self._plain = layout.saving(layout.recompute, 0) if self._summed else layout
-        self._pipeline = pipeline_of(known, self._plain)
+        self._pipeline = pipeline_with(layout, "" if self._summed else brings(known, layout))
         self._held: dict[int, Held] = {}
         self._moving: dict[Recompute, Moving] = {}
 
@@ -105,12 +103,11 @@ class Peaks:
         """Return what is there before a step, whatever runs again; 0 if only a peak tells that."""
         if zero == 3 or (not self._summed and zero != self._layout.zero):
             return 0
-        return max(self._held_with(zero).before)
+        return self._held_with(zero).most
 
     def _held_with(self, zero: int) -> Held:
         if zero not in self._held:
-            own = self._plain.saving(self._layout.recompute, zero)
-            self._held[zero] = _held(self._known, own, self._plain, self._pipeline)
+            self._held[zero] = _held(self._known, self._layout, zero, self._pipeline)
         return self._held[zero]
 
     def __call__(self, recompute: Recompute, zero: int) -> Bounds:
@@ -123,7 +120,7 @@ class Peaks:
             return known_to_be(peak(self._known, self._layout.saving(recompute, zero)))
         if recompute not in self._moving:
             self._moving[recompute] = self._needs(recompute, last=False)
-        before, shards, ends = self._held_with(zero)
+        before, _, shards, ends = self._held_with(zero)
         found, at = self._moving[recompute]
         plain = [*map(add, before, found.of_ranks(at))]
         least = max(*plain, *ends)
@@ -136,8 +133,7 @@ class Peaks:
         slack = SLACK * found.message[at] if split else 0
         if self._memory is not None and least - slack > self._memory:
             return Bounds(least - slack, None)
-        own = self._plain.saving(recompute, zero)
-        beside = _beside(self._known, own, self._plain, self._pipeline, self._held[zero])
+        beside = _beside(self._known, self._layout, zero, self._pipeline, self._held[zero])
         moving = found.of_ranks(at) if zero == 1 else found.of_groups(at)
         each = [*map(add, beside, moving)]
         if zero == 1 and (self._memory is None or self._memory < max(each)):
@@ -146,63 +142,72 @@ class Peaks:
         return Bounds(least - slack, max(each) + slack, [most + slack for most in each])
 
     def _needs(self, recompute: Recompute, *, last: bool) -> Moving:
-        own = self._plain
-        if "selective" in (recompute, self._layout.recompute):
+        own = self._layout
+        if "selective" in (recompute, own.recompute):
             own = own.saving(recompute, own.zero)
         return _moving(self._known, own, recompute, self._pipeline, last=last)
 
 
 class Held(NamedTuple):
-    """Bytes of ranks before a step, of their shards if these come in buckets, and at its end."""
+    """What ranks hold.
+
+    Attributes:
+        before: Bytes of each before a step.
+        most: Of these.
+        shards: Of each, if they come in buckets.
+        ends: Of each at the end of a step.
+    """
 
     before: list[int]
+    most: int
     shards: list[int]
     ends: list[int]
 
 
-def _held(known: Holdings, layout: Layout, plain: Layout, pipeline: Pipeline) -> Held:
-    """Return what those ranks hold that `_telling` names of the plain layout."""
+def _held(known: Holdings, layout: Layout, zero: int, pipeline: Pipeline) -> Held:
+    """Return what those ranks hold that `_telling` names, of the layout with a stage of ZeRO."""
     grid = layout.grid
-    key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, layout.zero, pipeline
+    key = grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, zero, pipeline
     found: Held | None = known.peaks.get(key)
     if found is None:
-        ranks = _telling(known, plain, pipeline, offloaded=False).ranks
-        before = [sum(state(known, layout, number, halves=halves)) for number, halves in ranks]
-        found = Held(before, [], before)
-        if brings(known, layout):
-            come = [sum(brought(known, layout, *rank).flags) for rank in ranks]
+        ranks = _telling(known, layout, pipeline, offloaded=False).ranks
+        own = layout.saving(layout.recompute, zero)
+        before = [sum(state(known, own, number, halves=halves)) for number, halves in ranks]
+        found = Held(before, max(before), [], before)
+        if brings(known, own):
+            come = [sum(brought(known, own, *rank).flags) for rank in ranks]
             before = [*map(sub, before, come)]
-            ends = [own + of_ties(known, layout, rank[0])[1]
-                    for own, rank in zip(come, ranks, strict=True)]  # fmt: skip
-            found = Held(before, come if layout.zero else [], [*map(add, before, ends)])
+            at_end = [some + of_ties(known, own, rank[0])[1]
+                      for some, rank in zip(come, ranks, strict=True)]  # fmt: skip
+            ends = [*map(add, before, at_end)]
+            found = Held(before, max(before), come if zero else [], ends)
         known.peaks[key] = found
     return found
 
 
 def _beside(
-    known: Holdings, layout: Layout, plain: Layout, pipeline: Pipeline, held: Held
+    known: Holdings, layout: Layout, zero: int, pipeline: Pipeline, held: Held
 ) -> list[int]:
     """Return what ranks hold with all that comes of buckets and shards.
 
     With ZeRO 1 that is in the last backward; with ZeRO 2 it is by groups of the ranks' moments.
     """
     grid = layout.grid
-    key = "beside", grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, layout.zero, pipeline
+    key = "beside", grid.tp, grid.ep, grid.etp, grid.cp * grid.dp, zero, pipeline
     found: list[int] | None = known.peaks.get(key)
     if found is None:
-        before, shards, ends = held
-        told = _telling(known, plain, pipeline, offloaded=False)
-        if layout.zero == 1:
-            most = [most_filled(known, layout, number, "B", 0) for number, _ in told.ranks]
+        before, _, shards, ends = held
+        told = _telling(known, layout, pipeline, offloaded=False)
+        own = layout.saving(layout.recompute, zero)
+        if zero == 1:
+            most = [most_filled(known, own, number, "B", 0) for number, _ in told.ranks]
             found = [*map(max, map(add, before, most), ends)]
         else:
             found = [
-                max(
-                    before[at] + shards[at] + _filled(known, layout, told.ranks[at][0], action),
-                    ends[at],
-                )
+                max(before[at] + shards[at] + _filled(known, own, told.ranks[at][0], action),
+                    ends[at])
                 for at, action in told.groups
-            ]
+            ]  # fmt: skip
         known.peaks[key] = found
     return found
 
@@ -242,7 +247,7 @@ def _telling(
     found: Told | None = known.peaks.get(key)
     if found is None:
         each: dict[tuple[int, tuple[bool, ...]], dict[Action, dict[Counts, Moment]]] = {}
-        ranks = busy_at_last(known, layout) if last else busy(known, layout).each
+        ranks = busy_at_last(known, layout) if last else busy(known, layout, pipeline).each
         for number, halves, moments in ranks:
             own = each.setdefault((number, halves), {})
             for moment in moments:

@@ -30,8 +30,7 @@ class Sizes(NamedTuple):
         backward: The same backward, in one or in the first half of it.
         left: `halves`, not rounded.
         chunks: What a chunk keeps, by the runs of its blocks; and what it needs, by the action too.
-        column: Of `weights`.
-        times: What it has of a row, and how often.
+        column: Of `weights`, packed.
     """
 
     kept: list[Whole]
@@ -44,8 +43,7 @@ class Sizes(NamedTuple):
     backward: tuple[list[Exact], list[Exact]]
     left: list[Exact]
     chunks: dict[object, Whole]
-    column: list[Whole]
-    times: dict[tuple[int, int], Whole]
+    column: list[int]
 
 
 def sizes_of(known: Holdings, layout: Layout) -> Sizes:
@@ -61,7 +59,7 @@ def _sizes(known: Holdings, layout: Layout) -> Sizes:
     recompute, rows = layout.recompute, layout.micro_rows
     cuts = known.cuts(layout)
     behaviours = [known.description.cuts[cut] for cut in cuts]
-    found = Sizes([], [], [], [], [], [], [], ([], []), [], {}, [], {})
+    found = Sizes([], [], [], [], [], [], [], ([], []), [], {}, [])
     nothing = [0.0] * len(cuts)
     for kind, own in enumerate(zip(*behaviours, strict=True)):
         entered, again = _of_all(own, "entered", rows), nothing

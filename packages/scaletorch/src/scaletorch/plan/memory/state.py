@@ -75,7 +75,7 @@ def _of_group(
     if found is None:
         parameters = gradients = optimizer = 0
         for bucket, times in buckets.each:
-            own = _of_bucket(bucket, zero, halves, ranks, replica, known.optimizer)
+            own = _of_bucket(known, bucket, zero, halves, ranks, replica)
             parameters += own.parameters * times
             gradients += own.gradients * times
             optimizer += own.optimizer * times
@@ -110,6 +110,17 @@ def _gathered(buckets: Buckets, ranks: int) -> int:
 
 
 def _of_bucket(
+    known: Holdings, bucket: Bucket, zero: int, halves: tuple[bool, ...], ranks: int, replica: int
+) -> State:
+    """Return what there is of a bucket, of which other ranks have one like it."""
+    key = bucket, zero, halves, ranks, replica
+    found: State | None = known.groups.get(key)
+    if found is None:
+        found = known.groups[key] = _shares(bucket, zero, halves, ranks, replica, known.optimizer)
+    return found
+
+
+def _shares(
     bucket: Bucket,
     zero: int,
     halves: tuple[bool, ...],

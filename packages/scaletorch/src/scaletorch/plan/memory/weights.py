@@ -17,7 +17,7 @@ from ..holding import Holdings
 from ..holding.live import Counts, outer
 from ..layout import Layout
 from .busy import Busy
-from .by_cut import most, plus, scaled, total
+from .by_cut import most, packed, plus, unpacked
 from .sizes import Sizes, Whole, sizes_of
 from .working import Action, works
 
@@ -111,12 +111,14 @@ def fullest(known: Holdings, layout: Layout, ranks: Told, own: Mapping[int, Brou
     sizes = sizes_of(known, layout)
     _complete(known, sizes)
     each = {
-        action: works(known, sizes, *action, own.get(action[0]), layout)
+        action: packed(works(known, sizes, *action, own.get(action[0]), layout))
         for action in {*ranks.actions}
     }
+    column, cuts = sizes.column, len(sizes.handed[0])
     sums = []
     for action, weights, made in zip(ranks.actions, ranks.weights, ranks.made, strict=True):
-        now = total([*(_times(sizes, weight) for weight in weights), each[action]])
+        together = sum([column[at] * weight for at, weight in weights], each[action])
+        now = unpacked(together, cuts)
         if own and (come := sum(map(mul, made, own[action[0]].flags))):
             now = [number + come for number in now]
         sums.append(now)
@@ -138,20 +140,13 @@ def _always(known: Holdings, sizes: Sizes, number: int) -> Whole:
     return plus(left, entered)
 
 
-def _times(sizes: Sizes, weight: tuple[int, int]) -> Whole:
-    found = sizes.times.get(weight)
-    if found is None:
-        found = sizes.times[weight] = scaled(sizes.column[weight[0]], weight[1])
-    return found
-
-
 def _complete(known: Holdings, sizes: Sizes) -> None:
     """Have all that is weighed: by kinds what they keep, leave and hand on; `shared` of chunks."""
     found, plain = sizes.column, 3 * known.all_kinds + 1
     if not found:
-        found += [*sizes.kept, *sizes.halves, *sizes.handed]
+        found += map(packed, [*sizes.kept, *sizes.halves, *sizes.handed])
     for kinds in known.kinds_of_chunks[len(found) - plain :]:
-        found.append(most([sizes.shared[kind] for kind in kinds]))
+        found.append(packed(most([sizes.shared[kind] for kind in kinds])))
 
 
 def _weights(known: Holdings, number: int, counts: Counts, offloaded: bool) -> Weights:

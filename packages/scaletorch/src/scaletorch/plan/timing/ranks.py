@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 from ..clusters import Cluster
@@ -10,19 +10,11 @@ from ..description import Parameter
 from ..holding import Holdings, places
 from ..holding.stages import holders_of
 from ..layout import Layout
-from .blocks import Spent
 from .gradients import Ended, ended, held
+from .kinds import Kind, summed
 from .messages import Route
 from .pipelines import Stage
 from .tied import summed_ties, tied_here
-
-
-class Kind(NamedTuple):
-    """A kind of block on a rank, for a micro-batch."""
-
-    forward: Spent
-    backward: Spent
-    weights: float
 
 
 class Rank(NamedTuple):
@@ -109,12 +101,3 @@ def _parameters(holdings: Holdings, layout: Layout, number: int) -> Iterator[tup
         for each in behaviours[kind].parameters:
             if f"{kind}.{each.name}" not in tied:
                 yield each, times
-
-
-def summed(parts: Iterable[tuple[Mapping[str, float], float]]) -> dict[str, float]:
-    """Add up seconds by axis, each so many times."""
-    found: dict[str, float] = {}
-    for part, times in parts:
-        for axis, each in part.items():
-            found[axis] = found.get(axis, 0.0) + each * times
-    return found

@@ -17,18 +17,16 @@ from ..estimate import Time
 from ..holding import Holdings
 from ..holding.stages import stages_of
 from ..layout import Layout
-from .blocks import Spent, spent
+from .kinds import INNER, Kind, Spends, kinds_of, summed
 from .messages import Route, route, seconds
 from .pipelines import Stage, built, ends, simulated
-from .ranks import Kind, Known, Rank, ranks_of, summed
+from .ranks import Known, Rank, ranks_of
 
-INNER, OUTER = ("tp", "cp", "ep"), ("pp", "cp_dp", "edp")  # axes inside of blocks, and others
+OUTER = ("pp", "cp_dp", "edp")  # axes outside of blocks
 WORLD = "tp_cp_pp_dp"
 # All-reduces of a few numbers in each step: tokens are counted, ranks agree, losses are summed.
 CONTROL = {WORLD: 1, "pp": 2, "cp_dp": 2}
 
-# Forward and backward of each kind, by cut, rows and routes.
-Spends = dict[tuple[object, ...], list[tuple[Spent, Spent]]]
 FILLED = ("1f1b", "afab")  # schedules of one stage a rank, whose backwards are whole
 UNSURE = 1e-9  # share by which sums in another order may be off
 
@@ -45,6 +43,22 @@ class Timers(NamedTuple):
 
     exact: Callable[[Layout], Time]
     least: Callable[[Layout], float]
+
+
+class Shared(NamedTuple):
+    """What layouts of a model have in common that have the same cut and the same routes in it.
+
+    Attributes:
+        kinds: What blocks take.
+        whole: Seconds of each, forward and backward.
+        ranks: What ranks take, of `ranks_of`.
+        busy: Seconds of ranks for a micro-batch, by their numbers.
+    """
+
+    kinds: list[Kind]
+    whole: list[float]
+    ranks: Known
+    busy: dict[int, float]
 
 
 # The timers that `time` used last: a search asks for layout after layout of one model.
@@ -90,41 +104,42 @@ def timers(description: Description, cluster: Cluster) -> Timers:
 
 
 def _timers(description: Description, cluster: Cluster) -> Timers:
-    known: dict[tuple[object, ...], tuple[list[Kind], Known, dict[int, float]]] = {}
+    known: dict[tuple[object, ...], Shared] = {}
+    alike: dict[tuple[Route, ...], int] = {}
     spends: Spends = {}
     holdings = Holdings(description)
 
     @cache
-    def inner(grid: Grid) -> dict[str, Route]:
-        return {axis: route(grid, axis, cluster) for axis in INNER}
+    def inner(grid: Grid) -> tuple[dict[str, Route], int]:
+        ways = {axis: route(grid, axis, cluster) for axis in INNER}
+        return ways, alike.setdefault(tuple(ways.values()), len(alike))
 
     @cache
     def of_grid(grid: Grid) -> tuple[dict[str, Route], float]:
-        ways = inner(grid) | {axis: route(grid, axis, cluster) for axis in (*OUTER, WORLD)}
+        ways = inner(grid)[0] | {axis: route(grid, axis, cluster) for axis in (*OUTER, WORLD)}
         return ways, _control(cluster, ways)
 
-    def shared(layout: Layout) -> tuple[list[Kind], Known, dict[int, float]]:
-        ways = inner(layout.grid)
-        key = layout.cut, layout.micro_rows, layout.recompute, *ways.values()
+    def shared(layout: Layout) -> Shared:
+        ways, place = inner(layout.grid)
+        key = layout.cut, layout.micro_rows, layout.recompute, place
         if key not in known:
-            known[key] = _kinds(description, layout, cluster, ways, spends), {}, {}
+            kinds = kinds_of(description, layout, cluster, ways, spends)
+            whole = [each.forward.total + each.backward.total for each in kinds]
+            known[key] = Shared(kinds, whole, {}, {})
         return known[key]
 
     def exact(layout: Layout) -> Time:
         ways, control = of_grid(layout.grid)
-        kinds, same, _ = shared(layout)
-        ranks = ranks_of(holdings, layout, cluster, kinds, ways, same)
+        own = shared(layout)
+        ranks = ranks_of(holdings, layout, cluster, own.kinds, ways, own.ranks)
         return _time(description, layout, cluster, ranks, ways["pp"], control)
 
     def least(layout: Layout) -> float:
-        kinds, _, busy = shared(layout)
+        _, whole, _, busy = shared(layout)
         numbers = {*holdings.numbers(layout)}
         most: float
         for number in numbers - busy.keys():
-            own = holdings.kinds(number).items()
-            busy[number] = sum(
-                n * (kinds[k].forward.total + kinds[k].backward.total) for k, n in own
-            )
+            busy[number] = sum([n * whole[k] for k, n in holdings.kinds(number).items()])
         batches, quicker = layout.micro_batches, max(_speeds(layout, cluster), default=1.0)
         if layout.schedule in FILLED:
             each = [busy[place] for place in holdings.numbers(layout)]
@@ -150,49 +165,11 @@ def timeline(description: Description, layout: Layout, cluster: Cluster) -> Time
         InvalidArgumentError: As `time`.
     """
     ways = {axis: route(layout.grid, axis, cluster) for axis in (*INNER, *OUTER, WORLD)}
-    kinds = _kinds(description, layout, cluster, ways, {})
+    kinds = kinds_of(description, layout, cluster, ways, {})
     ranks = ranks_of(Holdings(description), layout, cluster, kinds, ways, {})
     message = _message(description, layout, cluster, ways["pp"])
     schedule = built(layout.schedule, layout.grid.pp, layout.micro_batches, len(ranks[0].stages))
     return replace(simulated(schedule, _in_order(layout, ranks), message), unit="s")
-
-
-def _kinds(
-    description: Description, layout: Layout, cluster: Cluster, ways: dict[str, Route],
-    spends: Spends,
-) -> list[Kind]:  # fmt: skip
-    """Return what blocks take; `spends` has what was worked out before, and gets more."""
-    layers = {block.kind for block in description.blocks if block.place == "layer"}
-    key = layout.cut, layout.micro_rows, *(ways[axis] for axis in INNER)
-    if key not in spends:
-        spends[key] = [
-            (
-                spent(own, "forward", layout.micro_rows, description.dtype, cluster, ways),
-                spent(own, "backward", layout.micro_rows, description.dtype, cluster, ways),
-            )
-            for own in description.behaviours(layout.cut)
-        ]
-    return [
-        Kind(
-            forward,
-            _again(backward, forward, layout.recompute) if kind in layers else backward,
-            backward.matmul / 2,  # of the two products, that for the weights
-        )
-        for kind, (forward, backward) in enumerate(spends[key])
-    ]
-
-
-def _again(backward: Spent, forward: Spent, recompute: str) -> Spent:
-    """Return a backward with what it runs again before it."""
-    if recompute != "full":
-        return backward
-    return Spent(
-        backward.matmul + forward.matmul,
-        backward.attention + forward.attention,
-        backward.other + forward.other,
-        summed([(backward.exposed, 1), (forward.exposed, 1)]),
-        summed([(backward.hidden, 1), (forward.hidden, 1)]),
-    )
 
 
 def _time(

@@ -119,4 +119,4 @@ def _numbered(order: list[str]) -> Iterator[Action]:
         action = Action(kind, next((forwards if kind == FORWARD else backwards)[chunk]), chunk)
         yield action
         if kind == BACKWARD_INPUT:
-            waiting.append(action._replace(kind=BACKWARD_WEIGHT))
+            waiting.append(Action(BACKWARD_WEIGHT, action.micro_batch, action.chunk))
