@@ -182,8 +182,8 @@ def _is_last(known: Holdings, name: str, chunk: int, chunks: tuple[tuple[int, ..
 def most_brought(layout: Layout, which: str) -> tuple[tuple[Bringing, ...], ...]:
     """Return for each rank of the pipeline what is there at the moments at which it may be most.
 
-    No more micro-batches are followed than it takes until all repeats itself; "afab", which keeps
-    all of them, has as many more of each that is kept.
+    No more micro-batches are followed than it takes until all repeats itself; schedules that keep
+    all of them have as many more of each that is kept.
 
     Args:
         layout: Of the pipeline.
@@ -193,7 +193,7 @@ def most_brought(layout: Layout, which: str) -> tuple[tuple[Bringing, ...], ...]
     few = followed(schedule, pp, m)
     if schedule != "interleaved_1f1b":  # which has no other rounds than it has
         few = min(m, few + 2)
-    more = m - few if schedule == "afab" else 0
+    more = m - few if schedule in ("afab", "looped_bfs") else 0
     return _most_brought(schedule, pp, layout.chunks, few, more, which)
 
 

@@ -28,14 +28,13 @@ def enough(schedule: str, pp: int, micro_batches: int) -> int:
 
 
 def followed(schedule: str, pp: int, micro_batches: int) -> int:
-    """Return how many micro-batches have as many messages under way as so many, beside what lives.
+    """Return how many micro-batches have as many messages under way as so many.
 
-    What goes from chunk to chunk by sweeps waits for the end of a sweep, and is as much as that.
+    But for sweeps ("looped_bfs"), of which all hidden states of one wait for the next: they are
+    fewer bytes then than what is kept of them later, so that no rank is the fullest meanwhile.
     """
     if schedule == "interleaved_1f1b":
         return rounds(pp, micro_batches, max(SENDING, -(-SENT // pp)))
-    if schedule == "looped_bfs":
-        return micro_batches
     few = pp + IN_FLIGHT + 1
     if schedule in V_SHAPED:
         few = max(few, 2 * pp + (schedule == "dualpipe_v"))
