@@ -518,6 +518,20 @@ def test_the_peak_of_a_layout_is_that_of_its_fullest_rank(tied, dp):
     assert tried == 9 * 3 * 3 * 4 * 2
 
 
+def test_cuts_that_are_summed_at_once_keep_their_own_numbers():
+    plain = sketch()
+    description = replace(plain, cuts={
+        cut: tuple(replace(b, kept=Affine(0, b.kept.per_row * cut.tp + cut.cp)) for b in own)
+        for cut, own in plain.cuts.items()
+    })  # fmt: skip
+    known, peaks = holdings.Holdings(description), set()
+    for tp, cp in ((1, 4), (2, 2), (4, 1)):
+        layout = Layout(Grid(tp=tp, cp=cp, pp=2), micro_batches=4)
+        peaks.add(peak(known, layout))
+        assert peak(known, layout) == max(each.total for each in memory(description, layout))
+    assert len(peaks) == 3
+
+
 def test_what_comes_in_a_last_backward_is_beside_one_micro_batch():
     layout = Layout(Grid(pp=4, dp=2), zero=1, micro_rows=16, micro_batches=8)
     known = holdings.Holdings(sketch(layers=8))

@@ -9,10 +9,8 @@ from ...parallel.pipeline_parallel.building import AHEAD, IN_FLIGHT
 from ..layout import V_SHAPED
 
 LONG = 16  # ranks of a pipeline with ends and a middle, the ranks of which hold the same
-ROUNDS = 2  # of interleaving
-SENDING = (
-    3  # such rounds with messages, and micro-batches: until as many as can be are on their way
-)
+ROUNDS = 2  # of interleaving until no more is kept
+SENDING = 3  # of interleaving until no more is on its way, which takes `SENT` micro-batches too
 SENT = IN_FLIGHT + AHEAD
 
 
