@@ -5,9 +5,7 @@ of them), first what takes long, then what the last change concerns (see ``chang
 ``python -m tools.testing scaletorch-tp`` tests one. ``--coverage`` shows how many lines of each
 package its tests run, and fails below a bound; other words that begin with ``-`` go to pytest.
 Four suites run side by side, since ranks that wait for each other leave the cores idle half of the
-time, and the longest in parts; what each prints is then shown when it ends. Each of the four has a
-core of its own or shares one: ranks that send to each other cost an eighth less than if the kernel
-moves them about. Where the machine says
+time, and the longest in parts; what each prints is then shown when it ends. Where the machine says
 what it has, a test that skips for want of it fails its suite (``skips.py``).
 
 Each run gets a fresh virtual environment that borrows third-party libraries from the running
@@ -26,7 +24,6 @@ import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from itertools import cycle
 from pathlib import Path
 
 from ..building import build
@@ -119,26 +116,11 @@ def run(targets: list[str], options: list[str], measure: bool) -> tuple[list[str
                 *pool.map(lambda t: prepare(t, installed[t], Path(scratch), measure), targets)
             ]
             parts = [part for suite in suites for part in suite.split()]
-            passed = run_all(parts, options)
+            passed = [*pool.map(lambda part: part.run(options, len(parts) > 1), parts)]
         failed = {part.target for part, good in zip(parts, passed, strict=True) if not good}
         measured = [s.target for s in suites if s.measuring]
         results = [covered.collect(name, site_packages(Path(scratch, name))) for name in measured]
         return [name for name in targets if name in failed], results
-
-
-def run_all(parts: list[Suite], options: list[str]) -> list[bool]:
-    """Run suites side by side, those of one thread on one core; tell which passed."""
-    if len(parts) == 1:
-        return [parts[0].run(options, quietly=False)]
-    cores = cycle(sorted(os.sched_getaffinity(0)) if sys.platform == "linux" else [])
-
-    def stay() -> None:
-        """Keep to the next core: this thread, and all processes that it starts."""
-        if (core := next(cores, None)) is not None:
-            os.sched_setaffinity(0, {core})
-
-    with ThreadPoolExecutor(SIDE_BY_SIDE, initializer=stay) as pool:
-        return [*pool.map(lambda part: part.run(options, quietly=True), parts)]
 
 
 def in_order(first: list[str]) -> list[str]:
