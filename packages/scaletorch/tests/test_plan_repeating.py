@@ -1,11 +1,14 @@
 """Pipelines repeat themselves: what is followed of one holds as much as all of it."""
 
 import pytest
+from planned.drawing import Case
+from planned.models import described
 
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.plan import Layout
 from scaletorch.plan.gradients import brought
 from scaletorch.plan.holding import live, under_way
+from scaletorch.plan.memory import busy, memory
 
 SCHEDULES = [
     ("1f1b", 1), ("afab", 1), ("zb_h1", 1), ("interleaved_1f1b", 1),
@@ -48,3 +51,19 @@ def test_few_are_followed_of_many():
         if name != "afab":  # which keeps all micro-batches
             assert live.enough(name, 16, 4096) <= 32
             assert under_way.followed(name, 16, 4096) <= 48
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective", "offload"])
+def test_what_waits_for_the_next_sweep_is_less_than_what_is_kept_later(recompute, monkeypatch):
+    case = Case("llama", 4, False, "float32", 16, Layout(Grid(pp=2), recompute=recompute))
+    known = described(case)
+    for dp, zero in ((1, 0), (2, 1), (2, 2)):
+        layout = Layout(
+            Grid(pp=2, dp=dp), recompute=recompute, zero=zero, schedule="looped_bfs", chunks=2,
+            micro_batches=30,
+        )  # fmt: skip
+        few = memory(known, layout)
+        with monkeypatch.context() as patch:
+            for module in (under_way, brought, busy):
+                patch.setattr(module, "followed", all_of)
+            assert memory(known, layout) == few

@@ -143,7 +143,7 @@ class Bucket:
         return {(chunk, late and chunk < len(halves) and halves[chunk]) for chunk, late in each}
 
     def changing(self, ranks: int) -> set[int]:
-        """Return the ranks in whose shards another backward's gradients begin."""
+        """Return the ranks in whose shards of it another backward's gradients begin."""
         share, at, found = self.padded(ranks) // ranks, 0, set[int]()
         for size, (before, after) in zip(self.sizes, pairwise(self.backwards), strict=False):
             at += size

@@ -36,10 +36,14 @@ def most(each: Sequence[list[N]]) -> list[N]:
 
 
 def packed(numbers: Iterable[int]) -> int:
-    """Return them as one number; none is below 0, nor is a sum of such 2**63 or more."""
-    return int.from_bytes(array("q", numbers).tobytes(), byteorder)
+    """Return them as one number; sums of such are below 2**64.
+
+    Raises:
+        OverflowError: One is below 0, or 2**64 or more: it would change those of other cuts.
+    """
+    return int.from_bytes(array("Q", numbers).tobytes(), byteorder)
 
 
 def unpacked(number: int, cuts: int) -> list[int]:
     """Return the numbers of so many cuts."""
-    return array("q", number.to_bytes(8 * cuts, byteorder)).tolist()
+    return array("Q", number.to_bytes(8 * cuts, byteorder)).tolist()
