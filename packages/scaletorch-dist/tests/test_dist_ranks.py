@@ -55,6 +55,7 @@ def fail_on_one():
 
 
 def fail_alone_after(seconds):
+    c10d.barrier()  # a busy machine starts one rank seconds after the other
     if c10d.get_rank() == 0:
         raise ValueError("first")
     time.sleep(seconds)
@@ -199,6 +200,16 @@ def test_a_hang_ends_at_the_deadline_with_every_stack():
 def test_a_killed_rank_is_named_with_its_signal(number):
     with pytest.raises(RankFailedError, match=f"rank 1 was killed by {number.name}"):
         launch(die_on_one, 2, int(number))
+
+
+def test_a_rank_that_crashes_says_where_its_threads_were():
+    with pytest.raises(RankFailedError) as caught:
+        launch(die_on_one, 2, int(signal.SIGSEGV))
+    crash = caught.value.failures[1]
+    assert "Segmentation fault" in crash
+    assert "in die_on_one" in crash
+    assert "child.py" not in crash
+    assert "Extension modules" not in crash
 
 
 @pytest.mark.parametrize("code", [0, 3])

@@ -66,6 +66,7 @@ def _adopt(request: dict[str, Any]) -> None:
     """Take over the caller's environment, folder, module path and this rank's threads."""
     stacks = open(request["stack_file"], "w")  # noqa: SIM115 - open as long as the process lives
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True, chain=False)
+    faulthandler.enable(stacks)  # what a signal such as SIGSEGV ended is read from there too
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True, write_through=False)  # type: ignore[union-attr]
     os.environ.clear()

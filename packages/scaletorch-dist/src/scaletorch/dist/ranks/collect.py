@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -51,7 +52,7 @@ def collect(
         for rank in _ready_ranks(processes, report.pending, remaining):
             answer = _receive(processes[rank])
             if answer is None:
-                report.died(rank, processes[rank].exit_code)
+                report.died(rank, processes[rank].exit_code, _last_stacks(processes[rank]))
             else:
                 answers[rank] = answer
                 _record(rank, answer, report)
@@ -110,6 +111,13 @@ def _take_stacks(processes: Sequence[RankProcess], report: RankReport) -> None:
             with open(processes[rank].stack_file) as file:
                 text = file.read()
         report.stacks[rank] = _own_part(text) or "(no stack: it did not answer a signal)"
+
+
+def _last_stacks(process: RankProcess) -> str:
+    """What a rank wrote of itself as a signal such as SIGSEGV ended it."""
+    with contextlib.suppress(OSError), open(process.stack_file) as file:
+        return _own_part(file.read().partition("\nExtension modules:")[0]).strip()
+    return ""
 
 
 def _own_part(stacks: str) -> str:

@@ -33,9 +33,10 @@ class RankReport:
             if rank not in self.results and rank not in self.failures
         ]
 
-    def died(self, rank: int, exit_code: int | None) -> None:
-        """Record a rank whose process ended without an answer."""
-        self.failures[rank] = f"rank {rank} {describe_exit(exit_code)} before it returned\n"
+    def died(self, rank: int, exit_code: int | None, stacks: str) -> None:
+        """Record a rank whose process ended without an answer, and where its threads were."""
+        how = f"rank {rank} {describe_exit(exit_code)} before it returned\n"
+        self.failures[rank] = f"{how}{stacks}\n" if stacks else how
 
     def error(self, timeout: float | None, timed_out: bool) -> RankFailedError:
         """The error that tells all of it, first failure first."""
