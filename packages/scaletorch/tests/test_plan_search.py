@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+from collections import Counter
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -23,14 +25,20 @@ from scaletorch.plan import (
     Link,
     Options,
     Parameter,
+    Refused,
     Sent,
     Work,
+    legal,
     plan,
     search,
     time,
 )
 from scaletorch.plan.__main__ import main
+from scaletorch.plan.holding import Holdings
 from scaletorch.plan.later import Later
+from scaletorch.plan.memory import peak
+from scaletorch.plan.options import ladder
+from scaletorch.plan.search import Timer
 from scaletorch.plan.timing import step, timers
 from scaletorch.plan.written import write
 
@@ -93,6 +101,7 @@ def test_layouts_are_ranked_as_if_the_times_of_all_were_known(
     peaks = sorted(each.peak for each in plan(known, 24, cluster(8), options=MANY).estimates)
     machines = cluster(8, peaks[len(peaks) // 2])  # some need what saves memory
     whole = plan(known, 24, machines, options=MANY, time=lambda *given: time(*given))
+    number = len(whole.estimates)
     plain = step._time
 
     def counted(*given):  # type: ignore[no-untyped-def]
@@ -101,16 +110,17 @@ def test_layouts_are_ranked_as_if_the_times_of_all_were_known(
 
     monkeypatch.setattr(step, "_time", counted)
     found = plan(known, 24, machines, options=MANY, time=time)
-    assert 0 < len(timed) < len(found.estimates) / 2
+    assert 0 < len(timed) < number / 2
     assert found.best() == whole.best()
     few = len(timed)
     assert found.estimates[:3] == whole.estimates[:3]
-    assert few <= len(timed) < len(found.estimates) / 2
+    assert few <= len(timed) < number / 2
     assert found.refused == whole.refused != ()
     assert found.estimates == whole.estimates
     keys = [(each.time.step, each.peak) for each in found.estimates if each.time]
     assert keys == sorted(keys)
-    assert len(keys) == len(timed) == len(found.estimates) > 50
+    assert len(keys) == len(found.estimates) == number > 50
+    assert number <= len(timed) == len({*timed})
 
 
 def test_sizes_restrict_a_search_to_what_it_would_find_of_them() -> None:
@@ -122,6 +132,46 @@ def test_sizes_restrict_a_search_to_what_it_would_find_of_them() -> None:
     assert 0 < len(meant) < len(whole.estimates)
     refused = [each for each in whole.refused if each.grid.pp in (2, 4)]
     assert some.refused == tuple(refused)
+
+
+@pytest.mark.parametrize("timer", [None, time])
+def test_just_what_fits_is_found(timer: Timer | None) -> None:
+    known, machines, seen = model(), cluster(8), Counter[str]()
+    peaks = sorted(each.peak for each in plan(known, 24, machines, options=MANY).estimates)
+    for place in range(1, len(peaks), len(peaks) // 8):
+        room = peaks[place]
+        fitting, refused = each_by_its_peak(known, room)
+        found = plan(known, 24, cluster(8, room), options=MANY, time=timer)
+        never = sum(each.layout is None for each in found.refused)
+        late = len(refused) + never - found.sure.refused
+        assert 0 <= late <= found.sure.open
+        assert found.sure.fit <= len(fitting)
+        assert {each.layout for each in found.estimates} == {*fitting}
+        assert len(found.estimates) == len(fitting)
+        own = [each.layout for each in found.refused if each.layout is not None]
+        assert {replace(each, recompute="none", zero=0) for each in own} == {*refused}
+        assert len(own) == len(found.over) == len(refused)
+        seen += Counter(late=late, fit=found.sure.open - late)
+    assert seen["late"] > 0 < seen["fit"]
+
+
+def each_by_its_peak(known: Description, room: int) -> tuple[list[Layout], list[Layout]]:
+    """What fits, with the least of what saves memory; and what does not with any of it."""
+    holdings = Holdings(known)
+    fitting: list[Layout] = []
+    refused: list[Layout] = []
+    for layout in legal(known, 24, 8, MANY):
+        if isinstance(layout, Refused):
+            continue
+        steps: list[tuple[int, int]] = []
+        for taken, recompute, zero in ladder(layout, MANY, steps):
+            own = layout.saving(recompute, zero)
+            if peak(holdings, own) <= room:
+                steps.append(taken)
+                fitting.append(own)
+        if not steps:
+            refused.append(replace(layout, recompute="none", zero=0))
+    return fitting, refused
 
 
 def test_what_takes_too_much_comes_with_the_least_first() -> None:
@@ -160,11 +210,26 @@ def test_a_table_looks_at_no_more_layouts_than_it_has(
     whole = plan(model(), 24, cluster(8, 90 * 2**10))
     fitting = {each.layout.grid for each in whole.estimates}
     assert fitting
-    fitting |= {each.layout.grid for each in whole.over if each.peak <= 90 * 2**10}  # "up to"
     (grid, *_) = (each.layout.grid for each in whole.over if each.layout.grid not in fitting)
     more = ["--memory", "90KiB", "--json", str(tmp_path / "plan.json"), "--explain"]
     main([*given, *more, f"{grid.dp}x{grid.pp}x{grid.cp}x{grid.tp}"])
     assert "does not fit in" in capsys.readouterr().out
+
+
+def test_a_table_counts_what_bounds_tell_and_a_file_what_peaks_do(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(model(), tmp_path / "model.json")
+    given = ["--description", str(tmp_path / "model.json"), "--rows", "24", "--ranks", "8"]
+    given += ["--memory", "78KiB", "--device", "A100-SXM-80GB"]
+    assert main([*given, "--top", "1"]) == 0
+    assert "at least 1 layouts fit, 8 others may; 58 do not" in capsys.readouterr().out
+    for more in (["--top", "1", "--json", str(tmp_path / "plan.json")], ["--top", "3"]):
+        assert main([*given, *more]) == 0
+        assert "\n2 layouts fit; 64 do not" in capsys.readouterr().out
+    written = json.loads((tmp_path / "plan.json").read_text())
+    assert (len(written["estimates"]), len(written["refused"])) == (2, 64)
+    assert all(each["peak"] <= 78 * 2**10 for each in written["estimates"])
 
 
 def test_only_what_is_looked_at_is_made() -> None:
@@ -175,21 +240,23 @@ def test_only_what_is_looked_at_is_made() -> None:
             made.append(at)
             yield at * at
 
-    later = Later(6, squares())
+    later = Later(squares(), 6)
     assert (len(later), made) == (6, [])
     assert later[1] == 1
     assert made == [0, 1]
     assert later[:3] == (0, 1, 4)
     assert made == [0, 1, 2]
-    assert (later[3:3], later[1:0:-1], made) == ((), (1,), [0, 1, 2])
-    assert later[-2] == 16
+    assert (later[3:3], bool(later), made) == ((), True, [0, 1, 2])
+    assert later[4] == 16
     assert made == [0, 1, 2, 3, 4]
+    assert (later[4:2:-1], later[-2], later[-3:]) == ((16, 9), 16, (9, 16, 25))
     with pytest.raises(IndexError):
         later[6]
     whole = (0, 1, 4, 9, 16, 25)
     assert tuple(later) == whole
     assert later == whole == pickle.loads(pickle.dumps(later))
-    assert later == Later(6, iter(whole)) != Later(2, iter(whole))
+    assert later == Later(iter(whole)) != Later(iter(whole[:2]))
+    assert (len(Later(iter(whole))), bool(Later(()))) == (6, False)
     assert (repr(later), hash(later), later[::-2]) == (repr(whole), hash(whole), whole[::-2])
 
 

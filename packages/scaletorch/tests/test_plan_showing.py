@@ -2,6 +2,7 @@
 
 import builtins
 import re
+from dataclasses import replace
 from xml.etree import ElementTree as Xml
 
 import pytest
@@ -73,6 +74,12 @@ def test_one_layout_and_none_at_all():
     assert "zero 1" in alone
     assert "none fits in 80 GiB" in alone
     assert "0 layouts fit" in table(Shown("m", 8, 8, CLUSTER, [], 0, REFUSED))
+
+
+def test_what_only_peaks_tell_is_counted_apart():
+    shown = replace(SHOWN, open=2)
+    assert "at least 1 layouts fit, 2 others may; 3 do not, or cannot be" in table(shown)
+    assert "at least 1 layouts fit in 80 GiB a device, 2 others may; 3 do not" in page(shown)
 
 
 def test_a_layout_in_full():

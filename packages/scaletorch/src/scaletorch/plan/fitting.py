@@ -1,17 +1,60 @@
-"""What saves memory on a layout, as little of it as lets the layout fit; or why none of it does."""
+"""What saves memory on a layout, as little of it as lets the layout fit; or why none of it does.
+
+Bounds of a peak tell that of most layouts. Of the others only the peak itself does, which takes as
+long as the bounds of many: it is worked out for those alone that somebody comes to look at.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from .description import Description
 from .holding import Holdings
 from .layout import Layout, Recompute
-from .memory import Bounds, Peaks
+from .memory import Bounds, Peaks, exactly, known_to_be
 from .options import Options, Refused, ladder
 from .units import in_bytes
 
-Bounded = tuple[Bounds, Layout]  # of a layout's peak, and the layout
+
+class Bounded(NamedTuple):
+    """A layout with bounds of its peak.
+
+    Attributes:
+        bounds: Of its peak, or of what is there before a step.
+        layout: With what saves memory.
+        less: The same with less of it: these may fit, and this one counts only if none does.
+    """
+
+    bounds: Bounds
+    layout: Layout
+    less: tuple[Bounded, ...] = ()
+
+
+class Fits:
+    """Tells whether layouts fit, and would not with less of what saves memory.
+
+    Args:
+        known: Of the model.
+        memory: Of a rank.
+    """
+
+    def __init__(self, known: Holdings, memory: int) -> None:
+        self.known, self._memory = known, memory
+        self._peaks: dict[Layout, int] = {}
+
+    def peak(self, own: Bounded) -> int:
+        """Return the peak of a layout, which is worked out once."""
+        if own.layout not in self._peaks:
+            self._peaks[own.layout] = exactly(self.known, own.layout, own.bounds)
+        return self._peaks[own.layout]
+
+    def __call__(self, own: Bounded) -> bool:
+        """Return it of one."""
+        fits = own.bounds.fits(self._memory)
+        if fits is None:
+            fits = self.peak(own) <= self._memory
+        return fits and not any(map(self, own.less))
 
 
 class Over(NamedTuple):
@@ -33,7 +76,13 @@ class Over(NamedTuple):
 
     def bounded(self) -> Bounded:
         """Return the bounds, and the layout with what saves memory."""
-        return self.bounds, self.layout.saving(self.recompute, self.zero)
+        return Bounded(self.bounds, self.layout.saving(self.recompute, self.zero))
+
+    def seen(self, fits: Fits, open_: Sequence[Bounded]) -> Over:
+        """Return it with the least peak of layouts that were open until all peaks were known."""
+        own = min(open_, key=fits.peak)
+        bounds, layout = known_to_be(fits.peak(own)), own.layout
+        return self._replace(bounds=bounds, recompute=layout.recompute, zero=layout.zero)
 
     def refused(self, memory: int) -> Refused:
         """Return it with the reason."""
@@ -42,19 +91,20 @@ class Over(NamedTuple):
         if self.early:
             why = f"needs {in_bytes(own.least)} of {room} before a step, {how}"
         else:
-            why = f"needs {_needs(own, memory)} of {room}, {how} and recompute {self.recompute}"
-        return Refused(self.layout.grid, why, self.bounded()[1])
+            why = f"needs {_needs(own)} of {room}, {how} and recompute {self.recompute}"
+        return Refused(self.layout.grid, why, self.bounded().layout)
 
 
 def fitting(
     known: Holdings, layout: Layout, memory: int, options: Options
 ) -> tuple[list[Bounded], Over | None]:
-    """Return those with the least of what saves memory that fit; or one that is near.
+    """Return those with the least of what saves memory that may fit; and what is near.
 
-    What is too much before a step begins is so whatever runs again.
+    What is too much before a step begins is so whatever runs again. Nothing is near where one
+    surely fits.
     """
     found: list[tuple[int, int]] = []
-    fits: list[Bounded] = []
+    may: dict[tuple[int, int], Bounded] = {}
     near: tuple[Bounds, Recompute, int] | None = None
     before: dict[int, int] = {}
     peaks = Peaks(known, layout, memory)
@@ -65,25 +115,28 @@ def fitting(
         if before[zero] > memory or recompute not in again:
             continue
         own = peaks(recompute, zero)
-        if own.most is not None and own.most <= memory:
+        fits = own.fits(memory)
+        if fits is not False:
+            less = tuple([each for at, each in may.items() if at not in found and _less(at, step)])
+            may[step] = Bounded(own, layout.saving(recompute, zero), less)
+        if fits:
             found.append(step)
-            fits.append((own, layout.saving(recompute, zero)))
         elif near is None or own.least < near[0].least:
             near = own, recompute, zero
-    if fits or not before:
-        return fits, None
+    if found or not before:
+        return [*may.values()], None
     if near is not None:
-        return [], Over(near[0], layout, *near[1:], early=False)
+        return [*may.values()], Over(near[0], layout, *near[1:], early=False)
     zero = min(before, key=lambda zero: (before[zero], -zero))
     return [], Over(Bounds(before[zero], None), layout, again[-1], zero, early=True)
 
 
-def _needs(own: Bounds, memory: int) -> str:
-    if own.most == own.least:
-        return in_bytes(own.least)
-    if own.most is None or own.least > memory:
-        return f"at least {in_bytes(own.least)}"
-    return f"up to {in_bytes(own.most)}"
+def _less(step: tuple[int, int], other: tuple[int, int]) -> bool:
+    return step[0] <= other[0] and step[1] <= other[1]
+
+
+def _needs(own: Bounds) -> str:
+    return f"{'' if own.most == own.least else 'at least '}{in_bytes(own.least)}"
 
 
 def _described(description: Description, layout: Layout, options: Options) -> list[Recompute]:

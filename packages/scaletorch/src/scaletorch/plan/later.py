@@ -13,20 +13,20 @@ class Later(Sequence[T]):
     """What `items` yields, no more of it than someone looks at; pickled as a plain tuple.
 
     Args:
-        length: How many there are.
         items: Yields them.
+        length: How many there are; None if only all of them tell that.
     """
 
-    def __init__(self, length: int, items: Iterable[T]) -> None:
+    def __init__(self, items: Iterable[T], length: int | None = None) -> None:
         self._length, self._items = length, iter(items)
         self._made: list[T] = []
 
-    def _until(self, stop: int) -> list[T]:
-        self._made += islice(self._items, max(0, stop - len(self._made)))
+    def _until(self, stop: int | None) -> list[T]:
+        self._made += islice(self._items, None if stop is None else max(0, stop - len(self._made)))
         return self._made
 
     def _all(self) -> tuple[T, ...]:
-        return tuple(self._until(self._length))
+        return tuple(self._until(None))
 
     @overload
     def __getitem__(self, at: int) -> T: ...
@@ -35,15 +35,17 @@ class Later(Sequence[T]):
     def __getitem__(self, at: int | slice) -> T | tuple[T, ...]:
         """Return one or some of it."""
         if isinstance(at, slice):
-            wanted = range(self._length)[at]
-            made = self._until(max(wanted, default=-1) + 1)
-            return tuple([made[each] for each in wanted])
-        place = range(self._length)[at]
-        return self._until(place + 1)[place]
+            behind = at.stop is None or min(at.start or 0, at.stop, at.step or 1) < 0
+            return tuple(self._until(None if behind else at.stop)[at])
+        return self._until(None if at < 0 else at + 1)[at]
 
     def __len__(self) -> int:
         """Return how many there are."""
-        return self._length
+        return len(self._until(None)) if self._length is None else self._length
+
+    def __bool__(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._until(1))
 
     def __eq__(self, other: object) -> bool:
         """Return whether the other one has the same in the same order."""

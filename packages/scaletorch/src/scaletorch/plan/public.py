@@ -20,7 +20,7 @@ from .holding import Optimizer
 from .layout import Layout
 from .memory import Line, lines
 from .options import Options, Refused, legal
-from .search import Plan, plan
+from .search import Plan, Sure, plan
 from .timing import time, timer
 from .training import as_trained
 
@@ -45,6 +45,7 @@ __all__ = [
     "Plan",
     "Refused",
     "Sent",
+    "Sure",
     "Time",
     "Traffic",
     "Work",

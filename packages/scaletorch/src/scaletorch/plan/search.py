@@ -5,20 +5,21 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from heapq import heapify, heappop, heappush
-from typing import Any, TypeVar
+from itertools import chain
+from typing import Any, NamedTuple, TypeVar
 
 from ..dist.errors import InvalidArgumentError
 from .clusters import Cluster
 from .description import Description
 from .estimate import Estimate, Time
-from .fitting import Bounded, Over, fitting
+from .fitting import Bounded, Fits, Over, fitting
 from .holding import Holdings, Optimizer
 from .later import Later
 from .layout import Layout
-from .memory import Line, exactly, lines, ranks_hold
+from .memory import Line, lines, ranks_hold
 from .options import Options, Refused, legal
 from .timing import Timers, timers
 from .timing import time as seconds_of
@@ -27,6 +28,20 @@ from .traffic import ranks_send
 UNKNOWN = -1  # in place of a peak: goes before all whose time is the same
 T = TypeVar("T")
 Timer = Callable[[Description, Layout, Cluster], Time]
+
+
+class Sure(NamedTuple):
+    """What bounds of peaks tell of layouts.
+
+    Attributes:
+        fit: How many of them fit, at the least.
+        refused: How many do not, or cannot be: the first of `Plan.refused`.
+        open: Of how many others only the peak itself tells.
+    """
+
+    fit: int = 0
+    refused: int = 0
+    open: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +53,11 @@ class Plan:
         cluster: What it would run on.
         optimizer: What is kept for each parameter.
         estimates: Of those that fit, the best first: by time if it is known, else by memory. What
-            one costs is worked out when it is looked at.
+            one costs is worked out when it is looked at, and so is whether it fits where that takes
+            long; how many there are only all of them tell.
         refused: The others, and why; that is put into words when it is looked at.
         over: Of these, what takes more memory than there is, the least first, as `estimates`.
+        sure: What is known of their numbers before all peaks are.
     """
 
     description: Description
@@ -48,7 +65,8 @@ class Plan:
     optimizer: Optimizer
     estimates: Sequence[Estimate]
     refused: Sequence[Refused]
-    over: Sequence[Estimate] = ()
+    over: Sequence[Estimate]
+    sure: Sure
 
     def best(self) -> Estimate:
         """Return the first estimate.
@@ -137,25 +155,42 @@ def _plan(
 ) -> Plan:
     known = Holdings(description, optimizer)
     memory = cluster.device.memory
-    fit: list[Bounded] = []
+    fits, sure = Fits(known, memory), 0
+    may: list[Bounded] = []
+    unsure: list[tuple[Over, list[Bounded]]] = []
     over: list[Over] = []
     refused: list[Refused | Over] = []
     for each in legal(description, rows, cluster.ranks, chosen):
         if isinstance(each, Refused):
             refused.append(each)
+            continue
+        own, nearest = fitting(known, each, memory, chosen)
+        may += own
+        if nearest is None:
+            sure += _sure(own, memory)
+        elif own:
+            unsure.append((nearest, own))
         else:
-            own, nearest = fitting(known, each, memory, chosen)
-            fit += own
-            if nearest is not None:
-                over.append(nearest)
-                refused.append(nearest)
+            over.append(nearest)
+            refused.append(nearest)
     timed = None if time is None else _timers(time, description, cluster)
-    least = [0.0 if timed is None else timed.least(layout) for _, layout in fit]
-    estimates = Later(len(fit), _ranked(known, fit, least, timed))
+    least = [0.0 if timed is None else timed.least(own.layout) for own in may]
+    estimates = Later(_fitting(fits, may, least, timed))
     estimates[:1]  # the best is found now
-    others = Later(len(over), _by_memory(known, over, timed))
-    why = Later(len(refused), (o.refused(memory) if isinstance(o, Over) else o for o in refused))
-    return Plan(description, cluster, known.optimizer, estimates, why, others)
+    late = Later(near.seen(fits, own) for near, own in unsure if not any(map(fits, own)))
+    why = (each.refused(memory) if isinstance(each, Over) else each for each in refused)
+    return Plan(
+        description, cluster, known.optimizer, estimates,
+        Later(chain(why, (each.refused(memory) for each in late))),
+        Later(_by_memory(fits, over, late, timed)),
+        Sure(sure, len(refused), len(unsure)),
+    )  # fmt: skip
+
+
+def _sure(own: Sequence[Bounded], memory: int) -> int:
+    """Return how many of a layout's ways to fit are there whatever the peaks of the others are."""
+    alone = [each for each in own if not each.less and each.bounds.fits(memory)]
+    return len(alone) or len(own) > 0
 
 
 def _timers(time: Timer, description: Description, cluster: Cluster) -> Timers:
@@ -166,51 +201,61 @@ def _timers(time: Timer, description: Description, cluster: Cluster) -> Timers:
     return Timers(exact, lambda layout: exact(layout).step)
 
 
-def _ranked(
-    known: Holdings,
-    fit: Sequence[Bounded],
-    least: Sequence[float],
-    timed: Timers | None,
+def _fitting(
+    fits: Fits, may: Sequence[Bounded], least: Sequence[float], timed: Timers | None
 ) -> Iterator[Estimate]:
-    """Yield estimates, the best first; no more is worked out than it takes to tell which.
+    """Yield those that fit; of the others no more is worked out than it takes to tell that."""
+    for own, spent in _ranked(fits, may, least, timed):
+        if fits(own):
+            yield _estimate(fits.known, own.layout, spent)
+
+
+def _by_memory(
+    fits: Fits, over: Sequence[Over], late: Sequence[Over], timed: Timers | None
+) -> Iterator[Estimate]:
+    """Yield estimates of what does not fit, with the least memory first, and their times."""
+    bounded = [each.bounded() for each in (*over, *late)]
+    for own, _ in _ranked(fits, bounded, [0.0] * len(bounded), None):
+        yield _estimate(fits.known, own.layout, timed.exact(own.layout) if timed else None)
+
+
+def _ranked(
+    fits: Fits, layouts: Sequence[Bounded], least: Sequence[float], timed: Timers | None
+) -> Iterator[tuple[Bounded, Time | None]]:
+    """Yield layouts, the best first, and their times; no more is worked out than tells which.
 
     Args:
-        known: Of the description.
-        fit: Bounds of peaks, and layouts.
-        least: Seconds that each layout takes at the least.
+        fits: Tells peaks.
+        layouts: In any order.
+        least: Seconds that each takes at the least.
         timed: By whose times they are ranked, and then by peaks; None is by peaks alone.
     """
     queue = [
-        (low, UNKNOWN if timed else own[0].least, at)
-        for at, (low, own) in enumerate(zip(least, fit, strict=True))
+        (low, UNKNOWN if timed else own.bounds.least, at)
+        for at, (low, own) in enumerate(zip(least, layouts, strict=True))
     ]
     heapify(queue)
     times: dict[int, Time] = {}
     exact: set[int] = set()
     while queue:
         _, _, at = heappop(queue)
-        bounds, layout = fit[at]
-        if at not in exact and (
-            timed or bounds.least != bounds.most
-        ):  # if it is the best is seen then
-            exact.add(at)
-            if timed:
-                times[at] = timed.exact(layout)
-                heappush(queue, (times[at].step, bounds.least, at))
-            else:
-                heappush(queue, (0.0, exactly(known, layout, bounds), at))
+        own = layouts[at]
+        if at in exact or not (timed or own.bounds.least != own.bounds.most):
+            yield own, times.get(at)
+            continue
+        exact.add(at)  # if it is the best is seen when its turn comes again
+        if timed:
+            times[at] = timed.exact(own.layout)
+            heappush(queue, (times[at].step, own.bounds.least, at))
         else:
-            stages = layout.grid.pp
-            held = Later(stages, _when_asked(ranks_hold, known, layout))
-            sent = Later(stages, _when_asked(ranks_send, known, layout))
-            yield Estimate(layout, held, sent, times.get(at))
+            heappush(queue, (0.0, fits.peak(own), at))
 
 
-def _by_memory(known: Holdings, over: Sequence[Over], timed: Timers | None) -> Iterator[Estimate]:
-    """Yield estimates with the least memory first, and their times."""
-    bounded = [each.bounded() for each in over]
-    for each in _ranked(known, bounded, [0.0] * len(over), None):
-        yield replace(each, time=timed.exact(each.layout)) if timed else each
+def _estimate(known: Holdings, layout: Layout, spent: Time | None) -> Estimate:
+    stages = layout.grid.pp
+    held = Later(_when_asked(ranks_hold, known, layout), stages)
+    sent = Later(_when_asked(ranks_send, known, layout), stages)
+    return Estimate(layout, held, sent, spent)
 
 
 def _when_asked(make: Callable[..., Iterable[T]], *arguments: Any) -> Iterator[T]:

@@ -47,6 +47,12 @@ class Bounds(NamedTuple):
     most: int | None
     each: Sequence[int] = ()
 
+    def fits(self, memory: int) -> bool | None:
+        """Return whether the total is no more than that; None if it lies between the bounds."""
+        if self.most is not None and self.most <= memory:
+            return True
+        return False if self.least > memory else None
+
 
 def known_to_be(peak: int) -> Bounds:
     """Return bounds of a peak that is known."""

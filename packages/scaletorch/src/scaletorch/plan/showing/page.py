@@ -45,8 +45,7 @@ def _opening(shown: Shown) -> Iterator[str]:
     memory = in_bytes(shown.cluster.device.memory)
     yield (
         f'<p class="pale">{shown.rows} sequences of {shown.length} tokens a step. '
-        f"{shown.fitting} layouts fit in {memory} a device; {len(shown.refused)} do not, or cannot "
-        "be.</p>"
+        f"{shown.counted(f' in {memory} a device')}.</p>"
     )
 
 

@@ -29,11 +29,12 @@ class Shown:
         rows: Sequences of a global batch.
         cluster: What it would run on.
         estimates: The best first.
-        fitting: How many of them fit, which are the first.
+        fitting: How many of them fit at the least, which are the first.
         refused: Layouts that cannot be, as text, and why.
         lines: Returns what the fullest rank of a layout holds, line by line: a name and bytes.
         timeline: Returns when the ranks of a layout's pipeline compute; None if that is not known.
         notes: What is assumed, a sentence each.
+        open: How many others fit or not, as only their peaks tell.
     """
 
     name: str
@@ -46,6 +47,13 @@ class Shown:
     lines: Callable[[Layout], Sequence[tuple[str, int]]] | None = None
     timeline: Callable[[Layout], Timeline] | None = None
     notes: Sequence[str] = ()
+    open: int = 0
+
+    def counted(self, into: str = "") -> str:
+        """Return how many layouts fit, and how many do not."""
+        most, more = ("at least ", f", {self.open} others may") if self.open else ("", "")
+        refused = len(self.refused)
+        return f"{most}{self.fitting} layouts fit{into}{more}; {refused} do not, or cannot be"
 
     def fits(self, estimate: Estimate) -> bool:
         """Return whether the fullest rank has memory enough."""

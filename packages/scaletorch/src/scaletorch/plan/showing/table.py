@@ -64,7 +64,7 @@ def _heading(shown: Shown) -> Iterator[str]:
         f"{shown.name}: {shown.rows} rows of {shown.length} tokens a step on {ranks} x "
         f"{device.name}, {in_bytes(device.memory)} each"
     )
-    yield f"{shown.fitting} layouts fit; {len(shown.refused)} do not, or cannot be"
+    yield shown.counted()
 
 
 def _rows(columns: Sequence[Column], width: int) -> Iterator[str]:
