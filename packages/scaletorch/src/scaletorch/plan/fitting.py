@@ -100,7 +100,7 @@ def fitting(
 ) -> tuple[list[Bounded], Over | None]:
     """Return those with the least of what saves memory that may fit; and what is near.
 
-    What is too much before a step begins is so whatever runs again. Nothing is near where one
+    What is too much before a step begins is so whatever runs again. Nothing is near if one
     surely fits.
     """
     found: list[tuple[int, int]] = []
