@@ -4,6 +4,7 @@ import functools
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
@@ -25,6 +26,7 @@ from scaletorch.dist import (
     get_timeout,
     launch,
 )
+from scaletorch.dist.ranks import ports
 from scaletorch.dist.ranks.process import get_server
 
 
@@ -449,3 +451,20 @@ def test_ranks_end_with_the_program_that_launched_them(tmp_path, number):
         while any(Path(f"/proc/{each}").exists() for each in pids):
             assert time.monotonic() < deadline, "a rank outlived its program"
             time.sleep(0.05)
+
+
+def test_a_port_is_none_that_the_system_gives_others(monkeypatch):
+    with open(ports.RANGE) as file:
+        first = int(file.read().split()[0])
+    assert all(first - ports.BELOW <= ports.free_port() < first for _ in range(20))
+    chosen = ports.free_port()
+    monkeypatch.setattr(ports, "BELOW", 1)
+    monkeypatch.setattr(ports, "_given_from", lambda: chosen + 1)
+    assert ports.free_port() == chosen
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", chosen))
+        with pytest.raises(OSError, match="of 100 ports of the loopback none is free"):
+            ports.free_port()
+    monkeypatch.undo()
+    monkeypatch.setattr(ports, "RANGE", "/nowhere")
+    assert ports.free_port() > 1024

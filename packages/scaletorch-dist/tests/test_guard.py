@@ -19,6 +19,7 @@ from scaletorch.dist.guard.facts import Channel
 from scaletorch.dist.guard.ledger import CAPACITY, Ledger, read_ledger, tails
 from scaletorch.dist.guard.messages import Connection, Hello, Welcome
 from scaletorch.dist.guard.monitor import Monitor
+from scaletorch.dist.ranks.ports import free_port
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.dist.wire import port as hooks
 
@@ -300,10 +301,7 @@ dist.all_reduce(torch.ones(1))
 def test_one_line_in_a_script(tmp_path, fault):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    names = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    names = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     names["TMPDIR"] = str(tmp_path)  # for the ledgers
     processes = [
         subprocess.Popen(

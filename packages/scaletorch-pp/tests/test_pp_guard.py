@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from scaletorch.dist import RankFaultError, get_rank, guard, init_dist
+from scaletorch.dist.ranks.ports import free_port
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 from scaletorch.parallel.pipeline_parallel import PipelineParallel, Split, train_step_pipeline
@@ -92,10 +92,8 @@ def stopped():
 
 
 def test_a_rank_that_stops_with_the_store_leaves_nobody_waiting():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
-    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    env["MASTER_PORT"] = str(free_port())
     ranks = [
         subprocess.Popen(
             [sys.executable, __file__],

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from scaletorch.dist.ranks.ports import free_port
+
 PROGRAMS = Path(__file__).parent / "programs"
 SLURM_CONF = """
 ClusterName=scaletorch
@@ -52,14 +54,6 @@ def need(*programs):
         pytest.skip(f"not installed: {', '.join(missing)}")
     if os.geteuid() != 0:
         pytest.skip("only root can start it")
-
-
-def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
 
 
 class Launch:
@@ -112,9 +106,9 @@ class Launch:
         return [path.read_text() for path in files if path.name.isdecimal()]
 
 
-@pytest.fixture
-def free_port():
-    return str(free_ports(1)[0])
+@pytest.fixture(name="free_port")
+def a_free_port():
+    return str(free_port())
 
 
 @pytest.fixture
@@ -222,7 +216,9 @@ def slurm():
 
 
 def start_slurm(folder, daemons):
-    ports = free_ports(3)
+    ports = []
+    while len({*ports}) < 3:
+        ports = [free_port() for _ in range(3)]
     conf = SLURM_CONF.format(folder=folder, ports=ports, host=socket.gethostname())
     (folder / "slurm.conf").write_text(conf)
     (folder / "munge.key").write_bytes(os.urandom(128))

@@ -7,7 +7,6 @@ import os
 import pickle
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import weakref
@@ -20,6 +19,7 @@ from ..launchers.interfaces import LOOPBACK
 from .collect import collect
 from .filters import own_filters
 from .locate import locate, rank_body
+from .ports import free_port
 from .process import START_TIMEOUT, RankProcess, get_server, stop
 from .report import RankReport
 
@@ -236,9 +236,7 @@ def _environment(
     if sys.platform in LOOPBACK:
         launcher["GLOO_SOCKET_IFNAME"] = LOOPBACK[sys.platform]
     if not init:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
+        launcher |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return {**inherited, "OMP_NUM_THREADS": "1", **launcher, **changes}
 
 
