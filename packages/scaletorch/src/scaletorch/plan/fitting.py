@@ -50,7 +50,7 @@ class Fits:
         return self._peaks[own.layout]
 
     def __call__(self, own: Bounded) -> bool:
-        """Return it of one."""
+        """Return that of one; its peak is worked out only if bounds leave it open."""
         fits = own.bounds.fits(self._memory)
         if fits is None:
             fits = self.peak(own) <= self._memory
