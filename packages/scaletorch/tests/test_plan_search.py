@@ -223,7 +223,7 @@ def test_a_table_counts_what_bounds_tell_and_a_file_what_peaks_do(
     given = ["--description", str(tmp_path / "model.json"), "--rows", "24", "--ranks", "8"]
     given += ["--memory", "78KiB", "--device", "A100-SXM-80GB"]
     assert main([*given, "--top", "1"]) == 0
-    assert "at least 1 layouts fit, 8 others may; 58 do not" in capsys.readouterr().out
+    assert "1 layouts fit at the least, 8 others may; 58 do not" in capsys.readouterr().out
     for more in (["--top", "1", "--json", str(tmp_path / "plan.json")], ["--top", "3"]):
         assert main([*given, *more]) == 0
         assert "\n2 layouts fit; 64 do not" in capsys.readouterr().out

@@ -78,8 +78,8 @@ def test_one_layout_and_none_at_all():
 
 def test_what_only_peaks_tell_is_counted_apart():
     shown = replace(SHOWN, open=2)
-    assert "at least 1 layouts fit, 2 others may; 3 do not, or cannot be" in table(shown)
-    assert "at least 1 layouts fit in 80 GiB a device, 2 others may; 3 do not" in page(shown)
+    assert "1 layouts fit at the least, 2 others may; 3 do not, or cannot be" in table(shown)
+    assert "1 layouts fit in 80 GiB a device at the least, 2 others may; 3 do" in page(shown)
 
 
 def test_a_layout_in_full():

@@ -51,9 +51,9 @@ class Shown:
 
     def counted(self, into: str = "") -> str:
         """Return how many layouts fit, and how many do not."""
-        most, more = ("at least ", f", {self.open} others may") if self.open else ("", "")
+        more = f" at the least, {self.open} others may" if self.open else ""
         refused = len(self.refused)
-        return f"{most}{self.fitting} layouts fit{into}{more}; {refused} do not, or cannot be"
+        return f"{self.fitting} layouts fit{into}{more}; {refused} do not, or cannot be"
 
     def fits(self, estimate: Estimate) -> bool:
         """Return whether the fullest rank has memory enough."""
