@@ -26,8 +26,8 @@ from scaletorch.dist import (
     get_timeout,
     launch,
 )
-from scaletorch.dist.ranks import ports
 from scaletorch.dist.ranks.process import get_server
+from scaletorch.dist.startup import rendezvous
 
 
 @dataclass
@@ -454,17 +454,13 @@ def test_ranks_end_with_the_program_that_launched_them(tmp_path, number):
 
 
 def test_a_port_is_none_that_the_system_gives_others(monkeypatch):
-    with open(ports.RANGE) as file:
+    with open("/proc/sys/net/ipv4/ip_local_port_range") as file:
         first = int(file.read().split()[0])
-    assert all(first - ports.BELOW <= ports.free_port() < first for _ in range(20))
-    chosen = ports.free_port()
-    monkeypatch.setattr(ports, "BELOW", 1)
-    monkeypatch.setattr(ports, "_given_from", lambda: chosen + 1)
-    assert ports.free_port() == chosen
+    assert all(1024 < rendezvous.free_port() < first for _ in range(20))
+    chosen = rendezvous.free_port()
+    monkeypatch.setattr(rendezvous, "derived_port", lambda key: chosen)
+    assert rendezvous.free_port() == chosen
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", chosen))
         with pytest.raises(OSError, match="of 100 ports of the loopback none is free"):
-            ports.free_port()
-    monkeypatch.undo()
-    monkeypatch.setattr(ports, "RANGE", "/nowhere")
-    assert ports.free_port() > 1024
+            rendezvous.free_port()

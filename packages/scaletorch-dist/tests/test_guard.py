@@ -19,7 +19,7 @@ from scaletorch.dist.guard.facts import Channel
 from scaletorch.dist.guard.ledger import CAPACITY, Ledger, read_ledger, tails
 from scaletorch.dist.guard.messages import Connection, Hello, Welcome
 from scaletorch.dist.guard.monitor import Monitor
-from scaletorch.dist.ranks.ports import free_port
+from scaletorch.dist.startup.rendezvous import free_port
 from scaletorch.dist.testing import distributed_test, run_ranks
 from scaletorch.dist.wire import port as hooks
 

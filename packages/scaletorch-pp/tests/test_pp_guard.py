@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from scaletorch.dist import RankFaultError, get_rank, guard, init_dist
-from scaletorch.dist.ranks.ports import free_port
+from scaletorch.dist.startup.rendezvous import free_port
 from scaletorch.dist.testing import run_ranks
 from scaletorch.parallel.pg_manager import setup_process_group_manager
 from scaletorch.parallel.pipeline_parallel import PipelineParallel, Split, train_step_pipeline

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from scaletorch.dist.ranks.ports import free_port
+from scaletorch.dist.startup.rendezvous import free_port
 
 PROGRAMS = Path(__file__).parent / "programs"
 SLURM_CONF = """

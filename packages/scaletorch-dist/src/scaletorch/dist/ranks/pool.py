@@ -16,10 +16,10 @@ from typing import Any
 
 from ..errors import InvalidArgumentError, StateError
 from ..launchers.interfaces import LOOPBACK
+from ..startup.rendezvous import free_port
 from .collect import collect
 from .filters import own_filters
 from .locate import locate, rank_body
-from .ports import free_port
 from .process import START_TIMEOUT, RankProcess, get_server, stop
 from .report import RankReport
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
+import secrets
 import socket
 import zlib
 from dataclasses import dataclass, replace
@@ -16,6 +18,7 @@ from ..launchers.slurm import first_host, node_address
 
 LOOPBACK = "127.0.0.1"
 _FIRST_PORT, _PORTS = 15000, 17000  # derived ports stay below those that systems hand out
+_TRIES = 100  # of ports until one is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,3 +153,20 @@ _FINDERS = {"pytorch": _meet_by_environment, "slurm": _meet_by_slurm, "mpi": _me
 def derived_port(key: str) -> int:
     """A port that everyone who knows the key works out the same."""
     return _FIRST_PORT + zlib.crc32(key.encode()) % _PORTS
+
+
+def free_port() -> int:
+    """Return a port of the loopback at which nobody listens.
+
+    Others ask the system for any port all the time, as each gloo group does, and might be given
+    this one before a rank binds it: so it is none that the system gives.
+
+    Raises:
+        OSError: None was found.
+    """
+    for _ in range(_TRIES):
+        port = derived_port(secrets.token_hex(8))
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((LOOPBACK, port))
+            return port
+    raise OSError(f"of {_TRIES} ports of the loopback none is free")
