@@ -107,26 +107,22 @@ def compare(one, plan, change=lambda model: model):
             torch.testing.assert_close(found[name], parameter.grad, rtol=1e-9, atol=1e-12, msg=name)
 
 
-SUMMED = {**PLAN, "mlp.scale": "replicate_sum_grad"}
 RIGHT = [
     (dict(where=""), PLAN),
     (dict(where="b"), PLAN),  # before the column-parallel layer
     (dict(where="a"), PLAN),  # behind the row-parallel one
     (dict(where="ba"), PLAN),
-    (dict(where="s"), SUMMED),
-    (dict(bias=True), {**PLAN, "distances": "replicate_sum_grad"}),
+    (dict(where="s"), PLAN),
+    (dict(bias=True), PLAN),
     (dict(where="b", recompute=False), PLAN),
     (dict(where="b", recompute=True), PLAN),
     (dict(temperature=True), {**PLAN, **{f"attention.{n}": "replicate" for n in "qkvo"}}),
+    (dict(temperature=True), PLAN),
+    (dict(where="i"), PLAN),
+    (dict(where="i", recompute=False), PLAN),
+    (dict(where="i", recompute=True), PLAN),
 ]
-REFUSED = [
-    (dict(where="i"), PLAN, "gate.weight, gate.bias"),
-    (dict(where="bi"), PLAN, "gate.weight, gate.bias"),
-    (dict(where="s"), PLAN, "mlp.scale.weight"),
-    (dict(bias=True), PLAN, "distances.weight"),
-    (dict(temperature=True), PLAN, "attention.temperature"),
-    (dict(where="i", recompute=False), PLAN, "gate.weight, gate.bias"),
-]
+REFUSED = [dict(where="bi"), dict(where="ia"), dict(where="bi", recompute=False)]
 
 
 def right():
@@ -140,27 +136,30 @@ def test_what_leaves_before_or_comes_behind_has_whole_gradients():
 
 
 def refused():
-    for options, plan, names in REFUSED:
-        with pytest.raises(InvalidArgumentError, match=f"Model uses {names} between.*'replicate_s"):
-            compare(made(**options), plan)
+    for options in REFUSED:
+        words = r"Model uses 'gate.(weight|bias)' in a parallel region \(.*'gate.*style 'replicate'"
+        with pytest.raises(InvalidArgumentError, match=words):
+            compare(made(**options), PLAN)
 
 
-def test_a_part_of_a_gradient_is_refused_on_every_rank():
+def test_a_parameter_inside_and_outside_is_refused_on_every_rank():
     run_ranks(refused, 2, timeout=60)
+
+
+class Scaled(Model):
+    def forward(self, ids):
+        return self.gate.weight[0, 0] * super().forward(ids)
 
 
 def scaled_logits():
     """A scale of logits that stay divided for the loss."""
-
-    class Scaled(Model):
-        def forward(self, ids):
-            return self.gate.weight[0, 0] * super().forward(ids)
-
     torch.manual_seed(0)
-    model = apply_tensor_parallel(Scaled().double(), PLAN, dist.group.WORLD)
-    model.head.gather_output = False
-    with pytest.raises(InvalidArgumentError, match=r"Scaled uses gate.weight between"):
-        vocab_parallel_cross_entropy(model(ids()), ids(), group=dist.group.WORLD).backward()
+    one = Scaled().double()
+    many = apply_tensor_parallel(copy.deepcopy(one), PLAN, dist.group.WORLD)
+    many.head.gather_output = False
+    vocab_parallel_cross_entropy(many(ids()), ids(), group=dist.group.WORLD).mean().backward()
+    F.cross_entropy(one(ids()).flatten(0, 1), ids().flatten()).backward()
+    torch.testing.assert_close(many.gate.weight.grad, one.gate.weight.grad, rtol=1e-12, atol=0)
 
 
 def test_a_scale_of_logits_that_stay_divided():
@@ -170,7 +169,7 @@ def test_a_scale_of_logits_that_stay_divided():
 def given():
     model = apply_tensor_parallel(Mlp(), {"up": "column", "down": "row"}, dist.group.WORLD)
     model.where = "i"
-    with pytest.raises(InvalidArgumentError, match="Mlp uses a tensor given to it between"):
+    with pytest.raises(InvalidArgumentError, match="Mlp uses a tensor given to it, which requires"):
         model(torch.ones(2, HIDDEN), torch.ones(1, requires_grad=True))
     model(torch.ones(2, HIDDEN, requires_grad=True), torch.ones(1)).sum().backward()
 

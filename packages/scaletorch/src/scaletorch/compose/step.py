@@ -26,6 +26,7 @@ from .before.failures import failures_named
 from .forward import Terms, manager_of, terms_of
 from .loss import find_sharded_head, require_logits_alone, token_loss_sum
 from .own_loss import CountFunction, LossFunction, OwnLoss
+from .partial_gradients import summed_once
 from .ready import look_first, ready
 
 
@@ -114,7 +115,7 @@ def _step(
             loss.register_hook(scaler.scale)  # of the gradient with which backward begins
         return loss
 
-    with _refused_together(model, manager):
+    with summed_once(model, manager), _refused_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
     if own is not None:
         own.settle(loss)

@@ -7,9 +7,10 @@ from .culprits import name_culprits
 from .gradients.nonfinite import found_on_ranks
 from .gradients.norm import clip_by, norm_over
 from .sharding.gradient import ShardedGradient
-from .sharding.shards import is_sharded, settled_shards
+from .sharding.shards import Shard, is_sharded, settled_shards
 
 __all__ = [
+    "Shard",
     "ShardedGradient",
     "clip_by",
     "found_on_ranks",

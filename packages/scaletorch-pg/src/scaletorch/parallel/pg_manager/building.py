@@ -16,6 +16,7 @@ from .loss import mean_over
 from .modes import evaluating
 from .module_classes import class_before, deep_copy, shallow_copy
 from .module_names import matching, no_match
+from .outputs import mark_staged, runs_as_stages, show_output, watch_outputs
 from .update_scope import Scope, known_elementwise, update_scope
 
 __all__ = [
@@ -28,13 +29,17 @@ __all__ = [
     "known_elementwise",
     "linear_output",
     "mark_divided",
+    "mark_staged",
     "matching",
     "mean_over",
     "no_match",
     "plain_linears",
     "refuse_generate",
+    "runs_as_stages",
     "shallow_copy",
+    "show_output",
     "take_forward",
     "update_scope",
+    "watch_outputs",
     "weight_factors",
 ]

@@ -5,6 +5,7 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 
 from .regions.region import ADAPTED, layer_of, summed_outside
 from .sharing.adapters import Adapter, check_adapters, shard_adapters
+from .sharing.gradient_sums import GradientSums, Reach, find_sums, whole_parameters
 from .sharing.sequence import counts_of_ids
 from .sharing.whole_sequence import WholeSequence
 from .state.whole import ParameterCut, find_cuts
@@ -12,12 +13,16 @@ from .state.whole import ParameterCut, find_cuts
 __all__ = [
     "ADAPTED",
     "Adapter",
+    "GradientSums",
     "ParameterCut",
+    "Reach",
     "WholeSequence",
     "check_adapters",
     "counts_of_ids",
     "find_cuts",
+    "find_sums",
     "layer_of",
     "shard_adapters",
     "summed_outside",
+    "whole_parameters",
 ]

@@ -71,7 +71,7 @@ def vocab_parallel_cross_entropy(
     if targets.device.type == "cpu":  # elsewhere a look at them would wait for the device
         _check_targets(targets, ignored, sum(lengths), ignore_index)
     terms = _Terms(label_smoothing, z_loss, lengths, get_rank(group), group)
-    function: type[torch.autograd.Function] = _CrossEntropy
+    function: type[torch.autograd.Function] = CrossEntropy
     losses: Tensor = function.apply(logits, targets, ignored, terms)
     if reduction == "none":
         return losses
@@ -101,13 +101,14 @@ class _Terms:
         return (targets - first).masked_fill_(elsewhere, 0), elsewhere
 
 
-class _CrossEntropy(torch.autograd.Function):
+class CrossEntropy(torch.autograd.Function):
     """The loss of every token; softmax is computed again in backward, into the gradient."""
 
     @staticmethod
     def forward(
         ctx: Any, logits: Tensor, targets: Tensor, ignored: Tensor, terms: _Terms
     ) -> Tensor:
+        """Return the loss of each token [T], the same on every rank."""
         index, elsewhere = terms.place(targets, ignored)
         own = _statistics(logits, index, elsewhere, terms)
         highest, total, target, *spread = _combined(own, terms)
@@ -123,6 +124,7 @@ class _CrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradient of this rank's logits."""
         if torch.is_grad_enabled():  # once_differentiable lets a constant `grad` pass in silence
             raise StateError(
                 "the gradient of vocab_parallel_cross_entropy cannot be differentiated again; call "

@@ -20,7 +20,7 @@ from .plans.resolve import resolve
 from .regions.region import Region
 from .regions.surround import surround
 from .sharing.adapters import Adapter, check_adapters, shard_adapters, without_adapters
-from .sharing.partial import WholeGradients
+from .sharing.gradient_sums import infer_sums
 from .sharing.sequence import share_sequences
 
 __all__ = [
@@ -32,8 +32,6 @@ __all__ = [
 ]
 
 M = TypeVar("M", bound=nn.Module)
-
-_WHOLE = ("replicate", "whole_features")  # styles of modules whose gradients are whole as they are
 
 
 def apply_tensor_parallel(
@@ -49,15 +47,17 @@ def apply_tensor_parallel(
     as with FSDP2), so names, hooks and other references to them stay, the root's included. Their
     parameters are replaced: make the optimizer afterwards. Tied parameters stay tied. Low-rank
     adapters of peft are cut as their layers are, which the plan names as in the plain model.
+    Which gradients of whole parameters are summed over the ranks follows from the graph of a
+    forward; no plan says it.
 
     Args:
         model: The whole model, equal on every rank.
         plan: Pattern of module names -> style. `*` stands for any text inside one component of a
             name, a component `**` for any number of them; "" is the root. Styles are "column",
             "column_gather", "row", "row_split", "vocab", "replicate", "sequence", "sharded",
-            "sequence_join", "sequence_positions", "replicate_sum_grad", "replicate_share",
-            "whole_features", `Fused`, `Stacked`, `PerHead`, `SharedTail` and `Divide`. None is the
-            model's own plan (transformers) or its family's, but for experts divided already.
+            "sequence_join", "sequence_positions", "replicate_share", "whole_features", `Fused`,
+            `Stacked`, `PerHead`, `SharedTail` and `Divide`. None is the model's own plan
+            (transformers) or its family's, but for experts divided already.
         group: Ranks of the tensor-parallel axis; None is that axis of the current manager.
         sequence_parallel: Between sharded layers each rank holds its share of every sequence.
 
@@ -107,13 +107,11 @@ def _apply(
             surround(match.module, match.mixin, group)
             vars(match.module).update({} if match.layer else match.options)
     watch(model)
-    joined = [n for n, m in model.named_modules() if getattr(m, "gather_output", False)]
-    told = [match for match in matches if match.style in _WHOLE]
-    model.register_forward_hook(WholeGradients(group, joined, [match.name for match in told]))
     for module in resolved.regions:
         # A model is called with ids, not with a share of hidden states.
         if module is not model or not sequence_parallel:
             surround(module, Region, group)
     if sequence_parallel:
-        share_sequences(model, group, [match.module for match in told], resolved.whole)
+        share_sequences(model, group, resolved.whole)
+    infer_sums(model, group)
     return memo

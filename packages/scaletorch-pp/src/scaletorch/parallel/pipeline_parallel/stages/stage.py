@@ -14,7 +14,7 @@ from ....dist import get_rank, group_ranks
 from ....dist.building import agree, tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import ModuleWrapper, axis_group
-from ...pg_manager.building import refuse_generate
+from ...pg_manager.building import mark_staged, refuse_generate, show_output
 from ..runtime.forms import facts_of
 from ..schedules.choose import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
@@ -92,6 +92,7 @@ class PipelineParallel(ModuleWrapper):
         self.runtime = RuntimeState(name_of_next(ranks), chunks, passage, flows, tied, deferral)
         self.runtime.note_parameters(self)
         if self.num_stages > 1:
+            mark_staged(model)
             refuse_generate(model, "each rank has its stages of the pipeline alone")
 
     @property
@@ -160,6 +161,7 @@ class PipelineParallel(ModuleWrapper):
         beside = runtime.passage.beside
         hidden = beside.start(kind, modules, input_or_hidden, examined=examined)
         output = self._run(flow, stage, hidden, kwargs, examined)
+        show_output(self.module, output)
         runtime.examined.add(kind)
         return output
 

@@ -109,7 +109,7 @@ class _Linear(torch.autograd.Function):
         root: Tensor,  # requires grad, and so does the output, where neither inputs nor bias do
         later: tuple[Tensor, WeightGradients],
     ) -> Tensor:
-        ctx.later = later
+        ctx.later, ctx.trained_later = later, later[:1]
         # Saved for its version alone too: autograd refuses weights that were changed in between.
         ctx.save_for_backward(inputs, later[0])
         return linear_output(inputs, as_autocast(later[0].detach()), bias)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Mapping, MutableMapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -192,6 +192,11 @@ class TensorParallelLayer(nn.Module):
             whole = self._parameters.get(name)
             if whole is not None and self.tp_size > 1:
                 self._parameters[name] = self._shard_parameter(name, dim, whole, memo)
+
+    @property
+    def settled(self) -> Collection[str]:
+        """Names of the parameters whose gradients need no sum, whatever reaches them: shards."""
+        return self.shard_dims
 
     def cut_of(self, name: str) -> Cut:
         """Return how the parameter of that name is cut along its dim."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Self
 
 import torch
@@ -60,6 +60,11 @@ class ParallelExperts(TensorParallelLayer, Surrounded):
         require_shares(f"{cls.__name__}: {cls.sharded_size}", width, get_world_size(group))
         vars(module)["shard_dims"] = stacked.dims
         return surround(module, cls, group), width
+
+    @property
+    def settled(self) -> Collection[str]:
+        """Names of the shards, and of what one rank adds: each computes its whole gradient."""
+        return {*self.shard_dims, *self.stacked.added}
 
     def cut_of(self, name: str) -> Cut:
         """Return how a parameter is cut along its dim."""

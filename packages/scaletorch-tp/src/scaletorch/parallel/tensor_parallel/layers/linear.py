@@ -14,7 +14,7 @@ from ..regions.overlap import linear_to_main_grad
 from ..regions.random import end_sharded_random
 from ..regions.region import enter, overlapped_linear
 from ..regions.replicas import sum_replicas
-from ..regions.uncompiled import copy, split
+from ..regions.uncompiled import split
 from .alike import computes_as_linear
 from .base import TensorParallelLayer
 
@@ -167,8 +167,6 @@ class RowParallelLinear(_Linear):
         bias: Tensor | None = self.bias
         if self.sequence is None:
             end_sharded_random()  # what follows works on whole activations
-        elif bias is not None:
-            bias = copy(bias, self.group)  # it is added to a share of the tokens
         # Under autocast the output is narrower than the bias, and must stay so.
         return out if bias is None else out + bias.to(out.dtype)
 

@@ -138,8 +138,6 @@ PERSIMMON = Family(
         "**.layers.*.self_attn": Divide("num_heads", "hidden_size", optional=True),
         "**.layers.*.self_attn.query_key_value": "column",  # cut between heads, as GPT-NeoX's
         "**.layers.*.self_attn.dense": "row",
-        "**.layers.*.self_attn.q_layernorm": "replicate_sum_grad",
-        "**.layers.*.self_attn.k_layernorm": "replicate_sum_grad",
         "**.layers.*.mlp.dense_h_to_4h": "column",
         "**.layers.*.mlp.dense_4h_to_h": "row",
         "**.lm_head": "column_gather",
@@ -147,8 +145,6 @@ PERSIMMON = Family(
     may_lack=frozenset(
         {
             "**.embed_tokens",
-            "**.layers.*.self_attn.q_layernorm",
-            "**.layers.*.self_attn.k_layernorm",
             "**.lm_head",
         }
     ),
@@ -213,8 +209,6 @@ LFM2 = Family(
         "**.layers.*.self_attn.k_proj": "column",
         "**.layers.*.self_attn.v_proj": "column",
         "**.layers.*.self_attn.out_proj": "row",
-        "**.layers.*.self_attn.q_layernorm": "replicate_sum_grad",
-        "**.layers.*.self_attn.k_layernorm": "replicate_sum_grad",
         "**.layers.*.feed_forward.w1": "column",
         "**.layers.*.feed_forward.w3": "column",
         "**.layers.*.feed_forward.w2": "row",

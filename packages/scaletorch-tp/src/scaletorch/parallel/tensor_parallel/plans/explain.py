@@ -89,6 +89,7 @@ def _communications(
     whole = shares.intersection(resolved.whole)
     shares -= {inner for module in whole for inner in module.modules()}
     entered: set[nn.Module] = set()
+    inside = {child for each in resolved.regions for child in each.children()}
     for name, module in model.named_modules():
         match, on_shares = matches.get(module), module in shares
         if module in whole:
@@ -100,7 +101,8 @@ def _communications(
             entered.update(match.module for match in shared)
             yield from _beginning(name, shared, on_shares)
         if match is None or match.layer is None:
-            yield from _of_whole(name, module, match, on_shares and not region)
+            partial = module in inside or (on_shares and not region)
+            yield from _of_whole(name, module, match, on_shares and not region, partial=partial)
         elif match.computes:
             if match.becomes(ColumnParallelLinear) and module not in entered:
                 yield from _beginning(name, [match], on_shares)
@@ -199,7 +201,7 @@ def _of_column(name: str, match: Match) -> Iterator[Communication]:
 
 
 def _of_whole(
-    name: str, module: nn.Module, match: Match | None, on_shares: bool
+    name: str, module: nn.Module, match: Match | None, on_shares: bool, *, partial: bool
 ) -> Iterator[Communication]:
     """Yield what a module communicates of which every rank has all.
 
@@ -208,6 +210,7 @@ def _of_whole(
         module: The module.
         match: What the plan says of it.
         on_shares: It works on shares of sequences.
+        partial: It works on these, or inside of a region, so that its gradients are summed.
     """
     style = None if match is None else match.style
     if isinstance(style, SharedTail):
@@ -217,10 +220,9 @@ def _of_whole(
         width = sum(match.options["feature_sizes"])
         yield Communication(name, "forward", "all_gather", "features", width)
         yield Communication(name, "backward", "all_gather", "output's gradient", width)
-    whole = style in ("replicate", WHOLE_FEATURES)
-    summed = style == "replicate_sum_grad" or (on_shares and not whole)
+    summed = partial and style != WHOLE_FEATURES
     if on_shares and isinstance(module, nn.Embedding):
-        summed = style == "replicate_sum_grad"
+        summed = False
         of = "output's gradient"
         yield Communication(name, "backward", "all_gather", of, module.embedding_dim)
     if summed and _is_called(module) and _size(module):

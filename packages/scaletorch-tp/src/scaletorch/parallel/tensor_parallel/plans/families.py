@@ -51,8 +51,6 @@ LLAMA = Family(
         "**.layers.*.self_attn.k_proj": "column",
         "**.layers.*.self_attn.v_proj": "column",
         "**.layers.*.self_attn.o_proj": "row",
-        "**.layers.*.self_attn.q_norm": "replicate_sum_grad",
-        "**.layers.*.self_attn.k_norm": "replicate_sum_grad",
         "**.layers.*.mlp.gate_proj": "column",
         "**.layers.*.mlp.up_proj": "column",
         "**.layers.*.mlp.down_proj": "row",
@@ -61,19 +59,12 @@ LLAMA = Family(
     may_lack=frozenset(
         {
             "**.embed_tokens",
-            "**.layers.*.self_attn.q_norm",
-            "**.layers.*.self_attn.k_norm",
             "**.lm_head",
         }
     ),
     complete=("**.layers.*.self_attn", "**.layers.*.mlp"),
     foreign=frozenset({"lambda_init"}),  # DiffLlama, which weighs heads against others
     heads={"**.layers.*.self_attn": ("q_proj", "k_proj", "v_proj")},
-)
-
-_HEAD_NORMS = ("**.layers.*.self_attn.query_layernorm", "**.layers.*.self_attn.key_layernorm")
-HUNYUAN = replace(
-    LLAMA, name="Hunyuan", plan={**LLAMA.plan, **dict.fromkeys(_HEAD_NORMS, "replicate_sum_grad")}
 )
 
 BITNET = replace(
@@ -189,7 +180,7 @@ GPT_OSS = Family(
 )
 
 FAMILIES: tuple[Family, ...] = (
-    *(HUNYUAN, DORY, BITNET, BLT, LLAMA, OPENAI_GPT, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
+    *(DORY, BITNET, BLT, LLAMA, OPENAI_GPT, GPT2, GPT_NEOX_JAPANESE, GPT_NEOX, GPT_OSS),
     *DENSE,
     *PARTIAL,
     *MLPS,
@@ -261,9 +252,18 @@ def check_complete(modules: Mapping[str, nn.Module], known: Recognised) -> None:
     planned = {m.module for m in known.matches if not isinstance(m.style, Divide)}
     for name in known.complete:
         for inner, module in modules[name].named_modules(prefix=name):
-            if module not in planned and module._parameters:
+            if module not in planned and module._parameters and not _is_vector(name, inner, module):
                 raise InvalidArgumentError(
                     f"the names are those of {known.name}, but '{inner}' has "
                     f"parameters {sorted(module._parameters)} that its plan does not know; "
                     "pass a plan of your own"
                 )
+
+
+def _is_vector(name: str, inner: str, module: nn.Module) -> bool:
+    """Return whether what is right inside a module is a norm, or another with vectors alone.
+
+    It works on one head, or on all features: on others its shape would not fit.
+    """
+    direct = inner.rpartition(".")[0] == name and not module._modules
+    return direct and all(parameter.ndim < 2 for parameter in module.parameters())

@@ -84,8 +84,6 @@ LFM3 = Family(
     plan={
         "**.embed_tokens": "vocab",
         **_attention("**.layers.*.self_attn"),
-        "**.layers.*.self_attn.q_norm": "replicate_sum_grad",
-        "**.layers.*.self_attn.k_norm": "replicate_sum_grad",
         "**.layers.*.self_attn.g_proj": "column",  # a feature for each head
         "**.layers.*.feed_forward.w1": "column",
         "**.layers.*.feed_forward.w3": "column",

@@ -27,7 +27,6 @@ from ..sharing.positions import WholePositions
 from ..sharing.sequence_layers import SequenceLayer
 from ..sharing.share_of_sum import ShareOfSum
 from ..sharing.shared_tail import SharedTail, TailShared
-from ..sharing.sum_grad import SumGradients
 from ..sharing.whole_features import WholeFeatures
 
 
@@ -75,7 +74,6 @@ STYLES: Mapping[
     "sequence_layer": SequenceLayer,
     SEQUENCE_WHOLE: None,  # with sequence parallelism it becomes a `WholeSequence`
     "sequence_positions": WholePositions,
-    "replicate_sum_grad": SumGradients,
     "replicate_share": ShareOfSum,
     WHOLE_FEATURES: WholeFeatures,
     "sharded": ShardedRandom,

@@ -17,7 +17,6 @@ from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..regions.region import Region
 from ..regions.surround import cannot_surround
 from ..sharing.share_of_sum import ShareOfSum, cannot_share
-from ..sharing.sum_grad import SumGradients, cannot_sum
 from ..sharing.whole_features import WholeFeatures
 from .attention import Attention, find_attentions, find_whole
 from .families import check_complete, find_family
@@ -44,7 +43,7 @@ from .sizes import (
 from .transformers_plan import find_own_plan
 
 # What a region may hold beside its layers.
-_SHARED = (TensorParallelLayer, SumGradients, WholeFeatures)
+_SHARED = (TensorParallelLayer, WholeFeatures)
 
 
 class Resolved(NamedTuple):
@@ -158,8 +157,8 @@ def find_regions(
 ) -> list[nn.Module]:
     """Return the modules that begin with column-parallel layers and end with one row-parallel.
 
-    All parameters of their other children are summed or sharded: a block with a norm of whole
-    hidden states is none. Attention that is known may have its row-parallel layer elsewhere.
+    None of their other children has parameters as long as hidden states: a block with a norm of
+    these is none. Attention that is known may have its row-parallel layer elsewhere.
     """
     return [
         module
@@ -171,6 +170,7 @@ def find_regions(
 
 def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
     columns = rows = 0
+    hidden = _hidden_sizes(module)
     for child in module.children():
         found: list[type[nn.Module]] = [type(child)]  # perhaps made parallel by hand, before
         if child in matches:
@@ -184,9 +184,16 @@ def _is_region(module: nn.Module, matches: Matches, *, ends: bool) -> bool:
             return False  # attention, which has more within
         elif any(issubclass(kind, _SHARED) for kind in found):
             continue
-        elif any(True for _ in child.parameters()):
+        elif any(hidden.intersection(p.shape) for p in child.parameters()):
             return False
     return columns > 0 and rows in ((1,) if ends else (0, 1))
+
+
+def _hidden_sizes(module: nn.Module) -> set[int]:
+    """Return how long the hidden states may be that a module takes or returns."""
+    sizes = {getattr(child, "in_features", None) for child in module.children()}
+    sizes |= {getattr(child, "out_features", None) for child in module.children()}
+    return {size for size in sizes if isinstance(size, int)}
 
 
 def _checked_styles(matches: Sequence[Match]) -> Sequence[Match]:
@@ -217,9 +224,7 @@ def _check_mixins(matches: Iterable[Match]) -> None:
     for match in matches:
         if match.mixin is None:
             continue
-        reason = cannot_sum(match.module) if match.mixin is SumGradients else None
-        if match.mixin is ShareOfSum:
-            reason = cannot_share(match.module)
+        reason = cannot_share(match.module) if match.mixin is ShareOfSum else None
         reason = reason or cannot_surround(match.module, match.mixin)
         if reason is not None:
             raise InvalidArgumentError(f"{match.place} cannot be given that style: {reason}")

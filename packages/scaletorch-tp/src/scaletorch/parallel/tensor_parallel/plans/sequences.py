@@ -9,14 +9,10 @@ from torch import nn
 
 from ....dist.errors import InvalidArgumentError
 from ..layers.heads import HeadParameters
-from ..regions.surround import cannot_surround
 from ..sharing.sequence import until_joined
 from ..sharing.sequence_layers import OF_TOKENS, WHOLE_IDS, inside_layers
 from ..sharing.shared_tail import TailShared
-from ..sharing.sum_grad import SumGradients
 from .plan import Match, look_up
-
-_TOLD = ("replicate", "replicate_sum_grad", "whole_features")
 
 
 def heads_that_gather(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
@@ -83,7 +79,7 @@ def _needs_whole(model: nn.Module, decoder: nn.Module, layers: nn.ModuleList) ->
     if getattr(base, "config", None) is not getattr(decoder, "config", None):
         return True  # of which the text is a part
     outside = {*model.modules()} - {*layers.modules()}
-    return any(module._parameters and _cannot_share(module) for module in outside)
+    return any(module._parameters and _reads_parameters_of(module) for module in outside)
 
 
 def join_of(model: nn.Module, matches: Sequence[Match]) -> list[Match]:
@@ -125,7 +121,7 @@ def check_sequences(model: nn.Module, matches: Sequence[Match]) -> None:
 
     Raises:
         InvalidArgumentError: Sharded layers other than heads are registered after the module that
-            joins the shards, or a module has parameters whose gradients cannot be summed.
+            joins the shards, or layers are left out at random.
     """
     joins = [match for match in matches if match.style == "sequence_join"]
     layers = [match for match in matches if match.style == "sequence_layer"]
@@ -141,22 +137,11 @@ def check_sequences(model: nn.Module, matches: Sequence[Match]) -> None:
     if joins:
         before = {*shared}
         _check_joined(joins[0], [match for match in matches if match.module not in before])
-    told = {m.module for m in matches if m.layer is not None}
-    told |= {m.module for m in matches if m.style in _TOLD}
-    names = {module: name for name, module in model.named_modules()}
     for name, module in model.named_modules():
         if getattr(module, "layerdrop", 0):
             raise InvalidArgumentError(
                 f"'{name}' leaves out layers at random (layerdrop), and with sequence parallelism "
                 "each rank draws for itself; set its layerdrop to 0, or do without"
-            )
-    for module in shared:
-        reason = _cannot_share(module) if module._parameters and module not in told else None
-        if reason is not None:
-            raise InvalidArgumentError(
-                f"'{names[module]}' has parameters that every rank would use on its share of the "
-                f"sequence, and their gradients cannot be summed: {reason}; give its parameters "
-                "to the module that uses them, or do without sequence parallelism"
             )
 
 
@@ -182,10 +167,8 @@ def _check_joined(join: Match, after: Collection[Match]) -> None:
         )
 
 
-def _cannot_share(module: nn.Module) -> str | None:
-    """Return why gradients would be missed: they are summed where a module's forward begins."""
-    if isinstance(module, nn.ParameterList | nn.ParameterDict):
-        return f"an nn.{type(module).__name__} is not called, but read by another module"
-    if type(module).__name__ == "NonDynamicallyQuantizableLinear":
-        return "nn.MultiheadAttention does not call it"
-    return cannot_surround(module, SumGradients)
+def _reads_parameters_of(module: nn.Module) -> bool:
+    """Return whether a module's parameters are used by others, past its forward."""
+    kind = type(module).__name__
+    read = isinstance(module, nn.ParameterList | nn.ParameterDict)
+    return read or kind == "NonDynamicallyQuantizableLinear" or "forward" in vars(module)

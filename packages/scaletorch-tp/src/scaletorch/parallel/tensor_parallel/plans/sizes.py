@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
@@ -209,22 +210,35 @@ def head_counts(
             yield f"heads of {name}.{projection}", size // head_dim
 
 
+_HEAD_NORM = "(q|k|query|key)_?(layer)?norm"
+
+
 def check_head_norms(
     modules: Mapping[str, nn.Module],
     heads: Mapping[str, tuple[str, ...]],
     matches: Iterable[Match],
 ) -> None:
     """Refuse a norm over all heads: its statistics would be of this rank's heads only."""
-    for match in (m for m in matches if m.style == "replicate_sum_grad"):
-        attention = match.name.rpartition(".")[0]
-        if attention not in heads:
+    told = {match.module for match in matches if match.style != "replicate"}
+    for attention, projections in heads.items():
+        norms = {
+            name: child
+            for name, child in modules[attention].named_children()
+            if re.fullmatch(_HEAD_NORM, name) and child not in told
+        }
+        sizes = {
+            f"{child}.{name}": parameter.numel()
+            for child, norm in norms.items()
+            for name, parameter in norm.named_parameters()
+        }
+        if not sizes:
             continue
-        head_dim = head_length_of(modules, attention, heads[attention])
+        head_dim = head_length_of(modules, attention, projections)
         shared = vars(modules[attention]).get(SHARED_KEYS)  # normed once for all heads
-        for name, parameter in match.module.named_parameters():
-            if parameter.numel() not in (head_dim, shared):
+        for name, size in sizes.items():
+            if size not in (head_dim, shared):
                 raise InvalidArgumentError(
-                    f"'{match.name}.{name}' has {parameter.numel()} elements, but a head has "
+                    f"'{attention}.{name}' has {size} elements, but a head has "
                     f"{head_dim}: a norm over several heads does not divide over ranks; only one "
                     "over each head can be tensor parallel"
                 )

@@ -15,9 +15,9 @@ from ....dist.errors import InvalidArgumentError
 from ..cuts.fused import Fused
 from ..cuts.per_head import PerHead
 from ..cuts.stacked import Stacked
-from .attention import has_heads, head_length_of
+from .attention import has_heads
 from .families import Recognised
-from .plan import Match, Matches, Style, children_of, look_up
+from .plan import Match, Matches, Style, look_up
 from .transformers_attention import (
     PER_HEAD,
     SHARED_TAIL,
@@ -37,12 +37,11 @@ TRANSFORMERS_STYLES: Mapping[str, Style] = {
     "rowwise_split_input": "row_split",
     "rowwise_rep": "row_split",
     "embedding_rowwise": "vocab",
-    "replicated_with_grad_allreduce": "replicate_sum_grad",
+    "replicated_with_grad_allreduce": "replicate",
     "replicate": "replicate",
     "moe_identity_expert": "replicate_share",
 }
 _OF_THE_HEAD = ("column_gather", "vocab", "replicate")  # alone, these shard no layer
-_NORMS_OF_HEADS = ("q_norm", "k_norm")  # which plans of older versions do not name
 
 
 def own_plan(model: nn.Module) -> dict[str, str]:
@@ -64,8 +63,7 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
             that are left out.
 
     Raises:
-        InvalidArgumentError: It gives a module an unknown style, or shards a single parameter, or
-            does not name parameters that see a part of the activations.
+        InvalidArgumentError: It gives a module an unknown style, or shards a single parameter.
     """
     plan = own_plan(model)
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -83,16 +81,11 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
             )
     _leave_whole(modules, matches)
     heads = dict(_attentions(modules, matches))
-    for match in [
-        *_norms(modules, heads),
-        *_activations(modules, matches),
-        *latent_wholes(modules, heads),
-    ]:
+    for match in latent_wholes(modules, heads):
         matches.setdefault(match.module, match)
     _add_tied(modules, matches)
     for name in heads:  # dropout there is of this rank's heads
         matches.setdefault(modules[name], look_up(name, modules[name], name, "sharded"))
-    _check_regions(modules, matches)
     ordered = [matches[module] for module in model.modules() if module in matches]
     return Recognised(f"{type(model).__name__}._tp_plan", ordered, (), heads)
 
@@ -181,69 +174,6 @@ def _leave_whole(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Matc
         if sum(child in matches and matches[child].is_row for child in children) > 1:
             for inner in modules[name].modules():
                 matches.pop(inner, None)
-
-
-def _norms(
-    modules: Mapping[str, nn.Module], heads: Mapping[str, tuple[str, ...]]
-) -> Iterator[Match]:
-    """Yield norms over a head of which each rank sees its own heads only."""
-    for attention, projections in heads.items():
-        length = head_length_of(modules, attention, projections)
-        for child in _NORMS_OF_HEADS:
-            norm = modules.get(f"{attention}.{child}")
-            sizes = () if norm is None else tuple(p.numel() for p in norm.parameters())
-            if norm is not None and sizes and {*sizes} == {length}:
-                name = f"{attention}.{child}"
-                yield look_up(name, norm, name, "replicate_sum_grad")
-
-
-def _activations(modules: Mapping[str, nn.Module], matches: Matches) -> Iterator[Match]:
-    """Yield activations of transformers that have parameters, next to sharded layers.
-
-    They work on each element by itself, so that each rank has a part of their gradient.
-    """
-    for name, module in modules.items():
-        mine = children_of(module, matches)
-        if not any(match.is_column for match in mine) or not any(match.is_row for match in mine):
-            continue
-        for child, inner in module.named_children():
-            elementwise = type(inner).__module__ == "transformers.activations"
-            if elementwise and any(True for _ in inner.parameters()):
-                called = f"{name}.{child}"
-                yield look_up(called, inner, called, "replicate_sum_grad")
-
-
-def _check_regions(modules: Mapping[str, nn.Module], matches: Matches) -> None:
-    """Refuse parameters next to sharded layers that fit any number of features.
-
-    They may work on this rank's part, as an activation with a parameter does, where each rank has
-    a part of their gradient only. One as long as a whole input or output works on these.
-    """
-    for name, module in modules.items():
-        mine = children_of(module, matches)
-        columns = [match for match in mine if match.is_column]
-        rows = [match for match in mine if match.is_row]
-        if not columns or not rows:
-            continue
-        wholes = {getattr(match.module, "in_features", 0) for match in columns}
-        wholes |= {getattr(match.module, "out_features", 0) for match in rows}
-        for own, parameter in _beside(module, matches):
-            if parameter.ndim < 2 and parameter.numel() not in wholes:
-                raise InvalidArgumentError(
-                    f"the model's own plan (_tp_plan) does not name '{name}.{own}', of "
-                    f"{parameter.numel()} elements, next to sharded layers: on their activations "
-                    "each rank would have a part of its gradient; pass a plan of your own, with "
-                    "'replicate_sum_grad' for the module if it works there, else 'replicate'"
-                )
-
-
-def _beside(module: nn.Module, matches: Matches) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters of a module and of children in which the plan names nothing."""
-    if module not in matches or not isinstance(matches[module].style, PerHead):
-        yield from module.named_parameters(recurse=False)
-    for name, child in module.named_children():
-        if not any(inner in matches for inner in child.modules()):
-            yield from child.named_parameters(prefix=name)
 
 
 def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
@@ -80,6 +80,14 @@ class SequenceShares:
             )
         return sizes
 
+    def is_share(self, x: Tensor) -> bool:
+        """Return whether `x` [..., L, H], which a stage has received, is a share of sequences."""
+        own, length = self.own, self.length
+        if own is None or own == length or not x.is_floating_point() or x.ndim < 2:
+            return False
+        dims = {x.shape[DIM], x.shape[1]} if x.ndim > 2 else {x.shape[DIM]}
+        return own in dims or self.in_rows(x, own)
+
     def require_whole(self, x: Tensor) -> Tensor:
         """Return `x`, which a region has gathered.
 
@@ -152,6 +160,12 @@ class SequenceShares:
                 f"without one; sequence parallelism needs at least {size}"
             )
         return shard_sizes(length, size)
+
+
+def find_shares(model: nn.Module) -> SequenceShares | None:
+    """Return how the sequences of a model are shared out; None without sequence parallelism."""
+    held = (vars(module).get("_sequence") for module in model.modules())
+    return next((each for each in held if isinstance(each, SequenceShares)), None)
 
 
 def _in_backward() -> bool:

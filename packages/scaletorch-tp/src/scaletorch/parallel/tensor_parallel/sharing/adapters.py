@@ -2,8 +2,7 @@
 
 A plan sees the model without them, so that the plan of a plain model does. Afterwards the two
 matrices follow their layer: of a column-parallel one, B [out, r] is cut as its outputs and A is
-whole; of a row-parallel one, A [r, in] is cut as its inputs, and its r outputs are summed. If
-sequences are shared out, what is whole works on a share of the tokens: its gradients are summed.
+whole; of a row-parallel one, A [r, in] is cut as its inputs, and its r outputs are summed.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from ..layers.linear import ColumnParallelLinear, RowParallelLinear
 from ..regions.random import CommonRandom, ShardedRandom
 from ..regions.region import ADAPTED, layer_of
 from ..regions.surround import Surrounded, surround
-from .sum_grad import SumGradients
 
 _A, _B, _DROPOUT = "lora_A", "lora_B", "lora_dropout"
 
@@ -108,12 +106,12 @@ def shard_adapters(
         layer = each.layer
         draws: type[Surrounded]
         if isinstance(layer, ColumnParallelLinear):
-            cut, whole, draws = _parts(each, _B), _parts(each, _A), CommonRandom
+            cut, draws = _parts(each, _B), CommonRandom
             for part in cut:
                 gathers = layer.gather_output
                 ColumnParallelLinear.convert(part, group, memo, layer.cut, gather_output=gathers)
         elif isinstance(layer, RowParallelLinear):
-            cut, whole, draws = _parts(each, _A), _parts(each, _B), ShardedRandom
+            cut, draws = _parts(each, _A), ShardedRandom
             for part in cut:
                 shards = layer.input_is_parallel
                 RowParallelLinear.convert(part, group, memo, layer.cut, input_is_parallel=shards)
@@ -122,8 +120,6 @@ def shard_adapters(
         if sequence_parallel:
             for part in cut:
                 vars(part)["sequence"] = layer.sequence
-            for part in whole:
-                surround(part, SumGradients, group)
         else:  # ranks have the same inputs of column-parallel layers, and their own of others
             for part in _parts(each, _DROPOUT):
                 surround(part, draws, group)

@@ -14,20 +14,6 @@ from ..regions.region import Region
 from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import Surrounded, cannot_surround, own_class, surround
 from ..regions.uncompiled import around_compiled
-from .sum_grad import SumGradients
-
-
-class SumBetween(SumGradients):
-    """A module whose gradients are summed if it is called between layers, on shares."""
-
-    _between: SequenceShares
-
-    @around_compiled
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward."""
-        if self._between.sharing:
-            return super().forward(*args, **kwargs)
-        return super(SumGradients, self).forward(*args, **kwargs)
 
 
 class NotBetween(Surrounded):
@@ -48,16 +34,11 @@ class NotBetween(Surrounded):
 
 
 def guard_outside(model: nn.Module, layers: Sequence[nn.Module], shares: SequenceShares) -> None:
-    """Let modules outside of layers sum gradients, or refuse, if they are called between them.
-
-    Those that hold layers have both before and behind them; their own parameters are looked for
-    in the graph of a first forward.
-    """
+    """Let sharded modules outside of layers refuse to be called between them."""
     inside = {inner for layer in layers for inner in layer.modules()}
     for module in model.modules():
         if module in inside or inside.intersection(module.modules()):
             continue
-        whole = isinstance(module, TensorParallelLayer | Region)
-        kind: type[Surrounded] = NotBetween if whole else SumBetween
-        if (whole or module._parameters) and cannot_surround(module, kind) is None:
-            vars(surround(module, kind, shares.holder.group))["_between"] = shares
+        sharded = isinstance(module, TensorParallelLayer | Region)
+        if sharded and cannot_surround(module, NotBetween) is None:
+            vars(surround(module, NotBetween, shares.holder.group))["_between"] = shares

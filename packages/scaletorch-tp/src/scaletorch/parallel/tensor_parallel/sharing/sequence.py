@@ -2,8 +2,7 @@
 
 A region begins with an all-gather and ends with a reduce-scatter, in place of the all-reduces:
 the same bytes, while norms, dropout and residuals work on 1/tp of the tokens, and keep 1/tp of
-the activations. What is whole on every rank there sees a share of the tokens: its gradients are
-summed. Source: https://arxiv.org/abs/2205.05198.
+the activations. Source: https://arxiv.org/abs/2205.05198.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,14 +19,13 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...pg_manager.building import divided_modules
 from ..cuts.cut import shard_sizes
 from ..layers.base import TensorParallelLayer
 from ..layers.heads import HeadParameters
 from ..regions.overlap import DIM
 from ..regions.random import sharded_random
 from ..regions.region import Region, region_runs
-from ..regions.sequence_shares import SequenceShares
+from ..regions.sequence_shares import SequenceShares, find_shares
 from ..regions.shape_errors import IN_MODEL, shapes_explained
 from ..regions.surround import SharedGroup, Surrounded, own_class, surround
 from ..regions.uncompiled import around_compiled, compiles
@@ -36,12 +34,9 @@ from .joining import JoinSequence
 from .mixing import RefuseMixing
 from .positions import WholePositions
 from .sequence_layers import SequenceLayer, inside_layers, layers_of, prepare
-from .sum_grad import SumGradients, SumInside
 from .whole_sequence import WholeSequence, mask_configs, whole_masks, whole_runs
 
 M = TypeVar("M", bound=nn.Module)
-
-_WORKING = (TensorParallelLayer, Region, WholeSequence)  # on something else than a share
 
 
 class SequenceRoot(Surrounded):
@@ -104,28 +99,22 @@ class SplitSequence(Surrounded):
         return self._sequence.split(out)
 
 
-def share_sequences(
-    model: M,
-    group: ProcessGroup | None,
-    replicated: Sequence[nn.Module] = (),
-    whole: Sequence[nn.Module] = (),
-) -> M:
+def share_sequences(model: M, group: ProcessGroup | None, whole: Sequence[nn.Module] = ()) -> M:
     """Make a model with tensor-parallel layers sequence parallel, in place.
 
-    Its sharded layers gather and scatter. Embeddings that every rank holds keep their share, and
-    all other parameters' gradients are summed, except those of `replicated` modules and of those
-    that another strategy has divided. Modules that are `whole` become `WholeSequence`. What is
-    inside of these, and what is registered after a `JoinSequence`, stays as it is, since it works
-    on whole sequences. Where a plan names layers as `SequenceLayer`, what is outside of these does.
+    Its sharded layers gather and scatter, and embeddings that every rank holds keep their share.
+    Modules that are `whole` become `WholeSequence`. What is inside of these, and what is
+    registered after a `JoinSequence`, stays as it is, since it works on whole sequences. Where a
+    plan names layers as `SequenceLayer`, what is outside of these does.
     """
     shares = SequenceShares(SharedGroup(group))
     joins = [module for module in model.modules() if isinstance(module, JoinSequence)]
-    kept = _kept(model, replicated, whole)
+    kept = _as_it_is(model, whole)
     layers = layers_of(model)
     for module in inside_layers(model, layers) if layers else until_joined(model, joins):
-        if module in kept.as_it_is:
+        if module in kept:
             continue
-        _share(module, shares, kept)
+        _share(module, shares, whole)
         if isinstance(module, JoinSequence | SequenceLayer | WholePositions):
             vars(module)["_sequence"] = shares
     vars(surround(model, SequenceRoot, group)).update(
@@ -134,70 +123,29 @@ def share_sequences(
     if layers:
         prepare(layers)
         guard_outside(model, layers, shares)
-    else:
-        _sum_inside(model, group)
     return model
 
 
-class _Kept(NamedTuple):
-    """Modules that are not as all others where sequences are shared out.
-
-    Attributes:
-        whole: They see whole sequences.
-        as_it_is: They are inside of these, or of tables.
-        summed: Gradients of their own parameters are summed already, or whole.
-        divided: Another strategy has divided them.
-    """
-
-    whole: Collection[nn.Module]
-    as_it_is: Collection[nn.Module]
-    summed: Collection[nn.Module]
-    divided: Collection[nn.Module]
-
-
-def _kept(model: nn.Module, replicated: Sequence[nn.Module], whole: Sequence[nn.Module]) -> _Kept:
+def _as_it_is(model: nn.Module, whole: Sequence[nn.Module]) -> set[nn.Module]:
+    """Return the modules inside of those that see whole sequences, or of tables."""
     inside = {inner for module in whole for inner in module.modules()} - {*whole}
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    inside |= {inner for table in tables for inner in [*table.modules()][1:]}  # norms of rows
-    summed = [module for module in model.modules() if isinstance(module, SumGradients)]
-    return _Kept({*whole}, inside, {*replicated, *summed}, {*divided_modules(model)})
+    return inside | {inner for table in tables for inner in [*table.modules()][1:]}
 
 
-def _share(module: nn.Module, shares: SequenceShares, kept: _Kept) -> None:
+def _share(module: nn.Module, shares: SequenceShares, whole: Collection[nn.Module]) -> None:
     """Let a module work on shares of sequences."""
-    # The order of these cases counts: what is whole shields all that it contains, and a
-    # sharded layer or a region reduces for itself, where others need their gradients summed.
-    group, own = shares.holder.group, module._parameters and module not in kept.summed
-    if module in kept.whole:
+    # The order of these cases counts: what is whole shields all that it contains.
+    group = shares.holder.group
+    if module in whole:
         vars(surround(module, WholeSequence, group))["_sequence"] = shares
-    elif isinstance(module, TensorParallelLayer) and not isinstance(module, HeadParameters):
-        vars(module)["sequence"] = shares
-    elif isinstance(module, Region):
-        vars(module)["_sequence"] = shares
-        if own and not isinstance(module, HeadParameters):
-            surround(module, SumGradients, group)  # used on whole inputs, a part or a share
-    elif module in kept.divided:
-        return
+    elif isinstance(module, Region) or (
+        isinstance(module, TensorParallelLayer) and not isinstance(module, HeadParameters)
+    ):
+        name = "_sequence" if isinstance(module, Region) else "sequence"
+        vars(module)[name] = shares
     elif isinstance(module, nn.Embedding | WholePositions):
         vars(surround(module, SplitSequence, group))["_sequence"] = shares
-    elif own:
-        surround(module, SumGradients, group)
-
-
-def _sum_inside(model: nn.Module, group: ProcessGroup | None) -> None:
-    """Have the outermost modules sum gradients that contain nothing but modules that sum theirs."""
-    done: set[nn.Module] = set()
-    for module in model.modules():
-        inner = [*module.modules()][1:]
-        owners = [each for each in inner if each._parameters]
-        if module in done or not owners or type(module).forward is nn.Module.forward:
-            continue
-        if all(isinstance(each, SumGradients) for each in owners):
-            if module._parameters and not isinstance(module, SumGradients):
-                continue
-            if not any(isinstance(each, _WORKING) for each in (module, *inner)):
-                surround(module, SumInside, group)
-                done |= {*inner}
 
 
 def sequence_share(model: nn.Module, length: int) -> int:
@@ -207,12 +155,11 @@ def sequence_share(model: nn.Module, length: int) -> int:
         model: A model, wrapped or not; without sequence parallelism all tokens are there.
         length: Tokens of the sequence that the model is called with.
     """
-    for module in model.modules():
-        shares = vars(module).get("_sequence")
-        if isinstance(shares, SequenceShares):
-            group = shares.holder.group
-            return shard_sizes(length, get_world_size(group))[get_rank(group)]
-    return length
+    shares = find_shares(model)
+    if shares is None:
+        return length
+    group = shares.holder.group
+    return shard_sizes(length, get_world_size(group))[get_rank(group)]
 
 
 def joins_sequences(model: nn.Module) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +22,6 @@ from ..regions.sequence_shares import SequenceShares
 from ..regions.surround import Surrounded, own_class
 from ..regions.uncompiled import around_compiled, uncompiled
 from .joining import joined
-from .sum_grad import SumGradients, all_summed
 
 # What layers are given of each token beside hidden states, by the names of their arguments.
 OF_TOKENS = ("input_ids", "per_layer_input", "per_layer_inputs")
@@ -39,7 +38,6 @@ class SequenceLayer(Surrounded):
     _sequence: SequenceShares | None = None  # without sequence parallelism nothing is shared out
     _first: bool = False
     _last: bool = False
-    _summed: Sequence[SumGradients] = ()  # modules inside that work on shares
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -48,11 +46,7 @@ class SequenceLayer(Surrounded):
         if shares is None:
             return super().forward(*args, **kwargs)
         args, kwargs = _shared_out(self, shares, args, kwargs)
-        with ExitStack() as stack:
-            # Parts of a layer that are called by other names than forward read parameters, too.
-            stack.enter_context(all_summed(self._summed))
-            if self.training:
-                stack.enter_context(sharded_random(self._tp_group.group))
+        with sharded_random(self._tp_group.group) if self.training else nullcontext():
             out = super().forward(*args, **kwargs)
         return _joined(out, shares) if self._last else out
 
@@ -169,8 +163,6 @@ def inside_layers(model: nn.Module, layers: Sequence[nn.Module]) -> list[nn.Modu
 
 
 def prepare(layers: Sequence[SequenceLayer]) -> None:
-    """Let the first layer share sequences out and the last one join them; all know what to sum."""
+    """Let the first layer share sequences out and the last one join them."""
     for layer in layers:
-        summed = tuple(module for module in layer.modules() if isinstance(module, SumGradients))
-        first, last = layer is layers[0], layer is layers[-1]
-        vars(layer).update(_first=first, _last=last, _summed=summed)
+        vars(layer).update(_first=layer is layers[0], _last=layer is layers[-1])

@@ -1,0 +1,277 @@
+"""Gradients that tensor-parallel ranks have terms of, summed once a step in one message.
+
+Which these are follows from the graphs of the first step (`tensor_parallel.sharing`). The ranks
+compare what they saw, since a rank may not reach a parameter that another one does.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from ..dist import all_gather_object, all_reduce
+from ..dist.errors import InvalidArgumentError
+from ..parallel.data_parallel import DataParallelBucket
+from ..parallel.data_parallel.building import Shard, is_sharded
+from ..parallel.pg_manager import ProcessGroupManager, describe_rank
+from ..parallel.tensor_parallel.building import GradientSums, Reach, find_sums, whole_parameters
+from .forward import pipeline_of
+
+Range = tuple[str, int, int]  # a parameter's name, and first and last element of a rank's shard
+
+
+@dataclass(slots=True)
+class _Kept:
+    """A gradient of earlier steps, which is summed already.
+
+    Attributes:
+        gradient: Of the parameter, or what stands for it.
+        parts: Each tensor that an optimizer updates, and its gradient.
+    """
+
+    gradient: Tensor
+    parts: list[tuple[Tensor, Tensor]]
+
+
+@dataclass(slots=True)
+class _Partial:
+    """What is known of one model's gradients.
+
+    Attributes:
+        sums: What saw the graphs.
+        whole: The trainable parameters that every tp rank has whole, by name.
+        names: Those that are summed.
+        unknown: Those that no rank has reached yet.
+        ranges: This rank's shards of the whole parameters when the ranks last compared them.
+        alike: Whether tp ranks have the same shards of them.
+        pending: Whether the last step was in `no_sync`, so that its gradients are not summed.
+        kept: Gradients of earlier steps, until this step's are summed.
+    """
+
+    sums: GradientSums
+    whole: Mapping[str, nn.Parameter]
+    names: list[str] = field(default_factory=list)
+    unknown: list[str] = field(default_factory=list)
+    ranges: list[Range] | None = None
+    alike: bool = True
+    pending: bool = False
+    kept: dict[str, _Kept] = field(default_factory=dict)
+
+
+_known: WeakKeyDictionary[nn.Module, _Partial | None] = WeakKeyDictionary()
+
+
+@contextmanager
+def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iterator[None]:
+    """Sum the gradients that tp ranks have terms of when the step in this context is over.
+
+    Raises:
+        InvalidArgumentError: A gradient is whole in one place and partial in another, or it is
+            not known which; on every rank.
+    """
+    known = _partial_of(model, manager)
+    if known is None:
+        yield
+        return
+    first = known.ranges is None
+    _set_aside(known, model)
+    with known.sums.summed_later(), _eagerly() if first else nullcontext():
+        yield
+    ranges = known.ranges if model.optimizer_shards is None else _ranges(known, model)
+    if first or ranges != known.ranges:
+        _compare(known, model, manager)
+    elif known.unknown:
+        _compare_late(known, manager)
+    known.pending = not model.require_backward_grad_sync
+    if not known.pending:
+        _sum(known, model, manager)
+        _put_back(known, model)
+
+
+def _partial_of(model: DataParallelBucket, manager: ProcessGroupManager) -> _Partial | None:
+    if manager.tp_size == 1:
+        return None
+    if model not in _known:
+        sums = find_sums(model)
+        _known[model] = None if sums is None else _Partial(sums, whole_parameters(model))
+    return _known[model]
+
+
+@contextmanager
+def _eagerly() -> Iterator[None]:
+    """Let compiled modules run as they are, so that their graphs can be seen."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def _parts(model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:
+    """Return what this rank updates of some parameters, in their order."""
+    whole = _whole_of(model)
+    if model.optimizer_shards is None:
+        return [Shard(n, whole[n], 0, whole[n].numel(), whole[n], replicated=True) for n in names]
+    order = {name: index for index, name in enumerate(names)}
+    found = [each for each in model.optimizer_shards if each.name in order]
+    return sorted(found, key=lambda shard: (order[shard.name], shard.start))
+
+
+def _whole_of(model: DataParallelBucket) -> Mapping[str, nn.Parameter]:
+    known = _known[model]
+    return {} if known is None else known.whole
+
+
+def _set_aside(known: _Partial, model: DataParallelBucket) -> None:
+    """Take away gradients that are summed already: this step's are to be summed alone."""
+    if known.pending:  # what is there is not summed; what was dropped since is not put back
+        known.kept = {n: k for n, k in known.kept.items() if known.whole[n].grad is not None}
+        return
+    names = known.whole if known.ranges is None else [*known.names, *known.unknown]
+    held = [name for name in names if known.whole[name].grad is not None]
+    known.kept = {}
+    for part in _parts(model, held):
+        gradient, earlier = part.parameter.grad, part.tensor.grad
+        if gradient is not None and earlier is not None:
+            kept = known.kept.setdefault(part.name, _Kept(gradient, []))
+            kept.parts.append((part.tensor, earlier.clone()))
+    for name in held:
+        known.whole[name].grad = None
+
+
+def _put_back(known: _Partial, model: DataParallelBucket) -> None:
+    """Add the gradients of earlier steps again."""
+    for name, kept in known.kept.items():
+        if known.whole[name].grad is None:  # not used in this step
+            known.whole[name].grad = kept.gradient
+        for tensor, earlier in kept.parts:
+            if tensor.grad is None or tensor.grad is kept.gradient:
+                tensor.grad = earlier
+            else:
+                tensor.grad += earlier
+    known.kept = {}
+
+
+def _ranges(known: _Partial, model: DataParallelBucket) -> list[Range]:
+    return [(each.name, each.start, each.stop) for each in _parts(model, known.whole)]
+
+
+def _compare(known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
+    """Let all ranks know how any of them reaches each parameter, and who has which shards.
+
+    Raises:
+        InvalidArgumentError: A parameter is reached both ways; on every rank.
+    """
+    reached = {name: known.sums.reach(each).value for name, each in known.whole.items()}
+    ties = [tie.names for tie in pipeline_of(model).ties]
+    place, ranges = (manager.pp_rank, manager.cp_dp_rank), _ranges(known, model)
+    told = all_gather_object((reached, ties, place, ranges), manager.world_group)
+    found: dict[str, Reach] = {}
+    for theirs, *_ in told:
+        for name, value in theirs.items():
+            found[name] = found.get(name, Reach.NOT) | Reach(value)
+    for names in {names for _, their, *_ in told for names in their}:
+        together = Reach.NOT
+        for name in names:
+            together |= found.get(name, Reach.NOT)
+        found |= dict.fromkeys(found.keys() & {*names}, together)
+    both = [name for name, reach in found.items() if reach is Reach.BOTH]
+    if both:
+        raise InvalidArgumentError(
+            f"{describe_rank()}: {', '.join(both[:4])}: the gradient is whole on some stages or "
+            "ranks, and a term of a sum over the tensor-parallel ranks on others. Use one "
+            "parameter inside of parallel regions, or on shares of sequences, and another outside"
+        )
+    for name, each in known.whole.items():
+        known.sums.note(each, found[name])
+    _sort(known)
+    spans = {(at, tuple(their)) for _, _, at, their in told}  # one for each place if all is alike
+    known.ranges, known.alike = ranges, len(spans) == len({at for at, _ in spans})
+
+
+def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
+    """Compare how ranks reach parameters that no rank had reached before this step.
+
+    The ranks of a stage have the same gradients, so that all of them come here, or none.
+
+    Raises:
+        InvalidArgumentError: Nobody saw how a gradient has come, or it was reached both ways.
+    """
+    late = [name for name in known.unknown if known.whole[name].grad is not None]
+    if not late:
+        return
+    reached = [known.sums.reach(known.whole[name]) for name in late]
+    codes = [[Reach.WHOLE in each, Reach.PARTIAL in each] for each in reached]
+    found = torch.tensor(codes, dtype=torch.int32, device=known.whole[late[0]].device)
+    for group in (manager.cp_dp_group, manager.tp_group):
+        all_reduce(found, "max", group=group)
+    for name, (whole, part) in zip(late, found.tolist(), strict=True):
+        if whole == part:
+            how = "was reached both inside of parallel regions and outside" if whole else "came"
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the gradient of {name} {how} in a later step than the first, "
+                "in code whose graph cannot be followed, so whether it is to be summed over the "
+                "tensor-parallel ranks is not known; use the parameter in the first step too"
+            )
+        known.sums.note(known.whole[name], Reach.WHOLE if whole else Reach.PARTIAL)
+    _sort(known)
+
+
+def _sort(known: _Partial) -> None:
+    reach = {name: known.sums.reach(each) for name, each in known.whole.items()}
+    known.names = [name for name, each in reach.items() if each is Reach.PARTIAL]
+    known.unknown = [name for name, each in reach.items() if each is Reach.NOT]
+
+
+def _sum(known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
+    """Sum the gradients, in one message for each dtype in which sums are made."""
+    by_dtype: dict[torch.dtype, list[Shard]] = {}
+    for part in _parts(model, known.names):
+        by_dtype.setdefault(torch.promote_types(part.tensor.dtype, torch.float32), []).append(part)
+    for dtype, parts in by_dtype.items():
+        if is_sharded(model) and not known.alike:
+            _sum_whole(parts, dtype, known, manager)
+        else:
+            _sum_alike(parts, dtype, manager)
+
+
+@torch.no_grad()
+def _sum_alike(parts: Sequence[Shard], dtype: torch.dtype, manager: ProcessGroupManager) -> None:
+    """Sum ranges of gradients that all tp ranks have."""
+    device = parts[0].tensor.device
+    zeros = [torch.zeros_like(each.tensor) if each.tensor.grad is None else None for each in parts]
+    own = [each.tensor.grad if z is None else z for each, z in zip(parts, zeros, strict=True)]
+    used = torch.tensor([float(z is None) for z in zeros], dtype=dtype, device=device)
+    flat = torch.cat([*(each.flatten().to(dtype) for each in own if each is not None), used])
+    all_reduce(flat, group=manager.tp_group)
+    *sums, found = flat.split([*(each.tensor.numel() for each in parts), len(parts)])
+    for index, (part, total) in enumerate(zip(parts, sums, strict=True)):
+        if part.tensor.grad is not None:
+            part.tensor.grad.copy_(total.view_as(part.tensor))
+        elif found[index] > 0:  # another rank has used it; this is read only if this one has not
+            part.tensor.grad = total.view_as(part.tensor).to(part.tensor.dtype, copy=True)
+
+
+@torch.no_grad()
+def _sum_whole(
+    parts: Sequence[Shard], dtype: torch.dtype, known: _Partial, manager: ProcessGroupManager
+) -> None:
+    """Sum whole gradients, of which tp ranks have different ranges, and keep this rank's."""
+    sizes = [known.whole[name].numel() for name in known.names]
+    flat = torch.zeros(sum(sizes), dtype=dtype, device=parts[0].tensor.device)
+    views = dict(zip(known.names, flat.split(sizes), strict=True))
+    for part in parts:
+        if part.tensor.grad is not None and (not part.replicated or manager.cp_dp_rank == 0):
+            views[part.name][part.start : part.stop] = part.tensor.grad.flatten()
+    for group in (manager.cp_dp_group, manager.tp_group):
+        all_reduce(flat, group=group)
+    for part in parts:
+        if part.tensor.grad is not None:
+            total = views[part.name][part.start : part.stop]
+            part.tensor.grad.copy_(total.view_as(part.tensor))
