@@ -205,8 +205,11 @@ def test_a_model_that_only_resembles_a_family_is_refused():
         nn.Sequential(nn.Linear(2, 2)), None, 1, "of no known model family", "nearest", "pass plan"
     )
     model = Model()
-    model.layers[1].self_attn.inner_norm = nn.LayerNorm(2)
-    refuse(model, None, 2, "'layers.1.self_attn.inner_norm'", "['bias', 'weight']")
+    model.layers[1].self_attn.norms = nn.ModuleList([nn.LayerNorm(2)])
+    refuse(model, None, 2, "'layers.1.self_attn.norms.0'", "['bias', 'weight']")
+    model = Model()
+    model.layers[1].self_attn.gate = nn.Linear(2, 2)
+    refuse(model, None, 2, "'layers.1.self_attn.gate'", "['bias', 'weight']")
     model = Model()
     model.layers[0].mlp.register_parameter("router", nn.Parameter(torch.ones(2)))
     refuse(model, None, 2, "'layers.0.mlp'", "router")

@@ -87,6 +87,7 @@ class Model(nn.Module):
         self.inputs = nn.Linear(WIDTH, 2 * WIDTH)
         self.layers = nn.ModuleList(layer() for _ in range(2))
         self.between, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, WORDS)
+        self.ends = nn.LayerNorm(WIDTH)
 
     def run(self, layer, *args, **kwargs):
         return layer(*args, **kwargs)[0]
@@ -98,10 +99,10 @@ class Model(nn.Module):
         bias = -(places[:, None] - places).abs()
         bias = bias.masked_fill(places > places[:, None], -torch.inf)
         inputs = self.inputs(x).view(*x.shape[:2], 2, WIDTH)
-        x = self.between(x)
+        x = self.ends(x)
         for at, layer in enumerate(self.layers):
             x = self.run(layer, x, bias, inputs[:, :, at], input_ids=ids)
-            x = self.between(x)
+            x = self.ends(x) if at else self.between(x)
         return self.head(x.view(ids.shape[0], length, WIDTH))
 
 
@@ -259,14 +260,14 @@ class CrossedLayer(Plain):
 
 
 class Read(Model):
-    """Uses a parameter of its own between its layers."""
+    """Uses a parameter of its own both before and between its layers."""
 
     def __init__(self):
         super().__init__(Plain)
         self.scale = nn.Parameter(torch.ones(WIDTH))
 
     def forward(self, ids):
-        x = self.layers[0](self.words(ids))
+        x = self.layers[0](self.words(ids) * self.scale)
         return self.head(self.layers[1](x * self.scale))
 
 
@@ -276,7 +277,7 @@ def refused():
         ((Second, Plain), "Plain was called with 'memory' of shape .* it cannot be known"),
         ((Moved, Plain), "pad of a tensor of shape .* would mix this rank's 4 tokens"),
         ((Plains, CrossedLayer), "column-parallel layer was given this rank's 4 of 8 tokens"),
-        ((Read,), "Read uses scale outside of the modules that have them"),
+        ((Read,), "Read uses 'scale' in a parallel region .* and outside of one"),
     ]
     for made_of, text in cases:
         with pytest.raises(InvalidArgumentError, match=text):

@@ -11,7 +11,6 @@ from torch.utils.checkpoint import checkpoint
 
 from scaletorch.dist.testing import relative_error, run_ranks
 from scaletorch.parallel.tensor_parallel import (
-    Divide,
     apply_tensor_parallel,
     gather_state_dict,
     gather_tensors,

@@ -135,7 +135,6 @@ OWN_PLAN = {
     "embed_tokens": "vocab",
     "**.self_attn": Divide("num_heads", "num_kv_heads", "width"),
     "**.self_attn.o_proj": "row",
-    "**.self_attn.?_norm": "replicate_sum_grad",
     "**.gate_proj": "column",
     "**.up_proj": "column",
     "**.down_proj": "row",

@@ -15,7 +15,7 @@ from ....dist.errors import InvalidArgumentError
 from ..cuts.fused import Fused
 from ..cuts.per_head import PerHead
 from ..cuts.stacked import Stacked
-from .attention import has_heads
+from .attention import has_heads, head_length_of, out_features
 from .families import Recognised
 from .plan import Match, Matches, Style, look_up
 from .transformers_attention import (
@@ -86,6 +86,7 @@ def find_own_plan(model: nn.Module, divided: Collection[nn.Module] = ()) -> Reco
     _add_tied(modules, matches)
     for name in heads:  # dropout there is of this rank's heads
         matches.setdefault(modules[name], look_up(name, modules[name], name, "sharded"))
+    _check_per_head(modules, matches, heads)
     ordered = [matches[module] for module in model.modules() if module in matches]
     return Recognised(f"{type(model).__name__}._tp_plan", ordered, (), heads)
 
@@ -174,6 +175,26 @@ def _leave_whole(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Matc
         if sum(child in matches and matches[child].is_row for child in children) > 1:
             for inner in modules[name].modules():
                 matches.pop(inner, None)
+
+
+def _check_per_head(
+    modules: Mapping[str, nn.Module], matches: Matches, heads: Mapping[str, tuple[str, ...]]
+) -> None:
+    """Refuse parameters that have something for each head, which the plan does not name."""
+    for attention, projections in heads.items():
+        module = modules[attention]
+        if module in matches and isinstance(matches[module].style, PerHead):
+            continue
+        length = head_length_of(modules, attention, projections)
+        wide = [out_features(module.get_submodule(name)) for name in projections]
+        counts = {width // length for width in wide} - {0, 1} if length else set()
+        for name, parameter in module.named_parameters(recurse=False):
+            if parameter.ndim == 1 and parameter.numel() in counts:
+                raise InvalidArgumentError(
+                    f"the model's own plan (_tp_plan) does not name '{attention}.{name}', of "
+                    f"{parameter.numel()} elements, as many as its heads, of which each rank has "
+                    "its own; pass a plan of your own, with PerHead for the module"
+                )
 
 
 def _add_tied(modules: Mapping[str, nn.Module], matches: dict[nn.Module, Match]) -> None:

@@ -191,7 +191,7 @@ class GradientSums:
             reach = Reach.NOT if leaf is None else self.reach(leaf)
         if reach is Reach.NOT and not self.deferred:
             raise InvalidArgumentError(
-                f"{describe_rank()}: a gradient of shape {tuple(gradient.shape)} came by a function "
+                f"{describe_rank()}: a gradient of shape {tuple(gradient.shape)} came of code "
                 "whose graph cannot be followed, so whether it is to be summed over the tensor-"
                 "parallel ranks is not known; use the parameter in code that autograd follows"
             )
