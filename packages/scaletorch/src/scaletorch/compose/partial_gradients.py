@@ -80,6 +80,8 @@ def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iter
         yield
         return
     first = known.ranges is None
+    if first:
+        known.sums.look_again()
     _set_aside(known, model)
     with known.sums.summed_later(), _eagerly() if first else nullcontext():
         yield

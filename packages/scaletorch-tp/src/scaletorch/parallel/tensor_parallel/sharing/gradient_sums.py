@@ -98,8 +98,8 @@ class GradientSums:
         self.deferred = False
         self._reached: MutableMapping[Tensor, Reach] = WeakTensorKeyDictionary()
         self._hooked: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
-        self._trained: tuple[int, ...] = ()
-        self._open = True
+        self._unseen: dict[tuple[int, ...], bool] = {}  # trained parameters -> some were not seen
+        self._opaque: set[str] = set()  # functions that may hide parameters
         self._seen_once = False
         self._later: list[tuple[nn.Module, list[Node]]] = []  # outputs that nobody looked at yet
 
@@ -128,26 +128,31 @@ class GradientSums:
             InvalidArgumentError: A gradient would be whole in one place and partial in another,
                 or cannot be followed; on every rank.
         """
+        later = self.deferred and self._seen_once
+        if not torch.is_grad_enabled() or (later and not any(self._unseen.values())):
+            return
         made = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        if not made or not torch.is_grad_enabled():
+        trained = tuple(id(each) for each in _trainable(model)) if made else ()
+        if not made or not self._unseen.get(trained, True):
             return
-        trained = tuple(id(each) for each in _trainable(model))
-        if trained == self._trained and not self._open:
-            return
-        if self.deferred and trained == self._trained and self._seen_once:
+        if later and trained in self._unseen:
             self._later.append((model, made))  # looked at if a parameter comes that has not yet
-            return
-        self._follow(model, made)
-        self._trained = trained
+        else:
+            self._unseen[trained] = self._follow(model, made)
 
-    def _follow(self, model: nn.Module, made: Iterable[Node]) -> None:
+    def look_again(self) -> None:
+        """Look at the next forwards, whatever was seen before."""
+        self._unseen, self._seen_once = {}, False
+
+    def _follow(self, model: nn.Module, made: Iterable[Node]) -> bool:
+        """Follow graphs of a model; return whether they reached less than all that it trains."""
         leaves = _Leaves(model)
         walk = _Walk(self, model, leaves)
         walk.follow([(node, walk.reach_of(node)) for node in made])
         unseen = [each for each in leaves.whole.values() if self.reach(each) is Reach.NOT]
-        self._open = bool(unseen)
         for each in unseen:
             self._hook(each)
+        return bool(unseen)
 
     def _hook(self, leaf: Tensor) -> None:
         if leaf not in self._hooked:
@@ -164,6 +169,10 @@ class GradientSums:
             self._hook(parameter)
         elif reach is Reach.WHOLE and parameter in self._hooked:
             self._hooked.pop(parameter).remove()
+
+    def note_opaque(self, function: type) -> None:
+        """Note that a graph has a function which may use parameters that are none of its inputs."""
+        self._opaque.add(f"{function.__module__}.{function.__qualname__}")
 
     @contextmanager
     def summed_later(self) -> Iterator[None]:
@@ -189,11 +198,12 @@ class GradientSums:
             for model, made in later:
                 self._follow(model, made)
             reach = Reach.NOT if leaf is None else self.reach(leaf)
-        if reach is Reach.NOT and not self.deferred:
+        if reach is Reach.NOT and self._opaque and not self.deferred:
             raise InvalidArgumentError(
-                f"{describe_rank()}: a gradient of shape {tuple(gradient.shape)} came of code "
-                "whose graph cannot be followed, so whether it is to be summed over the tensor-"
-                "parallel ranks is not known; use the parameter in code that autograd follows"
+                f"{describe_rank()}: a gradient of shape {tuple(gradient.shape)} came in a way that "
+                f"autograd's graph does not show, perhaps through {', '.join(sorted(self._opaque))}"
+                ", so whether it is to be summed over the tensor-parallel ranks is not known; use "
+                "the parameter in code that autograd follows"
             )
         if self.deferred or reach is not Reach.PARTIAL:
             return None
@@ -346,6 +356,8 @@ class _Walk:
                 "the gradients behind it are whole or partial sums cannot be told; communicate by "
                 "scaletorch.dist.functional instead, or leave the module out of tensor parallelism"
             )
+        if issubclass(kind, torch.autograd.Function) and not _is_known(kind):
+            self._sums.note_opaque(kind)
         return step.reach
 
     def _follow_later(self, node: Any, reach: Reach) -> None:
@@ -429,6 +441,12 @@ def _kind(node: Node) -> type | None:
     """Return the autograd function of a node that is one's own, in Python; None for torch's."""
     kind: type | None = getattr(type(node), "_forward_cls", None)
     return kind
+
+
+def _is_known(function: type) -> bool:
+    """Return whether all that a function trains is among its inputs: torch's are, and ours."""
+    ours = __name__.rpartition(".parallel.")[0]
+    return function.__module__.startswith(("torch.", f"{ours}."))
 
 
 def _way_of(node: Node) -> tuple[type | None, ProcessGroup | None]:
