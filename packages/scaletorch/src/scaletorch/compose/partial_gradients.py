@@ -193,8 +193,17 @@ def _compare(known: _Partial, model: DataParallelBucket, manager: ProcessGroupMa
     for name, each in known.whole.items():
         known.sums.note(each, found[name])
     _sort(known)
+    for name in _hidden(known):
+        known.sums.refuse_hidden(name)
+        known.sums.note(known.whole[name], Reach.WHOLE)
+    _sort(known)
     spans = {(at, tuple(their)) for _, _, at, their in told}  # one for each place if all is alike
     known.ranges, known.alike = ranges, len(spans) == len({at for at, _ in spans})
+
+
+def _hidden(known: _Partial) -> list[str]:
+    """Return the parameters that have a gradient though no rank saw how it has come."""
+    return [name for name in known.unknown if known.whole[name].grad is not None]
 
 
 def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
@@ -203,9 +212,9 @@ def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
     The ranks of a stage have the same gradients, so that all of them come here, or none.
 
     Raises:
-        InvalidArgumentError: Nobody saw how a gradient has come, or it was reached both ways.
+        InvalidArgumentError: A parameter was reached both ways, or in a way that is hidden.
     """
-    late = [name for name in known.unknown if known.whole[name].grad is not None]
+    late = _hidden(known)
     if not late:
         return
     reached = [known.sums.reach(known.whole[name]) for name in late]
@@ -214,14 +223,14 @@ def _compare_late(known: _Partial, manager: ProcessGroupManager) -> None:
     for group in (manager.cp_dp_group, manager.tp_group):
         all_reduce(found, "max", group=group)
     for name, (whole, part) in zip(late, found.tolist(), strict=True):
-        if whole == part:
-            how = "was reached both inside of parallel regions and outside" if whole else "came"
+        if whole and part:
             raise InvalidArgumentError(
-                f"{describe_rank()}: the gradient of {name} {how} in a later step than the first, "
-                "in code whose graph cannot be followed, so whether it is to be summed over the "
-                "tensor-parallel ranks is not known; use the parameter in the first step too"
+                f"{describe_rank()}: {name} was used both inside of parallel regions, or on shares "
+                "of sequences, and outside; use one parameter inside and another outside"
             )
-        known.sums.note(known.whole[name], Reach.WHOLE if whole else Reach.PARTIAL)
+        if not part and not whole:
+            known.sums.refuse_hidden(name)
+        known.sums.note(known.whole[name], Reach.PARTIAL if part else Reach.WHOLE)
     _sort(known)
 
 

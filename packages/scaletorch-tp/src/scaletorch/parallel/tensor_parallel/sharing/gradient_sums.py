@@ -174,6 +174,23 @@ class GradientSums:
         """Note that a graph has a function which may use parameters that are none of its inputs."""
         self._opaque.add(f"{function.__module__}.{function.__qualname__}")
 
+    def refuse_hidden(self, parameter: str) -> None:
+        """Refuse a gradient that no graph has shown; one of a loss that reads parameters is whole.
+
+        Args:
+            parameter: What messages call the parameter.
+
+        Raises:
+            InvalidArgumentError: A graph had functions that may use a parameter unseen.
+        """
+        if self._opaque:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the gradient of a parameter ({parameter}) came in a way that "
+                f"autograd's graph does not show, perhaps by {', '.join(sorted(self._opaque))}, so "
+                "whether it is to be summed over the tensor-parallel ranks is not known; pass the "
+                "parameter to that function as one of its inputs"
+            )
+
     @contextmanager
     def summed_later(self) -> Iterator[None]:
         """Let no backward in this context sum."""
@@ -198,13 +215,8 @@ class GradientSums:
             for model, made in later:
                 self._follow(model, made)
             reach = Reach.NOT if leaf is None else self.reach(leaf)
-        if reach is Reach.NOT and self._opaque and not self.deferred:
-            raise InvalidArgumentError(
-                f"{describe_rank()}: a gradient of shape {tuple(gradient.shape)} came in a way that "
-                f"autograd's graph does not show, perhaps through {', '.join(sorted(self._opaque))}"
-                ", so whether it is to be summed over the tensor-parallel ranks is not known; use "
-                "the parameter in code that autograd follows"
-            )
+        if reach is Reach.NOT and leaf is not None and not self.deferred:
+            self.refuse_hidden(f"shape {tuple(gradient.shape)}")
         if self.deferred or reach is not Reach.PARTIAL:
             return None
         total = gradient.clone(memory_format=torch.contiguous_format)
