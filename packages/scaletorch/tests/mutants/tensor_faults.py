@@ -9,6 +9,7 @@ from torch import Tensor
 
 from scaletorch.dist.functional import split
 from scaletorch.parallel.pg_manager import get_process_group_manager
+from scaletorch.parallel.tensor_parallel.building import Reach
 
 from .mutant import Catalogue
 
@@ -99,25 +100,19 @@ def padding_row_gets_gradient(forward: Any) -> Any:
     return forgetful
 
 
-@fault(
-    "sharing.sum_grad:copy",
-    layout="1x1x1x2",
-    born="backward: *.q_norm | *.k_norm ; synchronisation: *.q_norm.weight | *.k_norm.weight",
-)
-def head_norm_gradient_averaged(copy: Any) -> Any:
-    """A norm of each rank's own heads gets the mean of the ranks' gradients."""
-    return _averaged(copy)
+HEAD_NORMS = "synchronisation: *.q_norm.weight | *.k_norm.weight"
 
 
-def _averaged(copy: Any) -> Any:
-    """Enter a region so that its gradient is not the sum, where a missing sum is refused."""
+@fault("sharing.gradient_sums:GradientSums.reach", layout="1x1x1x2", born=HEAD_NORMS)
+def partial_gradients_not_summed(reach: Any) -> Any:
+    """What each rank has a term of, such as the gradient of its heads' norm, is taken as whole."""
+    return lambda self, parameter: reach(self, parameter) and Reach.WHOLE
 
-    def entered(x: Tensor, group: Any) -> Tensor:
-        whole: Tensor = copy(x, group)
-        size: int = group.size()
-        return whole / size + whole.detach() * (size - 1) / size
 
-    return entered
+@fault("sharing.gradient_sums:GradientSums.reach", layout="1x1x1x2", born="synchronisation: *")
+def whole_gradients_summed(reach: Any) -> Any:
+    """Gradients that every rank has whole are summed over the ranks."""
+    return lambda self, parameter: reach(self, parameter) and Reach.PARTIAL
 
 
 @fault("layers.base:gather", layout="1x1x1x2", born="backward: lm_head")
@@ -191,23 +186,13 @@ SEQUENCE = {"layout": "1x1x1x2", "model": "shared", "sequence_parallel": "on"}
 
 
 @fault(
-    "sharing.sum_grad:copy",
+    "sharing.gradient_sums:GradientSums.reach",
     **SEQUENCE,
-    born="backward: *layernorm | norm | *.q_norm | *.k_norm ; synchronisation: *norm.weight",
+    born="synchronisation: *norm.weight | *.o_proj.bias | *.down_proj.bias",
 )
-def sequence_norm_gradient_averaged(copy: Any) -> Any:
-    """A norm on a share of the sequence gets the mean of the shares' gradients."""
-    return _averaged(copy)
-
-
-@fault(
-    "layers.linear:copy",
-    **SEQUENCE,
-    born="backward: *.o_proj | *.down_proj ; synchronisation: *.o_proj.bias | *.down_proj.bias",
-)
-def sequence_bias_gradient_not_summed(copy: Any) -> Any:
-    """A row-parallel bias added to a share of the sequence keeps the gradient of this share."""
-    return lambda x, _group: x
+def gradients_of_shares_not_summed(reach: Any) -> Any:
+    """What works on a share of the sequence keeps the gradient of this share."""
+    return lambda self, parameter: reach(self, parameter) and Reach.WHOLE
 
 
 @fault("regions.overlap:send", **SEQUENCE, born=COLUMN)
