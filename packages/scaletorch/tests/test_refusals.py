@@ -1,9 +1,10 @@
-"""Each row of "What is refused" on every layout: right, or refused in words that match, never wrong.
+"""Each row of "What is refused" on every layout: right, or refused in words that match.
 
 `pytest -s` shows the matrix: R is right, X refused.
 """
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,8 @@ GUIDE = Path(__file__).parents[3] / "docs" / "expectations.md"
 def judge(case, features, of_ranks):
     """Return R or X, and what is wrong with what ranks were told, if anything."""
     kinds = {kind for kind, _ in of_ranks}
-    shown = next((text for kind, text in of_ranks if kind not in ("right", "refused")), of_ranks[0][1])
+    odd = [text for kind, text in of_ranks if kind not in ("right", "refused")]
+    shown = (odd or [text for _, text in of_ranks])[0]
     if kinds == {"right"}:
         return "R", f"trains ({shown})" if case.refused(features) else None
     if kinds != {"refused"}:
@@ -28,6 +30,15 @@ def judge(case, features, of_ranks):
         return "X", f"refused: {shown}"
     said = [text for _, text in of_ranks if not re.search(case.words, text, re.DOTALL)]
     return "X", f"other words: {said[0]}" if said else None
+
+
+def enumerated(layouts):
+    return [f"{at}: {layout}" for at, layout in enumerate(layouts, 1)]
+
+
+def show(lines):
+    """Write what `pytest -s` shows."""
+    sys.stdout.write("\n".join(lines) + "\n")
 
 
 @pytest.mark.timeout(600)
@@ -43,8 +54,7 @@ def test_every_row_on_every_layout(ranks):
                 lines[name] += letter
                 if mistake and not PENDING.get(name, (never,))[0](layout.features):
                     mistakes.append(f"{name} on {layout}: {mistake}")
-    print("", *(f"{line} {name}" for name, line in lines.items()), sep="\n")
-    print(*(f"{at}: {layout}" for at, layout in enumerate(layouts)), sep="\n")
+    show(["", *(f"{line} {name}" for name, line in lines.items()), *enumerated(layouts)])
     assert not mistakes, "\n".join(mistakes)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import traceback
-import warnings
 from collections.abc import Iterable
 from functools import cache
 from typing import Any
@@ -59,9 +58,12 @@ def plain_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
     if config is not None:
         scores = torch.cat(output.router_logits).softmax(-1)
         chosen = torch.zeros_like(scores).scatter(-1, scores.topk(2).indices, 1.0)
-        loss = loss + config.router_aux_loss_coef * scores.shape[-1] * (
-            chosen.mean(0) * scores.mean(0)
-        ).sum()
+        loss = (
+            loss
+            + config.router_aux_loss_coef
+            * scores.shape[-1]
+            * (chosen.mean(0) * scores.mean(0)).sum()
+        )
     return loss
 
 
@@ -95,7 +97,8 @@ def train(case: Case, layout: Layout) -> tuple[list[Any], dict[str, torch.Tensor
     for step in steps(case):
         told = {"manager": manager, **cut} if (cut := case.cut()) else {"model": parallel}
         batches = shard_global_batch(case.batch(step), layout.micro_batches, **told)
-        with case.later(parallel, batches) if step and get_rank() == 1 else warnings.catch_warnings():
+        change = case.later if step and get_rank() == 1 else nothing
+        with change(parallel, batches):
             loss = train_step(parallel, batches)
         found.append((loss, full_gradients(parallel)))
         optimizer.step()
@@ -106,7 +109,9 @@ def train(case: Case, layout: Layout) -> tuple[list[Any], dict[str, torch.Tensor
 def differences(found: Any, expected: Any) -> dict[str, float]:
     """Return the relative error of each loss, gradient and weight."""
     errors = {}
-    for step, ((loss, gradients), (own, others)) in enumerate(zip(found[0], expected[0], strict=True)):
+    for step, ((loss, gradients), (own, others)) in enumerate(
+        zip(found[0], expected[0], strict=True)
+    ):
         errors[f"loss {step}"] = relative_error(loss, own)
         for name, gradient in others.items():
             errors[f"gradient {step} {name}"] = relative_error(gradients[name], gradient)

@@ -120,7 +120,9 @@ class Turning(Attention):
     def turned(self, x):
         angles = torch.arange(x.shape[2])[:, None].double()
         a, b = x.chunk(2, -1)
-        return torch.cat((a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1)
+        return torch.cat(
+            (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1
+        )
 
 
 class TurningLayer(Layer):

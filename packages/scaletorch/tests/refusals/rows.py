@@ -120,7 +120,7 @@ def mixes(make: Callable[[int], nn.Module]) -> Case:
     return Case(make, on(*DIVIDED), MIXES)
 
 
-# Cells that are still wrong, or refused though they need not be; their marks come off with the cure.
+# Cells that are still wrong, or refused though they need not be, and what will cure them.
 SUMS = "which gradients are summed over tp is to be inferred"
 PENDING: Mapping[str, tuple[Callable[[Features], bool], str]] = {
     "scale": (on("tp"), SUMS),
@@ -155,7 +155,9 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     },
     "has a batch norm in training mode": {
         "batch norm": Case(
-            models.Norm, on("several", "recompute", *DIVIDED), r"module layers.\d.batch_norm \(Batch"
+            models.Norm,
+            on("several", "recompute", *DIVIDED),
+            r"module layers.\d.batch_norm \(Batch",
         ),
         "frozen batch norm": Case(models.FrozenNorm),
     },
@@ -176,7 +178,9 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     },
     "asks for a router's auxiliary loss": {
         "router": Case(
-            models.Routed, on("several", "pp"), "router's auxiliary loss .* which|product of two means"
+            models.Routed,
+            on("several", "pp"),
+            "router's auxiliary loss .* which|product of two means",
         ),
     },
     "returns another loss beside its logits": {

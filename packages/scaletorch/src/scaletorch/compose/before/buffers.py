@@ -80,7 +80,9 @@ def buffers_followed(
     finally:
         handle.remove()
     changed, shards = changes.now(), _of_shards(model)
-    everyone = all_gather_object((changed, [n for n in changed if n in shards]), manager.world_group)
+    everyone = all_gather_object(
+        (changed, [n for n in changed if n in shards]), manager.world_group
+    )
     error = _unlike(everyone, manager)
     if error is None and (again := changes.by_count()):
         runs = f"{num_micro_batches} micro-batches"

@@ -13,7 +13,7 @@ from ...dist.errors import MismatchError
 from ...parallel.pg_manager import ProcessGroupManager
 from ...parallel.pg_manager.building import divided_modules
 from ...parallel.tensor_parallel import TensorParallelLayer
-from ..batches import Batch, MicroBatch
+from ..batches import OF_LOSS, Batch, MicroBatch
 from ..digests import written
 
 _SUBJECT = (
@@ -51,8 +51,8 @@ def require_one_model(
     if manager.tp_size * manager.pp_size == 1 or init_sync == "none":
         return
     # A model that is built of sharded layers has one shard of each of their weights on each rank.
-    sharded = {m for m in model.modules() if isinstance(m, TensorParallelLayer)}
-    sharded |= {*divided_modules(model)}
+    sharded = divided_modules(model)
+    sharded |= {m for m in model.modules() if isinstance(m, TensorParallelLayer)}
     tp = caught(agree, _SUBJECT, _values(model, sharded), manager.tp_group)
     pp = caught(agree, _SUBJECT, _values(model, set()), manager.pp_group)
     agree(_SUBJECT, [], manager.world_group, error=tp or pp)
@@ -78,9 +78,10 @@ def _values(model: nn.Module, without: Container[nn.Module]) -> list[str]:
 def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManager) -> None:
     """Compare the first batch over the ranks that have to hold the same one.
 
-    The batch that `shard_global_batch` was given is the same on all ranks, or on those of a place on
-    dp, if these have read its rows; the micro-batches, which may have been changed since, on ranks
-    that differ in tp and pp alone.
+    The batch that `shard_global_batch` was given is the same on all ranks, or on those of a place
+    on dp, if these have read its rows; the micro-batches, which may have been changed since, on
+    ranks that differ in tp and pp alone. Entries for a loss that were put into them, and what one
+    stage alone has left out, are the caller's.
 
     Raises:
         MismatchError: Ranks differ; on every rank, with the entry and the ranks.
@@ -89,14 +90,23 @@ def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManag
     own = any(cut.own for cut in cuts.values())
     read = f"the rows of dp{manager.dp_rank}" if own else "the global batch"
     place = f"dp{manager.dp_rank} cp{manager.cp_rank}"
-    mine = [(read, _looks([cut.whole for cut in cuts.values()])), (place, _looks(micro_batches))]
+    called = [_without_loss(batch) if cuts else batch for batch in micro_batches]
+    mine = [(read, _looks([cut.whole for cut in cuts.values()])), (place, _looks(called))]
     everyone = all_gather_object(mine, manager.world_group)
     for looked in zip(*everyone, strict=True):  # the batches that were read first
         of: dict[str, list[int]] = {}
         for rank, (where, _) in enumerate(looked):
             of.setdefault(where, []).append(rank)
         for where, ranks in of.items():
-            _require_equal(where, ranks, [dict(looked[rank][1]) for rank in ranks], manager)
+            found = [dict(looked[rank][1]) for rank in ranks]
+            if cuts and where != read:
+                anywhere = {n: look for each in reversed(found) for n, look in each.items()}
+                found = [{**anywhere, **each} for each in found]
+            _require_equal(where, ranks, found, manager)
+
+
+def _without_loss(batch: Batch) -> Batch:
+    return {name: entry for name, entry in batch.items() if not name.startswith(OF_LOSS)}
 
 
 def _looks(batches: Sequence[Batch]) -> list[tuple[str, list[str]]]:
