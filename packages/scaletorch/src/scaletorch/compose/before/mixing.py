@@ -65,6 +65,7 @@ def require_apart(model: nn.Module, batch: Batch, manager: ProcessGroupManager) 
     if not shift:  # one position a rank, on every rank: there is nothing to move
         if get_rank() == 0:
             _warn_of_one_position(pipeline, manager)
+        asked(pipeline.module)  # it would say the same
         return False
     batch = _varied(batch)
     mixes, failed = False, list[Exception]()
