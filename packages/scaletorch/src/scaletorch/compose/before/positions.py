@@ -38,15 +38,17 @@ def ask_positions(model: nn.Module, terms: Terms) -> None:
         return
     ids = torch.arange(_LENGTH, device=first.device)[None]
     counting = _counting(model)
+    why = "it returned no tensors"
+    own, given, counted = list[Tensor](), list[Tensor](), None
     with looking(model):
         try:
             own, given = _tensors(model(ids)), _tensors(model(ids, position_ids=ids))
             counted = counting and _tensors(model(ids, position_ids=counting(ids)))
         except Exception as error:  # it needs more than tokens
-            _warn(model, f"{type(error).__name__}: {str(error).splitlines()[:1]}")
-            return
+            own, why = [], f"{type(error).__name__}: {error}"
     if not own:
-        _warn(model, "it returns no tensors")
+        _warn(model, why)
+        return
     if not _differ(own, given):
         return
     terms.counts_otherwise = True
