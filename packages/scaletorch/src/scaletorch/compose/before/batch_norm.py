@@ -37,7 +37,7 @@ def synchronise_batch_norms(
     """
     found = norms_of(model)
     _require_fit(found, recompute=recompute, shares=shares)
-    if manager.dp_size > 1:
+    if manager.dp_size > 1 and not shares:  # where shares are, they do not train
         _require_known(found)
         for norm in found.values():
             vars(norm)["_scaletorch_rows"] = manager.dp_group
