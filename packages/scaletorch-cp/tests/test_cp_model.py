@@ -395,6 +395,7 @@ def _own_forward():
     return model(q).unique().tolist()
 
 
+@pytest.mark.filterwarnings("ignore:Calls could not be asked whether it mixes")
 def test_a_forward_set_on_the_instance_is_kept():
     first, second = run_ranks(_own_forward, 2)
     assert first == [1.0]

@@ -22,7 +22,7 @@ class Key(NamedTuple):
     """Names the tensor of a digest; ranks that have the same key hold the same bits.
 
     Attributes:
-        kind: "parameter", "gradient", "optimizer" or "value".
+        kind: "parameter", "gradient", "buffer", "optimizer" or "value".
         name: The tensor's in the plain model, or the value's.
         place: Which shard of it: its number and its first tp rank, of experts the ep rank too; or
             the pipeline's stage.
@@ -81,7 +81,7 @@ def _weights(device: torch.device) -> Tensor:
 def tensor_digests(
     model: nn.Module, manager: ProcessGroupManager
 ) -> Iterator[tuple[Key, Tensor | int]]:
-    """Yield digests of the parameters and gradients of a parallelized model on this rank.
+    """Yield digests of a parallelized model's parameters, gradients and buffers on this rank.
 
     A gradient that lies in shards is nobody else's, and counts as one that is None.
     """
@@ -100,6 +100,17 @@ def tensor_digests(
             yield Key("parameter", names.get(name, name), place), digest(piece)
             gradient = digest(there[name][number][1]) if name in there else ABSENT
             yield Key("gradient", names.get(name, name), place), gradient
+    place = manager.pp_rank, manager.tp_rank, manager.ep_rank
+    for name, buffer in _saved_buffers(model):
+        yield Key("buffer", name, place), digest(buffer)
+
+
+def _saved_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers that a checkpoint has; others are caches, of this rank's own batches."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}", buffer
 
 
 def nonfinite_parameters(model: nn.Module) -> list[str]:

@@ -38,6 +38,7 @@ class Terms:
         counts_of_ids: It counts positions itself, of whole ids.
         counts_otherwise: Its own positions, where sequences are divided, are not 0, 1, 2, ...
         counting: How it counts those of whole rows of ids, if that is known.
+        recomputes: Layers run again in backward.
         router_loss: The auxiliary loss that the model's config asks for.
         keeps_cache: Its config asks for a cache of keys and values, and its forward can be told not
             to keep one.
@@ -58,6 +59,7 @@ class Terms:
     counts_of_ids: bool = False
     counts_otherwise: bool = False
     counting: Counting | None = None
+    recomputes: bool = False
     router_loss: RouterLoss | None = None
     keeps_cache: bool = False
     real_positions: Tensor | None = None

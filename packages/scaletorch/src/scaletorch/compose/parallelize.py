@@ -164,6 +164,7 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Settings) 
     synchronise_batch_norms(model, manager, recompute=settings.recompute is True, shares=shares)
     terms = read_terms(model)
     terms.manager, terms.shares_sequences, terms.router_loss = manager, shares, balance
+    terms.recomputes = settings.recompute is True
     if manager.cp_size > 1:
         terms.cp_layout = str(settings.cp_layout)
     if manager.cp_size > 1 or shares:

@@ -111,7 +111,10 @@ def _called(
         if terms.router_loss is not None:
             require_one_micro_batch(batches)
         if terms.has_batch_norms:
-            require_whole_batches(model, len(batches), manager)
+            shares = terms.shares_sequences
+            require_whole_batches(
+                model, len(batches), manager, recompute=terms.recomputes, shares=shares
+            )
         model.wrapped.refuse_others(model.module)
     pipeline = pipeline_of(model)
     pipeline.check_ties()

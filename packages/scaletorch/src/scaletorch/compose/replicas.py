@@ -76,10 +76,10 @@ def check_replicas(
 ) -> None:
     """Raise on every rank unless ranks that should hold the same tensors hold the same bits.
 
-    Over cp x dp these are every parameter and every gradient that is whole, over tp the tensors
-    that are replicated there, over pp those that are tied. Call it on all ranks between backward
-    and `optimizer.step()`, when all ranks' gradients are the same. It reads parameters and
-    gradients once, and costs one all-gather of 8 bytes for each; the first call also exchanges
+    Over cp x dp these are every parameter, every gradient that is whole, and every buffer that is
+    saved; over tp parameters that are replicated there, over pp those that are tied. Call it on all
+    ranks between backward and `optimizer.step()`, when all ranks' gradients are the same. It reads
+    all of these once, and costs one all-gather of 8 bytes for each; the first call also exchanges
     their names.
 
     Ranks that were given other weights, rates or seeds, swapped collectives, or have a faulty

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -13,6 +14,7 @@ from ..dist import all_reduce, get_comm_device
 from ..dist.errors import InvalidArgumentError
 from ..parallel.expert_parallel import RoutingStatistics, count_tokens
 from ..parallel.expert_parallel.building import is_bare_list, move_bias, statistics_of
+from ..parallel.pg_manager import describe_rank
 from .forward import Terms, manager_of, pipeline_of, terms_of
 
 
@@ -99,8 +101,20 @@ def move_biases(
         block, _, last = name.rpartition(".")
         move_bias(getattr(module.get_submodule(block), last), total, rate)
         found[name] = statistics_of(total)
+        if not total.any():
+            _warn_of_none(name)
         counts[name].zero_()
     return found
+
+
+def _warn_of_none(name: str) -> None:
+    warnings.warn(
+        f"{describe_rank()}: no rank has counted a token for {name} since it was last moved, so "
+        "that it stays: call move_biases after a train_step, and let the block call its experts as "
+        "a module, and not within a reentrant checkpoint",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _tensor(block: nn.Module, name: str) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from types import MethodType
 from typing import Any
 
@@ -35,28 +36,48 @@ def synchronise_batch_norms(
         InvalidArgumentError: Their statistics would be others than one process's.
     """
     found = norms_of(model)
-    why = _unfit(recompute=recompute, shares=shares)
-    if found and why:
-        raise InvalidArgumentError(f"{_named(found)} {why}")
-    if manager.dp_size > 1:
+    _require_fit(found, recompute=recompute, shares=shares)
+    if manager.dp_size > 1 and not shares:  # where shares are, they do not train
+        _require_known(found)
         for norm in found.values():
             vars(norm)["_scaletorch_rows"] = manager.dp_group
             vars(norm)["forward"] = MethodType(_forward, norm)
 
 
 def require_whole_batches(
-    model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
+    model: nn.Module,
+    num_micro_batches: int,
+    manager: ProcessGroupManager,
+    *,
+    recompute: bool,
+    shares: bool,
 ) -> None:
     """Refuse batch norms whose statistics would not be of the whole batch.
 
     Those in eval mode, which have running statistics, change nothing and pass.
 
+    Args:
+        model: What trains.
+        num_micro_batches: Of one step.
+        manager: The grid.
+        recompute: As for `synchronise_batch_norms`.
+        shares: As for `synchronise_batch_norms`.
+
     Raises:
-        InvalidArgumentError: There is one, and several micro-batches or divided sequences.
+        InvalidArgumentError: There is one, and several micro-batches, divided sequences, or rows on
+            other ranks that it does not see.
     """
     found = {name: norm for name, norm in norms_of(model).items() if _of_batch(norm)}
     if not found:
         return
+    _require_fit(found, recompute=recompute, shares=shares)
+    alone = {name: norm for name, norm in found.items() if "_scaletorch_rows" not in vars(norm)}
+    if manager.dp_size > 1 and alone:
+        raise InvalidArgumentError(
+            f"{_named(alone)} takes statistics of this rank's rows alone, and dp_size="
+            f"{manager.dp_size} divides those of a batch: let parallelize have it, which sums over "
+            "ranks, or use another norm, or put the module into eval mode"
+        )
     if num_micro_batches > 1:
         raise InvalidArgumentError(
             f"{_named(found)} takes statistics of all rows of a batch, and {num_micro_batches} "
@@ -68,6 +89,26 @@ def require_whole_batches(
             f"{_named(found)} takes statistics of all positions of a batch, which cp_size="
             f"{manager.cp_size} divides over ranks: use cp_size=1, or another norm, or put the "
             "module into eval mode"
+        )
+
+
+def _require_fit(found: Mapping[str, _BatchNorm], *, recompute: bool, shares: bool) -> None:
+    """Refuse norms that take statistics of a batch where these would be others."""
+    found = {name: norm for name, norm in found.items() if _of_batch(norm)}
+    why = _unfit(recompute=recompute, shares=shares)
+    if found and why:
+        raise InvalidArgumentError(f"{_named(found)} {why}")
+
+
+def _require_known(found: Mapping[str, _BatchNorm]) -> None:
+    """Refuse norms with a forward of their own, which that of all ranks' rows would replace."""
+    own = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    other = {n: m for n, m in found.items() if type(m).forward not in own or "forward" in vars(m)}
+    if other:
+        raise InvalidArgumentError(
+            f"{_named(other)} has a forward of its own, so that its statistics cannot be taken of "
+            "the rows of all dp ranks: use a norm of torch.nn and put what it adds (such as an "
+            "activation) behind that, or another norm, or dp_size=1"
         )
 
 
@@ -85,7 +126,7 @@ def _unfit(*, recompute: bool, shares: bool) -> str | None:
     return None
 
 
-def _named(found: dict[str, Any]) -> str:
+def _named(found: Mapping[str, Any]) -> str:
     name, norm = next(iter(found.items()))
     others = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return f"module {name} ({type(norm).__name__}){others}"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from ...dist import all_gather_object
 from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError
 from ...parallel.pg_manager import ProcessGroupManager
+from ...parallel.pg_manager.building import divided_modules
+from ...parallel.tensor_parallel import TensorParallelLayer
 from ..digests import written
 
 _WAY_OUT = (
@@ -20,21 +22,26 @@ _WAY_OUT = (
 )
 
 
+# Which ranks have to hold the same values, by the axes that they differ in.
+_ALIKE = {
+    "other rows or positions": ("dp", "cp"),
+    "other shards of features or tokens": ("tp",),
+    "other stages, which share it,": ("pp",),
+}
+_Looks = dict[str, str]  # buffers that have changed -> their digests
+
+
 class _Changes:
     """Which buffers were changed, and how they looked after each forward."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
-        self.before = {name: (b, _version(b)) for name, b in model.named_buffers()}
-        self.after_each: list[dict[str, str]] = []
+        self.before = self._all()
+        self.after_each: list[_Looks] = []
 
-    def now(self) -> dict[str, str]:
-        """Return a digest of every buffer that is another, or was written to, since the start."""
-        return {
-            name: written(buffer)
-            for name, buffer in self.model.named_buffers()
-            if not self._untouched(name, buffer)
-        }
+    def now(self) -> _Looks:
+        """Return a digest of every buffer that holds other values than at the start."""
+        return {n: look for n, look in self._all().items() if self.before.get(n) != look}
 
     def write(self, *_: Any) -> None:
         """Note how buffers look after a forward."""
@@ -43,14 +50,14 @@ class _Changes:
     def by_count(self) -> list[str]:
         """Return the buffers that changed again after the first forward that changed them."""
         last = self.now()
-        first: dict[str, str] = {}
+        first: _Looks = {}
         for looks in self.after_each:
             first = looks | first
         return [name for name, look in last.items() if first.get(name, look) != look]
 
-    def _untouched(self, name: str, buffer: Tensor) -> bool:
-        old, version = self.before.get(name, (None, 0))
-        return old is buffer and version == _version(buffer)
+    def _all(self) -> _Looks:
+        """Return the digest of every buffer: versions would not show what is written to `.data`."""
+        return {name: written(buffer) for name, buffer in self.model.named_buffers()}
 
 
 @contextmanager
@@ -59,8 +66,8 @@ def buffers_followed(
 ) -> Iterator[None]:
     """Find out in a step whether forwards change buffers otherwise than one process's would.
 
-    Costs a look at each buffer's version, and one exchange of the digests of those that have
-    changed.
+    Costs a look at each buffer, before and after each forward, and one exchange of the digests of
+    those that have changed.
 
     Raises:
         InvalidArgumentError: Ranks that should hold the same buffer hold others, or it depends on
@@ -72,15 +79,12 @@ def buffers_followed(
         yield
     finally:
         handle.remove()
-    everyone = all_gather_object(changes.now(), manager.cp_dp_group)
-    unlike = [name for name in everyone[0] if len({each.get(name) for each in everyone}) > 1]
-    error = None
-    if unlike:
-        error = InvalidArgumentError(
-            f"the forward changes buffer {unlike[0]} by what it sees, and ranks of other rows or "
-            f"positions now hold other values of it. {_WAY_OUT}"
-        )
-    elif again := changes.by_count():
+    changed, shards = changes.now(), _of_shards(model)
+    everyone = all_gather_object(
+        (changed, [n for n in changed if n in shards]), manager.world_group
+    )
+    error = _unlike(everyone, manager)
+    if error is None and (again := changes.by_count()):
         runs = f"{num_micro_batches} micro-batches"
         runs = runs if num_micro_batches > 1 else "a forward that is run again in backward"
         error = InvalidArgumentError(
@@ -90,5 +94,33 @@ def buffers_followed(
     agree("the buffers that the first step has changed", [], manager.world_group, error=error)
 
 
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
+def _unlike(
+    everyone: Sequence[tuple[_Looks, Sequence[str]]], manager: ProcessGroupManager
+) -> InvalidArgumentError | None:
+    """Return the error of the first buffer of which ranks hold other values, if there is one."""
+    for whose, axes in _ALIKE.items():
+        held: dict[Any, set[str | None]] = {}
+        for name in {name: None for looks, _ in everyone for name in looks}:
+            for rank, (looks, shards) in enumerate(everyone):
+                if (axes == ("tp",) and name in shards) or (axes == ("pp",) and name not in looks):
+                    continue
+                place = manager.grid.coordinates(rank)._replace(**dict.fromkeys(axes, 0))
+                held.setdefault((name, place), set()).add(looks.get(name))
+        for (name, _), looks_of_it in held.items():
+            if len(looks_of_it) > 1:
+                return InvalidArgumentError(
+                    f"the forward changes buffer {name} by what it sees, and ranks of {whose} now "
+                    f"hold other values of it. {_WAY_OUT}"
+                )
+    return None
+
+
+def _of_shards(model: nn.Module) -> set[str]:
+    """Return the buffers of modules that each tp rank has a shard of."""
+    divided = {*divided_modules(model)}
+    return {
+        f"{name}.{own}"
+        for name, module in model.named_modules()
+        if isinstance(module, TensorParallelLayer) or module in divided
+        for own in module._buffers
+    }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -11,8 +11,9 @@ from ...dist import all_gather_object
 from ...dist.building import agree, caught
 from ...dist.errors import MismatchError
 from ...parallel.pg_manager import ProcessGroupManager
+from ...parallel.pg_manager.building import divided_modules
 from ...parallel.tensor_parallel import TensorParallelLayer
-from ..batches import Batch, MicroBatch
+from ..batches import OF_LOSS, Batch, MicroBatch
 from ..digests import written
 
 _SUBJECT = (
@@ -49,43 +50,69 @@ def require_one_model(
     agree("the arguments given to parallelize", lines, manager.world_group, error=error)
     if manager.tp_size * manager.pp_size == 1 or init_sync == "none":
         return
-    values = _values(model)
-    # A model that is built of sharded layers has one shard of each weight on each tp rank.
-    sharded = any(isinstance(module, TensorParallelLayer) for module in model.modules())
-    tp = None if sharded else caught(agree, _SUBJECT, values, manager.tp_group)
-    pp = caught(agree, _SUBJECT, values, manager.pp_group)
+    # A model that is built of sharded layers has one shard of each of their weights on each rank.
+    sharded = divided_modules(model)
+    sharded |= {m for m in model.modules() if isinstance(m, TensorParallelLayer)}
+    tp = caught(agree, _SUBJECT, _values(model, sharded), manager.tp_group)
+    pp = caught(agree, _SUBJECT, _values(model, set()), manager.pp_group)
     agree(_SUBJECT, [], manager.world_group, error=tp or pp)
 
 
-def _values(model: nn.Module) -> list[str]:
+def _values(model: nn.Module, without: Container[nn.Module]) -> list[str]:
+    """Return a line for each parameter and buffer that is not of the modules left out."""
+    sharded = {
+        id(x)
+        for module in model.modules()
+        if module in without
+        for x in (*module.parameters(recurse=False), *module.buffers(recurse=False))
+    }
     named = (*model.named_parameters(), *model.named_buffers())
-    return [f"{name} {tuple(x.shape)} {x.dtype} has values {written(x)}" for name, x in named]
+    frozen = {id(p) for p in model.parameters() if not p.requires_grad}
+    return [
+        f"{name} {tuple(x.shape)} {x.dtype}{' frozen' * (id(x) in frozen)} has values {written(x)}"
+        for name, x in named
+        if id(x) not in sharded
+    ]
 
 
 def require_one_batch(micro_batches: Sequence[Batch], manager: ProcessGroupManager) -> None:
     """Compare the first batch over the ranks that have to hold the same one.
 
-    Those are all ranks if `shard_global_batch` has made it of a global one, the ranks of a place on
-    dp if of rows that these have read, and otherwise the ranks that differ in tp and pp alone.
+    The batch that `shard_global_batch` was given is the same on all ranks, or on those of a place
+    on dp, if these have read its rows; the micro-batches, which may have been changed since, on
+    ranks that differ in tp and pp alone. Entries for a loss that were put into them, and what one
+    stage alone has left out, are the caller's.
 
     Raises:
         MismatchError: Ranks differ; on every rank, with the entry and the ranks.
     """
-    cut = next((b.cut for b in micro_batches if isinstance(b, MicroBatch)), None)
-    place = "the global batch" if cut else f"dp{manager.dp_rank} cp{manager.cp_rank}"
-    if cut is not None and cut.own:
-        place = f"the rows of dp{manager.dp_rank}"
-    batches = micro_batches if cut is None else [cut.whole]
-    mine = [
-        (name, [written(batch[name]) for batch in batches if name in batch])
-        for name in sorted({name for batch in batches for name in batch})
-    ]
-    everyone = all_gather_object((place, mine), manager.world_group)
-    of: dict[str, list[int]] = {}
-    for rank, (where, _) in enumerate(everyone):
-        of.setdefault(where, []).append(rank)
-    for where, ranks in of.items():
-        _require_equal(where, ranks, [dict(everyone[rank][1]) for rank in ranks], manager)
+    cuts = {id(b.cut.whole): b.cut for b in micro_batches if isinstance(b, MicroBatch)}
+    own = any(cut.own for cut in cuts.values())
+    read = f"the rows of dp{manager.dp_rank}" if own else "the global batch"
+    place = f"dp{manager.dp_rank} cp{manager.cp_rank}"
+    called = [_without_loss(batch) if cuts else batch for batch in micro_batches]
+    mine = [(read, _looks([cut.whole for cut in cuts.values()])), (place, _looks(called))]
+    everyone = all_gather_object(mine, manager.world_group)
+    for looked in zip(*everyone, strict=True):  # the batches that were read first
+        of: dict[str, list[int]] = {}
+        for rank, (where, _) in enumerate(looked):
+            of.setdefault(where, []).append(rank)
+        for where, ranks in of.items():
+            found = [dict(looked[rank][1]) for rank in ranks]
+            if cuts and where != read:
+                anywhere = {n: look for each in reversed(found) for n, look in each.items()}
+                found = [{**anywhere, **each} for each in found]
+            _require_equal(where, ranks, found, manager)
+
+
+def _without_loss(batch: Batch) -> Batch:
+    return {name: entry for name, entry in batch.items() if not name.startswith(OF_LOSS)}
+
+
+def _looks(batches: Sequence[Batch]) -> list[tuple[str, list[str]]]:
+    """Return the digests of each entry of some batches."""
+    names = sorted({name for batch in batches for name in batch})
+    return [(name, [written(batch[name]) for batch in batches if name in batch]) for name in names]
 
 
 def _require_equal(

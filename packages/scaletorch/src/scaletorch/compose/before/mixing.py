@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...dist import all_gather_object
-from ...dist.building import agree
+from ...dist import all_gather_object, get_rank
+from ...dist.building import agree, tensors_in
 from ...dist.errors import InvalidArgumentError
 from ...parallel.context_parallel.building import (
     Calls,
@@ -39,7 +39,6 @@ from ..batches import Batch
 from ..forward import pipeline_of
 
 _SUBJECT = "asking the model whether it mixes positions"
-_MIXES, _UNSEEN = 1, 2  # a rank's note
 
 
 def require_apart(model: nn.Module, batch: Batch, manager: ProcessGroupManager) -> bool:
@@ -53,33 +52,59 @@ def require_apart(model: nn.Module, batch: Batch, manager: ProcessGroupManager) 
         manager: The grid.
 
     Returns:
-        Whether the answer holds; not if some rank's tokens are all the same, so that little could
-        be seen.
+        Whether the answer holds; not if ranks have one position each, which a warning says.
 
     Raises:
-        InvalidArgumentError: It does; on every rank, with the module that does it.
+        InvalidArgumentError: It does, or returns nothing that has positions; on every rank, with
+            the module that does it.
         MismatchError: Another rank's forward raised; the message has its error.
     """
-    shift = _shift(batch["input_ids"].shape[1])
-    if not shift:  # one position a rank, on every rank: there is nothing to move
-        return True
+    length = batch["input_ids"].shape[1]
+    shift = _shift(length)
     pipeline = pipeline_of(model)
+    if not shift:  # one position a rank, on every rank: there is nothing to move
+        if get_rank() == 0:
+            _warn_of_one_position(pipeline, manager)
+        asked(pipeline.module)  # it would say the same
+        return False
+    batch = _varied(batch)
     mixes, failed = False, list[Exception]()
     try:
-        mixes = _differ(_run(pipeline, [batch, _moved(batch, shift)]), shift)
+        mixes = _differ(_run(pipeline, [batch, _moved(batch, shift)]), shift, batch)
     except Exception as found:  # the other ranks must learn of it
         failed.append(found)
-    said = _MIXES if mixes else 0 if batch["input_ids"].unique().numel() > 1 else _UNSEEN
     # Taken out of the list, since its traceback has this frame.
     notes = agree(
-        _SUBJECT, [], manager.world_group, error=failed.pop() if failed else None, note=said
+        _SUBJECT, [], manager.world_group, error=failed.pop() if failed else None, note=int(mixes)
     )
-    if _MIXES in notes:
+    if any(notes):
         _refuse(pipeline, batch, shift, manager)
-    if _UNSEEN in notes:
-        return False
     asked(pipeline.module)  # its own first forward needs not ask again
     return True
+
+
+def _warn_of_one_position(pipeline: PipelineParallel, manager: ProcessGroupManager) -> None:
+    warnings.warn(
+        f"each rank has one position, since cp_size={manager.cp_size} divides sequences of "
+        f"{manager.cp_size}: it cannot be told whether {type(pipeline.module).__name__} mixes "
+        "positions outside of attention, or counts them itself; train the first step on longer "
+        "sequences",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+
+
+def _varied(batch: Batch) -> Batch:
+    """Return a batch with two kinds of tokens, if all are the same: nothing else would show."""
+    ids = batch["input_ids"]
+    first = ids.flatten()[:1]
+    if not bool((ids == first).all()):
+        return batch
+    other = torch.where(first > 0, first - 1, first + 1)
+    places = torch.arange(ids.shape[1], device=ids.device)
+    odd = ((places + 1) ** 2 // 3) % 2 == 1  # at no regular distance
+    shape = (1, -1, *[1] * (ids.ndim - 2))
+    return {**batch, "input_ids": torch.where(odd.view(shape), other, ids)}
 
 
 def _shift(length: int) -> int:
@@ -108,21 +133,29 @@ def _spread(value: Any, shape: Sequence[int]) -> bool:
     return isinstance(value, Tensor) and value.shape[:2] == tuple(shape)
 
 
-def _run(pipeline: PipelineParallel, batches: list[Batch]) -> list[Tensor]:
-    """Run forwards with each position alone; return logits, none without the last stage."""
+def _run(pipeline: PipelineParallel, batches: list[Batch]) -> list[Any]:
+    """Run forwards with each position alone; return outputs, none without the last stage."""
     with each_alone() as run, looking(pipeline.module):
-        outputs = pipeline_forward(pipeline, batches)
+        outputs = pipeline_forward(pipeline, batches, each=_tensors)
     if run.error is not None:
         raise run.error
     return outputs
 
 
-def _differ(outputs: list[Tensor], shift: int) -> bool:
-    """Return whether outputs did not move with their inputs."""
+def _tensors(output: Any, batch: Any) -> Any:
+    """Return all tensors of an output."""
+    return [*tensors_in(output)] or [*tensors_in(getattr(output, "__dict__", {}))]
+
+
+def _differ(outputs: list[Any], shift: int, batch: Batch) -> bool:
+    """Return whether outputs [B, L, ...] did not move with their inputs, or there are none."""
     if not outputs:
         return False
-    before, after = outputs
-    return apart(before[:, shift:], after[:, : before.shape[1] - shift])
+    shape = batch["input_ids"].shape[:2]
+    before, after = ([x for x in each if _spread(x, shape)] for each in outputs)
+    kept = shape[1] - shift
+    moved = (not apart(a[:, shift:], b[:, :kept]) for a, b in zip(before, after, strict=False))
+    return not before or len(before) != len(after) or not all(moved)
 
 
 def _refuse(
@@ -138,7 +171,7 @@ def _refuse(
     row = {n: x[:1] if _spread(x, whole) else x for n, x in batch.items()}
     with Calls(pipeline.module) as calls:
         outputs = _run(pipeline, [row, row, _moved(row, shift)])
-    drawn = bool(outputs) and apart(outputs[0], outputs[1])
+    drawn = bool(outputs) and any(map(apart, outputs[0], outputs[1]))
     moves = partial(_moves, row["input_ids"].shape[1], shift)
     found = manager.pp_rank, find_suspect(calls, moves), drawn
     everyone = all_gather_object(found, manager.world_group)

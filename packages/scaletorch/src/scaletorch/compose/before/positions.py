@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from ...dist import get_rank
+from ...dist.building import tensors_in
 from ...parallel.context_parallel.building import apart, looking
 from ..batches import POSITIONS
 from ..forward import Counting, Terms
@@ -20,7 +23,7 @@ def ask_positions(model: nn.Module, terms: Terms) -> None:
     """Note whether a model's own positions are others than those that it would be given.
 
     It runs on four tokens: as it is, with positions 0 to 3, and with those that it says it counts
-    of them. A model that cannot run so, or is on the meta device, is not asked.
+    of them. If a model cannot run so, or is on the meta device, a warning says so.
 
     Args:
         model: The plain model.
@@ -28,21 +31,41 @@ def ask_positions(model: nn.Module, terms: Terms) -> None:
     """
     wants = POSITIONS in terms.arguments and not terms.needs(POSITIONS)
     first = next(model.parameters(), None)
-    if not wants or first is None or any(p.is_meta for p in model.parameters()):
+    if not wants:
+        return
+    if first is None or any(p.is_meta for p in model.parameters()):
+        _warn(model, "it has parameters on the meta device" if first is not None else "it has none")
         return
     ids = torch.arange(_LENGTH, device=first.device)[None]
     counting = _counting(model)
+    why = "it returned no tensors"
+    own, given, counted = list[Tensor](), list[Tensor](), None
     with looking(model):
         try:
-            own, given = _logits(model(ids)), _logits(model(ids, position_ids=ids))
-            counted = counting and _logits(model(ids, position_ids=counting(ids)))
-        except Exception:  # it needs more than tokens: nothing can be told
-            return
-    if own is None or given is None or not apart(own, given):
+            own, given = _tensors(model(ids)), _tensors(model(ids, position_ids=ids))
+            counted = counting and _tensors(model(ids, position_ids=counting(ids)))
+        except Exception as error:  # it needs more than tokens
+            own, why = [], f"{type(error).__name__}: {error}"
+    if not own:
+        _warn(model, why)
+        return
+    if not _differ(own, given):
         return
     terms.counts_otherwise = True
-    if counted is not None and not apart(own, counted):
+    if counted is not None and not _differ(own, counted):
         terms.counting = counting
+
+
+def _warn(model: nn.Module, why: str) -> None:
+    if get_rank() == 0:
+        warnings.warn(
+            f"{type(model).__name__} could not be asked on four tokens how it counts its positions "
+            f"({why}): where sequences are divided it is given 0, 1, 2, ...; if it counts "
+            "otherwise where it is given none, put those that it uses into the global batch as "
+            "position_ids",
+            RuntimeWarning,
+            stacklevel=2,
+        )
 
 
 def _counting(model: nn.Module) -> Counting | None:
@@ -58,6 +81,10 @@ def _count(count: Callable[[Tensor, int], Tensor], padding: int, ids: Tensor) ->
     return count(ids, padding)
 
 
-def _logits(output: object) -> Tensor | None:
-    value = getattr(output, "logits", output)
-    return value if isinstance(value, Tensor) else None
+def _tensors(output: object) -> list[Tensor]:
+    """Return the logits of an output, or all of its tensors."""
+    return [*tensors_in(getattr(output, "logits", output))]
+
+
+def _differ(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) != len(other) or any(map(apart, one, other))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,9 @@ _SMALL = 1e-3
 def looking(model: nn.Module) -> Iterator[None]:
     """Let forwards of `model` show what they compute, without dropout and without gradients.
 
+    What is compiled runs as it was written, so that every call of it can be seen. Warnings are
+    ignored: the model's own forward will say what they say.
+
     Parameters that are nearly zero have other values meanwhile, so that nothing hides behind them.
     Afterwards mode, parameters, buffers and random generators are what they were, and modules that
     the model makes anew as it runs (BigBird does for short sequences) have gone.
@@ -26,13 +30,22 @@ def looking(model: nn.Module) -> Iterator[None]:
     devices = [] if first.device.type == "cpu" else [first.device]
     kind = first.device.type if devices else "cuda"
     drawing = torch.random.fork_rng(devices, device_type=kind)
-    with drawing, torch.no_grad(), _modules_kept(model), _buffers_kept(model), evaluating(model):
+    written = torch.compiler.set_stance("force_eager")
+    kept = _modules_kept(model), _buffers_kept(model)
+    with drawing, torch.no_grad(), kept[0], kept[1], evaluating(model), written, _quiet():
         enlarged = _enlarged(model)
         try:
             yield
         finally:
             for parameter, value in enlarged:
                 parameter.zero_() if value is None else parameter.copy_(value)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def apart(a: Tensor, b: Tensor) -> bool:

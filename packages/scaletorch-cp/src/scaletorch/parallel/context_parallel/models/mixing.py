@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from ....dist import all_gather_object
 from ....dist.building import agree, tensors_in
-from ..alone import each_alone
+from ..alone import alone, each_alone
 from .looking import apart, looking
 from .settings import Settings, refusal, settings_of
 from .suspects import Calls, find_suspect
 
 Arguments = tuple[tuple[Any, ...], Mapping[str, Any]]
-_MIXES, _UNSEEN = 1, 2  # what a rank notes
+_MIXES, _UNSEEN, _FAILED = 1, 2, 3  # what a rank notes
 
 
 def require_apart(
@@ -38,9 +38,10 @@ def require_apart(
 ) -> None:
     """Refuse a model that mixes the positions of its shard outside of attention.
 
-    It is asked once, if it is called with ids [B, L] or positions, integers, and returns
-    tensors [B, L, ...], and if none of its modules was replaced since it became context
-    parallel (as by the stages of a pipeline, which are asked otherwise).
+    It is asked once, if it is called with ids [B, L] or positions, integers, or else with hidden
+    states [B, L, H], and returns tensors [B, L, ...], and if none of its modules was replaced since
+    it became context parallel (as by the stages of a pipeline, which are asked otherwise). If it
+    cannot be asked, a warning says so once it has run: see `warn_unasked`.
 
     Args:
         model: What became context parallel.
@@ -53,9 +54,14 @@ def require_apart(
         InvalidArgumentError: It does, on every rank of the ring.
     """
     ids = _ids(given)
-    if ids is None or any(settings_of(module) is None for module in model.modules()):
+    if ids is None:
+        settings.unasked = "it was given neither tokens [B, L] nor hidden states [B, L, H]"
         return
-    shape = ids.shape
+    if any(settings_of(module) is None for module in model.modules()):
+        settings.unasked = "parts of it were replaced since, as by the stages of a pipeline"
+        return
+    settings.unasked = None
+    shape = ids.shape[:2]
     own, others = _halves(shape[1])
     changed = _changed(given, shape, own, others)
 
@@ -73,21 +79,44 @@ def require_apart(
 
     try:
         before, after = run(given, changed)
-    except Exception:  # the forward itself will say why
+        if not before:
+            settings.unasked = "it returned nothing of shape [B, L, ...]"
+    except Exception as error:  # the forward itself will say why, or it does not fail
         before = after = []
+        settings.unasked = f"it failed while it was asked, with {type(error).__name__}: {error}"
     mixes = len(before) == len(after) and not all(map(same, before, after))
     note = _MIXES if mixes else 0 if ids.unique().numel() > 1 else _UNSEEN
+    note = _FAILED if settings.unasked else note
     notes = agree("whether the model mixes positions", [], settings.ring.group, note=note)
-    settings.asked = _UNSEEN not in notes
+    settings.asked = not {_UNSEEN, _FAILED} & {*notes}
+    if _FAILED in notes:
+        settings.unasked = settings.unasked or "it could not be on another rank"
     if _MIXES in notes:
         _refuse(model, partial(run, given, given, changed), same, settings)
 
 
+def warn_unasked(model: nn.Module, settings: Settings) -> None:
+    """Warn once that a model which has run could not be asked, and why."""
+    if settings.unasked is None or alone() is not None:
+        return
+    why, settings.unasked, settings.asked = settings.unasked, None, True
+    if settings.ring.index == 0:
+        warnings.warn(
+            f"{type(model).__name__} could not be asked whether it mixes the positions of its "
+            f"shard outside of attention, since {why}: a convolution, a recurrence or "
+            "pooling in it would see this rank's shard alone",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
 def _ids(given: Arguments) -> Tensor | None:
-    """Return the first integers [B, L] among arguments; None without two positions."""
-    found = (x for x in tensors_in(given) if x.ndim == 2 and not x.is_floating_point())
-    ids = next((x for x in found if x.dtype != torch.bool), None)
-    return None if ids is None or ids.shape[1] < 2 else ids
+    """Return the first integers [B, L], or hidden states; None without two positions."""
+    found = [*tensors_in(given)]
+    ids = (x for x in found if x.ndim == 2 and not x.is_floating_point() and x.dtype != torch.bool)
+    states = (x for x in found if x.ndim == 3 and x.is_floating_point())
+    first = next(ids, next(states, None))
+    return None if first is None or first.shape[1] < 2 else first
 
 
 def _halves(length: int) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from ..alone import alone
 from ..attention import Asked
 from ..masks.documents import CU_SEQLENS, Documents, read_documents
 from .calls import require_documents_kept, require_no_labels
-from .mixing import require_apart
+from .mixing import require_apart, warn_unasked
 from .settings import Settings, note_backward, refusal, settings_of
 
 
@@ -40,6 +40,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
+_require_apart = torch.compiler.disable(require_apart)  # a compiled model is asked as it is written
 
 
 def install(model: nn.Module, without: Container[nn.Module] = ()) -> None:
@@ -192,8 +193,8 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
         if outermost:
             require_no_labels(self, kwargs)
             asks = settings.ring.size > 1 and not settings.asked and alone() is None
-            if asks and not torch.compiler.is_compiling():
-                require_apart(self, inner, (args, kwargs), settings, _turned_on)
+            if asks:
+                _require_apart(self, inner, (args, kwargs), settings, _turned_on)
         else:
             settings.require_told_alike()
         with _turned_on(settings, kwargs) as override:
@@ -202,6 +203,7 @@ def _overriding(module: nn.Module, *, outermost: bool) -> Callable[..., Any]:
             raise _unseen(self)
         if outermost:
             note_backward(result, settings)
+            warn_unasked(self, settings)
         return result
 
     return forward

@@ -47,7 +47,9 @@ class Settings:
         method: Name of the method.
         ring: The ranks.
         told: The batch that holds at present, if a caller told one.
-        asked: Whether the model was asked if it mixes positions outside of attention.
+        asked: Whether the model was asked if it mixes positions outside of attention, or a warning
+            has said that it could not be.
+        unasked: Why it could not be asked; None if no warning is due.
         shows_masks: Whether attention gets a mask that says no more than that it is causal: its
             module may say otherwise.
         by_bias: Whether the model knows positions by what its attention adds to scores alone.
@@ -60,6 +62,7 @@ class Settings:
         self.method = method
         self.ring = ring
         self.told: Told | None = None
+        self.unasked: str | None = None
         self.asked = self.shows_masks = self.by_bias = self.undivided = False
         self._of_backward: tuple[int, Told | None] | None = None
 
@@ -178,7 +181,7 @@ def asked(model: nn.Module) -> None:
     """Remember that a model was asked whether it mixes positions."""
     settings = settings_of(model)
     if settings is not None:
-        settings.asked = True
+        settings.asked, settings.unasked = True, None
 
 
 def note_shards(model: nn.Module, order: str) -> None:

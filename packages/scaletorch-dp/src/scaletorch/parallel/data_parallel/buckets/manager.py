@@ -157,13 +157,15 @@ class BucketManager:
             for slot in bucket.slots:
                 flags[slot.index] = bucket.flag(slot)
         group = self.reduction.group
+        trained = sum(slot.parameter.requires_grad for slot in self.slots)
         places = [int(self._adds), int(not self._adds), self._dropped, -self._dropped]
+        places += [trained, -trained]
         shared = torch.tensor([*flags, *places], dtype=torch.int32, device=get_comm_device(group))
         work = all_reduce(shared, "max", group=group, async_op=True)
         for bucket in buckets:  # which travel on meanwhile
             bucket.wait()
         work.wait()
-        *result, adds, begins, most, least = shared.tolist()
+        *result, adds, begins, most, least, many, few = shared.tolist()
         dropped, self._dropped = self._dropped, 0
         if adds and begins:
             self._drop()
@@ -179,6 +181,14 @@ class BucketManager:
                 f"without a synchronisation, and other ranks {-least} to {most} times: some alone "
                 "were in no_sync(), and may have updated by gradients of their own; enter and "
                 "leave it on all ranks alike; all gradients are None now"
+            )
+        if many + few:
+            self._drop()
+            raise MismatchError(
+                f"{describe_rank()}: {trained} of the parameters of this rank that were trainable "
+                f"when wrapped require grad now, and on other ranks {-few} to {many}: gradients "
+                "would be sums over some ranks alone; freeze the same parameters on all ranks; all "
+                "gradients are None now"
             )
         if NONFINITE in result:
             self._refuse(flags)

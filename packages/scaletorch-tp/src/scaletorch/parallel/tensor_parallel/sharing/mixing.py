@@ -84,11 +84,16 @@ def _shifts(x: Tensor, kwargs: Mapping[str, Any], args: Sequence[Any], own: int)
     return moved and x.ndim == 3 and x.shape[1] == own and x.is_floating_point()
 
 
+def _recurs(x: Tensor, kwargs: Mapping[str, Any], args: Sequence[Any], own: int) -> bool:
+    return x.ndim == 3 and own in x.shape[:2]
+
+
 _MIXING: dict[Any, Seen] = {
     F.scaled_dot_product_attention: _attends,
     F.pad: _shifts,
     **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), _scores),
     **dict.fromkeys((F.conv1d, torch.conv1d), _convolves),
+    **dict.fromkeys((torch.gru, torch.lstm, torch.rnn_tanh, torch.rnn_relu), _recurs),
     **dict.fromkeys((F.avg_pool1d, F.max_pool1d, F.adaptive_avg_pool1d), _pools),
     **dict.fromkeys(
         (

@@ -1,0 +1,146 @@
+"""Training a model on a layout, beside one process."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from scaletorch.compose import (
+    full_gradients,
+    full_state_dict,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.dist import get_rank
+from scaletorch.dist.errors import ScaletorchError
+from scaletorch.dist.testing import relative_error, worst
+from scaletorch.parallel.data_parallel import shard_optimizer
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+from .layouts import Layout
+from .models import PLAN
+from .rows import CASES, Case, nothing
+
+RATE, BOUND = 0.1, 1e-10
+Told = tuple[str, str]  # "right", "refused", "wrong" or "obscure", and what came
+
+
+def names() -> list[tuple[str, str]]:
+    return [(row, name) for row, cases in CASES.items() for name in cases]
+
+
+def steps(case: Case) -> range:
+    return range(1 if case.later is nothing else 2)
+
+
+def build(case: Case, depth: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    model = case.make(depth).double()
+    for parameter in model.parameters():  # attention is not uniform
+        parameter.data.mul_(2.0 if parameter.ndim == 2 else 1.0)
+    return model
+
+
+def plain_loss(model: torch.nn.Module, batch: dict[str, Any]) -> torch.Tensor:
+    output = model(**{name: x for name, x in batch.items() if name != "labels"})
+    logits = getattr(output, "logits", output)
+    loss = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
+    config = getattr(model, "config", None)
+    if config is not None:
+        scores = torch.cat(output.router_logits).softmax(-1)
+        chosen = torch.zeros_like(scores).scatter(-1, scores.topk(2).indices, 1.0)
+        loss = (
+            loss
+            + config.router_aux_loss_coef
+            * scores.shape[-1]
+            * (chosen.mean(0) * scores.mean(0)).sum()
+        )
+    return loss
+
+
+@cache
+def reference(row: str, name: str, depth: int) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Return loss and gradients of each step of one process, and the weights behind them."""
+    case, found = CASES[row][name], []
+    model = build(case, depth)
+    optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
+    for step in steps(case):
+        loss = plain_loss(model, case.batch(step))
+        loss.backward()
+        found.append((loss.detach(), {n: p.grad for n, p in model.named_parameters()}))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, {n: x.detach() for n, x in model.state_dict().items()}
+
+
+def train(case: Case, layout: Layout) -> tuple[list[Any], dict[str, torch.Tensor]]:
+    """Return the same on this layout."""
+    manager = setup_process_group_manager(**layout.sizes)
+    model = build(case, layout.depth)
+    for layer in model.layers if layout.compiled else ():
+        layer.compile(backend="eager")
+    plan = {"plan": PLAN} if manager.tp_size > 1 else {}
+    parallel = parallelize(model, manager, **{**plan, **layout.options, **case.options()})
+    optimizer = torch.optim.SGD(parallel.parameters(), lr=RATE)
+    if layout.zero:
+        shard_optimizer(optimizer, parallel, stage=layout.zero)
+    found: list[Any] = []
+    for step in steps(case):
+        told = {"manager": manager, **cut} if (cut := case.cut()) else {"model": parallel}
+        batches = shard_global_batch(case.batch(step), layout.micro_batches, **told)
+        change = case.later if step and get_rank() == 1 else nothing
+        with change(parallel, batches):
+            loss = train_step(parallel, batches)
+        found.append((loss, full_gradients(parallel)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, full_state_dict(parallel)
+
+
+def differences(found: Any, expected: Any) -> dict[str, float]:
+    """Return the relative error of each loss, gradient and weight."""
+    errors = {}
+    for step, ((loss, gradients), (own, others)) in enumerate(
+        zip(found[0], expected[0], strict=True)
+    ):
+        errors[f"loss {step}"] = relative_error(loss, own)
+        for name, gradient in others.items():
+            errors[f"gradient {step} {name}"] = relative_error(gradients[name], gradient)
+    for name, weight in expected[1].items():
+        errors[f"state {name}"] = relative_error(found[1][name], weight)
+    return errors
+
+
+def cell(row: str, name: str, layout: Layout) -> Told:
+    """Return whether a model trains as in one process, or what is said of it."""
+    try:
+        found = train(CASES[row][name], layout)
+        errors = differences(found, reference(row, name, layout.depth))
+        largest = worst(errors.values())
+        if largest < BOUND:
+            return "right", f"{largest:.0e}"
+        far = [f"{n} {e:.1e}" for n, e in errors.items() if not e < BOUND]
+        return "wrong", f"{len(far)} of {len(errors)}: " + ", ".join(far[:4])
+    except ScaletorchError as error:
+        return "refused", f"{type(error).__name__}: {error}"
+    except Exception as error:
+        frames = traceback.extract_tb(error.__traceback__)[-3:]
+        where = " < ".join(f"{f.filename.rsplit('/', 1)[-1]}:{f.lineno}" for f in reversed(frames))
+        return "obscure", f"{type(error).__name__}: {error} @ {where}"
+    finally:
+        destroy_process_group_manager()
+
+
+def cells(cases: Iterable[tuple[str, str]], layout: Layout) -> list[Told]:
+    """Return that of several models, as one rank of the layout."""
+    torch._dynamo.reset() if layout.compiled else None
+    return [cell(row, name, layout) for row, name in cases]

@@ -1,0 +1,424 @@
+"""Small decoders, each with one thing that some layout would compute otherwise than one process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scaletorch.dist import get_rank
+from scaletorch.parallel.tensor_parallel import Divide
+
+VOCAB, HIDDEN, INNER, HEADS, EXPERTS = 16, 8, 12, 4, 4
+PLAN = {
+    "embed_tokens": "vocab",
+    "layers.*.self_attn": Divide("num_heads"),
+    **dict.fromkeys((f"layers.*.self_attn.{each}_proj" for each in "qkv"), "column"),
+    "layers.*.self_attn.o_proj": "row",
+    "layers.*.mlp.gate_proj": "column",
+    "layers.*.mlp.up_proj": "column",
+    "layers.*.mlp.down_proj": "row",
+    "lm_head": "column_gather",
+}
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads = HEADS
+        self.q_proj, self.k_proj, self.v_proj = (
+            nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(3)
+        )
+        self.o_proj = nn.Linear(HIDDEN, HIDDEN)
+
+    def heads(self, x):
+        return x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+
+    def turned(self, x):
+        return x
+
+    def forward(self, x):
+        q, k, v = (self.heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        y = F.scaled_dot_product_attention(self.turned(q), self.turned(k), v, is_causal=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(HIDDEN, INNER), nn.Linear(HIDDEN, INNER)
+        self.down_proj = nn.Linear(INNER, HIDDEN)
+
+    def inner(self, x):
+        return F.silu(self.gate_proj(x)) * self.up_proj(x)
+
+    def forward(self, x):
+        return self.down_proj(self.inner(x))
+
+
+class Layer(nn.Module):
+    attention, feed_forward = Attention, MLP
+
+    def __init__(self):
+        super().__init__()
+        self.self_attn, self.mlp = self.attention(), self.feed_forward()
+        self.norm1, self.norm2 = nn.RMSNorm(HIDDEN), nn.RMSNorm(HIDDEN)
+
+    def forward(self, x):
+        x = x + self.self_attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))
+
+
+class Plain(nn.Module):
+    layer, places = Layer, 0
+
+    def __init__(self, depth):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(VOCAB, HIDDEN)
+        if self.places:
+            self.positions = nn.Embedding(self.places, HIDDEN)
+        self.layers = nn.ModuleList(self.layer() for _ in range(depth))
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
+
+    def top(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x))
+
+    def forward(self, input_ids):
+        return self.top(self.embed_tokens(input_ids))
+
+
+# Positions.
+
+
+class Counts(Plain):
+    """Counts its own positions."""
+
+    places = 64
+
+    def forward(self, input_ids):
+        places = torch.arange(input_ids.shape[1])
+        return self.top(self.embed_tokens(input_ids) + self.positions(places))
+
+
+class CountsFromZeros(Counts):
+    """Positions begin as zero, so that nothing of them shows in the first output."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        nn.init.zeros_(self.positions.weight)
+
+
+class Turning(Attention):
+    """Rotates queries and keys by angles of its own count."""
+
+    def turned(self, x):
+        angles = torch.arange(x.shape[2])[:, None].double()
+        a, b = x.chunk(2, -1)
+        return torch.cat(
+            (a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()), -1
+        )
+
+
+class TurningLayer(Layer):
+    attention = Turning
+
+
+class CountsInAttention(Plain):
+    layer = TurningLayer
+
+
+class Given(Counts):
+    """Takes positions, and counts them as it would be given them."""
+
+    def forward(self, input_ids, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(input_ids.shape[1])[None]
+        return self.top(self.embed_tokens(input_ids) + self.positions(position_ids))
+
+
+class Offset(Counts):
+    """Its own positions begin at 2."""
+
+    def forward(self, input_ids, position_ids=None):
+        if position_ids is None:
+            position_ids = torch.arange(2, input_ids.shape[1] + 2)[None]
+        return self.top(self.embed_tokens(input_ids) + self.positions(position_ids))
+
+
+class SaysOffset(Offset):
+    """Says how it counts."""
+
+    padding_idx = 1
+
+    def create_position_ids_from_input_ids(self, input_ids, padding_idx):
+        return torch.arange(2, input_ids.shape[1] + 2).expand(input_ids.shape)
+
+
+# Mixing.
+
+
+def mixing(mix, where="layer"):
+    """Return a model that mixes positions by a function, in each layer or before them."""
+
+    class MixingLayer(Layer):
+        def forward(self, x):
+            return super().forward(mix(x))
+
+    class InLayers(Plain):
+        layer = MixingLayer
+
+    class Before(Plain):
+        def forward(self, input_ids):
+            return self.top(mix(self.embed_tokens(input_ids)))
+
+    class Behind(Plain):
+        def forward(self, input_ids):
+            return mix(super().forward(input_ids))
+
+    return {"layer": InLayers, "before": Before, "behind": Behind}[where]
+
+
+class ConvLayer(Layer):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv1d(HIDDEN, HIDDEN, 3)
+
+    def forward(self, x):
+        return super().forward(x + self.conv(F.pad(x.mT, (2, 0))).mT)
+
+
+class Conv(Plain):
+    layer = ConvLayer
+
+
+class RecurrentLayer(Layer):
+    def __init__(self):
+        super().__init__()
+        self.rnn = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
+
+    def forward(self, x):
+        return super().forward(x + self.rnn(x)[0])
+
+
+class Recurrent(Plain):
+    layer = RecurrentLayer
+
+
+# Batch norms, buffers.
+
+
+class NormLayer(Layer):
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(HIDDEN)
+
+    def forward(self, x):
+        return super().forward(x + self.batch_norm(x.mT).mT)
+
+
+class Norm(Plain):
+    layer = NormLayer
+
+
+class FrozenNorm(Norm):
+    def __init__(self, depth):
+        super().__init__(depth)
+        for layer in self.layers:
+            layer.batch_norm.eval()
+
+
+class AverageLayer(Layer):
+    """Follows the mean of what it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(HIDDEN))
+
+    def forward(self, x):
+        if self.training:
+            self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        return super().forward(x - self.mean)
+
+
+class Averages(Plain):
+    layer = AverageLayer
+
+
+class LargestMLP(MLP):
+    """Follows the largest activation between column- and row-parallel layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("largest", torch.ones(()))
+
+    def inner(self, x):
+        y = super().inner(x)
+        if self.training:
+            self.largest.lerp_(y.detach().abs().max(), 0.1)
+        return y / self.largest.clone()
+
+
+class LargestLayer(Layer):
+    feed_forward = LargestMLP
+
+
+class Largest(Plain):
+    layer = LargestLayer
+
+
+class CountingLayer(Layer):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def forward(self, x):
+        if self.training:
+            self.calls += 1
+        return super().forward(x / self.calls.clamp(min=1))
+
+
+class Counting(Plain):
+    layer = CountingLayer
+
+
+# Losses of its own.
+
+
+@dataclass
+class Routing:
+    logits: torch.Tensor
+    router_logits: tuple[torch.Tensor, ...]
+
+
+class Output(dict):
+    """Logits and others by name, as outputs of transformers are."""
+
+    logits = property(lambda self: self["logits"])
+
+
+class RoutedLayer(Layer):
+    """Each token is scaled by its largest expert."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(HIDDEN, EXPERTS, bias=False)
+
+    def forward(self, x):
+        scores = self.gate(x)
+        return super().forward(x * scores.softmax(-1).amax(-1, keepdim=True)), scores
+
+
+class Routed(Plain):
+    """A config asks for the routers' loss."""
+
+    layer = RoutedLayer
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.config = SimpleNamespace(
+            output_router_logits=True, router_aux_loss_coef=0.5, num_experts_per_tok=2
+        )
+
+    def forward(self, input_ids):
+        x, found = self.embed_tokens(input_ids), []
+        for layer in self.layers:
+            x, scores = layer(x)
+            found.append(scores.flatten(0, 1))
+        return Routing(logits=self.lm_head(self.norm(x)), router_logits=tuple(found))
+
+
+class Beside(Plain):
+    """Returns a loss beside its logits."""
+
+    def forward(self, input_ids):
+        logits = super().forward(input_ids)
+        return Output(logits=logits, aux_loss=logits.square().mean())
+
+
+class InTuple(Plain):
+    def forward(self, input_ids):
+        logits = super().forward(input_ids)
+        return logits, logits.square().mean()
+
+
+# Ranks that differ.
+
+
+class Other(Plain):
+    """Rank 1 has other weights in its last layer."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        if get_rank() == 1:
+            nn.init.constant_(self.layers[-1].norm1.weight, 2.0)
+
+
+class OtherBuffer(Plain):
+    """Rank 1 has another buffer."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.register_buffer("scale", torch.ones(()) + (get_rank() == 1))
+
+    def forward(self, input_ids):
+        return super().forward(input_ids) * self.scale
+
+
+# Parameters between column- and row-parallel layers.
+
+
+class ScaledMLP(MLP):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def inner(self, x):
+        return super().inner(x) * self.scale
+
+
+class ScaledLayer(Layer):
+    feed_forward = ScaledMLP
+
+
+class Scaled(Plain):
+    layer = ScaledLayer
+
+
+class NormedAttention(Attention):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.RMSNorm(HIDDEN // HEADS)
+
+    def turned(self, x):
+        return self.norm(x)
+
+
+class NormedLayer(Layer):
+    attention = NormedAttention
+
+
+class Normed(Plain):
+    """Norms of queries and keys, which the plan does not name."""
+
+    layer = NormedLayer
+
+
+class BothMLP(ScaledMLP):
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+class BothLayer(Layer):
+    feed_forward = BothMLP
+
+
+class Both(Plain):
+    """A scale that is used in a region and outside of it."""
+
+    layer = BothLayer

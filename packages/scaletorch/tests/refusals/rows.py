@@ -1,0 +1,224 @@
+"""What is tried: the rows of "What is refused", each by models, and where these are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from scaletorch.dist import get_rank
+
+from . import models
+
+ROWS, LENGTH = 8, 16
+Batch = dict[str, Any]
+Features = frozenset[str]
+
+
+def batch(step: int) -> Batch:
+    """Return tokens and labels, of which some count nothing."""
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(models.VOCAB, (ROWS, LENGTH + 1), generator=generator)
+    labels = tokens[:, 1:].clone()
+    labels[0, 3:] = -100
+    return {"input_ids": tokens[:, :-1], "labels": labels}
+
+
+def always(_: Features) -> bool:
+    return True
+
+
+def never(_: Features) -> bool:
+    return False
+
+
+def on(*names: str) -> Callable[[Features], bool]:
+    """Refused where any of these is."""
+    return lambda features: bool(features & {*names})
+
+
+def piped_shares(features: Features) -> bool:
+    return features >= {"pp", "sequence_parallel"}
+
+
+def nothing(_model: nn.Module, _batches: list[Batch]) -> AbstractContextManager[Any]:
+    return nullcontext()
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model of a row.
+
+    Attributes:
+        make: Of the number of layers.
+        refused: Tells of a layout's features whether it has to be refused there.
+        words: A pattern of what is said then.
+        batch: Of a step.
+        options: Of `parallelize`, called on each rank.
+        cut: Further options of `shard_global_batch`, called on each rank.
+        later: What rank 1 does in the second step, to its model and micro-batches.
+    """
+
+    make: Callable[[int], nn.Module]
+    refused: Callable[[Features], bool] = never
+    words: str = "never"
+    batch: Callable[[int], Batch] = batch
+    options: Callable[[], Mapping[str, Any]] = dict
+    cut: Callable[[], Mapping[str, Any]] = dict
+    later: Callable[[nn.Module, list[Batch]], AbstractContextManager[Any]] = nothing
+
+
+def with_positions(step: int) -> Batch:
+    return {**batch(step), "position_ids": torch.arange(2, LENGTH + 2).expand(ROWS, LENGTH)}
+
+
+def with_weights(step: int) -> Batch:
+    return {**batch(step), "weights": torch.ones(ROWS, LENGTH)}
+
+
+def other_labels(step: int) -> Batch:
+    found = batch(step)
+    if get_rank() == 1:
+        found["labels"] = found["labels"].roll(1, 0)
+    return found
+
+
+def recomputed_on_one() -> Mapping[str, Any]:
+    return {"bucket_size": 100, "recompute": "selective" if get_rank() == 1 else False}
+
+
+def contiguous() -> Mapping[str, Any]:
+    return {"cp_layout": "stripe"}
+
+
+def unsynchronised(model: Any, _batches: list[Batch]) -> AbstractContextManager[Any]:
+    return model.no_sync()
+
+
+def a_parameter(model: Any, _batches: list[Batch]) -> AbstractContextManager[Any]:
+    model.module.module.extra = nn.Parameter(torch.zeros(1))
+    return nullcontext()
+
+
+def no_labels(_model: Any, batches: list[Batch]) -> AbstractContextManager[Any]:
+    del batches[0]["labels"]
+    return nullcontext()
+
+
+DIVIDED = ("cp", "sequence_parallel")
+MIXES = (
+    r"computes a position from others|cp_size=\d divides every sequence"
+    r"|would mix this rank's \d+ tokens alone"
+)
+
+
+def mixes(make: Callable[[int], nn.Module]) -> Case:
+    return Case(make, on(*DIVIDED), MIXES)
+
+
+# Cells that are still wrong, or refused though they need not be, and what will cure them.
+SUMS = "which gradients are summed over tp is to be inferred"
+PENDING: Mapping[str, tuple[Callable[[Features], bool], str]] = {
+    "scale": (on("tp"), SUMS),
+    "norms of heads": (on("tp"), SUMS),
+    "in and out": (on("tp"), SUMS),
+}
+
+# The beginning of each row of the table -> its models.
+CASES: Mapping[str, Mapping[str, Case]] = {
+    "takes `input_ids` alone": {"plain": Case(models.Plain)},
+    "counts its own positions": {
+        "counts": Case(models.Counts, on("cp"), MIXES),
+        "counts from zeros": Case(models.CountsFromZeros, on("cp"), MIXES),
+        "counts in attention": Case(models.CountsInAttention, on("cp"), MIXES),
+    },
+    "takes `position_ids`, and its own begin elsewhere": {
+        "given": Case(models.Given),
+        "offset": Case(models.Offset, on(*DIVIDED), "counts its positions otherwise than 0, 1, 2"),
+        "offset said": Case(models.SaysOffset),
+        "offset given": Case(models.Offset, batch=with_positions),
+    },
+    "mixes positions outside of attention": {
+        "conv": mixes(models.Conv),
+        "recurrence": mixes(models.Recurrent),
+        "cumsum": mixes(models.mixing(lambda x: x + x.cumsum(1))),
+        "flip before": Case(models.mixing(lambda x: x + x.flip(1), "before"), on(*DIVIDED), MIXES),
+        "pool behind": Case(
+            models.mixing(lambda x: x + x.mean(1, keepdim=True), "behind"),
+            lambda features: "cp" in features or piped_shares(features),
+            MIXES,
+        ),
+    },
+    "has a batch norm in training mode": {
+        "batch norm": Case(
+            models.Norm,
+            on("several", "recompute", *DIVIDED),
+            r"module layers.\d.batch_norm \(Batch",
+        ),
+        "frozen batch norm": Case(models.FrozenNorm),
+    },
+    "changes buffers in its forward": {
+        "averages": Case(
+            models.Averages,
+            on("dp", "several", "recompute", *DIVIDED),
+            r"forward changes buffer layers\.\d\.mean|mean of .* would mix this rank's \d+ tokens",
+        ),
+        "largest": Case(
+            models.Largest,
+            on("dp", "tp", "several", "recompute", *DIVIDED),
+            "forward changes buffer layers.*.largest",
+        ),
+        "counting": Case(
+            models.Counting, on("several", "recompute"), "changes buffer layers.*.calls each time"
+        ),
+    },
+    "asks for a router's auxiliary loss": {
+        "router": Case(
+            models.Routed,
+            on("several", "pp"),
+            "router's auxiliary loss .* which|product of two means",
+        ),
+    },
+    "returns another loss beside its logits": {
+        "aux_loss": Case(models.Beside, always, "has aux_loss beside its logits"),
+        "tuple": Case(models.InTuple, always, "returned a tuple of a tensor"),
+    },
+    "has other weights on some tp or pp ranks": {
+        "other weights": Case(models.Other, always, r"layers\.\d\.norm1.weight .*has values"),
+        "other buffer": Case(models.OtherBuffer, always, "scale .*has values"),
+        "other arguments": Case(
+            models.Plain, always, r"arguments given to parallelize", options=recomputed_on_one
+        ),
+    },
+    "is given a batch that differs": {
+        "other labels": Case(
+            models.Plain, always, "labels on rank 1 .* is not that of rank 0", batch=other_labels
+        ),
+    },
+    "attends in one cp layout": {
+        "stripe": Case(models.Plain, on("cp"), "cut in a stripe layout", cut=contiguous),
+    },
+    "has entries in its batch": {
+        "weights": Case(models.Plain, always, "the batch has weights", batch=with_weights),
+    },
+    "uses a parameter, or a tensor made of one": {
+        "scale": Case(models.Scaled),
+        "norms of heads": Case(models.Normed),
+        "in and out": Case(
+            models.Both,
+            lambda features: "tp" in features and "sequence_parallel" not in features,
+            r"uses .*layers\.\d\.mlp\.scale",
+        ),
+    },
+    "cannot go on with a later step": {
+        "no_sync": Case(models.Plain, always, r"no_sync\(\), which all", later=unsynchronised),
+        "parameter": Case(
+            models.Plain, always, "extra came after the module was wrapped", later=a_parameter
+        ),
+        "no labels": Case(models.Plain, always, "has no labels", later=no_labels),
+    },
+}

@@ -1,0 +1,65 @@
+"""Each row of "What is refused" on every layout: right, or refused in words that match.
+
+`pytest -s` shows the matrix: R is right, X refused.
+"""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from refusals.cells import cells, names
+from refusals.layouts import LAYOUTS
+from refusals.rows import CASES, PENDING, never
+
+from scaletorch.dist.testing import RankPool
+
+GUIDE = Path(__file__).parents[3] / "docs" / "expectations.md"
+
+
+def judge(case, features, of_ranks):
+    """Return R or X, and what is wrong with what ranks were told, if anything."""
+    kinds = {kind for kind, _ in of_ranks}
+    odd = [text for kind, text in of_ranks if kind not in ("right", "refused")]
+    shown = (odd or [text for _, text in of_ranks])[0]
+    if kinds == {"right"}:
+        return "R", f"trains ({shown})" if case.refused(features) else None
+    if kinds != {"refused"}:
+        return "?", f"{sorted(kinds)}: {shown}"
+    if not case.refused(features):
+        return "X", f"refused: {shown}"
+    said = [text for _, text in of_ranks if not re.search(case.words, text, re.DOTALL)]
+    return "X", f"other words: {said[0]}" if said else None
+
+
+def enumerated(layouts):
+    return [f"{at}: {layout}" for at, layout in enumerate(layouts, 1)]
+
+
+def show(lines):
+    """Write what `pytest -s` shows."""
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_row_on_every_layout(ranks):
+    mistakes, lines = [], {name: "" for _, name in names()}
+    layouts = [layout for layout in LAYOUTS if layout.ranks == ranks]
+    with RankPool(ranks, timeout=100) as pool:
+        for layout in layouts:
+            found = pool.run(cells, names(), layout)
+            for (row, name), told in zip(names(), zip(*found, strict=True), strict=True):
+                letter, mistake = judge(CASES[row][name], layout.features, told)
+                lines[name] += letter
+                if mistake and not PENDING.get(name, (never,))[0](layout.features):
+                    mistakes.append(f"{name} on {layout}: {mistake}")
+    show(["", *(f"{line} {name}" for name, line in lines.items()), *enumerated(layouts)])
+    assert not mistakes, "\n".join(mistakes)
+
+
+def test_every_row_of_the_guide_has_models():
+    table = GUIDE.read_text().split("## What is refused")[1].split("\n\n")[2]
+    rows = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
+    assert [row for row in rows if row and not any(row.startswith(known) for known in CASES)] == []
+    assert len([row for row in rows if row]) == len(CASES)
