@@ -120,14 +120,6 @@ def mixes(make: Callable[[int], nn.Module]) -> Case:
     return Case(make, on(*DIVIDED), MIXES)
 
 
-# Cells that are still wrong, or refused though they need not be, and what will cure them.
-SUMS = "which gradients are summed over tp is to be inferred"
-PENDING: Mapping[str, tuple[Callable[[Features], bool], str]] = {
-    "scale": (on("tp"), SUMS),
-    "norms of heads": (on("tp"), SUMS),
-    "in and out": (on("tp"), SUMS),
-}
-
 # The beginning of each row of the table -> its models.
 CASES: Mapping[str, Mapping[str, Case]] = {
     "takes `input_ids` alone": {"plain": Case(models.Plain)},
@@ -205,13 +197,20 @@ CASES: Mapping[str, Mapping[str, Case]] = {
     "has entries in its batch": {
         "weights": Case(models.Plain, always, "the batch has weights", batch=with_weights),
     },
-    "uses a parameter, or a tensor made of one": {
+    "uses a whole parameter between": {
         "scale": Case(models.Scaled),
         "norms of heads": Case(models.Normed),
+    },
+    "uses one parameter both there and outside": {
         "in and out": Case(
             models.Both,
             lambda features: "tp" in features and "sequence_parallel" not in features,
-            r"uses .*layers\.\d\.mlp\.scale",
+            r"mlp\.scale.*in a parallel region .* and outside",
+        ),
+    },
+    "uses one parameter both on shares": {
+        "loops": Case(
+            models.SharedNorm, on("sequence_parallel"), r"norm\.weight.*shares of the tokens"
         ),
     },
     "cannot go on with a later step": {
