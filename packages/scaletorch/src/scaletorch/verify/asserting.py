@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..compose.naming import parse_layout
+from ..compose.row_dims import RowDims
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
@@ -29,6 +30,7 @@ def assert_trains_alike(
     options: Mapping[str, Sequence[str | int]] | None = None,
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
+    row_dims: RowDims | None = None,
     optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
     timeout: float = 120.0,
@@ -46,6 +48,7 @@ def assert_trains_alike(
         options: Values to try of `OPTIONS`, such as `{"schedule": ["1f1b", "zb_h1"]}`.
         plan: As for `parallelize`; None recognises the model's family.
         split: Pipeline split; None infers it from the module.
+        row_dims: As for `shard_global_batch`: the dims of rows of entries whose shapes do not tell.
         optimizer: Module-level class or function of parameters; None is SGD, then AdamW.
         optimizer_args: What it is made with beside them.
         timeout: Seconds for one layout.
@@ -71,6 +74,7 @@ def assert_trains_alike(
         options=options,
         plan=plan,
         split=split,
+        row_dims=row_dims,
         optimizer=optimizer,
         optimizer_args=optimizer_args,
         timeout=timeout,
@@ -78,15 +82,21 @@ def assert_trains_alike(
     if report.passed:
         return report
     named = {"model": model, "batch": batch, "plan": plan, "optimizer": optimizer}
-    command = _command(report.command, named, optimizer_args or {})
+    command = _command(report.command, named, optimizer_args or {}, row_dims or {})
     raise AssertionError(f"{_name(model)}\n{replace(report, command=command)}")
 
 
-def _command(begin: str, named: Mapping[str, Any], optimizer_args: Mapping[str, Any]) -> str:
+def _command(
+    begin: str,
+    named: Mapping[str, Any],
+    optimizer_args: Mapping[str, Any],
+    row_dims: RowDims,
+) -> str:
     """Return the command that does the same, but for the layout and its options."""
     words = [f"--{option} {_name(thing)}" for option, thing in named.items() if thing is not None]
-    given = [f"{name}={value}" for name, value in optimizer_args.items()]
-    return " ".join([begin, *words, *(["--optimizer-args", *given] if given else [])])
+    for option, values in (("--optimizer-args", optimizer_args), ("--row-dims", row_dims)):
+        words += [" ".join([option, *(f"{n}={v}" for n, v in values.items())])] * bool(values)
+    return " ".join([begin, *words])
 
 
 def _name(thing: Any) -> str:
