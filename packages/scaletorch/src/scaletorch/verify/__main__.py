@@ -37,7 +37,6 @@ from .problem import (
 from .report import CaseResult, Report
 from .verify import verify
 
-
 R = TypeVar("R")
 
 ROW_DIMS = "dims of rows of entries whose shapes do not tell, as pixels=1 table=None"
