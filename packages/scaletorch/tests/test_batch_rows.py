@@ -15,11 +15,13 @@ from scaletorch.parallel.pg_manager import (
 from scaletorch.verify import assert_trains_alike
 
 ROWS, LENGTH, WIDTH = 4, 8, 8
-PLAN = {"layers.*.up": "column", "layers.*.down": "row"}
+PLAN = {"layers.*.up": "column", "layers.*.down": "row", "head": "column_gather"}
 NAMED = {"table": None, "columns": 1}
 
 
 class Layer(nn.Module):
+    attends = True
+
     def __init__(self):
         super().__init__()
         self.qkv, self.up = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 16)
@@ -27,7 +29,8 @@ class Layer(nn.Module):
 
     def forward(self, x):
         q, k, v = self.qkv(x)[:, None].chunk(3, -1)
-        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        if self.attends:
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
         return x + self.down(torch.tanh(self.up(x)))
 
 
@@ -38,7 +41,7 @@ class Net(nn.Module):
         super().__init__()
         self.embed, self.axes = nn.Embedding(16, WIDTH), nn.Embedding(3 * LENGTH, WIDTH)
         self.time = nn.Linear(1, WIDTH)
-        self.layers = nn.ModuleList(Layer() for _ in range(2))
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
         self.head = nn.Linear(WIDTH, 16)
 
     def forward(self, input_ids, position_ids, timesteps, table, columns, scale):
@@ -49,9 +52,12 @@ class Net(nn.Module):
         return self.head(x) * scale
 
 
-def net():
+def net(attends=True):
     torch.manual_seed(0)
-    return Net().double()
+    model = Net().double()
+    for layer in model.layers:
+        layer.attends = attends  # sequences that tp divides would want a plan for it
+    return model
 
 
 def batch(step=0):
@@ -77,6 +83,7 @@ LAYOUTS = {  # sizes, options of parallelize, micro-batches
         ({"pp_size": 2}, {"schedule": "zb_v"}, 4),
         ({"pp_size": 2}, {"schedule": "dualpipe_v"}, 4),
         ({"tp_size": 2}, {}, 2),
+        ({"tp_size": 2}, {"sequence_parallel": True}, 2),
     ],
     4: [
         ({"dp_size": 4}, {}, 1),
@@ -91,7 +98,7 @@ def trained(sizes, options, micro_batches):
     manager = setup_process_group_manager(**sizes)
     try:
         options = {"plan": PLAN, **options} if manager.tp_size > 1 else options
-        model = parallelize(net(), manager, **options)
+        model = parallelize(net("sequence_parallel" not in options), manager, **options)
         parts = shard_global_batch(batch(), micro_batches, model=model, row_dims=NAMED)
         loss = train_step(model, parts)
         return loss.item(), full_gradients(model)
@@ -106,18 +113,22 @@ def _imports():
 
 @pytest.fixture(scope="module")
 def expected():
-    model, whole = net(), batch()
-    labels = whole.pop("labels")
-    loss = F.cross_entropy(model(**whole).flatten(0, 1), labels.flatten())
-    loss.backward()
-    return loss.item(), {name: p.grad for name, p in model.named_parameters()}
+    found = []
+    for attends in (False, True):
+        model, whole = net(attends), batch()
+        labels = whole.pop("labels")
+        loss = F.cross_entropy(model(**whole).flatten(0, 1), labels.flatten())
+        loss.backward()
+        gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        found.append((loss.item(), gradients))
+    return found
 
 
 @pytest.mark.parametrize("ranks", LAYOUTS)
 def test_rows_of_all_shapes_train_as_one_process(ranks, expected):
-    loss, gradients = expected
     with RankPool(ranks, timeout=60) as pool:
         for layout in LAYOUTS[ranks]:
+            loss, gradients = expected["sequence_parallel" not in layout[1]]
             for found, theirs in pool.run(trained, *layout):
                 assert found == pytest.approx(loss, rel=1e-12), layout
                 errors = {n: relative_error(theirs[n], g) for n, g in gradients.items()}
