@@ -8,10 +8,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
+from scaletorch.compose import (
+    full_gradients,
+    parallelize,
+    shard_global_batch,
+    token_losses,
+    train_step,
+)
 from scaletorch.compose.own_loss import _read, _require_alike, _written
 from scaletorch.dist import RankPool
-from scaletorch.dist.errors import MismatchError
+from scaletorch.dist.errors import MismatchError, ScaletorchError
 from scaletorch.dist.testing import preload, relative_error
 from scaletorch.parallel.data_parallel import shard_optimizer
 from scaletorch.parallel.pg_manager import (
@@ -61,6 +67,16 @@ class Tied(Net):
         for layer in self.layers:
             x = layer(x)
         return F.linear(x, self.embed.weight)
+
+
+class Aux(Net):
+    """Returns a value of each token beside the logits."""
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x), x.square().mean(-1)
 
 
 def net(kind=Net, attends=True):
@@ -159,8 +175,11 @@ def attempt(sizes, options, make, kind=Net, plan=PLAN):
     manager = setup_process_group_manager(**sizes)
     try:
         tp = {"plan": plan} if manager.tp_size > 1 else {}
-        model = parallelize(net(kind, "sequence_parallel" not in options), manager, **tp, **options)
-        own = {} if make is None else {"loss_fn": make(model)}
+        plain = net(kind, "sequence_parallel" not in options)
+        whole = list(plain.parameters())
+        model = parallelize(plain, manager, **tp, **options)
+        given = whole if make is over_what_was_kept else model
+        own = {} if make is None else {"loss_fn": make(given)}
         parts = shard_global_batch(batch(), 4, model=model)
         return "", train_step(model, parts, **own).item()
     except Exception as error:
@@ -175,6 +194,23 @@ def over_parameters(model):
 
 def over_kept(model):
     return penalty(list(model.module.parameters()))
+
+
+def by_norms(model):
+    """In one number for each parameter, without a sum over a list of all."""
+
+    def loss_fn(output, mb):
+        loss, count = plain(output, mb)
+        norms = torch.stack([p.norm(1) for p in model.parameters()])
+        flat = torch.nn.utils.parameters_to_vector(model.parameters())
+        return loss * (1 + norms.sum()) + count * flat.abs().sum(), count
+
+    return loss_fn
+
+
+def over_what_was_kept(parameters):
+    """Of those of the first layer, as they were before the model was cut."""
+    return penalty(parameters[:2])
 
 
 def over_one_layer(model):
@@ -196,17 +232,23 @@ CUT = [
     ({"pp_size": 2, "cp_size": 2}, {}),
     ({"pp_size": 2, "dp_size": 2}, {"schedule": "zb_v"}),
 ]
-READS = "rank . .dp. pp. cp. tp..: loss_fn reads parameters of the model .*weight_decay"
+READS = (
+    "rank . .dp. pp. cp. tp..: loss_fn reads parameters of the model for a penalty .*weight_decay"
+)
 
 
 def world(sizes):
     return math.prod(sizes.values())
 
 
-@pytest.mark.parametrize("make", [over_parameters, over_kept, over_one_layer])
+@pytest.mark.parametrize(
+    "make", [over_parameters, over_kept, over_one_layer, over_what_was_kept, by_norms]
+)
 def test_a_penalty_is_refused_where_parameters_are_cut(make, pools):
     for sizes, options in CUT:
-        if make is not over_parameters and len(sizes) > 1:
+        if make is not over_parameters and (
+            len(sizes) > 1 or options.get("schedule", "zb_v") != "zb_v"
+        ):
             continue
         own = {k: v for k, v in options.items() if k != "loss_parallel"}
         for said, _ in pools[world(sizes)].run(attempt, sizes, own, make):
@@ -237,6 +279,55 @@ def by_gather(model):
     return picked
 
 
+class Headless(Net):
+    """Leaves its head and a temperature to the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.warmth = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def headless(model):
+    def loss_fn(output, mb):
+        return plain(F.linear(output, model.head.weight) * model.warmth, mb)
+
+    return loss_fn
+
+
+def with_head(sizes, options):
+    manager = setup_process_group_manager(**sizes)
+    try:
+        whole = net(Headless)
+        tp = {"plan": {n: s for n, s in PLAN.items() if n != "head"}} if manager.tp_size > 1 else {}
+        model = parallelize(whole, manager, **tp, **options)
+        parts = shard_global_batch(batch(), 4, model=model)
+        return "", train_step(model, parts, loss_fn=headless(whole)).item(), full_gradients(model)
+    except ScaletorchError as error:
+        return str(error), 0.0, {}
+    finally:
+        destroy_process_group_manager()
+
+
+def test_a_head_in_the_loss_is_right(pools):
+    model = net(Headless)
+    loss, count = headless(model)(model(batch()["input_ids"]), batch())
+    (loss / count).backward()
+    for sizes, options in CUT:
+        own = {k: v for k, v in options.items() if k not in ("loss_parallel", "sequence_parallel")}
+        for said, found, theirs in pools[world(sizes)].run(with_head, sizes, own):
+            assert not said, (sizes, own)
+            assert found == pytest.approx(loss.item() / count, rel=1e-12)
+            grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            errors = {n: relative_error(theirs[n], g) for n, g in grads.items()}
+            assert max(errors.values()) < 1e-11, (sizes, own, errors)
+
+
 PICKS = [  # options, the loss, the model, its plan, and what is said
     ({"loss_parallel": True}, plainly, Net, PLAN, "16 words on this rank.*loss_parallel=True"),
     ({"loss_parallel": True}, by_gather, Net, PLAN, "16 words on this rank.*take token_losses"),
@@ -257,6 +348,45 @@ def test_words_of_another_rank_are_refused_on_every_rank(case, pools):
                 words = "forward returns a tensor with a gradient"
             assert re.search(words, said, re.DOTALL), (sizes, said)
             assert said.startswith(("InvalidArgumentError", "MismatchError", "StageError")), said
+
+
+def with_aux(model):
+    def loss_fn(output, mb):
+        loss, count = plain(output[0], mb)
+        return loss + 1e-7 * output[1].sum(), count
+
+    return loss_fn
+
+
+def test_a_value_of_each_token_is_a_share_under_sequence_parallelism(pools):
+    for sizes in ({"tp_size": 2}, {"tp_size": 2, "dp_size": 2}):
+        for options, words in ({}, "^$"), ({"sequence_parallel": True}, "share of the tokens"):
+            for said, _ in pools[world(sizes)].run(attempt, sizes, options, with_aux, Aux):
+                assert re.search(words, said), (sizes, options, said)
+
+
+def steps(sizes, options, dtype, own):
+    """Train three steps in a dtype."""
+    manager = setup_process_group_manager(**sizes)
+    try:
+        whole = net(attends="sequence_parallel" not in options).to(dtype)
+        model = parallelize(whole, manager, plan=PLAN, **options)
+        parts = shard_global_batch(batch(), 2, model=model)
+        given = {"loss_fn": tokens} if own else {}
+        return [train_step(model, parts, **given).item() for _ in range(3)]
+    finally:
+        destroy_process_group_manager()
+
+
+def tokens(output, mb):
+    return token_losses(output, mb, z_loss=1e-3).sum(), mb["labels"].numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rounding_is_no_difference(dtype, pools):
+    for options in ({}, {"loss_parallel": True}, {"sequence_parallel": True}):
+        for own in (False, True):
+            pools[4].run(steps, {"tp_size": 4}, options, dtype, own)
 
 
 @pytest.mark.parametrize(

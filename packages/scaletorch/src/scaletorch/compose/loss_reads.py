@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
+from .forward import terms_of
 
 _PICKS: Mapping[Callable[..., Any], tuple[int, str]] = {  # where the words are in the arguments
     F.cross_entropy: (1, "target"),
@@ -80,49 +82,80 @@ def number_of_next_node() -> int:
     return int(node._sequence_nr()) + 1
 
 
-def leaves_read(loss: Tensor, outputs: Iterable[Node | None], first: int) -> list[Tensor]:
-    """Return the leaves that a loss reaches otherwise than through a model's outputs.
+def penalized_leaves(loss: Tensor, outputs: Iterable[Node | None], first: int) -> list[Tensor]:
+    """Return the leaves of which a loss has a term that depends on no output of the model.
+
+    Such a term is a number before it meets what depends on outputs. A weight that is multiplied
+    with an output (a head in the loss) is no such leaf, nor is one number (a temperature).
 
     Args:
         loss: The loss.
         outputs: The nodes that made what the model returned.
         first: `number_of_next_node()` as it was before the loss; older nodes are the model's.
     """
-    seen: set[Node | None] = {None, *outputs}
-    waiting = [loss.grad_fn]
-    leaves: list[Tensor] = []
+    ends = set(outputs)
+    under: dict[Node, _Under] = {}
+    found: list[Tensor] = []
+    waiting = [] if loss.grad_fn is None else [(loss.grad_fn, False)]
     while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
+        node, entered = waiting.pop()
+        if node in under:
             continue
-        seen.add(node)
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor):
-            leaves.append(variable)
-        elif node._sequence_nr() >= first:
-            waiting += [following for following, _ in node.next_functions]
-    return leaves
+            under[node] = _Under(False, [variable] if variable.numel() > 1 else [])
+        elif node in ends or node._sequence_nr() < first:
+            under[node] = _Under(True, [])
+        elif not entered:
+            waiting += [(node, True), *((n, False) for n, _ in node.next_functions if n)]
+        else:
+            parts = [under[n] for n, _ in node.next_functions if n]
+            leaves = [leaf for part in parts for leaf in part.leaves]
+            computes = any(part.computes for part in parts)
+            if (not computes and _is_number(node)) or node.name().startswith("CompiledFunction"):
+                found, leaves = found + leaves, []
+            under[node] = _Under(computes, leaves)
+    return found
+
+
+class _Under(NamedTuple):
+    """What is under a node of a graph.
+
+    Attributes:
+        computes: It depends on an output of the model.
+        leaves: Leaves under it, of no term that is known to be a penalty.
+    """
+
+    computes: bool
+    leaves: list[Tensor]
+
+
+def _is_number(node: Node) -> bool:
+    """Return whether all results of a node are numbers."""
+    return all(math.prod(each.shape) == 1 for each in node._input_metadata if each is not None)
 
 
 def require_no_parameters(
     leaves: Sequence[Tensor], model: nn.Module, manager: ProcessGroupManager
 ) -> None:
-    """Refuse a loss that reads parameters of which this rank has a shard, or not all.
+    """Refuse a penalty on parameters of which this rank has a shard, or not all.
 
     Raises:
         InvalidArgumentError: It does, with their names.
     """
+    if not leaves:
+        return
     found = {id(leaf) for leaf in leaves}
-    read = [name for name, p in model.named_parameters() if id(p) in found] if found else []
+    before = ((name, each()) for name, each in terms_of(model).originals.items())
+    read = [name for name, p in (*model.named_parameters(), *before) if id(p) in found]
     if not read:
         return
     sizes = {axis: getattr(manager, f"{axis}_size") for axis in ("tp", "pp", "ep")}
     cut = ", ".join(f"{axis}_size={size}" for axis, size in sizes.items() if size > 1)
     shown = ", ".join(read[:3]) + (f" and {len(read) - 3} more" if len(read) > 3 else "")
     raise InvalidArgumentError(
-        f"{describe_rank()}: loss_fn reads parameters of the model ({shown}), and with {cut} a "
-        "rank has shards or some of them alone: a penalty would be another one on each rank. Use "
-        "the optimizer's weight_decay, or add the penalty's gradient to each parameter's .grad "
-        "between train_step and optimizer.step(); what makes logits belongs into the model's "
-        "forward"
+        f"{describe_rank()}: loss_fn reads parameters of the model for a penalty ({shown}), and "
+        f"with {cut} a rank has shards or some of them alone, so it would be another one on each "
+        "rank. Use the optimizer's weight_decay, or add the penalty's gradient to each parameter's "
+        ".grad between train_step and optimizer.step()"
     )

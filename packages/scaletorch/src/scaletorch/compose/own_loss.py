@@ -22,7 +22,7 @@ from .batches import Batch, Called, token_count
 from .forward import terms_of
 from .loss import find_sharded_head
 from .loss_batch import LossBatch
-from .loss_reads import Words, leaves_read, number_of_next_node, require_no_parameters
+from .loss_reads import Words, number_of_next_node, penalized_leaves, require_no_parameters
 
 Number = int | float | Tensor
 LossFunction = Callable[[Any, Any], tuple[Tensor, Number]]
@@ -99,14 +99,15 @@ class OwnLoss:
 
     def _called(self, output: Any, batch: Called) -> tuple[Tensor, Number]:
         manager, outputs = self._manager, list(tensors_in(output))
-        number, made = number_of_next_node(), [x.grad_fn for x in outputs]
+        cut = self._trains and manager.tp_size * manager.pp_size * manager.ep_size > 1
+        first, made = number_of_next_node() if cut else 0, [x.grad_fn for x in outputs]
         seen = LossBatch(batch.micro_batch, self._head, manager)
         words = Words(manager, sharded=self._head is not None)
         with words if self._first and manager.tp_size > 1 else nullcontext():
             found = self._loss_fn(output, seen)
         total, count = _checked_pair(found, trains=self._trains)
-        if self._trains and manager.tp_size * manager.pp_size * manager.ep_size > 1:
-            require_no_parameters(leaves_read(total, made, number), self._model, manager)
+        if cut:
+            require_no_parameters(penalized_leaves(total, made, first), self._model, manager)
         dtypes = {x.dtype for x in (found[0], *outputs)}
         self._coarsest = max(self._coarsest, *(i for i, d in enumerate(_DTYPES) if d in dtypes))
         return total, count
