@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -78,15 +78,13 @@ def shard_global_batch(
         batch: The same on every rank. `input_ids` [B, L]; `labels` [B, L] aligned with them, -100
             for tokens that have none; `position_ids` [B, L], [1, L] or of several axes
             [axes, B, L]. Any other entry has rows as dim 0, [B, ...], and those that are [B, L] are
-            sequences, whose columns go to cp. Numbers, tensors of dim 0 of size 1, and
-            `cu_seq_lens_q` are passed whole to every micro-batch; the latter is the starts of
-            packed documents in each sequence, and the length: (0, a, ..., L). Entries named
-            `loss_...` are for a loss of your own alone.
+            sequences, whose columns go to cp. Numbers, tensors of dim 0 of size 1, and the starts
+            of packed documents `cu_seq_lens_q` (0, a, ..., L) are passed whole to every
+            micro-batch. Entries named `loss_...` are for a loss of your own alone.
         num_micro_batches: Micro-batches per data-parallel rank; dp x this must divide B.
         manager: The grid; rows go to dp, columns to cp. By default the model's.
         model: What `parallelize` returned: columns are ordered as it was told. Without a model
-            they are in the default order, and `train_step` refuses them if it is not the
-            model's.
+            they are in the default order, which `train_step` refuses if it is not the model's.
         cp_layout: The order of columns, if no model says it. For "zigzag" any length will do:
             padding behind the end, without labels, is seen by no other position of causal
             attention.
@@ -113,6 +111,8 @@ def shard_global_batch(
             f"{num_micro_batches} micro-batches = {shares}; use a multiple of {shares}"
         )
     dims = read_row_dims(batch, row_dims)
+    first = place * num_micro_batches
+    parts = [_rows(batch, dims, shares, i) for i in range(first, first + num_micro_batches)]
     if layout != "zigzag":
         layout_of_whole(layout, length, manager.cp_size)  # refuses what would be padded
     documents = batch.get("cu_seq_lens_q")
@@ -121,12 +121,23 @@ def shard_global_batch(
     )
     counted = batch.get(POSITIONS) is None
     cut = Cut(layout, counted, batch, sequences, own_rows, dims)
-    whole = {n: batch[n] for n, dim in dims.items() if dim is None and n != POSITIONS}
+    return _sharded(parts, cut, counts=counted and manager.cp_size == 1 and documents is None)
+
+
+def _sharded(parts: Iterable[Batch], cut: Cut, *, counts: bool) -> list[Batch]:
+    """Return micro-batches with this rank's columns, and with what has no rows.
+
+    Args:
+        parts: The rows of each.
+        cut: How they are made.
+        counts: The model counts positions as it does in one process, from wherever.
+    """
+    whole = {n: cut.whole[n] for n, dim in cut.row_dims.items() if dim is None and n != POSITIONS}
     shards: list[Batch] = []
-    for index in range(place * num_micro_batches, (place + 1) * num_micro_batches):
-        shard = sequences.shard(_rows(batch, dims, shares, index), shifted=True)
-        if counted and manager.cp_size == 1 and documents is None:
-            del shard[POSITIONS]  # the model counts as it does in one process, from wherever
+    for part in parts:
+        shard = cut.sequences.shard(part, shifted=True)
+        if counts:
+            del shard[POSITIONS]
         shards.append(MicroBatch(shard | whole, cut))
     return shards
 

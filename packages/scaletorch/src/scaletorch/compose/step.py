@@ -86,9 +86,8 @@ def train_step(
         return _step(model, called, count, manager, terms, scaler, own)
     with failures_named(model, manager):
         look_first(model, micro_batches, called, manager, terms)
-        own = own or OwnLoss(
-            partial(_of_tokens, model, manager.tp_size), None, model, manager, trains=True
-        )
+        tokens = partial(_of_tokens, model, manager.tp_size)
+        own = own or OwnLoss(tokens, None, model, manager, trains=True)
         with _first_step(model, called, manager, terms):
             return _step(model, called, count, manager, terms, scaler, own)
 

@@ -35,9 +35,7 @@ def assert_trains_alike(
     optimizer_args: Mapping[str, Any] | None = None,
     timeout: float = 120.0,
 ) -> Report:
-    """Assert that a plain model trains on every one of these layouts as in one process.
-
-    Four steps are trained and compared on ranks of this machine's CPU; see `verify`.
+    """Assert that a plain model trains on these layouts as in one process; see `verify`.
 
     Args:
         model: Module-level function, or class without arguments, that makes the plain module.
@@ -48,7 +46,7 @@ def assert_trains_alike(
         options: Values to try of `OPTIONS`, such as `{"schedule": ["1f1b", "zb_h1"]}`.
         plan: As for `parallelize`; None recognises the model's family.
         split: Pipeline split; None infers it from the module.
-        row_dims: As for `shard_global_batch`: the dims of rows of entries whose shapes do not tell.
+        row_dims: As for `shard_global_batch`.
         optimizer: Module-level class or function of parameters; None is SGD, then AdamW.
         optimizer_args: What it is made with beside them.
         timeout: Seconds for one layout.
@@ -58,7 +56,6 @@ def assert_trains_alike(
 
     Raises:
         AssertionError: A layout trains otherwise, fails or is refused, as the report says.
-        InvalidArgumentError: A wrong argument.
 
     Example:
         >>> def test_my_model():

@@ -79,26 +79,23 @@ def verify(
 
     Args:
         model_fn: Module-level function that makes the plain module, on the CPU.
-        batch_fn: Returns the global batch of a step: input_ids and labels [B, L] (aligned, -100
-            for none) and further entries of the module's forward, with rows as dim 0.
+        batch_fn: Returns a step's batch: input_ids, labels [B, L] (aligned, -100 for none), others.
         layouts: The grids to try; None is every layout of `world_size`.
         world_size: Ranks, where `layouts` is None.
-        ep: Expert parallel sizes to cross the layouts with; None is what `layouts` say, or
-            every size that folds a layout and that the experts are enough for.
+        ep: Expert parallel sizes to cross the layouts with; None is what `layouts` say, or all.
         dtype: 'float64', 'float32' (both by default), 'bfloat16', or several of them.
         options: Values to try of `cases.OPTIONS`; an option that is absent keeps its default.
         plan: As for `parallelize`; None recognises the model's family and its experts.
         split: Pipeline split; None infers it from the module.
-        row_dims: As for `shard_global_batch`: the dims of rows of entries whose shapes do not tell.
+        row_dims: As for `shard_global_batch`.
         optimizer: Module-level class or function of parameters; see `phases.Chosen`.
         optimizer_args: What it is made with beside them.
         timeout: Seconds for one case.
         progress: Called with each case's result.
 
     Returns:
-        The report; `report.passed` tells whether rounding explains every difference. A case
-        that the library refuses in words (more stages than layers) counts against it where
-        `layouts` name it. A dtype in which rounding would hide faults is not judged.
+        The report; `report.passed` tells whether rounding explains every difference. A case that
+        is refused counts against it where `layouts` name it; a dtype that hides faults is left out.
 
     Raises:
         InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer.
@@ -115,10 +112,7 @@ def verify(
     preload(*heavy_modules(model))
     why = {name: blind(TORCH_DTYPES[name], chain, STEPS) for name in dtypes}
     subject = Subject(locate(model_fn), plan, split, _phases(optimizer, optimizer_args, model))
-    save = partial(
-        save_reference, model_fn=model_fn, batch_fn=batch_fn, phases=subject.phases,
-        row_dims=row_dims,
-    )  # fmt: skip
+    save = partial(save_reference, model_fn=model_fn, batch_fn=batch_fn, row_dims=row_dims)
     results = list(_shown(_judged(cases, why, subject, save, timeout), progress))
     return Report(results, chain, named=layouts is not None)
 
@@ -160,7 +154,9 @@ def _judged(
     judged = [case for case in cases if not why[case.dtype]]
     with tempfile.TemporaryDirectory(prefix="scaletorch-verify-") as folder:
         references = {
-            name: save(Path(folder, name), dtype=name) for name, reason in why.items() if not reason
+            name: save(Path(folder, name), dtype=name, phases=subject.phases)
+            for name, reason in why.items()
+            if not reason
         }
         tasks = [Task(case, run_case, (subject, references[case.dtype])) for case in judged]
         yield from run_all(tasks, timeout)
