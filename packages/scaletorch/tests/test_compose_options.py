@@ -48,8 +48,8 @@ def test_each_data_parallel_rank_gets_its_own_rows():
     assert run_ranks(shares, 2) == [(first, first), (second, second)]
 
 
-def of_all_sequences():
-    """Cut four sequences, with one number each that is of all of them."""
+def numbers_of_rows():
+    """Cut four sequences, with one number each."""
     manager = setup_process_group_manager(dp_size=2)
     batch = {name: torch.arange(12).view(4, 3) for name in ("input_ids", "labels")}
     shares = shard_global_batch(batch | {"weights": torch.arange(4)}, 2, manager)
@@ -57,8 +57,8 @@ def of_all_sequences():
     return [share["weights"].tolist() for share in shares]
 
 
-def test_what_has_one_dim_is_passed_on_whole():
-    assert run_ranks(of_all_sequences, 2) == [[[0, 1, 2, 3]] * 2] * 2
+def test_numbers_of_rows_go_with_their_rows():
+    assert run_ranks(numbers_of_rows, 2) == [[[0], [1]], [[2], [3]]]
 
 
 def weights_of_their_own(options):

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from ..compose.naming import parse_layout
+from ..compose.row_dims import RowDims
 from ..dist import RankPool
 from ..dist.building import locate as locator
 from ..parallel.pg_manager import Grid
@@ -61,6 +62,7 @@ def bisect(
     options: Mapping[str, str | int] | None = None,
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
+    row_dims: RowDims | None = None,
     optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
     steps: int = STEPS,
@@ -78,6 +80,7 @@ def bisect(
         options: Values of `verify.OPTIONS`, such as `{"schedule": "zb_h1"}`.
         plan: As for `parallelize`.
         split: As there.
+        row_dims: As for `shard_global_batch`: the dims of rows of entries whose shapes do not tell.
         optimizer: Module-level class or function of parameters; None is those of `verify`.
         optimizer_args: What it is made with beside them.
         steps: How many are compared, 1 to 4.
@@ -103,7 +106,7 @@ def bisect(
     subject = Subject(locator(model_fn), plan, split, phases)
     with tempfile.TemporaryDirectory(prefix="scaletorch-bisect-") as own:
         place = Path(own if folder is None else folder)
-        prepared = prepare(place, model_fn, batch_fn, dtype, steps, phases)
+        prepared = prepare(place, model_fn, batch_fn, dtype, steps, phases, row_dims)
         with RankPool(grid.world_size, timeout=timeout, seed=0) as pool:
             return locate(case, subject, prepared, pool, place / "layout")
 
@@ -115,6 +118,7 @@ def prepare(
     dtype: str,
     steps: int = STEPS,
     phases: Sequence[Phase] = PHASES,
+    row_dims: RowDims | None = None,
 ) -> Prepared:
     """Run and record a model in one process, in float64 and in a lower dtype."""
     torch.manual_seed(0)
@@ -123,6 +127,7 @@ def prepare(
         "state": {name: tensor.clone() for name, tensor in model.state_dict().items()},
         "batches": [dict(batch_fn(step)) for step in range(steps)],
         "dropout": bool(dropouts(model)),
+        "row_dims": dict(row_dims or {}),
     }
     low = LOW if dtype == EXACT else dtype
     rounded = record_plain(folder / "noise", model_fn, low, saved, steps, phases)

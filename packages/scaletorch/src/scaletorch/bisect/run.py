@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ..compose import local_gradients, train_step
-from ..compose.batches import POSITIONS
 from ..compose.forward import pipeline_of
+from ..compose.row_dims import POSITIONS
 from ..parallel.pg_manager import destroy_process_group_manager, setup_process_group_manager
 from ..parallel.tensor_parallel import load_full_state_dict
 from ..verify import dropout
@@ -107,7 +107,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
             phase, first = phase_at(step, subject.phases)
             if first:
                 optimizers = optimizers_of(case, phase, model)
-            batches = divide(case, saved["batches"][step], model)
+            batches = divide(case, saved, step, model)
             said = describe_grid(model, batches, manager)
             with record(folder, stage, describe=said, step=step) as tape:
                 for number, batch in enumerate(batches):

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import ShardedSequences
-from ..parallel.context_parallel.building import DEFAULT, layout_of_whole
+from ..parallel.context_parallel.building import CU_SEQLENS, DEFAULT, layout_of_whole
 from ..parallel.pg_manager import IGNORED, ProcessGroupManager
 from .forward import terms_of
+from .row_dims import POSITIONS, RowDims, read_row_dims
 
 Batch = Mapping[str, Tensor]
 
-POSITIONS = "position_ids"
-OF_LOSS = "loss_"  # entries whose names begin so are for a loss, not for the model
 _WHAT = {False: "a global batch", True: "a data-parallel rank's share"}
 
 
@@ -29,6 +29,7 @@ class Cut(NamedTuple):
         whole: The global batch, or what of it this data-parallel rank has read.
         sequences: Which positions this rank has, and where packed documents begin.
         own: `whole` is what this data-parallel rank has read.
+        row_dims: Each entry's dim of rows; None for those that every micro-batch has whole.
     """
 
     layout: str
@@ -36,6 +37,7 @@ class Cut(NamedTuple):
     whole: Batch
     sequences: ShardedSequences
     own: bool = False
+    row_dims: RowDims = MappingProxyType({})
 
 
 class MicroBatch(dict[str, Tensor]):
@@ -68,24 +70,27 @@ def shard_global_batch(
     model: nn.Module | None = None,
     cp_layout: str | None = None,
     own_rows: bool = False,
+    row_dims: RowDims | None = None,
 ) -> list[Batch]:
     """Return this rank's micro-batches of a global batch.
 
     Args:
-        batch: The same on every rank. Entries [B, L]; labels aligned with their inputs, -100 for
-            tokens that have none. An entry of one dim is of all sequences and passed on, such as
-            `cu_seq_lens_q`: the starts of packed documents in each of them, and the length: (0, a,
-            ..., L). Entries named `loss_...` are for a loss of your own alone, [B, ...]: rows go
-            to dp, and the columns of those that are [B, L] to cp.
+        batch: The same on every rank. `input_ids` [B, L]; `labels` [B, L] aligned with them, -100
+            for tokens that have none; `position_ids` [B, L], [1, L] or of several axes
+            [axes, B, L]. Any other entry has rows as dim 0, [B, ...], and those that are [B, L] are
+            sequences, whose columns go to cp. Numbers, tensors of dim 0 of size 1, and the starts
+            of packed documents `cu_seq_lens_q` (0, a, ..., L) are passed whole to every
+            micro-batch. Entries named `loss_...` are for a loss of your own alone.
         num_micro_batches: Micro-batches per data-parallel rank; dp x this must divide B.
         manager: The grid; rows go to dp, columns to cp. By default the model's.
         model: What `parallelize` returned: columns are ordered as it was told. Without a model
-            they are in the default order, and `train_step` refuses them if it is not the
-            model's.
+            they are in the default order, which `train_step` refuses if it is not the model's.
         cp_layout: The order of columns, if no model says it. For "zigzag" any length will do:
             padding behind the end, without labels, is seen by no other position of causal
             attention.
         own_rows: The batch is of this data-parallel rank's rows, [B / dp, L]; see `rows_of_step`.
+        row_dims: Dims that are rows, by the names of entries whose shapes do not tell; None for an
+            entry that every micro-batch gets whole: `{"pixels": 1, "table": None}`.
 
     Returns:
         `num_micro_batches` mappings of [B / dp / num_micro_batches, L / cp] tensors. They have
@@ -94,7 +99,7 @@ def shard_global_batch(
 
     Raises:
         InvalidArgumentError: No `input_ids` [B, L], less than one micro-batch, rows or columns that
-            do not divide, no grid, not the model's order, or a `loss_...` entry of other rows.
+            do not divide, no grid, not the model's order, or an entry whose rows are not known.
     """
     manager, layout = _said(manager, model, cp_layout)
     rows, length = _shape(batch := _with_positions(batch, model))
@@ -105,8 +110,9 @@ def shard_global_batch(
             f"{_WHAT[own_rows]} of {rows} sequences does not divide into {ranks} (dp) x "
             f"{num_micro_batches} micro-batches = {shares}; use a multiple of {shares}"
         )
+    dims = read_row_dims(batch, row_dims)
     first = place * num_micro_batches
-    parts = [_rows(batch, shares, i) for i in range(first, first + num_micro_batches)]
+    parts = [_rows(batch, dims, shares, i) for i in range(first, first + num_micro_batches)]
     if layout != "zigzag":
         layout_of_whole(layout, length, manager.cp_size)  # refuses what would be padded
     documents = batch.get("cu_seq_lens_q")
@@ -114,12 +120,26 @@ def shard_global_batch(
         length, layout=layout, cu_seqlens=documents, group=manager.cp_group
     )
     counted = batch.get(POSITIONS) is None
-    cut = Cut(layout, counted, batch, sequences, own_rows)
-    shards = [sequences.shard(part, shifted=True) for part in parts]
-    if counted and manager.cp_size == 1 and documents is None:
-        for shard in shards:  # the model counts as it does in one process, from wherever
+    cut = Cut(layout, counted, batch, sequences, own_rows, dims)
+    return _sharded(parts, cut, counts=counted and manager.cp_size == 1 and documents is None)
+
+
+def _sharded(parts: Iterable[Batch], cut: Cut, *, counts: bool) -> list[Batch]:
+    """Return micro-batches with this rank's columns, and with what has no rows.
+
+    Args:
+        parts: The rows of each.
+        cut: How they are made.
+        counts: The model counts positions as it does in one process, from wherever.
+    """
+    whole = {n: cut.whole[n] for n, dim in cut.row_dims.items() if dim is None and n != POSITIONS}
+    shards: list[Batch] = []
+    for part in parts:
+        shard = cut.sequences.shard(part, shifted=True)
+        if counts:
             del shard[POSITIONS]
-    return [MicroBatch(shard, cut) for shard in shards]
+        shards.append(MicroBatch(shard | whole, cut))
+    return shards
 
 
 def _said(
@@ -175,24 +195,13 @@ def _require_count(num_micro_batches: int) -> None:
         )
 
 
-def _rows(batch: Batch, shares: int, index: int) -> Batch:
-    """Return one of equal shares of a batch's rows."""
-    rows = len(batch["input_ids"])
-    return {
-        name: entry.chunk(shares)[index] if _has_rows(name, entry, rows) else entry
-        for name, entry in batch.items()
-    }
-
-
-def _has_rows(name: str, entry: Tensor, rows: int) -> bool:
-    """Return whether an entry has a row for each sequence, as those of a loss must."""
-    fits = entry.ndim > 0 and len(entry) == rows
-    if name.startswith(OF_LOSS) and not fits:
-        raise InvalidArgumentError(
-            f"{name} has shape {list(entry.shape)}, and entries of a loss have a row for each of "
-            f"the {rows} sequences: [{rows}, ...]; give loss_fn itself what is of no sequence"
-        )
-    return fits and (entry.ndim > 1 or name.startswith(OF_LOSS))
+def _rows(
+    batch: Batch, dims: Mapping[str, int | None], shares: int, index: int
+) -> dict[str, Tensor]:
+    """Return one of equal shares of a batch's rows, with what is known to be for all rows."""
+    known = {name: batch[name] for name in (POSITIONS, *CU_SEQLENS) if name in batch}
+    rows = {n: batch[n].chunk(shares, dim)[index] for n, dim in dims.items() if dim is not None}
+    return known | rows
 
 
 def real_positions(batch: Batch) -> Tensor | None:

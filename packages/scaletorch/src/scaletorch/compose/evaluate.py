@@ -49,8 +49,7 @@ def eval_step(
         MismatchError: As in `train_step`.
     """
     manager = manager_of(model, manager)
-    head = find_sharded_head(model)
-    own = OwnLoss(loss_fn or _of_tokens, None, head, manager, trains=False)
+    own = OwnLoss(loss_fn or _of_tokens, None, model, manager, trains=False)
     device = get_comm_device(manager.world_group)
 
     def part(output: Any, batch: Any) -> Tensor:

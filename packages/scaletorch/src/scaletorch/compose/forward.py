@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -47,6 +47,7 @@ class Terms:
         seen: Its first step has been looked at.
         outline: Of the plain model, for adapters that come later; None if put together by hand.
         wrapping: How its stage is wrapped, beside the groups.
+        originals: The plain model's parameters, as code may hold them that had them before.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Terms:
     seen: bool = False
     outline: nn.Module | None = None
     wrapping: Mapping[str, Any] = field(default_factory=dict)
+    originals: Mapping[str, ref[Tensor]] = field(default_factory=dict)
 
     def takes(self, argument: str) -> bool:
         """Return whether the forward can be given this argument by keyword."""
@@ -93,6 +95,7 @@ def read_terms(model: nn.Module) -> Terms:
     has_batch_norms = any(isinstance(module, _BatchNorm) for module in model.modules())
     terms = Terms(type(model).__name__, arguments, takes_any, has_batch_norms)
     asked = getattr(getattr(model, "config", None), "use_cache", False)
+    terms.originals = {name: ref(p) for name, p in model.named_parameters()}
     terms.keeps_cache = bool(asked) and "use_cache" in arguments
     return terms
 

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from ..dist.errors import InvalidArgumentError
 from ..parallel import pg_manager
+from ..parallel.pg_manager import describe_rank
 from ..parallel.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
 
 _MARK = "_scaletorch_loss_parallel"
@@ -55,6 +56,32 @@ def token_loss_sum(output: Any, labels: Tensor, head: ColumnParallelLinear | Non
             logits, labels, reduction="sum", group=head.group, vocab_size=head.out_features
         )
     return pg_manager.token_loss_sum(logits, labels)
+
+
+def require_labels_fit(logits: Tensor, labels: object, tp_size: int) -> Tensor:
+    """Return labels that are one for each token that the logits have.
+
+    Args:
+        logits: [B, L, V], or this rank's shard of the vocabulary.
+        labels: What the micro-batch has.
+        tp_size: How many ranks have the same labels.
+
+    Raises:
+        InvalidArgumentError: They have another shape, or are none.
+    """
+    shape = list(logits.shape[:-1])
+    came = list(labels.shape) if isinstance(labels, Tensor) else "none"
+    if isinstance(labels, Tensor) and came == shape:
+        return labels
+    shares = tp_size > 1 and isinstance(labels, Tensor) and list(labels.shape[:1]) == shape[:1]
+    why = shares * (
+        ". With sequence_parallel a layer that the plan does not name is given this rank's share "
+        "of the tokens: name the head 'column_gather' in the plan, or do without sequence_parallel"
+    )
+    raise InvalidArgumentError(
+        f"{describe_rank()}: logits {list(logits.shape)} need labels {shape}, one for each token "
+        f"that this rank holds; the micro-batch has {came}{why}"
+    )
 
 
 def require_logits_alone(output: Any, *, with_router_loss: bool = False) -> None:

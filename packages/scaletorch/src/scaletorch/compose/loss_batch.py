@@ -21,6 +21,7 @@ class LossBatch(dict[str, Any]):
     Attributes:
         head: The layer whose logits are this rank's shard of the vocabulary; None if they are
             whole.
+        tp_size: How many ranks have the same positions.
         cp_group: The ranks that have the other positions of these sequences.
         sequences: Which positions this rank has; None if the micro-batch was cut by hand.
     """
@@ -30,6 +31,7 @@ class LossBatch(dict[str, Any]):
     ) -> None:
         super().__init__(batch)
         self.head = head
+        self.tp_size = manager.tp_size
         self.cp_group: ProcessGroup | None = manager.cp_group
         self.sequences = _sequences(batch, manager)
 

@@ -9,23 +9,33 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..dist.building import agree, caught, tensors_in
 from ..dist.errors import InvalidArgumentError, MismatchError
-from ..parallel.pg_manager import IGNORED, ProcessGroupManager
-from ..parallel.tensor_parallel import ColumnParallelLinear
+from ..parallel.pg_manager import IGNORED, ProcessGroupManager, describe_rank
 from .batches import Batch, Called, token_count
+from .forward import terms_of
+from .loss import find_sharded_head
 from .loss_batch import LossBatch
+from .loss_reads import Words, number_of_next_node, penalized_leaves, require_no_parameters
 
 Number = int | float | Tensor
 LossFunction = Callable[[Any, Any], tuple[Tensor, Number]]
 CountFunction = Callable[[Any], Number]
 
-_ALIKE = 1e-3  # how far sums on ranks that compute the same may be apart
+# How far sums may be apart on ranks that compute the same, in units of rounding, and at most.
+_ROUNDINGS, _MOST = 128, 1e-3
+_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)  # finest first
+_SHARES = (
+    "; with sequence_parallel, what a layer returns beside the hidden states (an auxiliary value "
+    "of each token) is of this rank's share of the tokens: sum it over tp by "
+    "scaletorch.dist.functional.reduce, or do without sequence_parallel"
+)
 _PAIR = "loss_fn(output, micro_batch) must return (sum of the losses, how many they are)"
 
 
@@ -35,7 +45,7 @@ class OwnLoss:
     Args:
         loss_fn: Returns the sum of a micro-batch's losses and how many they are.
         count_fn: Returns the latter from the micro-batch alone; None counts labels.
-        head: The layer whose logits stay sharded.
+        model: What `parallelize` returned.
         manager: The grid.
         trains: Whether there is a backward.
     """
@@ -44,14 +54,17 @@ class OwnLoss:
         self,
         loss_fn: LossFunction,
         count_fn: CountFunction | None,
-        head: ColumnParallelLinear | None,
+        model: nn.Module,
         manager: ProcessGroupManager,
         *,
         trains: bool,
     ) -> None:
         self._loss_fn, self._count_fn = loss_fn, count_fn
-        self._head, self._manager, self._trains = head, manager, trains
+        self._model, self._head = model, find_sharded_head(model)
+        self._manager, self._trains = manager, trains
+        self._first = not terms_of(model).seen
         self._counts: list[tuple[Number, float]] = []
+        self._coarsest = 0  # of the dtypes that the loss was computed in
         self._problem: Exception | None = None
 
     def require_functions(self) -> None:
@@ -74,12 +87,29 @@ class OwnLoss:
     def call(self, output: Any, batch: Called) -> tuple[Tensor, Number]:
         """Return the sum and the count of a micro-batch; nothing, with a graph, if it fails."""
         try:
-            seen = LossBatch(batch.micro_batch, self._head, self._manager)
-            total, count = _checked_pair(self._loss_fn(output, seen), trains=self._trains)
+            total, count = self._called(output, batch)
         except Exception as error:  # the other ranks are told at the end of the step
+            nothing = _nothing(output)
+            if self._trains and not nothing.requires_grad:  # there is no such end
+                raise
             self._problem = self._problem or error
-            return _nothing(output), 0
+            return nothing, 0
         self._counts.append((count, batch.count))
+        return total, count
+
+    def _called(self, output: Any, batch: Called) -> tuple[Tensor, Number]:
+        manager, outputs = self._manager, list(tensors_in(output))
+        cut = self._trains and manager.tp_size * manager.pp_size * manager.ep_size > 1
+        first, made = number_of_next_node() if cut else 0, [x.grad_fn for x in outputs]
+        seen = LossBatch(batch.micro_batch, self._head, manager)
+        words = Words(manager, sharded=self._head is not None)
+        with words if self._first and manager.tp_size > 1 else nullcontext():
+            found = self._loss_fn(output, seen)
+        total, count = _checked_pair(found, trains=self._trains)
+        if cut:
+            require_no_parameters(penalized_leaves(total, made, first), self._model, manager)
+        dtypes = {x.dtype for x in (found[0], *outputs)}
+        self._coarsest = max(self._coarsest, *(i for i, d in enumerate(_DTYPES) if d in dtypes))
         return total, count
 
     def settle(self, total: Tensor | float) -> None:
@@ -92,10 +122,11 @@ class OwnLoss:
             InvalidArgumentError: The loss_fn's return does not do.
             MismatchError: Another rank has raised, or its sum differs.
         """
+        note = _written(float(total), self._coarsest)
         world = self._manager.world_group
-        (bits,) = struct.unpack("q", struct.pack("d", float(total)))
-        notes = agree("this step with a loss_fn", [], world, error=self._found(), note=bits)
-        _require_alike([struct.unpack("d", struct.pack("q", n))[0] for n in notes], self._manager)
+        notes = agree("the loss of this step", [], world, error=self._found(), note=note)
+        shares = terms_of(self._model).shares_sequences
+        _require_alike([_read(each) for each in notes], self._manager, shares_sequences=shares)
 
     def _found(self) -> Exception | None:
         """Return the problem, which is held no longer: its traceback has frames that hold this."""
@@ -156,16 +187,33 @@ def _nothing(output: Any) -> Tensor:
     return torch.stack(found).sum() if found else torch.zeros(())
 
 
-def _require_alike(sums: Sequence[float], manager: ProcessGroupManager) -> None:
-    """Refuse sums that differ between ranks which differ in tp alone."""
+def _written(value: float, dtype: int) -> int:
+    """Return the bits of a number, of which the last two are the place of a dtype."""
+    (bits,) = struct.unpack("q", struct.pack("d", value))
+    return int(bits) & ~3 | dtype
+
+
+def _read(note: int) -> tuple[float, float]:
+    """Return a number, and how far off rounding in its dtype may be, relative to it."""
+    (value,) = struct.unpack("d", struct.pack("q", note & ~3))
+    return value, min(_MOST, _ROUNDINGS * torch.finfo(_DTYPES[note & 3]).eps)
+
+
+def _require_alike(
+    sums: Sequence[tuple[float, float]], manager: ProcessGroupManager, *, shares_sequences: bool
+) -> None:
+    """Refuse sums that differ between ranks which differ in tp alone, by more than rounding."""
     first: dict[Any, tuple[int, float]] = {}
-    for rank, value in enumerate(sums):
+    for rank, (value, rounding) in enumerate(sums):
         place = manager.grid.coordinates(rank)._replace(tp=0)
         other, usual = first.setdefault(place, (rank, value))
         size = max(abs(value), abs(usual))
-        if abs(value - usual) > _ALIKE * size or math.isnan(value) != math.isnan(usual):
+        if abs(value - usual) > rounding * size or math.isnan(value) != math.isnan(usual):
             raise MismatchError(
-                f"loss_fn gave {value:g} on rank {rank} and {usual:g} on rank {other}, which hold "
-                "the same positions and differ in tp alone: sum over shards of the vocabulary "
-                "(vocabulary_sums), and draw nothing at random in it"
+                f"{describe_rank()}: the loss is {value!r} on rank {rank} and {usual!r} on rank "
+                f"{other}, which hold the same positions and differ in tp alone: sum over shards "
+                "of the vocabulary (vocabulary_sums), gather the head's logits ('column_gather' "
+                "in the plan), and read no parameters and draw nothing at random in the loss"
+                + shares_sequences
+                * _SHARES
             )

@@ -15,12 +15,13 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager
 from ..parallel.pipeline_parallel.building import read
 from .balance import require_one_micro_batch
-from .batches import OF_LOSS, POSITIONS, Batch, Called, MicroBatch, token_count
+from .batches import Batch, Called, MicroBatch, token_count
 from .before.batch_norm import require_whole_batches
 from .before.initial import require_one_batch
 from .before.mixing import require_apart
 from .forward import Terms, pipeline_of
 from .own_loss import OwnLoss
+from .row_dims import OF_LOSS, POSITIONS
 
 _APART = ("input_ids", "labels")  # entries that are not passed on by name
 _OTHERWISE = (

@@ -6,8 +6,9 @@ then the pipeline runs. The first step looks further.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,11 +21,11 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
 from .balance import router_loss
-from .batches import Batch, Called, real_positions, real_tokens
+from .batches import Batch, Called, real_positions, real_tokens, token_count
 from .before.buffers import buffers_followed
 from .before.failures import failures_named
 from .forward import Terms, manager_of, terms_of
-from .loss import find_sharded_head, require_logits_alone, token_loss_sum
+from .loss import find_sharded_head, require_labels_fit, require_logits_alone, token_loss_sum
 from .own_loss import CountFunction, LossFunction, OwnLoss
 from .partial_gradients import summed_once
 from .ready import look_first, ready
@@ -75,7 +76,7 @@ def train_step(
     manager = manager_of(model, manager)
     terms, own = terms_of(model), None
     if loss_fn is not None:
-        own = OwnLoss(loss_fn, count_fn, find_sharded_head(model), manager, trains=True)
+        own = OwnLoss(loss_fn, count_fn, model, manager, trains=True)
     elif count_fn is not None:
         raise InvalidArgumentError("count_fn counts what a loss_fn sums: pass that too")
     called, count = ready(model, micro_batches, manager, terms, own)
@@ -86,6 +87,8 @@ def train_step(
         return _step(model, called, count, manager, terms, scaler, own)
     with failures_named(model, manager):
         look_first(model, micro_batches, called, manager, terms)
+        tokens = partial(_of_tokens, model, manager.tp_size)
+        own = own or OwnLoss(tokens, None, model, manager, trains=True)
         with _first_step(model, called, manager, terms):
             return _step(model, called, count, manager, terms, scaler, own)
 
@@ -106,7 +109,7 @@ def _step(
             require_logits_alone(output, with_router_loss=balance is not None)
             loss = token_loss_sum(output, batch["labels"], head) / max(count, 1)
         else:
-            loss = own.call(output, batch)[0] / count
+            loss = own.call(output, batch)[0] / (count or 1)
         if balance is not None:
             real = real_tokens(batch, terms.real_positions)
             shares = terms.shares_sequences
@@ -120,6 +123,15 @@ def _step(
     if own is not None:
         own.settle(loss)
     return _summed(loss, manager)
+
+
+def _of_tokens(
+    model: DataParallelBucket, tp_size: int, output: Any, batch: Mapping[str, Any]
+) -> tuple[Tensor, int]:
+    """Return the token losses of a first step, in which the form of the output is looked at."""
+    require_logits_alone(output, with_router_loss=terms_of(model).router_loss is not None)
+    labels = require_labels_fit(getattr(output, "logits", output), batch["labels"], tp_size)
+    return token_loss_sum(output, labels, find_sharded_head(model)), token_count(batch)
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from ..dist import all_reduce, functional
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import IGNORED
 from ..parallel.tensor_parallel import ColumnParallelLinear, vocab_parallel_cross_entropy
+from .loss import require_labels_fit
 from .loss_batch import LossBatch, require_loss_batch
 
 
@@ -30,13 +31,8 @@ def token_losses(
         InvalidArgumentError: No logits, or labels of another shape.
     """
     batch = require_loss_batch(micro_batch, "token_losses")
-    logits, labels = _logits(output, batch), batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.shape != logits.shape[:-1]:
-        came = list(labels.shape) if isinstance(labels, Tensor) else "none"
-        raise InvalidArgumentError(
-            f"logits {list(logits.shape)} need labels {list(logits.shape[:-1])}, one for each "
-            f"token that this rank holds; the micro-batch has {came}"
-        )
+    logits = _logits(output, batch)
+    labels = require_labels_fit(logits, batch.get("labels"), batch.tp_size)
     head = _sharded(logits, batch)
     if head is not None:
         return vocab_parallel_cross_entropy(

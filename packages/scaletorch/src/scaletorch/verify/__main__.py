@@ -39,6 +39,7 @@ from .verify import verify
 
 R = TypeVar("R")
 
+ROW_DIMS = "dims of rows of entries whose shapes do not tell, as pixels=1 table=None"
 BISECTED = 3  # failing cases of which the fault is looked for
 
 
@@ -58,6 +59,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--model", help="package.module:function that makes the plain module")
     parser.add_argument("--batch", help="package.module:function of a step, the global batch")
     parser.add_argument("--plan", help="package.module:name of a tensor parallel plan")
+    parser.add_argument("--row-dims", nargs="+", default=[], help=ROW_DIMS)
     parser.add_argument(
         "--optimizer", help="package.module:Class, or one of torch.optim: four steps of that one"
     )
@@ -122,6 +124,7 @@ def training_of(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return how a model is trained, as `verify` and `bisect` take it."""
     return {
         "plan": load(arguments.plan) if arguments.plan else None,
+        "row_dims": dict(map(read_argument, arguments.row_dims)),
         "optimizer": optimizer_of(arguments),
         "optimizer_args": dict(map(read_argument, arguments.optimizer_args)),
         "timeout": arguments.timeout,
@@ -194,8 +197,10 @@ def again(arguments: argparse.Namespace) -> list[str]:
     """Return what a command that repeats a case says of training, beside model and batch."""
     found = [f"--plan {arguments.plan}"] * bool(arguments.plan)
     found += [f"--optimizer {arguments.optimizer}"] * bool(arguments.optimizer)
-    given_args = shlex.join(arguments.optimizer_args)
-    return found + [f"--optimizer-args {given_args}"] * bool(given_args)
+    for option in ("optimizer_args", "row_dims"):
+        given = shlex.join(getattr(arguments, option))
+        found += [f"--{option.replace('_', '-')} {given}"] * bool(given)
+    return found
 
 
 def report_of(run: Callable[[argparse.Namespace], R], arguments: argparse.Namespace) -> R | None:

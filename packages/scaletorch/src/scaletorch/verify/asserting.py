@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..compose.naming import parse_layout
+from ..compose.row_dims import RowDims
 from ..dist.errors import InvalidArgumentError
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
@@ -29,13 +30,12 @@ def assert_trains_alike(
     options: Mapping[str, Sequence[str | int]] | None = None,
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
+    row_dims: RowDims | None = None,
     optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
     timeout: float = 120.0,
 ) -> Report:
-    """Assert that a plain model trains on every one of these layouts as in one process.
-
-    Four steps are trained and compared on ranks of this machine's CPU; see `verify`.
+    """Assert that a plain model trains on these layouts as in one process; see `verify`.
 
     Args:
         model: Module-level function, or class without arguments, that makes the plain module.
@@ -46,6 +46,7 @@ def assert_trains_alike(
         options: Values to try of `OPTIONS`, such as `{"schedule": ["1f1b", "zb_h1"]}`.
         plan: As for `parallelize`; None recognises the model's family.
         split: Pipeline split; None infers it from the module.
+        row_dims: As for `shard_global_batch`.
         optimizer: Module-level class or function of parameters; None is SGD, then AdamW.
         optimizer_args: What it is made with beside them.
         timeout: Seconds for one layout.
@@ -55,7 +56,6 @@ def assert_trains_alike(
 
     Raises:
         AssertionError: A layout trains otherwise, fails or is refused, as the report says.
-        InvalidArgumentError: A wrong argument.
 
     Example:
         >>> def test_my_model():
@@ -71,6 +71,7 @@ def assert_trains_alike(
         options=options,
         plan=plan,
         split=split,
+        row_dims=row_dims,
         optimizer=optimizer,
         optimizer_args=optimizer_args,
         timeout=timeout,
@@ -78,15 +79,21 @@ def assert_trains_alike(
     if report.passed:
         return report
     named = {"model": model, "batch": batch, "plan": plan, "optimizer": optimizer}
-    command = _command(report.command, named, optimizer_args or {})
+    command = _command(report.command, named, optimizer_args or {}, row_dims or {})
     raise AssertionError(f"{_name(model)}\n{replace(report, command=command)}")
 
 
-def _command(begin: str, named: Mapping[str, Any], optimizer_args: Mapping[str, Any]) -> str:
+def _command(
+    begin: str,
+    named: Mapping[str, Any],
+    optimizer_args: Mapping[str, Any],
+    row_dims: RowDims,
+) -> str:
     """Return the command that does the same, but for the layout and its options."""
     words = [f"--{option} {_name(thing)}" for option, thing in named.items() if thing is not None]
-    given = [f"{name}={value}" for name, value in optimizer_args.items()]
-    return " ".join([begin, *words, *(["--optimizer-args", *given] if given else [])])
+    for option, values in (("--optimizer-args", optimizer_args), ("--row-dims", row_dims)):
+        words += [" ".join([option, *(f"{n}={v}" for n, v in values.items())])] * bool(values)
+    return " ".join([begin, *words])
 
 
 def _name(thing: Any) -> str:

@@ -95,7 +95,7 @@ def compare_case(
     load_full_state_dict(model, saved["state"])
     with refusing():
         parallel = build(case, model, subject, manager)
-        divide(case, saved["batches"][0], parallel)
+        divide(case, saved, 0, parallel)
     dropout.switch(parallel, on=False)
     sound = yield from train_and_compare(case, parallel, manager, saved, subject.phases)
     if sound and saved["dropout"]:

@@ -92,10 +92,11 @@ def build(
 
 
 def divide(
-    case: Case, batch: Mapping[str, Tensor], model: DataParallelBucket
+    case: Case, saved: Mapping[str, Any], step: int, model: DataParallelBucket
 ) -> list[Mapping[str, Tensor]]:
-    """Return this rank's micro-batches of a global batch."""
-    return shard_global_batch(batch, case.micro_batches, model=model)
+    """Return this rank's micro-batches of a step."""
+    batch, row_dims = saved["batches"][step], saved["row_dims"]
+    return shard_global_batch(batch, case.micro_batches, model=model, row_dims=row_dims)
 
 
 def train_and_compare(
@@ -113,7 +114,7 @@ def train_and_compare(
     stages = names_of_stages(model, manager)
     dtype = TORCH_DTYPES[case.dtype]
     yield from doubled(stages, model.tied_parameters, saved["limits"][0])
-    for step, (batch, theirs) in enumerate(zip(saved["batches"], saved["steps"], strict=True)):
+    for step, theirs in enumerate(saved["steps"]):
         limit, exact = saved["limits"][step], saved["exact"][step]
         phase, first = phase_at(step, phases)
         may_refuse = refusing if step == 0 else nullcontext
@@ -125,7 +126,7 @@ def train_and_compare(
         replay = by_scores(near, limit, sent) if near and exact else None
         watch = watched(on=bool(near) and not exact)
         with may_refuse(), model_precision(dtype), watch as choices, decided(replay):
-            loss = train_step(model, divide(case, batch, model), manager)
+            loss = train_step(model, divide(case, saved, step, model), manager)
         found = [compare_number("loss", step, loss, theirs["loss"], limit, exact)]
         found += replayed(sent, step, limit) if exact else flips(choices, near, step, limit)
         found += compare_gradients(step, model, theirs, stages, limit, manager, exact)
@@ -205,5 +206,5 @@ def compare_dropout(
     dropout.switch(model, on=True)
     seed_ranks(0, manager)
     with dropout.recorded(model, (manager.dp_rank, manager.cp_rank)) as draws:
-        train_step(model, divide(case, saved["batches"][0], model), manager)
+        train_step(model, divide(case, saved, 0, model), manager)
     yield from dropout.judge(draws, len(saved["steps"]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from ..compose.experts import count_experts
+from ..compose.row_dims import RowDims
 from ..dist import RankFailedError, RankPool
 from ..dist.building import locate
 from ..dist.errors import InvalidArgumentError
@@ -64,6 +66,7 @@ def verify(
     options: Mapping[str, Sequence[str | int]] | None = None,
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
+    row_dims: RowDims | None = None,
     optimizer: Callable[..., Optimizer] | None = None,
     optimizer_args: Mapping[str, Any] | None = None,
     timeout: float = 120.0,
@@ -76,25 +79,23 @@ def verify(
 
     Args:
         model_fn: Module-level function that makes the plain module, on the CPU.
-        batch_fn: Returns the global batch of a step: input_ids and labels [B, L] (aligned, -100
-            for none) and further [B, L] entries of the module's forward.
+        batch_fn: Returns a step's batch: input_ids, labels [B, L] (aligned, -100 for none), others.
         layouts: The grids to try; None is every layout of `world_size`.
         world_size: Ranks, where `layouts` is None.
-        ep: Expert parallel sizes to cross the layouts with; None is what `layouts` say, or
-            every size that folds a layout and that the experts are enough for.
+        ep: Expert parallel sizes to cross the layouts with; None is what `layouts` say, or all.
         dtype: 'float64', 'float32' (both by default), 'bfloat16', or several of them.
         options: Values to try of `cases.OPTIONS`; an option that is absent keeps its default.
         plan: As for `parallelize`; None recognises the model's family and its experts.
         split: Pipeline split; None infers it from the module.
+        row_dims: As for `shard_global_batch`.
         optimizer: Module-level class or function of parameters; see `phases.Chosen`.
         optimizer_args: What it is made with beside them.
         timeout: Seconds for one case.
         progress: Called with each case's result.
 
     Returns:
-        The report; `report.passed` tells whether rounding explains every difference. A case
-        that the library refuses in words (more stages than layers) counts against it where
-        `layouts` name it. A dtype in which rounding would hide faults is not judged.
+        The report; `report.passed` tells whether rounding explains every difference. A case that
+        is refused counts against it where `layouts` name it; a dtype that hides faults is left out.
 
     Raises:
         InvalidArgumentError: no layouts, unknown options, a wrong ep, no such optimizer.
@@ -111,7 +112,8 @@ def verify(
     preload(*heavy_modules(model))
     why = {name: blind(TORCH_DTYPES[name], chain, STEPS) for name in dtypes}
     subject = Subject(locate(model_fn), plan, split, _phases(optimizer, optimizer_args, model))
-    results = list(_shown(_judged(cases, why, subject, model_fn, batch_fn, timeout), progress))
+    save = partial(save_reference, model_fn=model_fn, batch_fn=batch_fn, row_dims=row_dims)
+    results = list(_shown(_judged(cases, why, subject, save, timeout), progress))
     return Report(results, chain, named=layouts is not None)
 
 
@@ -145,15 +147,14 @@ def _judged(
     cases: Iterable[Case],
     why: Mapping[str, str],
     subject: Subject,
-    model_fn: ModelFn,
-    batch_fn: BatchFn,
+    save: Callable[..., str],
     timeout: float,
 ) -> Iterator[CaseResult]:
     """Yield each case's result; those of dtypes that hide faults, by `why`, are not run."""
     judged = [case for case in cases if not why[case.dtype]]
     with tempfile.TemporaryDirectory(prefix="scaletorch-verify-") as folder:
         references = {
-            name: save_reference(Path(folder, name), model_fn, batch_fn, name, subject.phases)
+            name: save(Path(folder, name), dtype=name, phases=subject.phases)
             for name, reason in why.items()
             if not reason
         }
@@ -176,6 +177,7 @@ def save_reference(
     batch_fn: BatchFn,
     dtype: str,
     phases: Sequence[Phase] = PHASES,
+    row_dims: RowDims | None = None,
 ) -> str:
     """Write the plain checkpoint, the batches and one process's steps; return the file's name."""
     torch.manual_seed(0)
@@ -200,6 +202,7 @@ def save_reference(
         "state": state, "batches": batches, "steps": as_saved(steps), "limits": limits,
         "exact": [*as_saved(exact)] or STEPS * [None], "dropout": drops,
         "margin": smallest(chosen) if chosen else None,
+        "row_dims": dict(row_dims or {}),
         # In float64 no flip is taken for rounding.
         "doubtful": [[tuple(c) for c in each] if dtype != "float64" else [] for each in near],
     }  # fmt: skip

@@ -6,6 +6,7 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 from .alone import each_alone
 from .layouts.layout import layout_of_whole
 from .layouts.order import DEFAULT
+from .masks.documents import CU_SEQLENS
 from .models.calls import require_computable
 from .models.looking import apart, looking
 from .models.settings import asked, note_shards
@@ -13,6 +14,7 @@ from .models.suspects import Calls, find_suspect
 from .models.undivided import find_undivided
 
 __all__ = [
+    "CU_SEQLENS",
     "DEFAULT",
     "Calls",
     "apart",

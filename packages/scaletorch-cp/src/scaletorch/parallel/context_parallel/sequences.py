@@ -79,10 +79,10 @@ class ShardedSequences:
         Args:
             batch: `input_ids` [B, length], the same on every rank. `labels` [B, length] if
                 there are any, NOT shifted: `labels[:, i]` is the label of `input_ids[:, i]`, as
-                the models of transformers take them. `position_ids` [B, length] or [1, length];
-                made if they are absent. Any other tensor [B, length] is a sequence as well;
-                everything else is passed on: `cu_seq_lens_q`, `cu_seq_lens_k` and `cu_seqlens`
-                must be these documents.
+                the models of transformers take them. `position_ids` [B, length], [1, length]
+                or [axes, B, length]; made if they are absent. Any other tensor [B, length] is a
+                sequence as well; everything else is passed on: `cu_seq_lens_q`, `cu_seq_lens_k`
+                and `cu_seqlens` must be these documents.
             shifted: The labels are targets already: `labels[:, i]` is that of `input_ids[:, i]`.
 
         Returns:

@@ -13,7 +13,7 @@ have to exchange.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator
 from functools import partial
 from math import isqrt
 from typing import Any
@@ -35,8 +35,9 @@ from ...parallel.context_parallel.building import (
 from ...parallel.pg_manager import ProcessGroupManager
 from ...parallel.pipeline_parallel import PipelineParallel, pipeline_forward
 from ...parallel.pipeline_parallel.building import stands
-from ..batches import Batch
+from ..batches import Batch, Called, MicroBatch
 from ..forward import pipeline_of
+from ..row_dims import POSITIONS
 
 _SUBJECT = "asking the model whether it mixes positions"
 
@@ -119,18 +120,32 @@ def _shift(length: int) -> int:
 
 def _moved(batch: Batch, shift: int) -> Batch:
     """Return a batch that begins at position `shift`, and goes on with the same ones again."""
-    rows, length = batch["input_ids"].shape
+    length = batch["input_ids"].shape[1]
     places = torch.arange(length).add_(shift)
     places = torch.where(places < length, places, places - length + shift)
     return {
-        name: x.index_select(1, places.to(x.device)) if _spread(x, (rows, length)) else x
-        for name, x in batch.items()
+        name: x if dim is None else x.index_select(dim, places.to(x.device))
+        for name, x, _, dim in _with_dims(batch)
     }
 
 
-def _spread(value: Any, shape: Sequence[int]) -> bool:
-    """Return whether an entry of a batch has rows and positions; others are passed on as given."""
-    return isinstance(value, Tensor) and value.shape[:2] == tuple(shape)
+def _first_row(batch: Batch) -> Batch:
+    return {n: x if dim is None else x.narrow(dim, 0, 1) for n, x, dim, _ in _with_dims(batch)}
+
+
+def _with_dims(batch: Batch) -> Iterator[tuple[str, Any, int | None, int | None]]:
+    """Yield the entries of a micro-batch with their dims of rows and of positions, if any."""
+    made = batch.micro_batch if isinstance(batch, Called) else batch
+    told = made.cut.row_dims if isinstance(made, MicroBatch) else {}
+    shape = batch["input_ids"].shape
+    for name, x in batch.items():
+        spread = isinstance(x, Tensor) and x.shape[:2] == shape
+        row: int | None = told.get(name, 0 if spread else None)
+        position = 1 if spread and row == 0 else None
+        if name == POSITIONS and isinstance(x, Tensor):
+            row = x.ndim - 2 if x.shape[-2] == shape[0] else None
+            position = x.ndim - 1
+        yield name, x, row, position
 
 
 def _run(pipeline: PipelineParallel, batches: list[Batch]) -> list[Any]:
@@ -167,8 +182,7 @@ def _refuse(
         InvalidArgumentError: Always, unless the model draws random numbers in eval mode: nothing
             can be told then, and a warning says so.
     """
-    whole = batch["input_ids"].shape
-    row = {n: x[:1] if _spread(x, whole) else x for n, x in batch.items()}
+    row = _first_row(batch)
     with Calls(pipeline.module) as calls:
         outputs = _run(pipeline, [row, row, _moved(row, shift)])
     drawn = bool(outputs) and any(map(apart, outputs[0], outputs[1]))

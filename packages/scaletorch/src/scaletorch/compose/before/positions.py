@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from ...dist import get_rank
 from ...dist.building import tensors_in
 from ...parallel.context_parallel.building import apart, looking
-from ..batches import POSITIONS
 from ..forward import Counting, Terms
+from ..row_dims import POSITIONS
 
 _LENGTH = 4
 _COUNTS = "create_position_ids_from_input_ids"

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...compose.row_dims import RowDims
 from ...dist.errors import InvalidArgumentError, ScaletorchError
 from ...parallel.pipeline_parallel import Split, meta_parameters
 from ..description import Behaviour, Block, Cut, Description
@@ -29,6 +30,7 @@ def describe(
     batch: Callable[[int], Batch] | None = None,
     plan: Mapping[str, Any] | None = None,
     split: Split | None = None,
+    row_dims: RowDims | None = None,
     name: str = "",
 ) -> Description:
     """Describe a model for planning; nothing is computed, and no memory of its size is taken.
@@ -44,6 +46,7 @@ def describe(
         batch: `batch(rows)`, the batch as `train_step` wants it; None is ids and labels.
         plan: As for `parallelize`.
         split: As for `parallelize`.
+        row_dims: As for `shard_global_batch`.
         name: Of the model; by default that of its class.
 
     Raises:
@@ -54,7 +57,8 @@ def describe(
     blocks, chosen = blocks_of(model, split)
     known: dict[Cut, tuple[Behaviour, ...]] = {}
     refused: dict[Cut, str] = {}
-    job = Job(partial(_built, build), model, blocks, chosen, batch or _tokens(length), plan, split)
+    given = batch or _tokens(length)
+    job = Job(partial(_built, build), model, blocks, chosen, given, plan, split, row_dims)
     for cut in dict.fromkeys((Cut(), *(usual_cuts(8) if cuts is None else cuts))):
         try:
             # Torch sets new context variables at each call of its own settings, and leaves them.

@@ -15,6 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 from ...compose import parallelize, shard_global_batch, train_step
 from ...compose.experts import expert_names
 from ...compose.forward import terms_of
+from ...compose.row_dims import RowDims
 from ...parallel.context_parallel.building import asked
 from ...parallel.pg_manager import Grid, ProcessGroupManager
 from ...parallel.pipeline_parallel import Split
@@ -45,6 +46,7 @@ class Job:
         batch: Makes what `train_step` takes, of so many rows.
         plan: As for `parallelize`.
         split: As for `parallelize`.
+        row_dims: As for `shard_global_batch`.
     """
 
     build: Callable[[], nn.Module]
@@ -54,6 +56,7 @@ class Job:
     batch: Callable[[int], Mapping[str, Tensor]]
     plan: Mapping[str, Any] | None
     split: Split | None
+    row_dims: RowDims | None
 
     def measure(self, cut: Cut) -> tuple[Behaviour, ...]:
         """Return how each kind behaves in a cut.
@@ -103,7 +106,8 @@ class Job:
             batch = self.batch(rows * manager.dp_size)
             watched = watch(model, seen, self.chosen, like)
             with parallel.no_sync(), _ties_told(model, seen), watched:
-                train_step(parallel, shard_global_batch(batch, 1, manager), manager)
+                parts = shard_global_batch(batch, 1, manager, row_dims=self.row_dims)
+                train_step(parallel, parts, manager)
         return seen, model
 
     def _parameters(self, model: nn.Module, cut: Cut) -> dict[int, list[Parameter]]:

@@ -132,8 +132,9 @@ def shard_batch(
 
     Args:
         batch: `input_ids` [B, L], the same on every rank. `labels` [B, L] if there are any.
-            `position_ids` [B, L] or [1, L], global positions; made if they are absent. Any
-            other tensor of shape [B, L] is a sequence as well; everything else is passed on.
+            `position_ids` [B, L] or [1, L], global positions, or of several axes [axes, B, L];
+            made if they are absent. Any other tensor of shape [B, L] is a sequence as well;
+            everything else is passed on.
         group: The ranks; by default the manager's cp axis. L divides as the layout needs it.
         layout: The order: a `Layout`, or a name of `LAYOUTS`. Calls that are given such shards
             later take it.
@@ -154,7 +155,7 @@ def shard_batch(
         ids = torch.arange(shape[1], device=whole["input_ids"].device)
         whole["position_ids"] = ids.expand(shape)
     return {
-        name: own_shard(value, 1, found, ring.index).contiguous()
+        name: own_shard(value, -1, found, ring.index).contiguous()
         if is_sequence(name, value, shape)
         else value
         for name, value in whole.items()
@@ -195,12 +196,15 @@ def batch_shape(batch: Mapping[str, Any]) -> tuple[int, int]:
     legal = {"labels": {shape}, "position_ids": {shape, (1, shape[1])}}
     for name, shapes in legal.items():
         value = batch.get(name)
-        if isinstance(value, Tensor) and tuple(value.shape) not in shapes:
-            message = (
-                f"{describe_rank()}: {name} must be {list(shape)} as input_ids are, "
-                f"and is {list(value.shape)}"
-            )
-            raise InvalidArgumentError(message)
+        if not isinstance(value, Tensor) or tuple(value.shape) in shapes:
+            continue
+        if name == "position_ids" and value.ndim == 3 and tuple(value.shape[1:]) in shapes:
+            continue  # positions of several axes
+        message = (
+            f"{describe_rank()}: {name} must be {list(shape)} as input_ids are, "
+            f"and is {list(value.shape)}"
+        )
+        raise InvalidArgumentError(message)
     return shape
 
 

@@ -1,0 +1,161 @@
+"""What a loss reads: the model's parameters, and words of logits that another rank has."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
+
+from ..dist.errors import InvalidArgumentError
+from ..parallel.pg_manager import ProcessGroupManager, describe_rank
+from .forward import terms_of
+
+_PICKS: Mapping[Callable[..., Any], tuple[int, str]] = {  # where the words are in the arguments
+    F.cross_entropy: (1, "target"),
+    F.nll_loss: (1, "target"),
+    torch.gather: (2, "index"),
+    Tensor.gather: (2, "index"),
+}
+_GATHERED = (
+    "the layer that makes them is cut by columns and gathers nothing: name it 'column_gather' in "
+    "the plan; a head that is F.linear(x, embedding.weight) is a layer of its own then, nn.Linear "
+    "with the embedding's weight, or the embedding stays out of the plan"
+)
+_PARALLEL = (
+    "loss_parallel=True keeps them so: take token_losses, token_log_probs, log_probs and "
+    "vocabulary_sums of scaletorch.compose in loss_fn, or do without loss_parallel"
+)
+
+
+class Words(TorchFunctionMode):
+    """Refuses a loss that picks a word beyond this rank's shard of the vocabulary.
+
+    Kernels would end in an IndexError, or on CUDA in an assert after which the device is lost. It
+    reads labels on the host, so it is for a first step.
+    """
+
+    def __init__(self, manager: ProcessGroupManager, *, sharded: bool) -> None:
+        super().__init__()
+        self._size, self._way = manager.tp_size, _PARALLEL if sharded else _GATHERED
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch, unless it would pick a word that is not here."""
+        kwargs = kwargs or {}
+        if func in _PICKS:
+            place, name = _PICKS[func]
+            words = args[place] if len(args) > place else kwargs.get(name)
+            dim = args[1] if name == "index" and len(args) > 1 else kwargs.get("dim", -1)
+            self._require(args[0] if args else kwargs.get("input"), words, name, dim)
+        return func(*args, **kwargs)
+
+    def _require(self, logits: Any, words: Any, name: str, dim: Any) -> None:
+        if not (isinstance(logits, Tensor) and isinstance(words, Tensor)) or not words.numel():
+            return
+        if words.is_floating_point() or not logits.ndim:
+            return
+        of_classes = 1 if logits.ndim > 1 else 0
+        size, highest = logits.shape[of_classes if name == "target" else dim], int(words.max())
+        if highest >= size:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the loss picks word {highest} of logits "
+                f"{list(logits.shape)}, which have {size} words on this rank. Where tp_size="
+                f"{self._size} leaves each rank its shard of the vocabulary, {self._way}"
+            )
+
+
+def number_of_next_node() -> int:
+    """Return the sequence number of autograd's next node on this thread."""
+    with torch.enable_grad():
+        node: Any = torch.empty(0, requires_grad=True).view(-1).grad_fn
+    return int(node._sequence_nr()) + 1
+
+
+def penalized_leaves(loss: Tensor, outputs: Iterable[Node | None], first: int) -> list[Tensor]:
+    """Return the leaves of which a loss has a term that depends on no output of the model.
+
+    Such a term is a number before it meets what depends on outputs. A weight that is multiplied
+    with an output (a head in the loss) is no such leaf, nor is one number (a temperature).
+
+    Args:
+        loss: The loss.
+        outputs: The nodes that made what the model returned.
+        first: `number_of_next_node()` as it was before the loss; older nodes are the model's.
+    """
+    ends = set(outputs)
+    under: dict[Node, _Under] = {}
+    found: list[Tensor] = []
+    waiting = [] if loss.grad_fn is None else [(loss.grad_fn, False)]
+    while waiting:
+        node, entered = waiting.pop()
+        if node in under:
+            continue
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, Tensor):
+            under[node] = _Under(False, [variable] if variable.numel() > 1 else [])
+        elif node in ends or node._sequence_nr() < first:
+            under[node] = _Under(True, [])
+        elif not entered:
+            waiting += [(node, True), *((n, False) for n, _ in node.next_functions if n)]
+        else:
+            parts = [under[n] for n, _ in node.next_functions if n]
+            leaves = [leaf for part in parts for leaf in part.leaves]
+            computes = any(part.computes for part in parts)
+            if (not computes and _is_number(node)) or node.name().startswith("CompiledFunction"):
+                found, leaves = found + leaves, []
+            under[node] = _Under(computes, leaves)
+    return found
+
+
+class _Under(NamedTuple):
+    """What is under a node of a graph.
+
+    Attributes:
+        computes: It depends on an output of the model.
+        leaves: Leaves under it, of no term that is known to be a penalty.
+    """
+
+    computes: bool
+    leaves: list[Tensor]
+
+
+def _is_number(node: Node) -> bool:
+    """Return whether all results of a node are numbers."""
+    return all(math.prod(each.shape) == 1 for each in node._input_metadata if each is not None)
+
+
+def require_no_parameters(
+    leaves: Sequence[Tensor], model: nn.Module, manager: ProcessGroupManager
+) -> None:
+    """Refuse a penalty on parameters of which this rank has a shard, or not all.
+
+    Raises:
+        InvalidArgumentError: It does, with their names.
+    """
+    if not leaves:
+        return
+    found = {id(leaf) for leaf in leaves}
+    before = ((name, each()) for name, each in terms_of(model).originals.items())
+    read = [name for name, p in (*model.named_parameters(), *before) if id(p) in found]
+    if not read:
+        return
+    sizes = {axis: getattr(manager, f"{axis}_size") for axis in ("tp", "pp", "ep")}
+    cut = ", ".join(f"{axis}_size={size}" for axis, size in sizes.items() if size > 1)
+    shown = ", ".join(read[:3]) + (f" and {len(read) - 3} more" if len(read) > 3 else "")
+    raise InvalidArgumentError(
+        f"{describe_rank()}: loss_fn reads parameters of the model for a penalty ({shown}), and "
+        f"with {cut} a rank has shards or some of them alone, so it would be another one on each "
+        "rank. Use the optimizer's weight_decay, or add the penalty's gradient to each parameter's "
+        ".grad between train_step and optimizer.step()"
+    )

@@ -1,0 +1,407 @@
+"""What a loss reads beside the output: parameters, words of other ranks, shares of tokens."""
+
+import math
+import re
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from scaletorch.compose import (
+    full_gradients,
+    parallelize,
+    shard_global_batch,
+    token_losses,
+    train_step,
+)
+from scaletorch.compose.own_loss import _read, _require_alike, _written
+from scaletorch.dist import RankPool
+from scaletorch.dist.errors import MismatchError, ScaletorchError
+from scaletorch.dist.testing import preload, relative_error
+from scaletorch.parallel.data_parallel import shard_optimizer
+from scaletorch.parallel.pg_manager import (
+    Grid,
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+WORDS, WIDTH = 32, 8
+PLAN = {"layers.*.up": "column", "layers.*.down": "row", "head": "column_gather"}
+
+
+class Layer(nn.Module):
+    attends = True
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x))[:, None].chunk(3, -1)
+        if self.attends:
+            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True)[:, 0]
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, WIDTH)
+        self.layers = nn.ModuleList(Layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, WORDS)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x)
+
+
+class Tied(Net):
+    """Computes logits by the embedding's weight, without a layer."""
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return F.linear(x, self.embed.weight)
+
+
+class Aux(Net):
+    """Returns a value of each token beside the logits."""
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x), x.square().mean(-1)
+
+
+def net(kind=Net, attends=True):
+    torch.manual_seed(0)
+    model = kind().double()
+    for layer in model.layers:
+        layer.attends = attends  # sequences that tp divides would want a plan for it
+    return model
+
+
+def batch():
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(WORDS, (8, 9), generator=generator)
+    tokens[:, -1] = WORDS - 1  # a word of the last rank, in every row
+    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].contiguous()}
+
+
+def plain(output, mb):
+    labels = mb["labels"]
+    return F.cross_entropy(output.flatten(0, 1), labels.flatten(), reduction="sum"), labels.numel()
+
+
+def picked(output, mb):
+    labels = mb["labels"]
+    return -output.log_softmax(-1).gather(-1, labels[..., None]).sum(), labels.numel()
+
+
+def penalty(parameters):
+    def loss_fn(output, mb):
+        loss, count = plain(output, mb)
+        return loss + 0.1 * count * sum(p.square().sum() for p in parameters), count
+
+    return loss_fn
+
+
+def away_from_a_copy(output, mb):
+    """Reads a reference model's parameters, which is its own on every rank."""
+    loss, count = plain(output, mb)
+    return loss + count * sum(p.square().sum() for p in net().parameters()), count
+
+
+def monitored(model):
+    def loss_fn(output, mb):
+        for p in model.parameters():
+            p.detach().norm().item()
+        return plain(output, mb)
+
+    return loss_fn
+
+
+def penalized(sizes, options, zero):
+    manager = setup_process_group_manager(**sizes)
+    try:
+        model = parallelize(net(), manager, **options)
+        if zero:
+            shard_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, stage=zero)
+        loss_fn = penalty(list(model.parameters()))
+        loss = train_step(model, shard_global_batch(batch(), 2, model=model), loss_fn=loss_fn)
+        return loss.item(), full_gradients(model) if zero < 2 else {}
+    finally:
+        destroy_process_group_manager()
+
+
+RIGHT = [  # sizes, options, ZeRO
+    ({"dp_size": 2}, {}, 0),
+    ({"dp_size": 2}, {"recompute": True}, 1),
+    ({"dp_size": 2}, {}, 2),
+    ({"cp_size": 2}, {}, 0),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports():
+    preload("torch._dynamo")
+
+
+@pytest.fixture(scope="module")
+def pools():
+    with RankPool(2, timeout=60) as two, RankPool(4, timeout=60) as four:
+        yield {2: two, 4: four}
+
+
+def test_a_penalty_is_right_where_ranks_have_whole_parameters(pools):
+    model = net()
+    loss, count = penalty(list(model.parameters()))(model(batch()["input_ids"]), batch())
+    (loss / count).backward()
+    for layout in RIGHT:
+        for found, theirs in pools[2].run(penalized, *layout):
+            assert found == pytest.approx(loss.item() / count, rel=1e-12), layout
+            errors = [relative_error(g, model.get_parameter(n).grad) for n, g in theirs.items()]
+            assert max(errors, default=0.0) < 1e-11, layout
+
+
+def attempt(sizes, options, make, kind=Net, plan=PLAN):
+    """Train a step, and another by tokens alone; return what was said, and the first loss."""
+    manager = setup_process_group_manager(**sizes)
+    try:
+        tp = {"plan": plan} if manager.tp_size > 1 else {}
+        plain = net(kind, "sequence_parallel" not in options)
+        whole = list(plain.parameters())
+        model = parallelize(plain, manager, **tp, **options)
+        given = whole if make is over_what_was_kept else model
+        own = {} if make is None else {"loss_fn": make(given)}
+        parts = shard_global_batch(batch(), 4, model=model)
+        return "", train_step(model, parts, **own).item()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}", 0.0
+    finally:
+        destroy_process_group_manager()
+
+
+def over_parameters(model):
+    return penalty(list(model.parameters()))
+
+
+def over_kept(model):
+    return penalty(list(model.module.parameters()))
+
+
+def by_norms(model):
+    """In one number for each parameter, without a sum over a list of all."""
+
+    def loss_fn(output, mb):
+        loss, count = plain(output, mb)
+        norms = torch.stack([p.norm(1) for p in model.parameters()])
+        flat = torch.nn.utils.parameters_to_vector(model.parameters())
+        return loss * (1 + norms.sum()) + count * flat.abs().sum(), count
+
+    return loss_fn
+
+
+def over_what_was_kept(parameters):
+    """Of those of the first layer, as they were before the model was cut."""
+    return penalty(parameters[:2])
+
+
+def over_one_layer(model):
+    """Of the parameters that the last stage has whole."""
+    return penalty([p for n, p in model.named_parameters() if n.endswith("head.weight")])
+
+
+CUT = [
+    ({"tp_size": 2}, {}),
+    ({"tp_size": 2}, {"sequence_parallel": True}),
+    ({"tp_size": 2}, {"loss_parallel": True, "recompute": True}),
+    ({"pp_size": 2}, {}),
+    ({"pp_size": 2}, {"schedule": "zb_h1"}),
+    ({"pp_size": 2}, {"schedule": "zb_v"}),
+    ({"pp_size": 2}, {"schedule": "dualpipe_v"}),
+    ({"tp_size": 2, "dp_size": 2}, {"sequence_parallel": True}),
+    ({"tp_size": 2, "cp_size": 2}, {}),
+    ({"tp_size": 2, "pp_size": 2}, {}),
+    ({"pp_size": 2, "cp_size": 2}, {}),
+    ({"pp_size": 2, "dp_size": 2}, {"schedule": "zb_v"}),
+]
+READS = (
+    "rank . .dp. pp. cp. tp..: loss_fn reads parameters of the model for a penalty .*weight_decay"
+)
+
+
+def world(sizes):
+    return math.prod(sizes.values())
+
+
+@pytest.mark.parametrize(
+    "make", [over_parameters, over_kept, over_one_layer, over_what_was_kept, by_norms]
+)
+def test_a_penalty_is_refused_where_parameters_are_cut(make, pools):
+    for sizes, options in CUT:
+        if make is not over_parameters and (
+            len(sizes) > 1 or options.get("schedule", "zb_v") != "zb_v"
+        ):
+            continue
+        own = {k: v for k, v in options.items() if k != "loss_parallel"}
+        for said, _ in pools[world(sizes)].run(attempt, sizes, own, make):
+            assert re.search(READS, said), (sizes, options, said)
+
+
+def monitors(model):
+    return monitored(model)
+
+
+def copies(model):
+    return away_from_a_copy
+
+
+@pytest.mark.parametrize("make", [monitors, copies])
+def test_what_does_not_train_by_parameters_is_not_refused(make, pools):
+    for sizes, options in CUT:
+        own = {k: v for k, v in options.items() if k != "loss_parallel"}
+        losses = pools[world(sizes)].run(attempt, sizes, own, make)
+        assert {said for said, _ in losses} == {""}, (sizes, options, losses)
+
+
+def plainly(model):
+    return plain
+
+
+def by_gather(model):
+    return picked
+
+
+class Headless(Net):
+    """Leaves its head and a temperature to the loss."""
+
+    def __init__(self):
+        super().__init__()
+        self.warmth = nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def headless(model):
+    def loss_fn(output, mb):
+        return plain(F.linear(output, model.head.weight) * model.warmth, mb)
+
+    return loss_fn
+
+
+def with_head(sizes, options):
+    manager = setup_process_group_manager(**sizes)
+    try:
+        whole = net(Headless)
+        tp = {"plan": {n: s for n, s in PLAN.items() if n != "head"}} if manager.tp_size > 1 else {}
+        model = parallelize(whole, manager, **tp, **options)
+        parts = shard_global_batch(batch(), 4, model=model)
+        return "", train_step(model, parts, loss_fn=headless(whole)).item(), full_gradients(model)
+    except ScaletorchError as error:
+        return str(error), 0.0, {}
+    finally:
+        destroy_process_group_manager()
+
+
+def test_a_head_in_the_loss_is_right(pools):
+    model = net(Headless)
+    loss, count = headless(model)(model(batch()["input_ids"]), batch())
+    (loss / count).backward()
+    for sizes, options in CUT:
+        own = {k: v for k, v in options.items() if k not in ("loss_parallel", "sequence_parallel")}
+        for said, found, theirs in pools[world(sizes)].run(with_head, sizes, own):
+            assert not said, (sizes, own)
+            assert found == pytest.approx(loss.item() / count, rel=1e-12)
+            grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            errors = {n: relative_error(theirs[n], g) for n, g in grads.items()}
+            assert max(errors.values()) < 1e-11, (sizes, own, errors)
+
+
+PICKS = [  # options, the loss, the model, its plan, and what is said
+    ({"loss_parallel": True}, plainly, Net, PLAN, "16 words on this rank.*loss_parallel=True"),
+    ({"loss_parallel": True}, by_gather, Net, PLAN, "16 words on this rank.*take token_losses"),
+    ({}, None, Net, {**PLAN, "head": "column"}, "word 31 of logits .* name it 'column_gather'"),
+    ({}, plainly, Net, {**PLAN, "head": "column"}, "word 31 of logits .* name it 'column_gather'"),
+    ({}, None, Tied, {**PLAN, "embed": "vocab"}, "word 31 of logits .* F.linear.x, embedding"),
+    ({"sequence_parallel": True}, None, Net, {n: s for n, s in PLAN.items() if n != "head"},
+     r"need labels .*name the head 'column_gather'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", range(len(PICKS)))
+def test_words_of_another_rank_are_refused_on_every_rank(case, pools):
+    options, make, kind, plan, words = PICKS[case]
+    for sizes in ({"tp_size": 2}, {"tp_size": 2, "dp_size": 2}, {"tp_size": 2, "pp_size": 2}):
+        for said, _ in pools[world(sizes)].run(attempt, sizes, options, make, kind, plan):
+            if kind is Tied and "pp_size" in sizes:  # pp finds it first
+                words = "forward returns a tensor with a gradient"
+            assert re.search(words, said, re.DOTALL), (sizes, said)
+            assert said.startswith(("InvalidArgumentError", "MismatchError", "StageError")), said
+
+
+def with_aux(model):
+    def loss_fn(output, mb):
+        loss, count = plain(output[0], mb)
+        return loss + 1e-7 * output[1].sum(), count
+
+    return loss_fn
+
+
+def test_a_value_of_each_token_is_a_share_under_sequence_parallelism(pools):
+    for sizes in ({"tp_size": 2}, {"tp_size": 2, "dp_size": 2}):
+        for options, words in ({}, "^$"), ({"sequence_parallel": True}, "share of the tokens"):
+            for said, _ in pools[world(sizes)].run(attempt, sizes, options, with_aux, Aux):
+                assert re.search(words, said), (sizes, options, said)
+
+
+def steps(sizes, options, dtype, own):
+    """Train three steps in a dtype."""
+    manager = setup_process_group_manager(**sizes)
+    try:
+        whole = net(attends="sequence_parallel" not in options).to(dtype)
+        model = parallelize(whole, manager, plan=PLAN, **options)
+        parts = shard_global_batch(batch(), 2, model=model)
+        given = {"loss_fn": tokens} if own else {}
+        return [train_step(model, parts, **given).item() for _ in range(3)]
+    finally:
+        destroy_process_group_manager()
+
+
+def tokens(output, mb):
+    return token_losses(output, mb, z_loss=1e-3).sum(), mb["labels"].numel()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_rounding_is_no_difference(dtype, pools):
+    for options in ({}, {"loss_parallel": True}, {"sequence_parallel": True}):
+        for own in (False, True):
+            pools[4].run(steps, {"tp_size": 4}, options, dtype, own)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "below", "above"),
+    [(0, 1e-14, 1e-13), (1, 1e-5, 3e-5), (2, 9e-4, 2e-3), (3, 9e-4, 2e-3)],
+)
+def test_rounding_is_that_of_the_dtype(dtype, below, above):
+    class Manager:
+        grid = Grid(tp=2)
+
+    def sums(apart):
+        return [_read(_written(value, dtype)) for value in (18.41, 18.41 * (1 + apart))]
+
+    _require_alike(sums(below), Manager(), shares_sequences=False)
+    with pytest.raises(MismatchError, match=r"differ in tp alone.*'column_gather'"):
+        _require_alike(sums(above), Manager(), shares_sequences=False)
+    with pytest.raises(MismatchError, match=r"beside the hidden states .*share of the tokens"):
+        _require_alike(sums(above), Manager(), shares_sequences=True)
