@@ -83,7 +83,8 @@ class PipelineParallel(ModuleWrapper):
         tied = TiedGradients(find_ties(model, placement, homes, self.rank), ranks, self.rank, group)
         passage = Passage(name for name, _ in placement.homes())
         deferral = Deferral()
-        flows = [HiddenFlow(stage, placement.exit(model, stage), passage) for stage in self.stages]
+        last = self.num_stages - 1
+        flows = [HiddenFlow(stage, passage, last=stage == last) for stage in self.stages]
         self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
         chunks = cut(model, placement, self.stages, passage)
         if splits:
@@ -172,7 +173,6 @@ class PipelineParallel(ModuleWrapper):
         followed = examined or self.module._compiled_call_impl is None
         before = self.placement.stages[stage - 1][-1]
         received = given if stage else None
-        flow.gates.start()
         passage.start(stage, received, self._siblings[before], examined=examined, followed=followed)
         passage.first, named = self._first(given, stage)
         output: Any = None
@@ -184,7 +184,7 @@ class PipelineParallel(ModuleWrapper):
                     output = self.module(passage.first, **kwargs)
             if stage < self.num_stages - 1:
                 output = flow.passed_on(output)
-                passage.beside.require_seen(self.module)
+                passage.require_seen(self.module)
             else:
                 check_output(output)
         finally:

@@ -72,7 +72,7 @@ class Training:
         loss_fn: Loss of one micro-batch; not used before the last stage.
         switches: Wrappers whose gradient sync waits for the last backward, with its own value.
         actions: This rank's actions of the step.
-        total: The sum of the losses so far, 0-d.
+        total: The sum of the losses so far, 0-d, in the widest of their dtypes.
     """
 
     stages: Stages
@@ -90,10 +90,11 @@ class Training:
         self._later = {(a.micro_batch, a.chunk): WeightGradients() for a in parted}
         self._backwards = sum(action.kind != FORWARD for action in self.actions)
         self._autocasts = autocasts(self.stages.inputs.device)
-        first = next(self.stages.pipeline.parameters(), torch.empty(0))
-        dtype = self.stages.inputs.dtype or first.dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        self.total = torch.zeros((), dtype=wide, device=self.stages.inputs.device)
+        self.total = torch.zeros((), dtype=torch.float32, device=self.stages.inputs.device)
+
+    def is_wide(self) -> bool:
+        """Return whether the losses were float64."""
+        return self.total.dtype == torch.float64
 
     def run(self, task: Task) -> None:
         """Run a task whose input is here."""
@@ -116,7 +117,7 @@ class Training:
             hidden, output = self.stages.forward(task)
         if task.makes is None and self.loss_fn is not None:
             output = checked_loss(self.loss_fn(output, self.stages.inputs.batches[micro_batch]))
-            self.total += output.detach()
+            self.total = self.total + output.detach()
         self._live[micro_batch, chunk] = hidden, output
 
     def _backward_of_inputs(self, task: Task, into: WeightGradients | None) -> None:
@@ -191,11 +192,13 @@ def checked_loss(loss: Any) -> Tensor:
     Raises:
         InvalidArgumentError: Not a tensor of one element, or one without a gradient.
     """
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
+    real = isinstance(loss, Tensor) and loss.is_floating_point()
+    if real and loss.numel() == 1 and loss.requires_grad:
         return loss.reshape(())
     came = f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
-        came = f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}"
+        came = f"a tensor of shape {tuple(loss.shape)}, {loss.dtype}, "
+        came += f"with requires_grad={loss.requires_grad}"
     raise InvalidArgumentError(
         f"{describe_rank()}: loss_fn(output, batch) must return a scalar tensor with a gradient, "
         f"got {came}; add the losses up and do not detach them"
