@@ -1,0 +1,308 @@
+"""A stage passes on what the call of its last layer returns, hooks and own `__call__` included."""
+
+import copy
+import pickle
+import warnings
+from contextlib import contextmanager
+
+import pytest
+import torch
+from one_process import build
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.utils.checkpoint import checkpoint
+
+from scaletorch.dist import InvalidArgumentError, RankPool
+from scaletorch.parallel.pipeline_parallel import PipelineParallel, StageError, train_step_pipeline
+
+WIDTH, ROWS, LENGTH = 6, 2, 3
+SCHEDULES = ("afab", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, scale=1.0):
+        return x + self.one(x).tanh() * scale
+
+
+class Net(nn.Module):
+    layer = Layer
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.embed = nn.Identity(), nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(self.layer() for _ in range(8))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return self.head(x)
+
+    def run(self, layer, x):
+        return layer(x, scale=0.7)
+
+
+class OwnCall(Layer):
+    def __call__(self, x, scale):
+        return super().__call__(x, scale=scale) * 1.1
+
+
+class OwnForward(Layer):
+    def __call__(self, x, scale):
+        return self.forward(x, scale) * 1.1
+
+
+class Checkpointed(Layer):
+    """As transformers' layers: the recomputation is in the class's own call."""
+
+    def __call__(self, x, **kwargs):
+        call = super().__call__
+        return checkpoint(lambda x: call(x, **kwargs), x, use_reentrant=self.reentrant)
+
+    reentrant = False
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Forwards(Net):
+    def run(self, layer, x):
+        return layer.forward(x, 0.7)
+
+
+class BoundForwards(Net):
+    def forward(self, input_ids):
+        x = self.embed.forward(input_ids)
+        for forward in [layer.forward for layer in self.layers]:
+            x = checkpoint(forward, x, use_reentrant=False)
+        return self.head.forward(x)
+
+
+class BoundCalls(Net):
+    def run(self, layer, x):
+        return checkpoint(layer.__call__, x, use_reentrant=False)
+
+
+class Stem(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, field):
+        return field @ self.weight
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.stem = nn.LayerNorm(4), Stem()
+
+    def forward(self, field):
+        return self.stem(self.norm(field))
+
+
+class Field(Net):
+    """The model's input requires no gradient, and is no ids; its stem has parameters."""
+
+    stem = Stem
+
+    def __init__(self):
+        super().__init__()
+        self.embed = self.stem()
+
+    def run(self, layer, x):
+        return checkpoint(layer, x, use_reentrant=True)
+
+
+class LinearField(Field):
+    def stem(self):
+        return nn.Linear(4, WIDTH)
+
+
+class NormedField(Field):
+    stem = Normed
+
+
+class TwoStems(Field):
+    """The first module keeps the form of what it is given, so a stand-in goes through it."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.embed = nn.LayerNorm(4), nn.Linear(4, WIDTH)
+
+    def forward(self, input_ids):
+        x = self.embed(checkpoint(self.norm, input_ids * 1, use_reentrant=False))
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return self.head(x)
+
+
+def of(kind, **attributes):
+    return type(kind.__name__, (Net,), {"layer": kind, **attributes})
+
+
+def half(module, grad_input, grad_output):
+    return tuple(None if grad is None else grad * 0.5 for grad in grad_input)
+
+
+def double_of(module, grad_output):
+    return tuple(grad * 2 for grad in grad_output)
+
+
+def thrice(module, args, output):
+    return output * 3
+
+
+def thrice_of(module, args, kwargs, output):
+    return output * (3 * kwargs["scale"])
+
+
+def shifted(module, args):
+    return (args[0] + 0.25, *args[1:])
+
+
+def only(kind, hook):
+    """Return a global hook that changes nothing but modules of a class."""
+
+    def chosen(module, *given):
+        return hook(module, *given) if isinstance(module, kind) else None
+
+    return chosen
+
+
+def backward_hooks(net):
+    for each in [*net.layers, net.head]:
+        if isinstance(each, nn.Module):
+            each.register_full_backward_hook(half)
+
+
+def backward_pre_hooks(net):
+    for each in net.layers:
+        each.register_full_backward_pre_hook(double_of)
+
+
+def forward_hooks(net):
+    for each in net.layers:
+        each.register_forward_hook(thrice)
+        each.register_forward_pre_hook(shifted, prepend=True)
+        each.register_forward_hook(thrice_of, with_kwargs=True, always_call=True, prepend=True)
+
+
+def hooks_around(net):
+    net.embed.register_forward_hook(thrice)
+    net.head.register_forward_pre_hook(shifted)
+
+
+HOOKS = {
+    "full backward": backward_hooks,
+    "backward pre": backward_pre_hooks,
+    "forward": forward_hooks,
+    "around": hooks_around,
+}
+KINDS = {
+    "own call": of(OwnCall),
+    "own call of forward": of(OwnForward),
+    "own call of checkpoint": of(Checkpointed),
+    "own call of reentrant": of(Reentrant),
+    "forward": Forwards,
+    "bound forwards": BoundForwards,
+    "bound calls": BoundCalls,
+    "field": Field,
+    "field of a linear layer": LinearField,
+    "field of norms": NormedField,
+    "two stems": TwoStems,
+}
+
+
+@contextmanager
+def everywhere(kind):
+    """Register global hooks that change layers alone, and ones that look at all modules."""
+    handles = [
+        hooks.register_module_forward_hook(only(kind, thrice)),
+        hooks.register_module_forward_pre_hook(only(kind, shifted)),
+        hooks.register_module_full_backward_hook(only(kind, half)),
+        hooks.register_module_full_backward_pre_hook(only(kind, double_of)),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def squares(output, batch):
+    return (output - batch["wanted"]).square().sum()
+
+
+def batches_of(kind, count):
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(11, (ROWS, LENGTH), generator=generator)
+        field = torch.randn(ROWS, LENGTH, 4, generator=generator, dtype=torch.float64)
+        wanted = torch.randn(ROWS, LENGTH, 11, generator=generator, dtype=torch.float64)
+        found.append({"input_ids": field if issubclass(kind, Field) else ids, "wanted": wanted})
+    return found
+
+
+
+def compared(kind, schedule, count, register=None, within=None):
+    """Return the largest relative error of a gradient or the loss in two steps."""
+    plain = build(kind)
+    stage = PipelineParallel(
+        copy.deepcopy(plain), group=torch.distributed.group.WORLD, schedule=schedule
+    )
+    if register is not None:
+        register(plain)
+        own = nn.Module()
+        own.layers = [layer for layer in stage.module.layers if isinstance(layer, Layer)]
+        own.embed, own.head = stage.module.embed, stage.module.head
+        register(own)
+    batches, worst = batches_of(kind, count), 0.0
+    called = [{"input_ids": batch["input_ids"], "labels": batch["wanted"]} for batch in batches]
+    with within(Layer) if within else everywhere(()):
+        for _ in range(2):
+            plain.zero_grad()
+            stage.zero_grad()
+            expected = 0.0
+            for batch in batches:
+                loss = squares(plain(batch["input_ids"]), batch)
+                loss.backward()
+                expected += loss.item()
+            total = train_step_pipeline(
+                stage, called, loss_fn=lambda out, b: (out - b["labels"]).square().sum()
+            )
+            if stage.is_last_stage:
+                worst = max(worst, abs(total.item() / expected - 1))
+            references = dict(plain.named_parameters())
+            for name, parameter in stage.named_parameters():
+                want = references[name].grad
+                worst = max(worst, ((parameter.grad - want).norm() / want.norm()).item())
+    return worst
+
+
+def all_cases(schedules, counts):
+    warnings.simplefilter("ignore")  # torch's, of reentrant checkpoints without gradients
+    found = {}
+    for schedule in schedules:
+        for count in counts:
+            for name, kind in KINDS.items():
+                found[schedule, count, name] = compared(kind, schedule, count)
+            for name, register in HOOKS.items():
+                found[schedule, count, name] = compared(Net, schedule, count, register)
+            found[schedule, count, "global"] = compared(Net, schedule, count, within=everywhere)
+    return found
+
+
+@pytest.mark.parametrize(("world_size", "schedules"), [(2, SCHEDULES), (4, ("1f1b", "zb_v"))])
+def test_layers_are_called_as_in_one_process(world_size, schedules):
+    with RankPool(world_size, timeout=110) as pool:
+        for found in pool.run(all_cases, schedules, (2, 4) if world_size == 2 else (4,)):
+            wrong = {case: error for case, error in found.items() if not error < 1e-12}
+            assert not wrong
