@@ -251,7 +251,6 @@ def batches_of(kind, count):
     return found
 
 
-
 def compared(kind, schedule, count, register=None, within=None):
     """Return the largest relative error of a gradient or the loss in two steps."""
     plain = build(kind)
@@ -300,9 +299,179 @@ def all_cases(schedules, counts):
     return found
 
 
-@pytest.mark.parametrize(("world_size", "schedules"), [(2, SCHEDULES), (4, ("1f1b", "zb_v"))])
-def test_layers_are_called_as_in_one_process(world_size, schedules):
-    with RankPool(world_size, timeout=110) as pool:
-        for found in pool.run(all_cases, schedules, (2, 4) if world_size == 2 else (4,)):
-            wrong = {case: error for case, error in found.items() if not error < 1e-12}
-            assert not wrong
+class Detached(Net):
+    """Of two layers one computes apart from autograd what it is given."""
+
+    def run(self, layer, x):
+        return layer(x.detach() if layer is self.layers[5] else x)
+
+
+class WithoutGradients(torch.autograd.Function):
+    """As a function of the user's own that runs layers, and knows no gradient of its input."""
+
+    @staticmethod
+    def forward(ctx, x, run):
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, None
+
+
+class Lost(Layer):
+    def forward(self, x, scale=1.0):
+        return super().forward(WithoutGradients.apply(x, torch.clone), scale)
+
+
+class Several(Layer):
+    """Passes on what later layers use, and floats and integers that nothing uses."""
+
+    def forward(self, state, scale=1.0):
+        x, unused, counts = state
+        return super().forward(x, scale), unused * 2, counts + 1
+
+
+class Tuples(Net):
+    layer = Several
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        state = x, x.square(), input_ids
+        for layer in self.layers:
+            state = layer(state)
+        return self.head(state[0])
+
+
+class ZeroHead(Net):
+    """All gradients before the head are zeros in the first step, in one process too."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.head.weight)
+
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.startswith(("layers.6", "layers.7", "head")))
+
+
+def lost_and_not(schedule):
+    """Gradients that a later stage does not give back are missed; zeros, or none, are not."""
+    world, squared = torch.distributed.group.WORLD, lambda out, b: out.square().sum()
+    for kind in (Tuples, ZeroHead, Frozen):
+        plain = build(kind)
+        stage = PipelineParallel(copy.deepcopy(plain), group=world, schedule=schedule)
+        batches = [{"input_ids": torch.arange(6)[None] + at} for at in range(3)]
+        train_step_pipeline(stage, batches, loss_fn=squared)
+        for batch in batches:
+            squared(plain(batch["input_ids"]), batch).backward()
+        references = dict(plain.named_parameters())
+        for name, parameter in stage.named_parameters():
+            expected = references[name].grad
+            assert (parameter.grad is None) == (expected is None)
+            if expected is not None:
+                torch.testing.assert_close(parameter.grad, expected, rtol=1e-12, atol=1e-14)
+
+    def some(out, batch):  # whose first micro-batch has no token that counts
+        first = not int(batch["input_ids"][0, 0])
+        return torch.zeros((), requires_grad=True) if first else out.square().sum()
+
+    train_step_pipeline(PipelineParallel(build(Net), group=world, schedule=schedule), batches,
+                        loss_fn=some)  # fmt: skip
+    for kind in (of(Lost), Detached):
+        stage = PipelineParallel(build(kind), group=world, schedule=schedule)
+        with pytest.raises((InvalidArgumentError, StageError), match=GIVES_NOTHING):
+            train_step_pipeline(stage, batches, loss_fn=squared)
+
+
+GIVES_NOTHING = r"(?s)stage \d gives no gradient back to stage \d, whose.*requires_grad_\(False\)"
+
+
+def losses_of_one_dtype(schedule):
+    """Parameters of stages differ in dtype; the loss has that of one process, on all ranks."""
+    world = torch.distributed.group.WORLD
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64):
+        model = build(Net).float()
+        if dtype.is_complex:
+            model = nn.Sequential()
+            model = build(Net).float()
+            model.embed.turn = nn.Parameter(torch.randn(WIDTH, dtype=dtype))
+            model.embed.register_forward_hook(lambda module, args, out: (out * module.turn).real)
+        else:
+            model.embed.to(dtype).register_forward_hook(lambda module, args, out: out.float())
+        stage = PipelineParallel(model, group=world, schedule=schedule)
+        batches = [{"input_ids": torch.arange(6)[None]} for _ in range(2)]
+        for wide in (False, True):
+            loss = train_step_pipeline(
+                stage,
+                batches,
+                loss_fn=lambda out, b, wide=wide: (out.double() if wide else out).square().sum(),
+            )
+            assert loss.dtype == (torch.float64 if wide else torch.float32)
+
+
+def copies_are_plain():
+    stage = PipelineParallel(build(of(OwnCall)), group=torch.distributed.group.WORLD)
+    names = [name for name, _ in stage.named_parameters()]
+    train_step_pipeline(stage, [{"input_ids": torch.arange(6)[None]}], loss_fn=lambda o, b: o.sum())
+    assert [*stage.state_dict()] == names == [name for name, _ in stage.named_parameters()]
+    for name in stage.placement.stages[stage.stages[0]]:
+        layer = stage.module.get_submodule(name)
+        x = torch.ones(2, 3, dtype=torch.long)
+        x = x if isinstance(layer, nn.Embedding) else torch.ones(2, WIDTH, dtype=torch.float64)
+        given = (x, 0.5) if isinstance(layer, OwnCall) else (x,)
+        own = next(
+            k for k in (nn.Identity, nn.Embedding, OwnCall, nn.Linear) if isinstance(layer, k)
+        )
+        for made in (copy.deepcopy(layer), copy.copy(layer), pickle.loads(pickle.dumps(layer))):
+            assert type(made) is own
+            assert torch.equal(made(*given), layer(*given))
+        assert type(layer).__name__ == own.__name__
+        assert type(layer).forward is own.forward
+        layer.forward = lambda *given: 3
+        assert layer.forward() == 3
+        del layer.forward
+        assert layer.forward.__func__ is own.forward
+
+
+def scripted_layers_are_refused():
+    model = build(Net)
+    model.layers[6] = torch.jit.script(nn.Linear(WIDTH, WIDTH).double())
+    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
+    with pytest.raises((InvalidArgumentError, StageError), match=r"have an nn\.Module around it"):
+        train_step_pipeline(
+            stage, [{"input_ids": torch.arange(6)[None]}], loss_fn=lambda o, b: o.sum()
+        )
+
+
+def compiled_whole_is_refused():
+    stage = PipelineParallel(build(Forwards), group=torch.distributed.group.WORLD)
+    stage.module.compile(backend="eager")
+    with pytest.raises((InvalidArgumentError, StageError), match=r"calls forward of its la"):
+        train_step_pipeline(
+            stage, [{"input_ids": torch.arange(6)[None]}], loss_fn=lambda o, b: o.sum()
+        )
+
+
+def test_layers_are_called_as_in_one_process():
+    with RankPool(2, timeout=110) as pool:
+        for count, schedules in ((2, SCHEDULES[::2]), (4, SCHEDULES[1::2])):
+            require_right(pool.run(all_cases, schedules, (count,)))
+        for schedule in ("1f1b", "zb_h1", "zb_v"):
+            pool.run(lost_and_not, schedule)
+            pool.run(losses_of_one_dtype, schedule)
+        pool.run(copies_are_plain)
+        pool.run(scripted_layers_are_refused)
+        pool.run(compiled_whole_is_refused)
+
+
+def test_layers_are_called_as_in_one_process_on_four_ranks():
+    with RankPool(4, timeout=110) as pool:
+        require_right(pool.run(all_cases, ("1f1b",), (4,)))
+
+
+def require_right(ranks):
+    for found in ranks:
+        assert not {case: error for case, error in found.items() if not error < 1e-12}
