@@ -89,6 +89,14 @@ class BoundCalls(Net):
         return checkpoint(layer.__call__, x, use_reentrant=False)
 
 
+class Scripted(Net):
+    def layer(self):
+        return torch.jit.script(nn.Linear(WIDTH, WIDTH))
+
+    def run(self, layer, x):
+        return layer(x)
+
+
 class Stem(nn.Module):
     def __init__(self):
         super().__init__()
@@ -213,6 +221,7 @@ KINDS = {
     "forward": Forwards,
     "bound forwards": BoundForwards,
     "bound calls": BoundCalls,
+    "scripted": Scripted,
     "field": Field,
     "field of a linear layer": LinearField,
     "field of norms": NormedField,
@@ -436,10 +445,13 @@ def copies_are_plain():
         assert layer.forward.__func__ is own.forward
 
 
-def scripted_layers_are_refused():
-    model = build(Net)
-    model.layers[6] = torch.jit.script(nn.Linear(WIDTH, WIDTH).double())
-    stage = PipelineParallel(model, group=torch.distributed.group.WORLD)
+class Sealed(Layer):
+    def __init_subclass__(cls):
+        raise TypeError("no subclasses")
+
+
+def sealed_layers_are_refused():
+    stage = PipelineParallel(build(of(Sealed)), group=torch.distributed.group.WORLD)
     with pytest.raises((InvalidArgumentError, StageError), match=r"have an nn\.Module around it"):
         train_step_pipeline(
             stage, [{"input_ids": torch.arange(6)[None]}], loss_fn=lambda o, b: o.sum()
@@ -463,7 +475,7 @@ def test_layers_are_called_as_in_one_process():
             pool.run(lost_and_not, schedule)
             pool.run(losses_of_one_dtype, schedule)
         pool.run(copies_are_plain)
-        pool.run(scripted_layers_are_refused)
+        pool.run(sealed_layers_are_refused)
         pool.run(compiled_whole_is_refused)
 
 
