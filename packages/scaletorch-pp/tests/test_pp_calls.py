@@ -89,14 +89,6 @@ class BoundCalls(Net):
         return checkpoint(layer.__call__, x, use_reentrant=False)
 
 
-class Scripted(Net):
-    def layer(self):
-        return torch.jit.script(nn.Linear(WIDTH, WIDTH))
-
-    def run(self, layer, x):
-        return layer(x)
-
-
 class Stem(nn.Module):
     def __init__(self):
         super().__init__()
@@ -221,7 +213,6 @@ KINDS = {
     "forward": Forwards,
     "bound forwards": BoundForwards,
     "bound calls": BoundCalls,
-    "scripted": Scripted,
     "field": Field,
     "field of a linear layer": LinearField,
     "field of norms": NormedField,
@@ -450,12 +441,17 @@ class Sealed(Layer):
         raise TypeError("no subclasses")
 
 
-def sealed_layers_are_refused():
-    stage = PipelineParallel(build(of(Sealed)), group=torch.distributed.group.WORLD)
-    with pytest.raises((InvalidArgumentError, StageError), match=r"have an nn\.Module around it"):
-        train_step_pipeline(
-            stage, [{"input_ids": torch.arange(6)[None]}], loss_fn=lambda o, b: o.sum()
-        )
+def scripted():
+    return torch.jit.script(nn.Linear(WIDTH, WIDTH))
+
+
+def layers_that_cannot_be_followed_are_refused():
+    for kind in (of(Sealed), type("Net", (Net,), {"layer": staticmethod(scripted)})):
+        stage = PipelineParallel(build(kind), group=torch.distributed.group.WORLD)
+        with pytest.raises((InvalidArgumentError, StageError), match=r"have an nn\.Module around"):
+            train_step_pipeline(
+                stage, [{"input_ids": torch.arange(6)[None]}], loss_fn=lambda o, b: o.sum()
+            )
 
 
 def compiled_whole_is_refused():
@@ -475,7 +471,7 @@ def test_layers_are_called_as_in_one_process():
             pool.run(lost_and_not, schedule)
             pool.run(losses_of_one_dtype, schedule)
         pool.run(copies_are_plain)
-        pool.run(sealed_layers_are_refused)
+        pool.run(layers_that_cannot_be_followed_are_refused)
         pool.run(compiled_whole_is_refused)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
@@ -36,9 +37,11 @@ class _Changes:
             if not self._untouched(name, buffer)
         }
 
-    def write(self, *_: Any) -> None:
-        """Note how buffers look after a forward."""
+    def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward, and note how buffers look after it."""
+        output = forward(*args, **kwargs)
         self.after_each.append(self.now())
+        return output
 
     def by_count(self) -> list[str]:
         """Return the buffers that changed again after the first forward that changed them."""
@@ -67,11 +70,12 @@ def buffers_followed(
             the number of micro-batches; on every rank, at the end of the step.
     """
     changes = _Changes(model)
-    handle = model.register_forward_hook(changes.write)
+    # Not a hook, which would be the plain model's own.
+    model.forward = partial(changes.around, model.forward)
     try:
         yield
     finally:
-        handle.remove()
+        del model.forward
     everyone = all_gather_object(changes.now(), manager.cp_dp_group)
     unlike = [name for name in everyone[0] if len({each.get(name) for each in everyone}) > 1]
     error = None

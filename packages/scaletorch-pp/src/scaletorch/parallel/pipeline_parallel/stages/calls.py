@@ -55,8 +55,10 @@ def surround(module: nn.Module, surrounding: Surrounding) -> None:
     kind: Any = type(module)
     if not hasattr(kind, _OWN_FORWARD):
         try:
+            if isinstance(module, torch.jit.ScriptModule):
+                raise TypeError("its calls are the interpreter's")
             module.__class__ = _surrounded(kind)
-        except (AttributeError, TypeError) as error:
+        except TypeError as error:
             raise InvalidArgumentError(
                 f"{describe_rank()}: the calls of a {kind.__name__} cannot be followed, "
                 "and a stage passes on what the call of its last layer returns: let the model have "
