@@ -4,6 +4,7 @@ import copy
 import pickle
 import warnings
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -454,6 +455,65 @@ def layers_that_cannot_be_followed_are_refused():
             )
 
 
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Nested(Net):
+    def __init__(self):
+        super().__init__()
+        self.layers = Inner()
+
+    def forward(self, input_ids):
+        return self.head(self.layers(self.embed(input_ids)))
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    beside: torch.Tensor
+
+
+class Answers(Net):
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        beside = x.square().sum()
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return Answer(self.head(x), beside)
+
+
+def what_no_stage_has_is_refused(schedule):
+    world, batches = torch.distributed.group.WORLD, [{"input_ids": torch.arange(6)[None]}]
+
+    def step(kind, register=None, loss_fn=lambda o, b: o.sum()):
+        model = build(kind)
+        if register is not None:
+            register(model)
+        stage = PipelineParallel(model, group=world, schedule=schedule)
+        return train_step_pipeline(stage, batches, loss_fn=loss_fn)
+
+    def hook(model):
+        model.layers.register_full_backward_hook(half)
+
+    with pytest.raises((InvalidArgumentError, StageError), match=r"layers holds layers of several"):
+        step(Nested, hook)
+    step(Nested, lambda model: model.layers.register_forward_hook(thrice))
+    handle = hooks.register_module_full_backward_hook(lambda *_: None)
+    with pytest.warns(UserWarning, match=r"global backward hooks do not see it.*put the backward"):
+        step(Nested)
+    handle.remove()
+    with pytest.raises((InvalidArgumentError, StageError), match="the model returns a tensor that"):
+        step(Answers, loss_fn=lambda o, b: o.logits.sum() + o.beside)
+
+
 def compiled_whole_is_refused():
     stage = PipelineParallel(build(Forwards), group=torch.distributed.group.WORLD)
     stage.module.compile(backend="eager")
@@ -470,6 +530,7 @@ def test_layers_are_called_as_in_one_process():
         for schedule in ("1f1b", "zb_h1", "zb_v"):
             pool.run(lost_and_not, schedule)
             pool.run(losses_of_one_dtype, schedule)
+        pool.run(what_no_stage_has_is_refused, "1f1b")
         pool.run(copies_are_plain)
         pool.run(layers_that_cannot_be_followed_are_refused)
         pool.run(compiled_whole_is_refused)

@@ -53,7 +53,7 @@ def surround(module: nn.Module, surrounding: Surrounding) -> None:
         InvalidArgumentError: Its class cannot have subclasses.
     """
     kind: Any = type(module)
-    if not hasattr(kind, _OWN_FORWARD):
+    if not is_surrounded(module):
         try:
             if isinstance(module, torch.jit.ScriptModule):
                 raise TypeError("its calls are the interpreter's")
@@ -66,6 +66,11 @@ def surround(module: nn.Module, surrounding: Surrounding) -> None:
             ) from error
     calls = vars(module).setdefault(_CALLS, _Calls())
     calls.around = (*calls.around, surrounding)
+
+
+def is_surrounded(module: nn.Module) -> bool:
+    """Return whether a module has the class that lets its calls be surrounded."""
+    return hasattr(type(module), _OWN_FORWARD)
 
 
 def release(module: nn.Module, surrounding: Surrounding) -> None:

@@ -18,7 +18,7 @@ from ..runtime.forms import PLAIN
 from ..splitting.modules import has_parameters, siblings_of
 from ..splitting.split import Placement
 from .passage import Passage
-from .stand_ins import StandIn, standing, standing_like, stands
+from .stand_ins import StandIn, first_trained, standing, standing_like, stands
 from .twins import cast, is_data, runs_alike, twin_of
 
 
@@ -106,11 +106,13 @@ class PassThrough(nn.Module):
         passage = self._passage
         sample, received = passage.samples.get(self._siblings), passage.source[1]
         known = passage.left if passage.over else received
-        of = _trained(value, known)
+        of = first_trained(value, known)
         if of is None:
             return value
-        fresh = passage.renews and self._stage < passage.source[0]
-        # What parameters are in requires a gradient, also if what it is computed from does not.
+        # With parameters its output requires a gradient, also if what it is given does not.
+        starts = self._counts and of.requires_grad
+        starts = starts and not any(tensor.requires_grad for tensor in tensors_in(value))
+        fresh = starts or (passage.renews and self._stage < passage.source[0])
         made = partial(standing_like, forward=passage, of=of, trained=self._counts)
         if sample is not None:
             same = isinstance(value, StandIn) and isinstance(sample, Tensor)
@@ -128,13 +130,7 @@ class PassThrough(nn.Module):
         if value is passage.first or next(tensors_in(value), None) is None:
             # Layers may return more than they take; dicts they mostly take as they return them.
             return made(known if isinstance(known, dict) else next(tensors_in(known), of))
-        as_it_is = stands(value) and not fresh
-        return value if as_it_is and not self._starts_gradient(value, of) else made(value)
-
-    def _starts_gradient(self, value: Any, of: Tensor) -> bool:
-        """Return whether what it returns requires a gradient, and what it is given does not."""
-        gradient = of.requires_grad and torch.is_grad_enabled()
-        return gradient and self._counts and not any(t.requires_grad for t in tensors_in(value))
+        return value if stands(value) and not fresh else made(value)
 
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], of: Tensor) -> Any:
         """Return what the module's forward makes of what it is given.
@@ -223,12 +219,6 @@ class PassThrough(nn.Module):
     def extra_repr(self) -> str:
         """Name the module that it stands for."""
         return self._where
-
-
-def _trained(*values: Any) -> Tensor | None:
-    """Return the first tensor in values that requires a gradient, else the first; None if none."""
-    tensors = [*tensors_in(values)]
-    return next((tensor for tensor in tensors if tensor.requires_grad), next(iter(tensors), None))
 
 
 def _has_dims_of(hidden: Tensor, ids: Tensor) -> bool:

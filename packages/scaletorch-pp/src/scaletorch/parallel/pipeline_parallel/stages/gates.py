@@ -13,7 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .beside import again
-from .calls import release, surround
+from .calls import is_surrounded, release, surround
 from .passage import Passage
 from .stand_ins import stands
 
@@ -60,7 +60,8 @@ class Gates:
         Raises:
             InvalidArgumentError: The calls of one cannot be surrounded.
         """
-        if all(self.modules.get(name) is module for name, module in modules.items()):
+        known = (self.modules.get(name) is each for name, each in modules.items())
+        if all(known) and all(map(is_surrounded, modules.values())):
             return
         for module, gate in self._gates:
             release(module, gate)

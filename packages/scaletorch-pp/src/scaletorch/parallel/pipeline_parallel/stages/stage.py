@@ -24,6 +24,7 @@ from .examination import examining
 from .gates import check_output
 from .hidden import HiddenFlow
 from .passage import Passage
+from .spanning import watch_spanning
 from .stand_ins import UnknownValueError, standing, standing_like
 from .state import MANY_FORMS, RuntimeState, name_of_next
 from .ties import Tie, TiedGradients, find_ties
@@ -86,6 +87,7 @@ class PipelineParallel(ModuleWrapper):
         last = self.num_stages - 1
         flows = [HiddenFlow(stage, passage, last=stage == last) for stage in self.stages]
         self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
+        watch_spanning(model, placement)
         chunks = cut(model, placement, self.stages, passage)
         if splits:
             defer_weight_gradients(model, deferral)
@@ -143,9 +145,8 @@ class PipelineParallel(ModuleWrapper):
             the model returns on the last stage.
 
         Raises:
-            InvalidArgumentError: It is called as the whole model, or that changes hidden states
-                outside the modules of its split, or gives one of these modules, or returns, a
-                tensor that is another in one process.
+            InvalidArgumentError: It is called as the whole model; or that changes hidden states
+                outside its split's modules, or gives one, or returns, a tensor of other stages.
         """
         if self.num_stages == 1:
             return self.module(*inputs, **kwargs)

@@ -142,6 +142,12 @@ def standing_like(value: Any, forward: Forward, of: Tensor, *, trained: bool = F
     return map_tensors(form, value)
 
 
+def first_trained(*values: Any) -> Tensor | None:
+    """Return the first tensor in values that requires a gradient, else the first; None if none."""
+    tensors = [*tensors_in(values)]
+    return next((tensor for tensor in tensors if tensor.requires_grad), next(iter(tensors), None))
+
+
 def standing_of_module(
     shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, forward: Forward
 ) -> StandIn:

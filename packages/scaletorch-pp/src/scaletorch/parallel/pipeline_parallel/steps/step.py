@@ -213,16 +213,7 @@ def execute_plan(
     perform: Callable[[Task], None],
     note: Callable[[], bool] = lambda: False,
 ) -> bool:
-    """Execute this rank's part of a plan.
-
-    Args:
-        plan: The plan.
-        stages: The rank's stages.
-        perform: Performs a task.
-        note: Returns, when all are done, something to tell the other ranks.
-
-    Returns:
-        Whether any rank has told it.
+    """Execute this rank's part of a plan; return whether `note` returned true on any rank then.
 
     Raises:
         StageError: Another rank has failed.

@@ -18,6 +18,7 @@ from ..runtime.forms import Hidden, autocasts, form_of
 from ..runtime.mail import Mail
 from ..runtime.program import Task
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action
+from ..stages.gates import check_output
 from ..stages.stage import PipelineParallel
 from ..stages.weights import WeightGradients
 from .batches import MicroBatches
@@ -218,8 +219,10 @@ def checked_loss(loss: Any) -> Tensor:
     """Return a micro-batch's loss as a 0-d tensor.
 
     Raises:
-        InvalidArgumentError: Not a tensor of one element, or one without a gradient.
+        InvalidArgumentError: Not a tensor of one element, or one without a gradient; or it was
+            computed with another stage's tensors.
     """
+    check_output(loss)
     one = isinstance(loss, Tensor) and loss.numel() == 1
     if one and loss.requires_grad and loss.is_floating_point():
         scalar: Tensor = loss.reshape(())
