@@ -180,7 +180,7 @@ def _root(total: Tensor, order: float, model: nn.Module) -> Tensor:
     """Return the norm of all ranks' `_power_sum`, in the parameters' dtype, float32 at least."""
     dtype = torch.float32
     for parameter in model.parameters():
-        dtype = torch.promote_types(dtype, parameter.dtype)
+        dtype = torch.promote_types(dtype, parameter.dtype.to_real())
     if order in (1.0, math.inf):
         return total.to(dtype)
     return (total.sqrt() if order == 2.0 else total.pow(1 / order)).to(dtype)
