@@ -107,7 +107,7 @@ def test_layers_that_do_not_communicate_are_whole_graphs():
     for found in (first, last):
         assert found["dp"][0] == found["dp recomputed"][0] == 0
         assert min(operations for _, operations in found.values()) > 30, found
-    assert first["pp"][0] > last["pp"][0] == 0  # what the stage passes on is noted
+    assert first["pp"][0] == last["pp"][0] == 0  # what a stage passes on is noted outside
 
 
 @pytest.mark.parametrize("layout", ["sequence", "tp recomputed", "cp", "ep"])

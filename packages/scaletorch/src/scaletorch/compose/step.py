@@ -162,10 +162,12 @@ def _refused_together(model: DataParallelBucket, manager: ProcessGroupManager) -
 
 
 def _summed(loss: Tensor, manager: ProcessGroupManager) -> Tensor:
-    """Sum a rank's part of the loss over all ranks that have another part, in place."""
-    all_reduce(loss, group=manager.cp_dp_group)
-    all_reduce(loss, group=manager.pp_group)  # zero on ranks without the last stage
-    return loss
+    """Sum a rank's part of the loss over all ranks that have another part."""
+    # A loss_fn may return other dtypes elsewhere, and all ranks have to sum in one.
+    total = loss.double() if loss.device.type != "mps" else loss
+    all_reduce(total, group=manager.cp_dp_group)
+    all_reduce(total, group=manager.pp_group)  # zero on ranks without the last stage
+    return total.to(loss.dtype)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 
 class ModuleWrapper(nn.Module):
@@ -14,7 +15,8 @@ class ModuleWrapper(nn.Module):
     `named_modules`, `named_parameters`, `named_buffers`, `state_dict` and
     `load_state_dict` are those of `module`, also when wrappers nest or sit inside another
     module, and attributes that the wrapper lacks are looked up in `module`. `forward` calls
-    `module`.
+    `module`. Hooks on forward and backward that are registered with a wrapper are `module`'s, and
+    no global hook sees a wrapper.
 
     Args:
         module: The module to hold.
@@ -26,9 +28,29 @@ class ModuleWrapper(nn.Module):
         super().__init__()
         self.module = module
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `forward` alone: hooks see the wrapped module."""
+        return self.forward(*args, **kwargs)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the wrapped module."""
         return self.module(*args, **kwargs)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register it with the wrapped module."""
+        return self.module.register_forward_pre_hook(*args, **kwargs)
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register it with the wrapped module."""
+        return self.module.register_forward_hook(*args, **kwargs)
+
+    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register it with the wrapped module."""
+        return self.module.register_full_backward_pre_hook(*args, **kwargs)
+
+    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
+        """Register it with the wrapped module."""
+        return self.module.register_full_backward_hook(*args, **kwargs)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compile the wrapped module's forward, in place; what wrappers do stays outside."""

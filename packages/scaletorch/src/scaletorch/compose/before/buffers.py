@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -43,9 +44,11 @@ class _Changes:
         """Return a digest of every buffer that holds other values than at the start."""
         return {n: look for n, look in self._all().items() if self.before.get(n) != look}
 
-    def write(self, *_: Any) -> None:
-        """Note how buffers look after a forward."""
+    def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward, and note how buffers look after it."""
+        output = forward(*args, **kwargs)
         self.after_each.append(self.now())
+        return output
 
     def by_count(self) -> list[str]:
         """Return the buffers that changed again after the first forward that changed them."""
@@ -74,11 +77,12 @@ def buffers_followed(
             the number of micro-batches; on every rank, at the end of the step.
     """
     changes = _Changes(model)
-    handle = model.register_forward_hook(changes.write)
+    # Not a hook, which would be the plain model's own.
+    model.forward = partial(changes.around, model.forward)
     try:
         yield
     finally:
-        handle.remove()
+        del model.forward
     changed, shards = changes.now(), _of_shards(model)
     everyone = all_gather_object(
         (changed, [n for n in changed if n in shards]), manager.world_group

@@ -13,8 +13,9 @@ from ...dist.errors import MismatchError
 from ...parallel.pg_manager import ProcessGroupManager
 from ...parallel.pg_manager.building import divided_modules
 from ...parallel.tensor_parallel import TensorParallelLayer
-from ..batches import OF_LOSS, Batch, MicroBatch
+from ..batches import Batch, MicroBatch
 from ..digests import written
+from ..row_dims import OF_LOSS
 
 _SUBJECT = (
     "the values of the plain model that parallelize is to cut (build it from one seed, or load one "

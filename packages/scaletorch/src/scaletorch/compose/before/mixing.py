@@ -167,7 +167,7 @@ def _differ(outputs: list[Any], shift: int, batch: Batch) -> bool:
     if not outputs:
         return False
     shape = batch["input_ids"].shape[:2]
-    before, after = ([x for x in each if _spread(x, shape)] for each in outputs)
+    before, after = ([x for x in each if x.shape[:2] == shape] for each in outputs)
     kept = shape[1] - shift
     moved = (not apart(a[:, shift:], b[:, :kept]) for a, b in zip(before, after, strict=False))
     return not before or len(before) != len(after) or not all(moved)

@@ -19,6 +19,7 @@ def nonfinite_names(model: nn.Module) -> list[str]:
     if not held:
         return []
     gradients = [shard.tensor.grad for shard in held]
+    gradients = [g.coalesce().values() if g is not None and g.is_sparse else g for g in gradients]
     finite = torch.stack([g.isfinite().all().cpu() for g in gradients if g is not None]).tolist()
     return list(dict.fromkeys(s.name for s, fine in zip(held, finite, strict=True) if not fine))
 

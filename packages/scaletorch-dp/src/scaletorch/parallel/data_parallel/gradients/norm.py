@@ -165,7 +165,8 @@ def _power_sum(gradients: Iterable[Tensor], order: float, device: torch.device) 
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
-            kinds.setdefault((gradient.device, gradient.dtype), []).append(gradient.detach())
+            values = gradient.coalesce().values() if gradient.is_sparse else gradient
+            kinds.setdefault((values.device, values.dtype), []).append(values.detach())
     norms = [torch.zeros(1, dtype=wide, device=device)]
     for (_, dtype), same in kinds.items():
         exact = torch.promote_types(dtype, torch.float32)
@@ -179,7 +180,7 @@ def _root(total: Tensor, order: float, model: nn.Module) -> Tensor:
     """Return the norm of all ranks' `_power_sum`, in the parameters' dtype, float32 at least."""
     dtype = torch.float32
     for parameter in model.parameters():
-        dtype = torch.promote_types(dtype, parameter.dtype)
+        dtype = torch.promote_types(dtype, parameter.dtype.to_real())
     if order in (1.0, math.inf):
         return total.to(dtype)
     return (total.sqrt() if order == 2.0 else total.pow(1 / order)).to(dtype)

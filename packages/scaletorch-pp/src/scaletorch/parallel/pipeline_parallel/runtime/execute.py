@@ -32,7 +32,12 @@ ANSWER = 5.0  # seconds that the store gets: the process that holds it may have 
 
 
 def execute(
-    steps: Sequence[Step], mail: Mail, run: Callable[[Task], None], watch: Watch, both: Both
+    steps: Sequence[Step],
+    mail: Mail,
+    run: Callable[[Task], None],
+    watch: Watch,
+    both: Both,
+    note: Callable[[], bool],
 ) -> None:
     """Start each step's messages, wait for the input of its task, and run it.
 
@@ -64,6 +69,7 @@ def execute(
         raise
     # Every rank asks at the end of every step, also if all went well here: a rank whose part was
     # done early learns of the others' failures only so, and all of them raise in the same step.
+    watch.note = note()
     text = watch.settle(None)
     if text is not None:
         raise StageError(text)
@@ -136,6 +142,9 @@ class Watch:
     Args:
         group: The pipeline; None in one process.
         step: A name of the step that all its ranks know, and no other step has.
+
+    Attributes:
+        note: Something that this rank tells the others at the end; then whether any rank told it.
     """
 
     def __init__(self, group: ProcessGroup | None, step: str) -> None:
@@ -147,6 +156,7 @@ class Watch:
         self._alone = group is not None and get_world_size(group) == get_world_size()
         self._looked = time.monotonic()
         self._own: str | None = None
+        self.note = False
 
     def look(self) -> None:
         """Raise if another rank has failed; they are asked at most every `PERIOD` seconds.
@@ -176,8 +186,10 @@ class Watch:
         """End the step, on all ranks; return the message of the first that failed, or None."""
         if self._group is None:
             return None
-        failed = torch.tensor([error is not None], device=get_comm_device(self._group))
-        if not any(map(bool, all_gather(failed, group=self._group))):
+        told = torch.tensor([error is not None, self.note], device=get_comm_device(self._group))
+        failed, noted = torch.stack(all_gather(told, group=self._group)).any(0).tolist()
+        self.note = noted
+        if not failed:
             return None
         texts = [t for t in all_gather_object(self._own, group=self._group) if t is not None]
         return self._first() or texts[0]

@@ -91,11 +91,6 @@ class Placement:
         for stage, names in enumerate(self.stages):
             yield from ((name, stage) for name in names)
 
-    def exit(self, model: nn.Module, stage: int) -> nn.Module | None:
-        """Return a stage's last module; None for the last stage."""
-        last = stage == len(self.stages) - 1
-        return None if last else model.get_submodule(self.stages[stage][-1])
-
     def stages_of(self, name: str) -> tuple[int, ...]:
         """Stages that hold the module or parameter of this dotted name."""
         for module, stage in self.homes():

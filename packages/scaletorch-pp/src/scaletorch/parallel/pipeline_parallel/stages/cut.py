@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Container, Mapping
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from ..runtime.forms import PLAIN
 from ..splitting.modules import has_parameters, siblings_of
 from ..splitting.split import Placement
 from .passage import Passage
-from .stand_ins import StandIn, standing, standing_like, stands
+from .stand_ins import StandIn, first_trained, standing, standing_like, stands
 from .twins import cast, is_data, runs_alike, twin_of
 
 
@@ -105,28 +106,31 @@ class PassThrough(nn.Module):
         passage = self._passage
         sample, received = passage.samples.get(self._siblings), passage.source[1]
         known = passage.left if passage.over else received
-        of = next(tensors_in((value, known)), None)
+        of = first_trained(value, known)
         if of is None:
             return value
-        fresh = passage.renews and self._stage < passage.source[0]
+        # With parameters its output requires a gradient, also if what it is given does not.
+        starts = self._counts and of.requires_grad
+        starts = starts and not any(tensor.requires_grad for tensor in tensors_in(value))
+        fresh = starts or (passage.renews and self._stage < passage.source[0])
+        made = partial(standing_like, forward=passage, of=of, trained=self._counts)
         if sample is not None:
             same = isinstance(value, StandIn) and isinstance(sample, Tensor)
             if same and not fresh and (value.shape, value.dtype) == (sample.shape, sample.dtype):
                 return value
-            return standing_like(sample, passage, of)
+            return made(sample)
         if self._embeds and isinstance(value, Tensor) and not isinstance(value, StandIn):
-            return self._rows(value, next(tensors_in((known, value))))
+            return self._rows(value, next(tensors_in((known, value))), of)
         if self._linear and isinstance(value, Tensor):
             shape = (*value.shape[:-1], self.out_features)
-            return standing(shape, value.dtype, passage, value, trained=True)
+            return standing(shape, value.dtype, passage, of, trained=True)
         if not any(tensor.is_floating_point() for tensor in tensors_in(value)):
             with suppress(Exception):  # it may read what has no values, or wait for other ranks
                 return self._made(args, kwargs, of)
         if value is passage.first or next(tensors_in(value), None) is None:
             # Layers may return more than they take; dicts they mostly take as they return them.
-            like = known if isinstance(known, dict) else next(tensors_in(known), of)
-            return standing_like(like, passage, of)
-        return value if stands(value) and not fresh else standing_like(value, passage, of)
+            return made(known if isinstance(known, dict) else next(tensors_in(known), of))
+        return value if stands(value) and not fresh else made(value)
 
     def _made(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], of: Tensor) -> Any:
         """Return what the module's forward makes of what it is given.
@@ -144,14 +148,14 @@ class PassThrough(nn.Module):
 
         return map_tensors(form, made)
 
-    def _rows(self, ids: Tensor, like: Tensor) -> Any:
+    def _rows(self, ids: Tensor, like: Tensor, of: Tensor) -> Any:
         """Return a stand-in for embedded ids; of any length if hidden states are a share of it."""
         first, shape = self._passage.first, tuple(ids.shape)
         if isinstance(first, Tensor) and not _has_dims_of(like, first):
             shape = tuple(like.shape[: ids.ndim]) if ids is first else (1,) * ids.ndim
         dtype = like.dtype if like.is_floating_point() else torch.get_default_dtype()
         rows = (*shape, self.embedding_dim)
-        return standing(rows, dtype, self._passage, like, trained=True)
+        return standing(rows, dtype, self._passage, of, trained=True)
 
     def _any_value(self, value: Any) -> Any:
         """Return a tensor, or a container of tensors, in the place of a stand-in."""

@@ -13,6 +13,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from .beside import again
+from .calls import is_surrounded, release, surround
 from .passage import Passage
 from .stand_ins import stands
 
@@ -35,18 +36,19 @@ def check_output(output: Any) -> None:
 
 
 class Gates:
-    """Let no stand-in into a stage's modules.
+    """Let no stand-in into a stage's modules, and take what the last of them returns.
 
     Args:
         passage: The forward that runs.
         stage: The stage.
-        last: Whether it is the model's last stage.
+        leave: Takes what a call of the stage's last module returned, and returns what the model's
+            code gets; None on the model's last stage.
     """
 
-    def __init__(self, passage: Passage, stage: int, *, last: bool) -> None:
-        self._passage, self._stage, self._last = passage, stage, last
-        self._modules: dict[str, nn.Module] = {}
-        self._hooks: list[Any] = []
+    def __init__(self, passage: Passage, stage: int, leave: Leave | None) -> None:
+        self.passage, self.stage, self.leave = passage, stage, leave
+        self.modules: dict[str, nn.Module] = {}
+        self._gates: list[tuple[nn.Module, _Gate]] = []
 
     def watch(self, modules: Mapping[str, nn.Module], siblings: Mapping[str, str]) -> None:
         """Put gates around these modules, in order, in place of those before.
@@ -54,122 +56,106 @@ class Gates:
         Args:
             modules: The stage's, by name.
             siblings: The list that each is in.
+
+        Raises:
+            InvalidArgumentError: The calls of one cannot be surrounded.
         """
-        if all(self._modules.get(name) is module for name, module in modules.items()):
+        known = (self.modules.get(name) is each for name, each in modules.items())
+        if all(known) and all(map(is_surrounded, modules.values())):
             return
-        for hook in self._hooks:
-            hook.remove()
-        self._modules, self._siblings, self._hooks = dict(modules), siblings, []
+        for module, gate in self._gates:
+            release(module, gate)
+        self.modules, self._gates = dict(modules), []
         for name, module in modules.items():
-            before, after = _Gate(self._before(name)), _Gate(self._after(name))
-            self._hooks += [
-                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
-                module.register_forward_hook(after),
-            ]
-
-    def __getstate__(self) -> None:
-        """Leave nothing in a copy, which comes with that of a module: no pipeline runs it."""
-
-    def start(self) -> None:
-        """Put the gates of compiled modules outside what is compiled."""
-        for name, module in self._modules.items():
-            compiled = module._compiled_call_impl
-            if compiled is not None and not isinstance(compiled, _Outside):
-                outside = _Outside(module, compiled, self._before(name), self._after(name))
-                module._compiled_call_impl = outside
+            gate = _Gate(self, name, siblings[name])
+            surround(module, gate)
+            self._gates.append((module, gate))
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters of the modules."""
-        for module in self._modules.values():
+        for module in self.modules.values():
             yield from module.parameters()
 
-    def _runs(self) -> bool:
-        return self._passage.active and self._passage.source[0] == self._stage
-
-    def _before(self, name: str) -> _Before:
-        where = f"{name} is on stage {self._stage} of the pipeline"
-
-        def check(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            passage = self._passage
-            if torch.compiler.is_compiling() or _changes_nothing(module):
-                return None
-            if self._runs():
-                passage.reach(self._stage, where)
-                passage.come_back()
-                passage.inside += 1
-                args, kwargs = passage.beside.take(name, (args, kwargs))
-            elif not passage.active:
-                args, kwargs = again((args, kwargs))
-            if not stands((args, kwargs)):
-                return args, kwargs
-            args = tuple(map(passage.take, args))
-            kwargs = {argument: passage.take(value) for argument, value in kwargs.items()}
-            for argument, value in chain(enumerate(args), kwargs.items()):
-                if stands(value):
-                    raise InvalidArgumentError(
-                        f"{describe_rank()}: {name} is given, as argument {argument}, {_BESIDE}"
-                    )
-            return args, kwargs
-
-        return check
-
-    def _after(self, name: str) -> _After:
-        siblings = self._siblings[name]
-        others = list(self._modules)[list(self._modules).index(name) + 1 :]
-
-        def note(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            passage = self._passage
-            if torch.compiler.is_compiling() or _changes_nothing(module) or not self._runs():
-                return
-            passage.inside -= 1
-            if stands(output):  # it came by another way than an argument
-                raise InvalidArgumentError(f"{describe_rank()}: {name} computes with {_BESIDE}")
-            if not self._last:
-                passage.left = passage.samples[siblings] = output
-                passage.over = all(_changes_nothing(self._modules[other]) for other in others)
-                if not passage.over:
-                    passage.beside.note(output)
-
-        return note
+    def runs(self) -> bool:
+        """Return whether the forward that runs is the stage's."""
+        return self.passage.active and self.passage.source[0] == self.stage
 
 
 class _Gate:
-    """A hook that a copy of its module does not have: no pipeline runs that."""
+    """The gate of one module.
 
-    def __init__(self, hook: Callable[..., Any]) -> None:
-        self._hook = hook
+    Args:
+        gates: Those of the stage.
+        name: The module's name.
+        siblings: The list that it is in.
+    """
 
-    def __call__(self, *given: Any) -> Any:
-        return self._hook(*given)
+    def __init__(self, gates: Gates, name: str, siblings: str) -> None:
+        self._gates, self._name, self._siblings = gates, name, siblings
+        self._where = f"{name} is on stage {gates.stage} of the pipeline"
+        names = list(gates.modules)
+        self._later = [gates.modules[other] for other in names[names.index(name) + 1 :]]
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _Gate, (_open,)
+    def takes_forward(self) -> bool:
+        """Return whether the stage runs, so that the model's code has asked for it."""
+        runs = self._gates.runs()
+        self._gates.passage.direct |= runs
+        return runs
 
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Return the arguments of a call, with what has travelled for it.
 
-def _open(*given: Any) -> None:
-    """Let everything through."""
+        Raises:
+            InvalidArgumentError: A stand-in is among them.
+        """
+        passage = self._gates.passage
+        if torch.compiler.is_compiling() or _changes_nothing(module):
+            return args, kwargs
+        if self._gates.runs():
+            passage.reach(self._gates.stage, self._where)
+            passage.come_back()
+            passage.inside += 1
+            args, kwargs = passage.beside.take(self._name, (args, kwargs))
+        elif not passage.active:
+            args, kwargs = again((args, kwargs))
+        if not stands((args, kwargs)):
+            return args, kwargs
+        args = tuple(map(passage.take, args))
+        kwargs = {argument: passage.take(value) for argument, value in kwargs.items()}
+        for argument, value in chain(enumerate(args), kwargs.items()):
+            if stands(value):
+                raise InvalidArgumentError(
+                    f"{describe_rank()}: {self._name} is given, as argument {argument}, {_BESIDE}"
+                )
+        return args, kwargs
 
+    def after(self, module: nn.Module, output: Any) -> Any:
+        """Note what a call returned; return what the model's code gets.
 
-_Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], Any]
-_After = Callable[[nn.Module, tuple[Any, ...], Any], None]
-
-
-class _Outside:
-    """A compiled call with gates around it: the compiler sees no stand-ins."""
-
-    def __init__(
-        self, module: nn.Module, compiled: Callable[..., Any], before: _Before, after: _After
-    ) -> None:
-        self._module, self._compiled, self._before, self._after = module, compiled, before, after
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._before(self._module, args, kwargs) or (args, kwargs)
-        output = self._compiled(*args, **kwargs)
-        self._after(self._module, args, output)
+        Raises:
+            InvalidArgumentError: It is a stand-in.
+        """
+        leave = None if self._later else self._gates.leave
+        output = output if leave is None else leave(output)
+        if torch.compiler.is_compiling() or _changes_nothing(module) or not self._gates.runs():
+            return output
+        passage = self._gates.passage
+        passage.inside -= 1
+        if stands(output):  # it came by another way than an argument
+            raise InvalidArgumentError(f"{describe_rank()}: {self._name} computes with {_BESIDE}")
+        if self._gates.leave is not None:
+            passage.left = passage.samples[self._siblings] = output
+            passage.over = all(map(_changes_nothing, self._later))
+            if not passage.over:
+                passage.beside.note(output)
         return output
+
+
+Leave = Callable[[Any], Any]
 
 
 def _changes_nothing(module: nn.Module) -> bool:
     """Return whether a module returns its argument as it is, as a dropout that drops nothing."""
+    hooked = module._forward_hooks or module._forward_pre_hooks
     drops = isinstance(module, _DropoutNd) and module.training and module.p
-    return isinstance(module, nn.Identity | _DropoutNd) and not drops
+    return isinstance(module, nn.Identity | _DropoutNd) and not (drops or hooked)

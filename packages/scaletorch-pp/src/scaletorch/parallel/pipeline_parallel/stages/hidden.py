@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from ....dist.building import map_tensors, tensors_in
@@ -28,24 +28,22 @@ class HiddenFlow:
 
     Args:
         stage: The stage.
-        exit: Its last module; None if nothing after it has been left out.
+        last: Whether it is the model's last stage.
         passage: The forward that runs it.
 
     Attributes:
         gates: What keeps other stages' tensors out of its modules.
     """
 
-    def __init__(self, stage: int, exit: nn.Module | None, passage: Passage) -> None:
+    def __init__(self, stage: int, passage: Passage, *, last: bool) -> None:
         self._stage, self._passage = stage, passage
-        self.gates = Gates(passage, stage, last=exit is None)
+        self.gates = Gates(passage, stage, None if last else self._leave)
         self._left: Any = None
         self._versions: list[int] = []  # of what was left
         self._hooks = 0  # on what was left
         self._visits = 0  # of the last module
         self._copy: Any = None  # of what was left, for the model's code
         self._copies = self._own_gradients = False
-        if exit is not None:
-            exit.register_forward_hook(self._leave)
 
     def passed_on(self, output: Any) -> Hidden:
         """Return what a stage but the last passes on: the output of its last module.
@@ -62,7 +60,7 @@ class HiddenFlow:
             left = passage.source[1] if passage.left is None else passage.left
             if left is None:
                 raise InvalidArgumentError(_nothing_message())
-            self._leave(None, (), left)
+            self._take(left)
         left = self._left
         if self._own_gradients:
             self._refuse_collected(output, left, _reversible_message)
@@ -101,20 +99,25 @@ class HiddenFlow:
             if own is not None and not leaves.isdisjoint(own):
                 raise InvalidArgumentError(message(tensor))
 
-    def _leave(self, module: nn.Module | None, args: tuple[Any, ...], output: Any) -> Any:
+    def _leave(self, output: Any) -> Any:
+        """Take what a call of the last module returned; return what the model's code gets."""
         passage = self._passage
         if not passage.active or passage.source[0] != self._stage:
-            return None
+            return output
+        self._take(output)
+        self._visits += 1
+        # Reentrant recomputation runs a layer without gradients, and then gives its output one.
+        self._own_gradients = torch.is_grad_enabled() != passage.gradients
+        copies = (passage.examined or self._copies) and not self._own_gradients
+        if not copies or not is_hidden(output):
+            return output
+        self._copy = map_tensors(Tensor.clone, output)
+        return self._copy
+
+    def _take(self, output: Any) -> None:
         self._left, self._versions = output, versions(output)
         self._hooks = _hooks_on(tensors_in(output))
-        self._visits += module is not None
-        self._copy = None
-        # Reentrant recomputation runs a layer without gradients, and then gives its output one.
-        self._own_gradients = torch.is_grad_enabled() != passage.gradients and module is not None
-        copies = (passage.examined or self._copies) and not self._own_gradients
-        if copies and module is not None and is_hidden(output):
-            self._copy = map_tensors(Tensor.clone, output)
-        return self._copy
+        self._copy, self._own_gradients = None, False
 
 
 def _changed_message() -> str:

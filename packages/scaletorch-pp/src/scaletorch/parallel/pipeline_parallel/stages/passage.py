@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ....dist.building import map_tensors, tensors_in
 from ....dist.errors import InvalidArgumentError
@@ -35,6 +35,7 @@ class Passage:
         inside: How many modules of this stage are running, one in another.
         left: The output of the one that was called last.
         over: Whether the rest is another stage's.
+        direct: Whether the model's code has ever taken `forward` of one of this stage's modules.
         beside: What travels beside hidden states.
     """
 
@@ -43,7 +44,7 @@ class Passage:
         self.beside = Beside(names)
         self.furthest = self.inside = 0
         self.active = self.examined = self.followed = self.delivered = self.over = False
-        self.gradients = False
+        self.gradients = self.direct = False
         self._visits = 0  # of the last module of the stage before
         self.source: tuple[int, Any] = 0, None
         self._met = ""  # the first module of the last stage that it has met
@@ -95,6 +96,20 @@ class Passage:
         By these it shows which one was called last.
         """
         return self.examined or self.source[0] in self._skipping
+
+    def require_seen(self, model: nn.Module) -> None:
+        """Check that what the stage passes on will be seen in later forwards too.
+
+        Raises:
+            InvalidArgumentError: The model is compiled as a whole, so that it will not.
+        """
+        self.beside.require_seen(model)
+        if self.direct and model._compiled_call_impl is not None:
+            raise InvalidArgumentError(
+                f"{describe_rank()}: the model's code calls forward of its layers, and is compiled "
+                "as a whole, so that what they return is not seen: let it call the layers "
+                "themselves, layer(x), or compile them one by one"
+            )
 
     def come_back(self) -> None:
         """Note that a module of this stage is called; maybe once more, after the last of them."""

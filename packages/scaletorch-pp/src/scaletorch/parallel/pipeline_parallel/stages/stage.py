@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, group_ranks
 from ....dist.building import agree, tensors_in
 from ....dist.errors import InvalidArgumentError
-from ...pg_manager import ModuleWrapper, axis_group
+from ...pg_manager import ModuleWrapper, axis_group, describe_rank
 from ...pg_manager.building import mark_staged, refuse_generate, show_output
 from ..runtime.forms import facts_of
 from ..schedules.choose import AnySchedule, stages_of
@@ -24,6 +24,7 @@ from .examination import examining
 from .gates import check_output
 from .hidden import HiddenFlow
 from .passage import Passage
+from .spanning import watch_spanning
 from .stand_ins import UnknownValueError, standing, standing_like
 from .state import MANY_FORMS, RuntimeState, name_of_next
 from .ties import Tie, TiedGradients, find_ties
@@ -83,8 +84,10 @@ class PipelineParallel(ModuleWrapper):
         tied = TiedGradients(find_ties(model, placement, homes, self.rank), ranks, self.rank, group)
         passage = Passage(name for name, _ in placement.homes())
         deferral = Deferral()
-        flows = [HiddenFlow(stage, placement.exit(model, stage), passage) for stage in self.stages]
+        last = self.num_stages - 1
+        flows = [HiddenFlow(stage, passage, last=stage == last) for stage in self.stages]
         self._siblings = {name: siblings_of(model, name) for name, _ in placement.homes()}
+        watch_spanning(model, placement)
         chunks = cut(model, placement, self.stages, passage)
         if splits:
             defer_weight_gradients(model, deferral)
@@ -130,11 +133,11 @@ class PipelineParallel(ModuleWrapper):
         """Put back the modules of all the rank's stages."""
         self.runtime.chunks.restore()
 
-    def forward(self, input_or_hidden: Any, **kwargs: Any) -> Any:
-        """Run a stage.
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run a stage; the only one is called as the model itself.
 
         Args:
-            input_or_hidden: [B, L] `input_ids` on the first stage, else what the stage before
+            *inputs: One value: [B, L] `input_ids` on the first stage, else what the stage before
                 returned, such as [B, L, H] hidden states.
             **kwargs: Further arguments of the model's forward, the same on every stage.
 
@@ -143,14 +146,17 @@ class PipelineParallel(ModuleWrapper):
             the model returns on the last stage.
 
         Raises:
-            InvalidArgumentError: The model changes hidden states outside the modules of its split,
-                or gives one of these modules, or returns, a tensor that is another in one process.
+            InvalidArgumentError: It is called as the whole model; or that changes hidden states
+                outside its split's modules, or gives one, or returns, a tensor of other stages.
         """
+        if self.num_stages == 1:
+            return self.module(*inputs, **kwargs)
+        if len(inputs) != 1:
+            raise InvalidArgumentError(_called_whole(self.num_stages, len(inputs), kwargs))
+        (input_or_hidden,) = inputs
         runtime = self.runtime
         stage = self.stages[runtime.chunks.selected]
         flow = runtime.flows[runtime.chunks.selected]
-        if self.num_stages == 1:
-            return self.module(input_or_hidden, **kwargs)
         kind = (stage, self.training, torch.is_grad_enabled(), *facts_of(input_or_hidden, kwargs))
         if len(runtime.examined) > MANY_FORMS:
             runtime.examined.clear()
@@ -174,7 +180,6 @@ class PipelineParallel(ModuleWrapper):
         followed = examined or self.module._compiled_call_impl is None
         before = self.placement.stages[stage - 1][-1]
         received = given if stage else None
-        flow.gates.start()
         passage.start(stage, received, self._siblings[before], examined=examined, followed=followed)
         passage.first, named = self._first(given, stage)
         output: Any = None
@@ -186,7 +191,7 @@ class PipelineParallel(ModuleWrapper):
                     output = self.module(passage.first, **kwargs)
             if stage < self.num_stages - 1:
                 output = flow.passed_on(output)
-                passage.beside.require_seen(self.module)
+                passage.require_seen(self.module)
             else:
                 check_output(output)
         finally:
@@ -256,6 +261,16 @@ class PipelineParallel(ModuleWrapper):
         """
         if self.ties:
             self.runtime.tied.sync()
+
+
+def _called_whole(num_stages: int, count: int, kwargs: Iterable[str]) -> str:
+    return (
+        f"{describe_rank()}: a stage, one of {num_stages} of a pipeline, takes one positional "
+        f"argument, input_ids or what the stage before returned, and was called with {count} and "
+        f"{', '.join(kwargs) or 'no others'}. For the whole model, call on every rank "
+        "train_step(model, micro_batches), or for outputs alone eval_step or forward_step (all of "
+        "scaletorch.compose), or train_step_pipeline and pipeline_forward with batches of input_ids"
+    )
 
 
 def _gradient(tensor: Tensor) -> Tensor:

@@ -124,11 +124,28 @@ def standing(
     return _standing(form, of.device, forward, forward.source)
 
 
-def standing_like(value: Any, forward: Forward, of: Tensor) -> Any:
-    """Return a value in which stand-ins are in the place of tensors; `standing` has the rest."""
-    return map_tensors(
-        lambda t: standing(tuple(t.shape), t.dtype, forward, of, trained=t.requires_grad), value
-    )
+def standing_like(value: Any, forward: Forward, of: Tensor, *, trained: bool = False) -> Any:
+    """Return a value in which stand-ins are in the place of tensors; `standing` has the rest.
+
+    Args:
+        value: The value.
+        forward: The forward that they belong to.
+        of: A tensor that they are computed from.
+        trained: Whether all that are no integers require grad if that tensor does; else those in
+            whose place they are.
+    """
+
+    def form(tensor: Tensor) -> Tensor:
+        kept = tensor.requires_grad or (trained and tensor.is_floating_point())
+        return standing(tuple(tensor.shape), tensor.dtype, forward, of, trained=kept)
+
+    return map_tensors(form, value)
+
+
+def first_trained(*values: Any) -> Tensor | None:
+    """Return the first tensor in values that requires a gradient, else the first; None if none."""
+    tensors = [*tensors_in(values)]
+    return next((tensor for tensor in tensors if tensor.requires_grad), next(iter(tensors), None))
 
 
 def standing_of_module(

@@ -43,6 +43,7 @@ class RuntimeState:
         trained: A number for each rank that tells which parameters it trained in the last step.
         forms: The forms of hidden states that `Mail` knows from earlier steps.
         examined: The kinds of forwards that have been examined.
+        reached: The stages, with the signature of a micro-batch, whose input has got a gradient.
         ids: The `input_ids` of the forward that comes, on any stage; None if they are no tensor.
         serials: Numbers for the steps.
         timed: Wraps a step's actions so that their times are noted; None unless it is recorded.
@@ -62,6 +63,7 @@ class RuntimeState:
     trained: tuple[int, ...] = ()
     forms: dict[Hashable, dict[int, Form]] = field(default_factory=dict)
     examined: set[Hashable] = field(default_factory=set)
+    reached: set[Hashable] = field(default_factory=set)
     ids: Tensor | None = None
     serials: Iterator[int] = field(default_factory=count)
     timed: Callable[[Schedule, Run], Run] | None = None
@@ -111,6 +113,7 @@ class RuntimeState:
         if trained != self.trained or len(self.forms) > MANY_FORMS:
             self.forms.clear()
             self.examined.clear()
+            self.reached.clear()
             self.trained = trained
 
 

@@ -70,6 +70,8 @@ def runs_alike(module: nn.Module) -> bool:
 
 def _has_own_forward(module: nn.Module) -> bool:
     """Return whether its forward is that of its class."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return False
     own = inspect.unwrap(type(module).forward)
     return inspect.unwrap(getattr(module.forward, "__func__", module.forward)) is own
 

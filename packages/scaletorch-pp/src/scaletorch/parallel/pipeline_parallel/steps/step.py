@@ -72,8 +72,8 @@ def train_step_pipeline(
 
     Returns:
         The sum of the micro-batches' losses on the rank of the last stage and zero elsewhere: 0-d,
-        detached, in `dtype` or the parameters' but float32 at least. With the default loss it is
-        this rank's share of the global batch's loss.
+        detached, in the losses' dtype but float32 at least, on every rank. With the default loss it
+        is this rank's share of the global batch's loss.
 
     Raises:
         InvalidArgumentError: A bad argument, or a stage's output that was announced otherwise.
@@ -140,12 +140,12 @@ def _train_step(
             pipeline.runtime.tied.begin()
         stages = stages_of_step(arguments, inputs)
         training = Training(stages, loss_fn, switches, plan.schedule.ranks[pipeline.rank])
-        execute_plan(plan, stages, training.run)
+        wide = execute_plan(plan, stages, training.run, training.is_wide)
         if all(switches.values()):
             pipeline.sync_tied_gradients()
         else:  # the wrapper has not summed this step's gradients yet: a later step will
             pipeline.runtime.tied.postpone()
-    return training.total
+    return training.total.to(torch.float64 if wide else torch.float32)
 
 
 def agreed_step(
@@ -207,8 +207,13 @@ def stages_of_step(arguments: StepArguments, inputs: MicroBatches) -> Stages:
     return Stages(arguments.model, pipeline, inputs, mail, group)
 
 
-def execute_plan(plan: Plan, stages: Stages, perform: Callable[[Task], None]) -> None:
-    """Execute this rank's part of a plan.
+def execute_plan(
+    plan: Plan,
+    stages: Stages,
+    perform: Callable[[Task], None],
+    note: Callable[[], bool] = lambda: False,
+) -> bool:
+    """Execute this rank's part of a plan; return whether `note` returned true on any rank then.
 
     Raises:
         StageError: Another rank has failed.
@@ -230,9 +235,10 @@ def execute_plan(plan: Plan, stages: Stages, perform: Callable[[Task], None]) ->
     steps = plan.steps[mail.may_receive_early(plan.crossings)]
     watch = Watch(stages.group, f"{runtime.name} {next(runtime.serials)}")
     try:
-        execute(steps, mail, perform, watch, both)
+        execute(steps, mail, perform, watch, both, note)
     finally:
         pipeline.select_all()
+    return watch.note
 
 
 def _inputs(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ..runtime.forms import Hidden, autocasts
+from ..runtime.forms import Hidden, autocasts, form_of
 from ..runtime.mail import Mail
 from ..runtime.program import Task
 from ..schedules.schedule import BACKWARD_WEIGHT, FORWARD, Action
+from ..stages.gates import check_output
 from ..stages.stage import PipelineParallel
 from ..stages.weights import WeightGradients
 from .batches import MicroBatches
@@ -72,7 +74,7 @@ class Training:
         loss_fn: Loss of one micro-batch; not used before the last stage.
         switches: Wrappers whose gradient sync waits for the last backward, with its own value.
         actions: This rank's actions of the step.
-        total: The sum of the losses so far, 0-d.
+        total: The sum of the losses so far, 0-d, in the widest of their dtypes.
     """
 
     stages: Stages
@@ -83,6 +85,7 @@ class Training:
     _live: dict[tuple[int, int], tuple[Hidden | None, Any]] = field(default_factory=dict)
     _later: dict[tuple[int, int], WeightGradients] = field(init=False)
     _backwards: int = field(init=False)
+    _lost: dict[Hashable, str] = field(default_factory=dict)  # inputs without a gradient so far
     _autocasts: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -90,10 +93,11 @@ class Training:
         self._later = {(a.micro_batch, a.chunk): WeightGradients() for a in parted}
         self._backwards = sum(action.kind != FORWARD for action in self.actions)
         self._autocasts = autocasts(self.stages.inputs.device)
-        first = next(self.stages.pipeline.parameters(), torch.empty(0))
-        dtype = self.stages.inputs.dtype or first.dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        self.total = torch.zeros((), dtype=wide, device=self.stages.inputs.device)
+        self.total = torch.zeros((), dtype=torch.float32, device=self.stages.inputs.device)
+
+    def is_wide(self) -> bool:
+        """Return whether the losses were float64."""
+        return self.total.dtype == torch.float64
 
     def run(self, task: Task) -> None:
         """Run a task whose input is here."""
@@ -109,6 +113,8 @@ class Training:
             self._backward(None, into, None)
         else:
             self._backward_of_inputs(task, into)
+        if self._lost and not self._backwards:
+            raise InvalidArgumentError(next(iter(self._lost.values())))
 
     def _forward(self, task: Task, into: WeightGradients | None) -> None:
         _, micro_batch, chunk = task.action
@@ -116,7 +122,7 @@ class Training:
             hidden, output = self.stages.forward(task)
         if task.makes is None and self.loss_fn is not None:
             output = checked_loss(self.loss_fn(output, self.stages.inputs.batches[micro_batch]))
-            self.total += output.detach()
+            self.total = self.total + output.detach()
         self._live[micro_batch, chunk] = hidden, output
 
     def _backward_of_inputs(self, task: Task, into: WeightGradients | None) -> None:
@@ -128,7 +134,31 @@ class Training:
         with self._leaving(into, backward=True):
             made = self._backward(hidden, output, gradients)
         if task.makes is not None:
+            self._look_for_gradients(task, hidden)
             mail.put(task.makes, made)
+
+    def _look_for_gradients(self, task: Task, hidden: Hidden | None) -> None:
+        """Note whether what the stage before passed on got a gradient, until it has once.
+
+        In one micro-batch it may get none, as if none of its tokens counts.
+        """
+        reached = self.stages.pipeline.runtime.reached
+        key = task.stage, self.stages.inputs.signatures[task.action.micro_batch]
+        trained = [t for t in tensors_in(hidden) if t.requires_grad]
+        if key in reached or not trained:
+            return
+        if any(tensor.grad is not None for tensor in trained):
+            reached.add(key)
+            self._lost.pop(key, None)
+        elif key not in self._lost:
+            self._lost[key] = (
+                f"{describe_rank()}: stage {task.stage} gives no gradient back to stage "
+                f"{task.stage - 1}, whose hidden states {form_of(trained)} require one: what the "
+                "loss is computed from does not depend on them for autograd. If the model detaches "
+                "them on purpose, freeze all modules before (requires_grad_(False)); else run its "
+                "layers outside of torch.no_grad() and of autograd functions of its own "
+                "(checkpoint with use_reentrant=False), or use no pipeline (pp_size=1)"
+            )
 
     def _leaving(
         self, into: WeightGradients | None, *, backward: bool = False
@@ -189,13 +219,18 @@ def checked_loss(loss: Any) -> Tensor:
     """Return a micro-batch's loss as a 0-d tensor.
 
     Raises:
-        InvalidArgumentError: Not a tensor of one element, or one without a gradient.
+        InvalidArgumentError: Not a tensor of one element, or one without a gradient; or it was
+            computed with another stage's tensors.
     """
-    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
-        return loss.reshape(())
+    check_output(loss)
+    one = isinstance(loss, Tensor) and loss.numel() == 1
+    if one and loss.requires_grad and loss.is_floating_point():
+        scalar: Tensor = loss.reshape(())
+        return scalar
     came = f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
         came = f"a tensor of shape {tuple(loss.shape)} with requires_grad={loss.requires_grad}"
+        came += f", {loss.dtype}"
     raise InvalidArgumentError(
         f"{describe_rank()}: loss_fn(output, batch) must return a scalar tensor with a gradient, "
         f"got {came}; add the losses up and do not detach them"

@@ -1,0 +1,542 @@
+"""A stage passes on what the call of its last layer returns, hooks and own `__call__` included."""
+
+import copy
+import pickle
+import re
+import types
+import warnings
+from contextlib import contextmanager, nullcontext
+
+import pytest
+import torch
+import torch.nn.functional as F
+from one_process import build
+from torch import nn
+from torch.nn.modules import module as hooks
+from torch.utils.checkpoint import checkpoint
+
+from scaletorch.dist import InvalidArgumentError, RankPool
+from scaletorch.parallel.pipeline_parallel import PipelineParallel, StageError, train_step_pipeline
+
+WIDTH, ROWS, LENGTH = 6, 2, 3
+SCHEDULES = ("afab", "1f1b", "interleaved_1f1b", "zb_h1", "zb_v", "dualpipe_v")
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x, scale=1.0):
+        return x + self.one(x).tanh() * scale
+
+
+class Net(nn.Module):
+    layer = Layer
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(11, WIDTH)
+        self.layers = nn.ModuleList(self.layer() for _ in range(8))
+        self.head = nn.Linear(WIDTH, 11)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return self.head(x)
+
+    def run(self, layer, x):
+        return layer(x, scale=0.7)
+
+
+class OwnCall(Layer):
+    def __call__(self, x, scale):
+        return super().__call__(x, scale=scale) * 1.1
+
+
+class OwnForward(Layer):
+    def __call__(self, x, scale):
+        return self.forward(x, scale) * 1.1
+
+
+class Checkpointed(Layer):
+    """As transformers' layers: the recomputation is in the class's own call."""
+
+    def __call__(self, x, **kwargs):
+        call = super().__call__
+        return checkpoint(lambda x: call(x, **kwargs), x, use_reentrant=self.reentrant)
+
+    reentrant = False
+
+
+class Reentrant(Checkpointed):
+    reentrant = True
+
+
+class Forwards(Net):
+    def run(self, layer, x):
+        return layer.forward(x, 0.7)
+
+
+class BoundForwards(Net):
+    def forward(self, input_ids):
+        x = self.embed.forward(input_ids)
+        for forward in [layer.forward for layer in self.layers]:
+            x = checkpoint(forward, x, use_reentrant=False)
+        return self.head.forward(x)
+
+
+class BoundCalls(Net):
+    def run(self, layer, x):
+        return checkpoint(layer.__call__, x, use_reentrant=False)
+
+
+class Stem(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, field):
+        return field @ self.weight
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.stem = nn.LayerNorm(4), Stem()
+
+    def forward(self, field):
+        return self.stem(self.norm(field))
+
+
+class Field(Net):
+    """The model's input requires no gradient, and is no ids; its stem has parameters."""
+
+    stem = Stem
+
+    def __init__(self):
+        super().__init__()
+        self.embed = self.stem()
+
+    def run(self, layer, x):
+        return checkpoint(layer, x, use_reentrant=True)
+
+
+class LinearField(Field):
+    def stem(self):
+        return nn.Linear(4, WIDTH)
+
+
+class NormedField(Field):
+    stem = Normed
+
+
+class PaddedField(Field):
+    """The only module with parameters keeps the form of what it is given."""
+
+    def stem(self):
+        return nn.LayerNorm(WIDTH)
+
+    def forward(self, input_ids):
+        return super().forward(F.pad(input_ids, (0, 2)))
+
+
+def of(kind, **attributes):
+    return type(kind.__name__, (Net,), {"layer": kind, **attributes})
+
+
+def half(module, grad_input, grad_output):
+    return tuple(None if grad is None else grad * 0.5 for grad in grad_input)
+
+
+def double_of(module, grad_output):
+    return tuple(grad * 2 for grad in grad_output)
+
+
+def thrice(module, args, output):
+    return output * 3
+
+
+def thrice_of(module, args, kwargs, output):
+    return output * (3 * kwargs["scale"])
+
+
+def shifted(module, args):
+    return (args[0] + 0.25, *args[1:])
+
+
+def only(kind, hook):
+    """Return a global hook that changes nothing but modules of a class."""
+
+    def chosen(module, *given):
+        return hook(module, *given) if isinstance(module, kind) else None
+
+    return chosen
+
+
+def backward_hooks(net):
+    for each in [*net.layers, net.head]:
+        if isinstance(each, nn.Module):
+            each.register_full_backward_hook(half)
+
+
+def backward_pre_hooks(net):
+    for each in net.layers:
+        each.register_full_backward_pre_hook(double_of)
+
+
+def forward_hooks(net):
+    for each in net.layers:
+        each.register_forward_hook(thrice)
+        each.register_forward_pre_hook(shifted, prepend=True)
+        each.register_forward_hook(thrice_of, with_kwargs=True, always_call=True, prepend=True)
+
+
+def hooks_around(net):
+    net.embed.register_forward_hook(thrice)
+    net.head.register_forward_pre_hook(shifted)
+
+
+HOOKS = {
+    "full backward": backward_hooks,
+    "backward pre": backward_pre_hooks,
+    "forward": forward_hooks,
+    "around": hooks_around,
+}
+KINDS = {
+    "own call": of(OwnCall),
+    "own call of forward": of(OwnForward),
+    "own call of checkpoint": of(Checkpointed),
+    "own call of reentrant": of(Reentrant),
+    "forward": Forwards,
+    "bound forwards": BoundForwards,
+    "bound calls": BoundCalls,
+    "field": Field,
+    "field of a linear layer": LinearField,
+    "field of norms": NormedField,
+    "padded field": PaddedField,
+}
+
+
+@contextmanager
+def everywhere(kind):
+    """Register global hooks that change layers alone, and ones that look at all modules."""
+    handles = [
+        hooks.register_module_forward_hook(only(kind, thrice)),
+        hooks.register_module_forward_pre_hook(only(kind, shifted)),
+        hooks.register_module_full_backward_hook(only(kind, half)),
+        hooks.register_module_full_backward_pre_hook(only(kind, double_of)),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def squares(output, batch):
+    return (output - batch["wanted"]).square().sum()
+
+
+def batches_of(kind, count):
+    generator = torch.Generator().manual_seed(3)
+    found = []
+    for _ in range(count):
+        ids = torch.randint(11, (ROWS, LENGTH), generator=generator)
+        field = torch.randn(ROWS, LENGTH, 4, generator=generator, dtype=torch.float64)
+        wanted = torch.randn(ROWS, LENGTH, 11, generator=generator, dtype=torch.float64)
+        found.append({"input_ids": field if issubclass(kind, Field) else ids, "wanted": wanted})
+    return found
+
+
+def compared(kind, schedule, count, register=None, within=None):
+    """Return the largest relative error of a gradient or the loss in two steps."""
+    plain = build(kind)
+    stage = PipelineParallel(
+        copy.deepcopy(plain), group=torch.distributed.group.WORLD, schedule=schedule
+    )
+    if register is not None:
+        register(plain)
+        own = nn.Module()
+        own.layers = [layer for layer in stage.module.layers if isinstance(layer, Layer)]
+        own.embed, own.head = stage.module.embed, stage.module.head
+        register(own)
+    batches, worst = batches_of(kind, count), 0.0
+    called = [{"input_ids": batch["input_ids"], "labels": batch["wanted"]} for batch in batches]
+    with within(Layer) if within else nullcontext():
+        for _ in range(2):
+            plain.zero_grad()
+            stage.zero_grad()
+            expected = 0.0
+            for batch in batches:
+                loss = squares(plain(batch["input_ids"]), batch)
+                loss.backward()
+                expected += loss.item()
+            total = train_step_pipeline(
+                stage, called, loss_fn=lambda out, b: (out - b["labels"]).square().sum()
+            )
+            if stage.is_last_stage:
+                worst = max(worst, abs(total.item() / expected - 1))
+            references = dict(plain.named_parameters())
+            for name, parameter in stage.named_parameters():
+                want = references[name].grad
+                worst = max(worst, ((parameter.grad - want).norm() / want.norm()).item())
+    return worst
+
+
+def all_cases(schedules, counts):
+    warnings.simplefilter("ignore")  # torch's, of reentrant checkpoints without gradients
+    found = {}
+    for schedule in schedules:
+        for count in counts:
+            for name, kind in KINDS.items():
+                found[schedule, count, name] = compared(kind, schedule, count)
+            for name, register in HOOKS.items():
+                found[schedule, count, name] = compared(Net, schedule, count, register)
+            found[schedule, count, "global"] = compared(Net, schedule, count, within=everywhere)
+    return found
+
+
+class Detached(Net):
+    """Of two layers one computes apart from autograd what it is given."""
+
+    def run(self, layer, x):
+        return layer(x.detach() if layer is self.layers[5] else x)
+
+
+class WithoutGradients(torch.autograd.Function):
+    """As a function of the user's own that runs layers, and knows no gradient of its input."""
+
+    @staticmethod
+    def forward(ctx, x, run):
+        return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return None, None
+
+
+class Lost(Layer):
+    def forward(self, x, scale=1.0):
+        return super().forward(WithoutGradients.apply(x, torch.clone), scale)
+
+
+class Several(Layer):
+    """Passes on what later layers use, and floats and integers that nothing uses."""
+
+    def forward(self, state, scale=1.0):
+        x, unused, counts = state
+        return super().forward(x, scale), unused * 2, counts + 1
+
+
+class Tuples(Net):
+    layer = Several
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        state = x, x.square(), input_ids
+        for layer in self.layers:
+            state = layer(state)
+        return self.head(state[0])
+
+
+class ZeroHead(Net):
+    """All gradients before the head are zeros in the first step, in one process too."""
+
+    def __init__(self):
+        super().__init__()
+        nn.init.zeros_(self.head.weight)
+
+
+class Frozen(Net):
+    def __init__(self):
+        super().__init__()
+        for name, parameter in self.named_parameters():
+            parameter.requires_grad_(name.startswith(("layers.6", "layers.7", "head")))
+
+
+def lost_and_not(schedule):
+    """Gradients that a later stage does not give back are missed; zeros, or none, are not."""
+    world, squared = torch.distributed.group.WORLD, lambda out, b: out.square().sum()
+    for kind in (Tuples, ZeroHead, Frozen):
+        plain = build(kind)
+        stage = PipelineParallel(copy.deepcopy(plain), group=world, schedule=schedule)
+        batches = [{"input_ids": torch.arange(6)[None] + at} for at in range(3)]
+        train_step_pipeline(stage, batches, loss_fn=squared)
+        for batch in batches:
+            squared(plain(batch["input_ids"]), batch).backward()
+        references = dict(plain.named_parameters())
+        for name, parameter in stage.named_parameters():
+            expected = references[name].grad
+            assert (parameter.grad is None) == (expected is None)
+            if expected is not None:
+                torch.testing.assert_close(parameter.grad, expected, rtol=1e-12, atol=1e-14)
+
+    def some(out, batch):  # whose first micro-batch has no token that counts
+        first = not int(batch["input_ids"][0, 0])
+        return torch.zeros((), requires_grad=True) if first else out.square().sum()
+
+    train_step_pipeline(PipelineParallel(build(Net), group=world, schedule=schedule), batches,
+                        loss_fn=some)  # fmt: skip
+    for kind in (of(Lost), Detached):
+        stage = PipelineParallel(build(kind), group=world, schedule=schedule)
+        with pytest.raises((InvalidArgumentError, StageError), match=GIVES_NOTHING):
+            train_step_pipeline(stage, batches, loss_fn=squared)
+
+
+GIVES_NOTHING = r"(?s)stage \d gives no gradient back to stage \d, whose.*requires_grad_\(False\)"
+
+
+def losses_of_one_dtype(schedule):
+    """Parameters of stages differ in dtype; the loss has that of one process, on all ranks."""
+    world = torch.distributed.group.WORLD
+    for dtype in (torch.float64, torch.bfloat16, torch.complex64):
+        model = build(Net).float()
+        if dtype.is_complex:
+            model = nn.Sequential()
+            model = build(Net).float()
+            model.embed.turn = nn.Parameter(torch.randn(WIDTH, dtype=dtype))
+            model.embed.register_forward_hook(lambda module, args, out: (out * module.turn).real)
+        else:
+            model.embed.to(dtype).register_forward_hook(lambda module, args, out: out.float())
+        stage = PipelineParallel(model, group=world, schedule=schedule)
+        batches = [{"input_ids": torch.arange(6)[None]} for _ in range(2)]
+        for wide in (False, True):
+            loss = train_step_pipeline(
+                stage,
+                batches,
+                loss_fn=lambda out, b, wide=wide: (out.double() if wide else out).square().sum(),
+            )
+            assert loss.dtype == (torch.float64 if wide else torch.float32)
+
+
+def copies_are_plain():
+    stage = PipelineParallel(build(of(OwnCall)), group=torch.distributed.group.WORLD)
+    names = [name for name, _ in stage.named_parameters()]
+    train_step_pipeline(stage, [{"input_ids": torch.arange(6)[None]}], loss_fn=lambda o, b: o.sum())
+    assert [*stage.state_dict()] == names == [name for name, _ in stage.named_parameters()]
+    for name in stage.placement.stages[stage.stages[0]]:
+        layer = stage.module.get_submodule(name)
+        x = torch.ones(2, 3, dtype=torch.long)
+        x = x if isinstance(layer, nn.Embedding) else torch.ones(2, WIDTH, dtype=torch.float64)
+        given = (x, 0.5) if isinstance(layer, OwnCall) else (x,)
+        own = next(
+            k for k in (nn.Identity, nn.Embedding, OwnCall, nn.Linear) if isinstance(layer, k)
+        )
+        for made in (copy.deepcopy(layer), copy.copy(layer), pickle.loads(pickle.dumps(layer))):
+            assert type(made) is own
+            assert "_pipeline_calls" in vars(layer).keys() - vars(made).keys()
+            assert torch.equal(made(*given), layer(*given))
+        assert type(layer).__name__ == own.__name__
+        assert type(layer).forward is own.forward
+        layer.forward = lambda *given: 3
+        assert layer.forward() == 3
+        del layer.forward
+        assert layer.forward.__func__ is own.forward
+
+
+class Sealed(Layer):
+    def __init_subclass__(cls):
+        raise TypeError("no subclasses")
+
+
+def scripted():
+    return torch.jit.script(nn.Linear(WIDTH, WIDTH))
+
+
+def layers_that_cannot_be_followed_are_refused():
+    for kind in (of(Sealed), type("Net", (Net,), {"layer": staticmethod(scripted)})):
+        stage = PipelineParallel(build(kind), group=torch.distributed.group.WORLD)
+        with pytest.raises((InvalidArgumentError, StageError), match=r"have an nn\.Module around"):
+            train_step_pipeline(
+                stage, [{"input_ids": torch.arange(6)[None]}], loss_fn=lambda o, b: o.sum()
+            )
+
+
+class Inner(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(8))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+class Nested(Net):
+    def __init__(self):
+        super().__init__()
+        self.layers = Inner()
+
+    def forward(self, input_ids):
+        return self.head(self.layers(self.embed(input_ids)))
+
+
+class Answers(Net):
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        beside = x.square().sum()
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return types.SimpleNamespace(logits=self.head(x), beside=beside)
+
+
+def what_no_stage_has_is_refused(schedule):
+    world, batches = torch.distributed.group.WORLD, [{"input_ids": torch.arange(6)[None]}]
+
+    def step(kind, register=None, loss_fn=lambda o, b: o.sum()):
+        model = build(kind)
+        if register is not None:
+            register(model)
+        stage = PipelineParallel(model, group=world, schedule=schedule)
+        return train_step_pipeline(stage, batches, loss_fn=loss_fn)
+
+    def hook(model):
+        model.layers.register_full_backward_hook(half)
+
+    with pytest.raises((InvalidArgumentError, StageError), match=r"layers holds layers of several"):
+        step(Nested, hook)
+    step(Nested, lambda model: model.layers.register_forward_hook(thrice))
+    handle = hooks.register_module_full_backward_hook(lambda *_: None)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")  # torch warns of inputs without gradients
+        step(Nested)
+    handle.remove()
+    text = r"global backward hooks do not see it. rank \d: layers holds layers of several stages"
+    assert sum(bool(re.match(text, str(each.message))) for each in told) == 1
+    with pytest.raises((InvalidArgumentError, StageError), match="the model returns a tensor that"):
+        step(Answers, loss_fn=lambda o, b: o.logits.sum() + o.beside)
+
+
+def compiled_whole_is_refused():
+    stage = PipelineParallel(build(Forwards), group=torch.distributed.group.WORLD)
+    stage.module.compile(backend="eager")
+    with pytest.raises((InvalidArgumentError, StageError), match=r"calls forward of its la"):
+        train_step_pipeline(
+            stage, [{"input_ids": torch.arange(6)[None]}], loss_fn=lambda o, b: o.sum()
+        )
+
+
+def test_layers_are_called_as_in_one_process():
+    with RankPool(2, timeout=110) as pool:
+        for count, schedules in ((2, SCHEDULES[::2]), (4, SCHEDULES[1::2])):
+            require_right(pool.run(all_cases, schedules, (count,)))
+        for schedule in ("1f1b", "zb_h1", "zb_v"):
+            pool.run(lost_and_not, schedule)
+            pool.run(losses_of_one_dtype, schedule)
+        pool.run(what_no_stage_has_is_refused, "1f1b")
+        pool.run(copies_are_plain)
+        pool.run(layers_that_cannot_be_followed_are_refused)
+        pool.run(compiled_whole_is_refused)
+
+
+def test_layers_are_called_as_in_one_process_on_four_ranks():
+    with RankPool(4, timeout=110) as pool:
+        require_right(pool.run(all_cases, ("1f1b",), (4,)))
+
+
+def require_right(ranks):
+    for found in ranks:
+        assert not {case: error for case, error in found.items() if not error < 1e-12}

@@ -1,0 +1,212 @@
+"""Hooks, calls and dtypes of layers in pipelines beside other axes are as in one process."""
+
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import module as hooks
+
+from scaletorch.compose import (
+    clip_grad_norm_,
+    full_gradients,
+    global_grad_norm,
+    nonfinite_gradients,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.dist import InvalidArgumentError, RankPool
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+VOCAB, WIDTH = 16, 8
+PLAN = {"layers.*.up": "column", "layers.*.down": "row"}
+TOKENS = torch.randint(VOCAB, (8, 7), generator=torch.Generator().manual_seed(0))
+BATCH = {"input_ids": TOKENS[:, :-1], "labels": TOKENS[:, 1:].contiguous()}
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 16), nn.Linear(16, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Doubled(Layer):
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+class Net(nn.Module):
+    layer = Layer
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.layers = nn.ModuleList(self.layer() for _ in range(4))
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = self.run(layer, x)
+        return self.head(x)
+
+    def run(self, layer, x):
+        return layer(x)
+
+
+class Forwards(Net):
+    def run(self, layer, x):
+        return layer.forward(x)
+
+
+class OwnCalls(Net):
+    layer = Doubled
+
+
+def half(module, grad_input, grad_output):
+    return tuple(None if grad is None else grad * 0.5 for grad in grad_input)
+
+
+def on_layers(model):
+    for layer in model.layers:
+        if isinstance(layer, Layer):
+            layer.register_full_backward_hook(half)
+            layer.register_forward_hook(lambda module, args, output: output * 2)
+
+
+def on_the_model(model):
+    model.register_forward_hook(lambda module, args, output: output * 3)
+    model.register_forward_pre_hook(lambda module, args: ((args[0] + 1) % VOCAB,))
+    model.register_full_backward_pre_hook(lambda module, grads: tuple(g * 2 for g in grads))
+
+
+def everywhere(model):
+    return [
+        hooks.register_module_forward_hook(lambda module, args, output: output * 1.1),
+        hooks.register_module_full_backward_pre_hook(lambda _, grads: tuple(g * 2 for g in grads)),
+    ]
+
+
+def nowhere(model):
+    return None
+
+
+CASES = {
+    "forward": (Forwards, nowhere),
+    "own calls": (OwnCalls, nowhere),
+    "on layers": (Net, on_layers),
+    "on the model": (Net, on_the_model),
+    "everywhere": (Net, everywhere),
+}
+
+
+def plain(kind, register):
+    torch.manual_seed(0)
+    model = kind().double()
+    handles = register(model)
+    loss = F.cross_entropy(model(BATCH["input_ids"]).flatten(0, 1), BATCH["labels"].flatten())
+    loss.backward()
+    for handle in handles or ():
+        handle.remove()
+    return loss.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def compared(sizes, options, micro_batches, names):
+    """Return the largest relative error of each case; hooks come after `parallelize`."""
+    warnings.filterwarnings("ignore", message="Full backward hook is firing")  # in one process too
+    manager, found = setup_process_group_manager(**sizes), {}
+    plan = {"plan": PLAN} if manager.tp_size > 1 else {}
+    for name in names:
+        kind, register = CASES[name]
+        expected, gradients = plain(kind, register)
+        torch.manual_seed(0)
+        model = parallelize(kind().double(), manager, **plan, **options)
+        handles = register(model)
+        loss = train_step(model, shard_global_batch(BATCH, micro_batches, model=model))
+        for handle in handles or ():
+            handle.remove()
+        own = full_gradients(model)
+        errors = [((own[k] - g).norm() / g.norm()).item() for k, g in gradients.items()]
+        found[name] = max(abs(loss.item() / expected - 1), *errors)
+    destroy_process_group_manager()
+    return found
+
+
+def mixed(sizes, micro_batches):
+    """Stages of different dtypes, gradients of an embedding that are sparse, and calls by name."""
+    manager = setup_process_group_manager(**sizes)
+    for dtype, dense in ((torch.float64, True), (torch.complex64, True), (torch.float32, False)):
+        dense = dense or manager.dp_size > 1
+        for wide in (False, True):
+            torch.manual_seed(0)
+            net = Net()
+            net.embed = Cast(
+                nn.Embedding(VOCAB, WIDTH, dtype=torch.float32, sparse=not dense), dtype
+            )
+            model = parallelize(net, manager)
+            pieces = shard_global_batch(BATCH, micro_batches, model=model)
+            loss = train_step(model, pieces, loss_fn=wide_loss if wide else None)
+            assert loss.dtype == (torch.float64 if wide else torch.float32)
+            norm = clip_grad_norm_(model, 0.1, error_if_nonfinite=True)
+            torch.testing.assert_close(global_grad_norm(model).item(), 0.1, rtol=1e-3, atol=0)
+            assert norm > 0.1
+            assert not nonfinite_gradients(model)
+    if manager.pp_size == 1:
+        assert model(input_ids=pieces[0]["input_ids"]).shape[-1] == VOCAB
+    else:
+        with pytest.raises(InvalidArgumentError, match=r"with 0 and input_ids\. For the"):
+            model(input_ids=pieces[0]["input_ids"])
+    destroy_process_group_manager()
+
+
+class Cast(nn.Module):
+    """Computes in another dtype than the layers behind it."""
+
+    def __init__(self, embed, dtype):
+        super().__init__()
+        self.turn = nn.Parameter(torch.ones(WIDTH, dtype=dtype))
+        self.embed = embed
+
+    def forward(self, input_ids):
+        turned = self.embed(input_ids) * self.turn
+        return turned.real.float() if turned.is_complex() else turned.float()
+
+
+def wide_loss(output, batch):
+    losses = F.cross_entropy(
+        output.double().flatten(0, 1), batch["labels"].flatten(), reduction="sum"
+    )
+    return losses, batch["labels"].numel()
+
+
+def require_right(ranks):
+    for found in ranks:
+        assert not {case: error for case, error in found.items() if not error < 1e-12}
+
+
+def test_pipelines_beside_other_axes():
+    with RankPool(4, timeout=110) as pool:
+        for sizes, options in (
+            ({"pp_size": 2, "dp_size": 2}, {}),
+            ({"pp_size": 2, "dp_size": 2}, {"schedule": "zb_v"}),
+            ({"pp_size": 2, "tp_size": 2}, {"recompute": True}),
+            ({"pp_size": 4}, {"schedule": "zb_h1", "recompute": True}),
+        ):
+            require_right(pool.run(compared, sizes, options, 2, [*CASES]))
+        pool.run(mixed, {"pp_size": 2, "dp_size": 2}, 2)
+
+
+def test_pipelines_of_two_ranks():
+    with RankPool(2, timeout=110) as pool:
+        require_right(pool.run(compared, {"dp_size": 2}, {}, 2, ["on the model", "everywhere"]))
+        require_right(pool.run(compared, {"pp_size": 2}, {"recompute": True}, 4, [*CASES]))
+        pool.run(mixed, {"pp_size": 2}, 2)
+        pool.run(mixed, {"dp_size": 2}, 2)
