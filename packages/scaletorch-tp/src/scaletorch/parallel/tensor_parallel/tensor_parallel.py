@@ -18,9 +18,9 @@ from .optimizers import watch
 from .plans.head_counts import find_splitters
 from .plans.plan import Plan
 from .plans.resolve import resolve
-from .regions.head_splits import SplitsHeads
+from .regions.head_splits import look_at_splits
 from .regions.region import Region
-from .regions.surround import cannot_surround, surround
+from .regions.surround import surround
 from .sharing.adapters import Adapter, check_adapters, shard_adapters, without_adapters
 from .sharing.partial import WholeGradients
 from .sharing.sequence import share_sequences
@@ -96,7 +96,7 @@ def _apply(
     matches = resolved.matches.values()
     layers = {match.module: match.layer for match in matches}
     check_adapters(adapters, layers, sequence_parallel=sequence_parallel and tp_size > 1)
-    splitters = find_splitters(model, resolved.matches) if tp_size > 1 else {}
+    splitters = find_splitters(model, resolved.matches)  # while its numbers are the whole's
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for match in matches:
         if match.layer is not None:
@@ -117,9 +117,7 @@ def _apply(
         # A model is called with ids, not with a share of hidden states.
         if module is not model or not sequence_parallel:
             surround(module, Region, group)
-    for module, counts in splitters.items():
-        if cannot_surround(module, SplitsHeads) is None:
-            vars(surround(module, SplitsHeads, group))["_head_counts"] = counts
+    look_at_splits(splitters, group)
     if sequence_parallel:
         share_sequences(model, group, [match.module for match in told], resolved.whole)
     return memo

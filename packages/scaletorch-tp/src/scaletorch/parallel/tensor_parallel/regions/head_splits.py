@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -25,7 +26,7 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..cuts.cut import Cut
-from .surround import Surrounded, own_class
+from .surround import Surrounded, cannot_surround, own_class, surround
 from .uncompiled import around_compiled, compiles
 
 WAY_OUT = (
@@ -115,7 +116,7 @@ class SplitsHeads(Surrounded):
         """Run the module's own forward; refuse one that splits shares as if they were the whole."""
         if self._splits_seen or compiles():
             return super().forward(*args, **kwargs)
-        rows = (m for m in self.modules() if getattr(m, "input_is_parallel", False))
+        rows: Any = (m for m in self.modules() if getattr(m, "input_is_parallel", False))
         ends = [features_of(m.cut, m.tp_rank, "a row-parallel layer") for m in rows]
         splits = _Splits(own_class(self).__name__, self._head_counts, ends)
         token = _looking.set(splits)
@@ -126,6 +127,25 @@ class SplitsHeads(Surrounded):
             _looking.reset(token)
         vars(self)["_splits_seen"] = True
         return out
+
+
+def look_at_splits(found: Mapping[nn.Module, HeadCounts], group: ProcessGroup | None) -> None:
+    """Let modules look at how they split features, each in its first forward.
+
+    One whose forward was replaced on the instance cannot, and a warning names it.
+    """
+    for module, counts in found.items():
+        reason = cannot_surround(module, SplitsHeads)
+        if reason is None:
+            vars(surround(module, SplitsHeads, group))["_head_counts"] = counts
+        else:
+            warnings.warn(
+                f"'{counts.name}' ({own_class(module).__name__}) holds sharded layers, and whether "
+                "it splits their features at the borders of heads was not checked: "
+                f"{reason}. {WAY_OUT}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 class _Splits(TorchFunctionMode):
@@ -178,7 +198,7 @@ class _Splits(TorchFunctionMode):
         dim = len(before) - 1 - before[::-1].index(size)
         if sizes is not None:
             self._reshaped(features, before, dim, made, sizes)
-        elif len(before) == len(after) and after[dim] < size and _shares_memory(x, made):
+        elif _is_piece(before, after, dim) and _shares_memory(x, made):
             self._piece(features, after[dim], made)
         elif size in after:
             self.features[made] = features
@@ -264,8 +284,8 @@ class _Splits(TorchFunctionMode):
         whole = sum(each for _, each in features.parts)
         into = " x ".join(map(str, split))
         return (
-            f"{describe_rank()}: '{self._counts.name}' ({self._kind}) splits the {features.size} of "
-            f"{whole} features of {features.layer} that this rank has into {into}"
+            f"{describe_rank()}: '{self._counts.name}' ({self._kind}) splits this rank's "
+            f"{features.size} of {whole} features of {features.layer} into {into}"
         )
 
 
@@ -285,11 +305,15 @@ def _group(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[tuple
             else:
                 theirs, j = theirs * after[j], j + 1
         if i > dim:
+            while after[j : j + 1] == (1,):
+                j += 1
             return tuple(after[start:j]), i - first == 1
 
 
-def _without_ones(shape: Sequence[int]) -> list[int]:
-    return sorted(length for length in shape if length != 1)
+def _is_piece(before: Sequence[int], after: Sequence[int], dim: int) -> bool:
+    """Return whether a tensor is a part of another along one dim."""
+    same = len(before) == len(after) and before[:dim] == after[:dim]
+    return same and before[dim + 1 :] == after[dim + 1 :] and after[dim] < before[dim]
 
 
 def _sizes(given: Any) -> tuple[int, ...]:
