@@ -26,7 +26,7 @@ from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
 from ..cuts.cut import Cut
-from .surround import Surrounded, cannot_surround, own_class, surround
+from .surround import Surrounded, cannot_surround, own_class, own_code, surround
 from .uncompiled import around_compiled, compiles
 
 WAY_OUT = (
@@ -105,6 +105,13 @@ def note_features(x: Tensor, cut: Cut, rank: int) -> None:
         looking.features[x] = features_of(cut, rank, "a column-parallel layer")
 
 
+def keep_features(x: Tensor, made: Tensor) -> None:
+    """Tell the module that looks, if any, that `made` has the features that `x` has."""
+    looking = _looking.get()
+    if looking is not None and x in looking.features:
+        looking.features[made] = looking.features[x]
+
+
 class SplitsHeads(Surrounded):
     """A module that holds column- and row-parallel layers, whose first forward is looked at."""
 
@@ -160,12 +167,13 @@ class _Splits(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make the call, and look at what it made of features."""
         kwargs = kwargs or {}
+        skipped = own_code(1)  # communication has reshapes of its own
         given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
         if func in (F.group_norm, torch.group_norm):
             self._check_groups(given[0], args[1] if len(args) > 1 else kwargs["num_groups"], given)
         shapes = [tuple(x.shape) for x in given]  # some functions work in place
         out = func(*args, **kwargs)
-        if not given:
+        if not given or skipped:
             return out
         known = [(x, shape) for x, shape in zip(given, shapes, strict=True) if x in self.features]
         reshapes = getattr(func, "__name__", "") in _RESHAPES

@@ -99,7 +99,8 @@ class SplitSequence(Surrounded):
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism {own_class(self).__name__} must be "
                 f"called with all {length} tokens' ids or positions, and returned a tensor of "
-                f"shape {tuple(out.shape)}; do without sequence parallelism"
+                f"shape {tuple(out.shape)}. If it is of positions, style it 'sequence_positions', "
+                "else do without sequence parallelism"
             )
         return self._sequence.split(out)
 
