@@ -102,14 +102,14 @@ def note_features(x: Tensor, cut: Cut, rank: int) -> None:
     """Tell the module that looks, if any, that `x` is what a layer with this cut returned."""
     looking = _looking.get()
     if looking is not None:
-        looking.features[x] = features_of(cut, rank, "a column-parallel layer")
+        looking.note(x, features_of(cut, rank, "a column-parallel layer"))
 
 
 def keep_features(x: Tensor, made: Tensor) -> None:
     """Tell the module that looks, if any, that `made` has the features that `x` has."""
     looking = _looking.get()
     if looking is not None and x in looking.features:
-        looking.features[made] = looking.features[x]
+        looking.note(made, *looking.features[x])
 
 
 class SplitsHeads(Surrounded):
@@ -162,7 +162,12 @@ class _Splits(TorchFunctionMode):
         super().__init__()
         self._kind, self._counts, self._ends = kind, counts, ends
         self._told: set[tuple[int, ...]] = set()
+        # Tensor -> its features, and which of its dims they are.
         self.features: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def note(self, x: Tensor, features: Features, dim: int = -1) -> None:
+        """Note that a dim of `x` are features."""
+        self.features[x] = features, dim % x.ndim
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Make the call, and look at what it made of features."""
@@ -189,7 +194,7 @@ class _Splits(TorchFunctionMode):
         after = tuple(made.shape)
         end = next((each for each in self._ends if after[-1:] == (each.size,)), None)
         if end is not None and len(_group(after, before, len(after) - 1)[0]) > 1:
-            self.features[made] = end
+            self.note(made, end)
 
     def _follow(
         self,
@@ -199,17 +204,19 @@ class _Splits(TorchFunctionMode):
         sizes: Sequence[int] | None,
     ) -> None:
         """Note what became of features; `sizes` are the integers that a reshape was given."""
-        features: Features = self.features[x]
+        features, dim = self.features[x]
         after, size = tuple(made.shape), features.size
-        if size not in before:
-            return
-        dim = len(before) - 1 - before[::-1].index(size)
         if sizes is not None:
             self._reshaped(features, before, dim, made, sizes)
         elif _is_piece(before, after, dim) and _shares_memory(x, made):
-            self._piece(features, after[dim], made)
-        elif size in after:
-            self.features[made] = features
+            self._piece(features, dim, made)
+        else:
+            found = [place for place, length in enumerate(after) if length == size]
+            if len(found) > 1 and _shares_memory(x, made):  # perhaps transposed
+                found = [place for place in found if made.stride(place) == x.stride(dim)] or found
+            if found:
+                same = dim + len(after) - len(before)
+                self.note(made, features, same if same in found else found[-1])
 
     def _reshaped(
         self,
@@ -219,22 +226,23 @@ class _Splits(TorchFunctionMode):
         made: Tensor,
         sizes: Sequence[int],
     ) -> None:
-        split, alone = _group(before, tuple(made.shape), dim)
+        split, alone, end = _group(before, tuple(made.shape), dim)
         part = features.find(split[-1]) if len(features.parts) > 1 else None
         if split[-1] == features.size and max(split[:-1], default=1) == 1:
             # One head, or as before: perhaps with a dim for broadcasting.
             one = len(split) > 1 and features.size in self._lengths(features)
             if not one:
-                self.features[made] = features
+                self.note(made, features, end - 1)
         elif part is not None and len(split) == 2:
-            self.features[made] = part
+            self.note(made, part, end - 1)
         elif len(split) > 1:
             self._check(features, split, sizes if alone else ())
 
-    def _piece(self, features: Features, size: int, made: Tensor) -> None:
+    def _piece(self, features: Features, dim: int, made: Tensor) -> None:
+        size = made.shape[dim]
         part = features.find(size)
         if part is not None:
-            self.features[made] = part
+            self.note(made, part, dim)
         else:
             self._check(features, (features.size // size, size), ())
 
@@ -269,7 +277,9 @@ class _Splits(TorchFunctionMode):
     def _check_groups(self, x: Tensor, groups: int, given: Sequence[Tensor]) -> None:
         """Refuse a group norm over this rank's features in as many groups as those of the whole."""
         channels = x.shape[1]
-        known = [self.features[x]] if x in self.features else self._ends if len(given) < 2 else []
+        known = [self.features[x][0]] if x in self.features else []
+        if not known and len(given) < 2:  # of features behind heads, unless it has a weight
+            known = [*self._ends]
         features = next((each for each in known if each.size == channels), None)
         if features is None or channels % groups:
             return
@@ -300,8 +310,13 @@ class _Splits(TorchFunctionMode):
 _RESHAPES = frozenset({"view", "reshape", "unflatten", "flatten", "view_as", "reshape_as"})
 
 
-def _group(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[tuple[int, ...], bool]:
-    """Return which dims a reshape made of a dim and what it is joined with; and if it is alone."""
+def _group(
+    before: Sequence[int], after: Sequence[int], dim: int
+) -> tuple[tuple[int, ...], bool, int]:
+    """Return which dims a reshape made of one and what that is joined with.
+
+    And whether that is nothing, and where the dims end.
+    """
     i = j = 0
     while True:
         first, start = i, j
@@ -315,7 +330,7 @@ def _group(before: Sequence[int], after: Sequence[int], dim: int) -> tuple[tuple
         if i > dim:
             while after[j : j + 1] == (1,):
                 j += 1
-            return tuple(after[start:j]), i - first == 1
+            return tuple(after[start:j]), i - first == 1, j
 
 
 def _is_piece(before: Sequence[int], after: Sequence[int], dim: int) -> bool:
