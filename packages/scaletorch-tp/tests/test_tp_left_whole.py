@@ -179,7 +179,9 @@ def test_a_norm_of_grouped_keys_and_a_gate_as_long_as_a_head():
         for found in run_ranks(grouped_gradients, 2, keys):
             for name, gradient in expected.items():
                 torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
-    with pytest.raises(InvalidArgumentError, match=r"of 2 key heads, .* tp sizes up to 2 are legal"):
+    with pytest.raises(
+        InvalidArgumentError, match=r"of 2 key heads, .* tp sizes up to 2 are legal"
+    ):
         resolve(Grouped(8), GROUPED, 4)
 
 

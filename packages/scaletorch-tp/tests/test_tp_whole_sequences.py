@@ -290,6 +290,36 @@ POSITIONS = {
 }
 
 
+class Layered(Model):
+    """Its list of layers holds others from one forward to the next, as chunks of a pipeline do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity()])
+
+    def mixed(self, x):
+        return super().mixed(self.layers[0](x))
+
+
+class Moved(nn.Module):
+    def forward(self, x):
+        return x.flip(1)
+
+
+def chunks():
+    many = apply_tensor_parallel(
+        made(Layered), {**PLAN, **ATTENTION}, dist.group.WORLD, sequence_parallel=True
+    )
+    many(ids())
+    many.layers[0] = Moved()
+    with pytest.raises(InvalidArgumentError, match="flip of a tensor .* would mix"):
+        many(ids())
+
+
+def test_each_chunk_of_a_pipeline_is_looked_at():
+    run_ranks(chunks, 2)
+
+
 def mixing():
     plan = {**PLAN, **ATTENTION}
     for how in MIXING:

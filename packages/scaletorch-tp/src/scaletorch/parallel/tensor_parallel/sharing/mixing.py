@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -81,6 +81,16 @@ class RefuseMixing(TorchFunctionMode):
                 "that sequences are whole before them; or look positions up in an nn.Embedding of "
                 "the style 'sequence_positions', or do without sequence parallelism"
             )
+
+
+def present_layers(model: nn.Module) -> tuple[int, ...]:
+    """Return the layers that a model's lists hold now: each chunk of a pipeline has its own."""
+    lists: list[nn.Module] | None = vars(model).get("_lists")
+    if lists is None:
+        found = [m for m in model.modules() if isinstance(m, nn.ModuleList | nn.Sequential)]
+        within = {inner for each in found for inner in [*each.modules()][1:]}
+        lists = vars(model)["_lists"] = [each for each in found if each not in within]
+    return tuple(id(layer) for each in lists for layer in each._modules.values())
 
 
 def _is_start(table: Tensor, out: Tensor, own: int) -> bool:
