@@ -312,7 +312,7 @@ def chunks():
     )
     many(ids())
     many.layers[0] = Moved()
-    with pytest.raises(InvalidArgumentError, match="flip of a tensor .* would mix"):
+    with pytest.raises(InvalidArgumentError, match=r"flip of a tensor .* would mix"):
         many(ids())
 
 
