@@ -144,6 +144,47 @@ def test_a_norm_over_features_that_ranks_share_is_of_all_of_them():
             torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-14)
 
 
+class Grouped(nn.Module):
+    """Norms all keys, of fewer heads than queries, and gates heads that are as long as many."""
+
+    def __init__(self, keys):
+        super().__init__()
+        torch.manual_seed(0)
+        self.head_dim = 4
+        sizes = {"q": 16, "k": keys, "v": keys, "gate": 4}
+        for name, size in sizes.items():
+            self.add_module(name, nn.Linear(HIDDEN, size).double())
+        self.norm, self.o = nn.RMSNorm(keys).double(), nn.Linear(16, HIDDEN).double()
+
+    def forward(self, x):
+        q, k, v = (
+            y.unflatten(-1, (-1, 4)).transpose(1, 2)
+            for y in (self.q(x), self.norm(self.k(x)), self.v(x))
+        )
+        y = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+        return self.o((y * self.gate(x).unsqueeze(-1)).flatten(2))
+
+
+GROUPED = {"norm": "whole_features", "o": "row", **dict.fromkeys(("q", "k", "v", "gate"), "column")}
+
+
+def grouped_gradients(keys):
+    net = apply_tensor_parallel(Grouped(keys), GROUPED, torch.distributed.group.WORLD)
+    return gather_tensors(net, step(net))
+
+
+def test_a_norm_of_grouped_keys_and_a_gate_as_long_as_a_head():
+    for keys in (8, 16):
+        expected = step(Grouped(keys))
+        for found in run_ranks(grouped_gradients, 2, keys):
+            for name, gradient in expected.items():
+                torch.testing.assert_close(found[name], gradient, rtol=1e-12, atol=1e-12)
+    with pytest.raises(
+        InvalidArgumentError, match=r"of 2 key heads, .* tp sizes up to 2 are legal"
+    ):
+        resolve(Grouped(8), GROUPED, 4)
+
+
 def test_whole_features_stand_in_front_of_a_row_parallel_layer():
     with pytest.raises(InvalidArgumentError, match="in front of one row-parallel layer"):
         resolve(Whole(), {"mlp.up": "column_gather", "mlp.norm": "whole_features"}, 2)

@@ -201,9 +201,12 @@ def test_heads_are_counted_also_where_the_module_has_no_counts():
 
 
 def test_a_model_that_only_resembles_a_family_is_refused():
-    refuse(
-        nn.Sequential(nn.Linear(2, 2)), None, 1, "of no known model family", "nearest", "pass plan"
-    )
+    far = nn.Sequential(nn.Linear(2, 2))
+    refuse(far, None, 1, "is of no known model family; pass plan=", "'row' for those that take")
+    model = Model()
+    for block in model.layers:
+        block.mlp.down = block.mlp.__dict__["_modules"].pop("down_proj")
+    refuse(model, None, 1, "Llama is the nearest of", r"nothing matches **.layers.*.mlp.down_proj")
     model = Model()
     model.layers[1].self_attn.norms = nn.ModuleList([nn.LayerNorm(2)])
     refuse(model, None, 2, "'layers.1.self_attn.norms.0'", "['bias', 'weight']")

@@ -234,27 +234,103 @@ class Mixing(Model):
     def __init__(self, how):
         super().__init__()
         self.how, self.conv = how, nn.Conv1d(12, 12, 3, padding=2)
+        self.lstm = nn.LSTM(12, 12, batch_first=True)
 
     def mixed(self, x):
-        attended = super().mixed(x)
-        if self.how == "attention":
-            return attended + F.scaled_dot_product_attention(x, x, x)
-        if self.how == "scores":
-            heads = x.unflatten(-1, (6, 2)).transpose(1, 2)
-            return attended + ((heads @ heads.mT).softmax(-1) @ heads).transpose(1, 2).flatten(2)
-        if self.how == "convolution":
-            return attended + self.conv(x.mT)[..., : x.shape[1]].mT
-        if self.how == "running sum":
-            return attended + x.cumsum(1)
-        if self.how == "mean":
-            return attended + x.mean(dim=1, keepdim=True)
-        return attended
+        return super().mixed(x) + MIXING[self.how](self, x)
+
+
+def scores(model, x):
+    heads = x.unflatten(-1, (6, 2)).transpose(1, 2)
+    return ((heads @ heads.mT).softmax(-1) @ heads).transpose(1, 2).flatten(2)
+
+
+MIXING = {
+    "attention": lambda model, x: F.scaled_dot_product_attention(x, x, x),
+    "scores": scores,
+    "convolution": lambda model, x: model.conv(x.mT)[..., : x.shape[1]].mT,
+    "recurrence": lambda model, x: model.lstm(x)[0],
+    "running sum": lambda model, x: x.cumsum(1),
+    "running maximum": lambda model, x: x.cummax(1)[0],
+    "mean": lambda model, x: x.mean(dim=1, keepdim=True),
+    "softmax": lambda model, x: x * x.softmax(1),
+    "normalized": lambda model, x: F.normalize(x),
+    "norm of all": lambda model, x: F.layer_norm(x, x.shape[1:]),
+    "first": lambda model, x: x[:, :1],
+    "moved": lambda model, x: x.roll(1, 1),
+    "product": lambda model, x: x.new_ones(x.shape[1], x.shape[1]).tril() @ x,
+    "sum of products": lambda model, x: torch.einsum(
+        "ij,bjh->bih", x.new_ones(x.shape[1], x.shape[1]), x
+    ),
+    "frequencies": lambda model, x: torch.fft.fft(x, dim=1).real,
+}
+
+
+class Positioned(Model):
+    """Adds positions of its own to its hidden states."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.how, self.table = how, nn.Parameter(torch.randn(1, 16, 12))
+        self.register_buffer("fixed", torch.randn(16, 12))
+        self.positions = nn.Embedding(16, 12)
+
+    def mixed(self, x):
+        return super().mixed(POSITIONS[self.how](self, x, x.shape[1]))
+
+
+POSITIONS = {
+    "slice": lambda model, x, n: x + model.table[:, :n],
+    "buffer": lambda model, x, n: x * model.fixed[:n].tanh(),
+    "narrow": lambda model, x, n: x + F.dropout(model.table.narrow(1, 0, n), 0.0),
+    "index": lambda model, x, n: x + model.fixed[torch.arange(n)],
+    "counted": lambda model, x, n: x + torch.arange(n).outer(torch.ones(12)).sin().to(x.dtype),
+    "looked up": lambda model, x, n: x + F.embedding(torch.arange(n), model.positions.weight),
+    "mean of all": lambda model, x, n: x / x.norm(),
+}
+
+
+class Layered(Model):
+    """Its list of layers holds others from one forward to the next, as chunks of a pipeline do."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Identity()])
+
+    def mixed(self, x):
+        return super().mixed(self.layers[0](x))
+
+
+class Moved(nn.Module):
+    def forward(self, x):
+        return x.flip(1)
+
+
+def chunks():
+    many = apply_tensor_parallel(
+        made(Layered), {**PLAN, **ATTENTION}, dist.group.WORLD, sequence_parallel=True
+    )
+    many(ids())
+    many.layers[0] = Moved()
+    with pytest.raises(InvalidArgumentError, match=r"flip of a tensor .* would mix"):
+        many(ids())
+
+
+def test_each_chunk_of_a_pipeline_is_looked_at():
+    run_ranks(chunks, 2)
 
 
 def mixing():
     plan = {**PLAN, **ATTENTION}
-    for how in ("attention", "scores", "convolution", "running sum", "mean"):
+    for how in MIXING:
         refused(made(Mixing, how), plan, "would mix this rank's 4 tokens alone")
+    for how in POSITIONS:
+        refused(
+            made(Positioned, how),
+            plan,
+            "(positions that it counts|the beginning of a table|a number that is of these alone).*"
+            "'sequence_layer'",
+        )
     compare(made(Model), plan)
 
 
@@ -265,6 +341,16 @@ def test_what_mixes_the_tokens_of_a_share_is_refused():
 class Residual(Attention):
     def forward(self, x):
         return x + super().forward(x)
+
+
+class Whole(Attention):
+    def heads(self, x):
+        return x.view(*x.shape[:2], 6, 2).transpose(1, 2)
+
+
+class Longer(Model):
+    def mixed(self, x):
+        return super().mixed(torch.cat([x, x.new_zeros(2, self.added, 12)], 1))
 
 
 class Partly(Attention):
@@ -281,6 +367,11 @@ def in_words():
     plan = {**PLAN, **ATTENTION}
     inside = r"Residual sees the whole sequence, but .* share of the tokens \(4 of 8\)"
     refused(made(Model, Residual), plan, inside)
+    refused(made(Model, Whole), plan, r"Whole has a share of the heads .* write -1 for a size")
+    Longer.added = 4
+    refused(made(Longer), plan, "It is the whole sequence, made between the layers")
+    Longer.added = 1
+    refused(made(Longer), plan, r"Tokens were added or dropped .* style the layers 'sequence_lay")
     refused(
         made(Reshaping), plan, r"Reshaping makes something of .* 'sequence_join', or do without"
     )

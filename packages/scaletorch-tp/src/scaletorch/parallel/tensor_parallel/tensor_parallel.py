@@ -15,8 +15,10 @@ from .layers.base import Memo, TensorParallelLayer
 from .layers.embedding import VocabParallelEmbedding
 from .layers.linear import ColumnParallelLinear, RowParallelLinear
 from .optimizers import watch
+from .plans.head_counts import find_splitters
 from .plans.plan import Plan
 from .plans.resolve import resolve
+from .regions.head_splits import look_at_splits
 from .regions.region import Region
 from .regions.surround import surround
 from .sharing.adapters import Adapter, check_adapters, shard_adapters, without_adapters
@@ -94,6 +96,7 @@ def _apply(
     matches = resolved.matches.values()
     layers = {match.module: match.layer for match in matches}
     check_adapters(adapters, layers, sequence_parallel=sequence_parallel and tp_size > 1)
+    splitters = find_splitters(model, resolved.matches)  # while its numbers are the whole's
     memo: Memo = WeakTensorKeyDictionary()  # holds no whole parameter that nobody else holds
     for match in matches:
         if match.layer is not None:
@@ -111,6 +114,7 @@ def _apply(
         # A model is called with ids, not with a share of hidden states.
         if module is not model or not sequence_parallel:
             surround(module, Region, group)
+    look_at_splits(splitters, group)
     if sequence_parallel:
         share_sequences(model, group, resolved.whole)
     infer_sums(model, group)

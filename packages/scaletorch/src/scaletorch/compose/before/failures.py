@@ -20,8 +20,10 @@ _COMMUNICATION = ("torch.distributed", ".dist.")  # in names of modules of Pytho
 _WAYS_OUT = {
     "tp": (
         "tp leaves each rank its share of the heads and features, and a size that the module takes "
-        "from its config, or something that it makes for all heads, does not fit that: leave it "
-        "out of the plan (plan=...), or use tp_size=1"
+        "from its config, an attribute or its whole input, or something that it makes for all "
+        "heads, does not fit that: write -1 for the size, or let the plan divide the attribute "
+        "(Divide('num_heads')), style what is of all features 'whole_features' and parameters of "
+        "each head PerHead('name'), or leave it out; or use tp_size=1"
     ),
     "cp": (
         "cp leaves each rank its part of every sequence, and what the module makes of the whole "

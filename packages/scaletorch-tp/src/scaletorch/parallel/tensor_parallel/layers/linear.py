@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from ..regions.head_splits import note_features
 from ..regions.overlap import linear_to_main_grad
 from ..regions.random import end_sharded_random
 from ..regions.region import enter, overlapped_linear
@@ -92,7 +93,11 @@ class ColumnParallelLinear(_Linear):
         out = overlapped_linear(self, x) if overlap else None
         if out is None:
             out = functional.linear(enter(x, self.group, self.sequence), *self.operands())
-        return self.join(out, -1) if self.gather_output else out
+        if self.gather_output:
+            return self.join(out, -1)
+        if not torch.compiler.is_compiling():
+            note_features(out, self.cut, self.tp_rank)
+        return out
 
     def operands(self) -> tuple[Tensor, Tensor | None]:
         """Return this rank's weight [out_features / tp, in_features] and bias [out_features / tp].

@@ -41,6 +41,7 @@ class Attention:
         query: Number of query heads.
         key_value: Number of key/value heads.
         lengths: Projection -> the length that is cut, of each packed part if it is fused.
+        gated: A projection as long as there are query heads has a feature for each of these.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Attention:
     query: int
     key_value: int
     lengths: Mapping[nn.Module, tuple[int, ...]]
+    gated: bool = False
 
     def cuts(self, tp_size: int) -> dict[nn.Module, Cut]:
         """Return how each projection, and what the module itself has of heads, is cut."""
@@ -56,7 +58,8 @@ class Attention:
 
         def cut(length: int) -> Cut:
             # Each projection may have a length of its own, or one feature for each query head.
-            if self.key_value == self.query or length % self.head_dim:
+            gate = length % self.head_dim or (self.gated and length == self.query)
+            if self.key_value == self.query or gate:
                 return query.times(length // self.query)
             count = length // self.head_dim
             heads = query if count >= self.query else key_value
@@ -222,10 +225,12 @@ def _attention(name: str, module: nn.Module, matches: Matches, by_config: bool) 
     query = total // length
     if any(size % length and size != query for size in sizes):  # a gate has a feature for each
         return None
-    counts = {size // length for size in sizes if not size % length}
+    # One as long as there are heads is a gate, and no key of few heads, if three are beside it.
+    gated = sizes.count(query) == 1 and len(sizes) > 3
+    counts = {size // length for size in sizes if not (size % length or (gated and size == query))}
     # With grouped queries the shortest projection is that of the keys or values.
     key_value = min(counts | {query})
     # All are queries (some of several vectors a head) or as many keys and values.
     if query % key_value or any(c != key_value and c % query for c in counts):
         return None
-    return Attention(name, module, length, query, key_value, lengths)
+    return Attention(name, module, length, query, key_value, lengths, gated)

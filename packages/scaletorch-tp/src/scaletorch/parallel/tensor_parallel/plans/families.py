@@ -208,13 +208,15 @@ def find_family(model: nn.Module) -> Recognised:
         InvalidArgumentError: No family is recognised.
     """
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
-    missing: dict[str, tuple[int, str]] = {}
+    missing: dict[
+        str, tuple[float, str]
+    ] = {}  # how much a model shares with a family, and what not
     for family in FAMILIES:
         absent = [p for p in family.plan if p not in family.may_lack and not matching(p, names)]
         foreign = _foreign(model, family, names) if not absent else None
         if foreign is not None or absent:
             why = foreign or f"nothing matches {', '.join(absent)}"
-            missing[family.name] = (len(absent), why)
+            missing[family.name] = (_shared(family, absent), why)
             continue
         matches = match_plan(model, family.plan, family.may_lack)
         complete = tuple(n for pattern in family.complete for n in matching(pattern, names))
@@ -224,8 +226,14 @@ def find_family(model: nn.Module) -> Recognised:
     raise InvalidArgumentError(_unknown(model, missing))
 
 
-def _unknown(model: nn.Module, missing: Mapping[str, tuple[int, str]]) -> str:
-    """Return why a model has no plan, given what each family lacks."""
+def _shared(family: Family, absent: Sequence[str]) -> float:
+    """Return which part of the patterns that a model of a family must match is there."""
+    needed = [pattern for pattern in family.plan if pattern not in family.may_lack]
+    return 1 - len(absent) / len(needed)
+
+
+def _unknown(model: nn.Module, missing: Mapping[str, tuple[float, str]]) -> str:
+    """Return why a model has no plan, given how near it is to each family and what it lacks."""
     name = type(model).__name__
     states = state_layers(model)
     if states:
@@ -234,12 +242,15 @@ def _unknown(model: nn.Module, missing: Mapping[str, tuple[int, str]]) -> str:
             f"layers ({', '.join(states)}) keep a state, which every rank would need whole; leave "
             "tp_size at 1 and use the other axes, or pass a plan of your own"
         )
-    nearest = min(missing, key=lambda family: missing[family][0])
+    nearest = max(missing, key=lambda family: missing[family][0])
+    shared, why = missing[nearest]
+    near = f": {nearest} is the nearest of {len(missing)}, but {why}" if shared > 0.5 else ""
     return (
         f"{name} has no plan of its own for its layers (_tp_plan of transformers), and is of no "
-        f"known model family: {nearest} is the nearest of {len(missing)}, but "
-        f"{missing[nearest][1]}; "
-        "pass plan={'pattern of module names': 'column' | 'row' | 'vocab' | ...}"
+        f"known model family{near}; pass plan={{'pattern of module names': style}}, with 'column' "
+        "for layers that make heads or inner features (queries, keys, values, gate and up), 'row' "
+        "for those that take them (output, down), 'vocab' for the embedding of tokens and "
+        "'column_gather' for the head"
     )
 
 

@@ -117,12 +117,23 @@ def with_feature_sizes(model: nn.Module, matches: Matches) -> dict[nn.Module, Ma
         for match in (matches[c] for c in module.children() if c in matches):
             if match.style != WHOLE_FEATURES:
                 continue
-            if len(rows) != 1 or rows[0].cut is None:
+            cut = rows[0].cut if len(rows) == 1 else None
+            if cut is None:
                 raise InvalidArgumentError(
                     f"{match.place} has to stand in front of one row-parallel layer, a child of "
                     f"the same module, whose features are divided as its own; there are {len(rows)}"
                 )
-            options = {"feature_sizes": rows[0].cut.sizes}
+            # A norm of all keys sees as many features as these have, if that are fewer.
+            widths = {parameter.numel() for parameter in match.module.parameters()}
+            keys = (m.cut for m in children_of(module, matches) if m.is_column and m.cut)
+            if widths and cut.whole not in widths:
+                cut = next((each for each in keys if each.whole in widths), cut)
+            if cut.replicated:
+                raise InvalidArgumentError(
+                    f"{match.place} needs all features of {len(cut.parts)} key heads, of which "
+                    f"several ranks have the same one: tp sizes up to {len(cut.parts)} are legal"
+                )
+            options = {"feature_sizes": cut.sizes}
             result[match.module] = replace(match, options=options)
     return result
 

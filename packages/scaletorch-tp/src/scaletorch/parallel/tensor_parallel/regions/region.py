@@ -21,7 +21,7 @@ from ....dist.functional import copy
 from .overlap import Entrance
 from .region_inputs import Inputs, residuals_of
 from .sequence_shares import SequenceShares
-from .shape_errors import IN_REGION, shapes_explained
+from .shape_errors import BEHIND_ROW, IN_REGION, Reason, shapes_explained
 from .surround import Surrounded, own_class
 from .uncompiled import around_compiled, uncompiled
 
@@ -45,11 +45,13 @@ class _Running:
         overlapping: Its layers whose weights' gradients are computed while the inputs' travel.
         entries: What layers took in: tensors that entered, and entrances of those layers.
         gathered: The entrance of the sequence, with sequence parallelism.
+        left: Whether a row-parallel layer has left it.
     """
 
     overlapping: list[Any]
     entries: dict[Any, _Entry] = field(default_factory=dict)
     gathered: Entrance | None = None
+    left: bool = False
 
     def once(self, x: Tensor, call: Callable[..., T], *args: Any) -> T:
         """Return `call(x, *args)`, made for the first layer that takes in `x`."""
@@ -115,6 +117,14 @@ def in_region() -> Iterator[None]:
         _running.reset(token)
 
 
+def leave(x: Tensor, sequence: SequenceShares) -> Tensor:
+    """Return this rank's share of the sum of the ranks' partial results, and note it."""
+    running = _running.get()
+    if running is not None:
+        running.left = True
+    return sequence.leave(x)
+
+
 def region_runs() -> bool:
     """Return whether the forward of a `Region` is running."""
     return _running.get() is not None
@@ -145,15 +155,19 @@ class Region(Surrounded):
             args, kwargs = inputs.changed(gather, args, kwargs)
         token = _running.set(running)
         try:
-            with self._explained():
+            with self._explained(running):
                 return super().forward(*args, **kwargs)
         finally:
             _running.reset(token)
 
-    def _explained(self) -> AbstractContextManager[None]:
+    def _explained(self, running: _Running) -> AbstractContextManager[None]:
         if self._sequence is None:
             return nullcontext()
-        return shapes_explained(own_class(self).__name__, IN_REGION, self._sequence)
+
+        def why() -> Reason:
+            return BEHIND_ROW if running.left else IN_REGION
+
+        return shapes_explained(own_class(self).__name__, why, self._sequence)
 
 
 def summed_outside(model: nn.Module) -> Iterator[str]:

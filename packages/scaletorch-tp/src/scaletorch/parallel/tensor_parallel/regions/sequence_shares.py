@@ -73,10 +73,17 @@ class SequenceShares:
                 "parallelism checkpoint the whole module (attention, MLP) or the layer around it"
             )
         if x.shape[DIM] != own:
+            came = (
+                "It is the whole sequence, made between the layers (a table, another input)"
+                if x.shape[DIM] == sum(sizes)
+                else "Tokens were added or dropped between the layers, or are in another dim "
+                "(a prefix, pooling, [L, B, H])"
+            )
             raise InvalidArgumentError(
-                f"{describe_rank()}: expected this rank's {own} of {sum(sizes)} tokens, got a "
-                f"tensor of shape {tuple(x.shape)}; with sequence parallelism pass the model "
-                "input_ids or position_ids of the whole sequence"
+                f"{describe_rank()}: with sequence parallelism expected this rank's {own} of "
+                f"{sum(sizes)} tokens, got a tensor of shape {tuple(x.shape)}. {came}: style the "
+                "layers 'sequence_layer', so that sequences are whole before and behind them, or "
+                "do without sequence parallelism"
             )
         return sizes
 

@@ -31,7 +31,7 @@ from ..regions.surround import SharedGroup, Surrounded, own_class, surround
 from ..regions.uncompiled import around_compiled, compiles
 from .between_layers import guard_outside
 from .joining import JoinSequence
-from .mixing import RefuseMixing
+from .mixing import RefuseMixing, present_layers
 from .positions import WholePositions
 from .sequence_layers import SequenceLayer, inside_layers, layers_of, prepare
 from .whole_sequence import WholeSequence, mask_configs, whole_masks, whole_runs
@@ -44,7 +44,9 @@ class SequenceRoot(Surrounded):
 
     _sequence: SequenceShares | None = None  # a slice of an nn.Sequential has none
     _configs: Sequence[Any] = ()  # of models of transformers
-    _mixing_checked: bool = False
+    _looked_at: frozenset[tuple[int, ...]] = (
+        frozenset()
+    )  # which layers ran while mixing was refused
     _layered: bool = False  # sequences are whole before and behind the layers
 
     @around_compiled
@@ -69,10 +71,13 @@ class SequenceRoot(Surrounded):
                 stack.enter_context(sharded_random(self._tp_group.group))
             # A single token cannot be told from a dim of size 1, and compiled code calls no modes.
             own = self._sequence.own or 1
-            if own > 1 and not self._mixing_checked and not compiles():
+            runs = present_layers(self)
+            looks = own > 1 and runs not in self._looked_at and not compiles()
+            if looks:
                 stack.enter_context(RefuseMixing(own, self._sees_whole))
             result = super().forward(*args, **kwargs)
-        vars(self)["_mixing_checked"] = self._mixing_checked or own > 1
+        if looks:
+            vars(self)["_looked_at"] = self._looked_at | {runs}
         return result
 
     def _sees_whole(self) -> bool:
@@ -94,7 +99,8 @@ class SplitSequence(Surrounded):
             raise InvalidArgumentError(
                 f"{describe_rank()}: with sequence parallelism {own_class(self).__name__} must be "
                 f"called with all {length} tokens' ids or positions, and returned a tensor of "
-                f"shape {tuple(out.shape)}; do without sequence parallelism"
+                f"shape {tuple(out.shape)}. If it is of positions, style it 'sequence_positions', "
+                "else do without sequence parallelism"
             )
         return self._sequence.split(out)
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ..regions.head_splits import keep_features
 from ..regions.surround import Surrounded, own_class
 from ..regions.uncompiled import around_compiled, gather, split
 
@@ -32,4 +34,7 @@ class WholeFeatures(Surrounded):
                 f"{describe_rank()}: {own_class(self).__name__} must return as many features as it "
                 f"is given, [..., {sum(sizes)}], and returned {came}"
             )
-        return split(out, -1, group, sizes=sizes)
+        own = split(out, -1, group, sizes=sizes)
+        if not torch.compiler.is_compiling():
+            keep_features(x, own)
+        return own
