@@ -43,7 +43,8 @@ class Terms:
             to keep one.
         real_positions: Which positions of this rank are no padding in the step; None is all.
         apart: It was found to compute each position from that position alone, but for attention.
-        seen: Its first step has been looked at.
+        several: Some rank has several micro-batches in the step.
+        seen: How far first steps have been looked at: 1 with one micro-batch, 2 with several.
         outline: Of the plain model, for adapters that come later; None if put together by hand.
         wrapping: How its stage is wrapped, beside the groups.
     """
@@ -62,7 +63,8 @@ class Terms:
     keeps_cache: bool = False
     real_positions: Tensor | None = None
     apart: bool = False
-    seen: bool = False
+    several: bool = False
+    seen: int = 0
     outline: nn.Module | None = None
     wrapping: Mapping[str, Any] = field(default_factory=dict)
 

@@ -21,7 +21,7 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
 from .balance import router_loss
 from .batches import Batch, Called, real_positions, real_tokens
-from .before.buffers import buffers_followed
+from .before.changes import changes_followed
 from .before.failures import failures_named
 from .forward import Terms, manager_of, terms_of
 from .loss import find_sharded_head, require_logits_alone, token_loss_sum
@@ -43,8 +43,10 @@ def train_step(
     If a rank has to refuse its batch or model, all ranks hear of it before the step begins, with
     the number of tokens. The first step looks further: whether ranks hold the same batch, whether
     the model mixes positions of sharded sequences outside of attention (two more forwards of one
-    micro-batch), and whether it changes buffers by the rows that a rank sees. A model that would
-    not train as in one process is refused there, on every rank.
+    micro-batch), and whether its forward changes buffers, parameters or plain attributes by the
+    rows that a rank sees, or again with each micro-batch; the first step of several micro-batches
+    looks for that too. A model that would not train as in one process is refused there, on every
+    rank; of attributes it warns.
 
     Args:
         model: What `parallelize` returned.
@@ -81,7 +83,7 @@ def train_step(
     if own is not None and not count:
         raise InvalidArgumentError("no rank's micro-batches have anything that the loss counts")
     terms.real_positions = real_positions(called[0].micro_batch)
-    if terms.seen:
+    if terms.seen > terms.several:
         return _step(model, called, count, manager, terms, scaler, own)
     with failures_named(model, manager):
         look_first(model, micro_batches, called, manager, terms)
@@ -163,6 +165,6 @@ def _first_step(
     terms: Terms,
 ) -> Iterator[None]:
     """Look at the model after the first step; again in the next if it was not seen before it."""
-    with buffers_followed(model, len(micro_batches), manager):
+    with changes_followed(model, len(micro_batches), manager):
         yield
-    terms.seen = terms.apart
+    terms.seen = 1 + terms.several if terms.apart else 0
