@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -68,6 +67,10 @@ class Terms:
     outline: nn.Module | None = None
     wrapping: Mapping[str, Any] = field(default_factory=dict)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Terms:
+        """Return the terms of a copy, on the same grid."""
+        return replace(self)
+
     def takes(self, argument: str) -> bool:
         """Return whether the forward can be given this argument by keyword."""
         return self.takes_any or argument in self.arguments
@@ -77,7 +80,7 @@ class Terms:
         return self.arguments.get(argument, False)
 
 
-_known: WeakKeyDictionary[nn.Module, Terms] = WeakKeyDictionary()
+_TERMS = "_scaletorch_terms"
 
 
 def read_terms(model: nn.Module) -> Terms:
@@ -99,17 +102,18 @@ def read_terms(model: nn.Module) -> Terms:
 
 def keep_terms(model: nn.Module, terms: Terms) -> None:
     """Remember the terms of a parallelized model."""
-    _known[model] = terms
+    vars(model)[_TERMS] = terms  # copied with it
 
 
 def terms_of(model: nn.Module) -> Terms:
     """Return the terms of a parallelized model; of one that was put together by hand, its own."""
-    if model not in _known:
+    if _TERMS not in vars(model):
         plain: Any = model
         while isinstance(getattr(plain, "module", None), nn.Module):
             plain = plain.module
-        _known[model] = read_terms(plain)
-    return _known[model]
+        keep_terms(model, read_terms(plain))
+    terms: Terms = vars(model)[_TERMS]
+    return terms
 
 
 def pipeline_of(model: Any) -> PipelineParallel:
