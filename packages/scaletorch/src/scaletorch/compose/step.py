@@ -27,6 +27,7 @@ from .forward import Terms, manager_of, terms_of
 from .loss import find_sharded_head, require_logits_alone, token_loss_sum
 from .own_loss import CountFunction, LossFunction, OwnLoss
 from .ready import look_first, ready
+from .updates import forget_gradients, note_gradients
 
 
 def train_step(
@@ -116,8 +117,11 @@ def _step(
             loss.register_hook(scaler.scale)  # of the gradient with which backward begins
         return loss
 
+    if scaler is not None:  # which will divide them
+        forget_gradients(model)
     with _refused_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
+    note_gradients(model)
     if own is not None:
         own.settle(loss)
     return _summed(loss, manager)
