@@ -102,7 +102,8 @@ def parallelize(
     cut = agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
     hide_exchanges(stage, manager)
-    keep_whole_state(stage.module, terms.outline, manager)
+    if terms.outline is not None:
+        keep_whole_state(stage.module, terms.outline, manager)
     terms.wrapping = dict(bucket_size=bucket_size, **data_parallel or {})
     return wrap(stage, terms, manager)
 

@@ -27,7 +27,7 @@ class Writes(TorchDispatchMode):
     """
 
     def __init__(self, model: nn.Module) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._places: dict[int, list[tuple[int, int, str]]] = {}  # storage -> first, end, name
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             if _is_plain(tensor):
@@ -78,7 +78,7 @@ class Writes(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _is_plain(value: Any) -> bool:
