@@ -188,8 +188,11 @@ def test_a_backend_that_is_not_here_falls_back_with_one_warning_of_one_rank():
     assert len(caught) == (1 if dist.get_rank() == 0 else 0)
     for each in caught:
         message = str(each.message)
-        assert "backend 'nccl' cannot be used: this machine has no cuda device" in message
-        assert message.endswith("Using 'gloo' instead")
+        assert (
+            "backend 'nccl', the default, cannot be used: this machine has no cuda device"
+            in message
+        )
+        assert message.endswith("Using 'gloo' instead; backend='gloo' asks for it")
     assert dist.get_backend() == "gloo"
     assert ranks_sum() == 2
 

@@ -6,7 +6,9 @@ import contextlib
 import copy
 import dataclasses
 import gc
+import pickle
 import weakref
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -605,11 +607,66 @@ def test_no_sync_restores_what_was():
 
 
 @pytest.mark.parametrize("kind", [DataParallelBucket, DataParallelNaive])
-def test_copies_are_refused(kind):
+def test_copies_have_their_own_weights_and_do_not_train(kind):
     model = kind(nn.Linear(1, 1))
-    with pytest.raises(StateError, match=r"copy or save its .module"):
-        copy.deepcopy(model)
-    assert copy.deepcopy(model.module).weight is not model.module.weight
+    twin = copy.deepcopy(model)
+    assert type(twin) is kind
+    assert twin.module.weight is not model.module.weight
+    assert torch.equal(twin.module.weight, model.module.weight)
+    with pytest.raises(StateError, match="is a deep copy of a wrapped model"):
+        twin(torch.ones(1, 1))
+    with torch.no_grad():
+        assert torch.equal(twin(torch.ones(1, 1)), model(torch.ones(1, 1)))
+    model(torch.ones(1, 1)).sum().backward()  # as before
+    with pytest.raises(StateError, match=r"cannot be pickled.* save its state_dict"):
+        pickle.dumps(model)
+
+
+def check_late_hooks():
+    """Each hook that comes after the wrapper sees this rank's own gradient."""
+    rank = c10d.get_rank()
+    model = wrap(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1)), options={"bucket_size": 1})
+    seen = {}
+
+    def note(name, parameter):
+        seen[name] = None if parameter.grad is None else parameter.grad.clone()
+
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(partial(note, name))
+    for _ in range(2):  # the second time in the order that the first has found
+        model.reset()
+        model(torch.full((1, 2), rank + 1.0)).sum().backward()
+        assert seen["1.bias"].item() == 1
+        assert all(each is not None for each in seen.values()), seen
+        assert model.module[1].bias.grad.item() == 2
+
+
+def test_hooks_that_come_later_see_a_gradient():
+    run_ranks(check_late_hooks, 2)
+
+
+def check_updates_in_backward(first):
+    module = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 1))
+    optimizers = {each: torch.optim.SGD([each], 0.1) for each in module.parameters()}
+
+    def step(parameter):
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    options = {"bucket_size": 1}  # so that some leave before backward ends
+    if not first:
+        model = wrap(module, options=options)
+    for parameter in optimizers:
+        parameter.register_post_accumulate_grad_hook(step)
+    if first:
+        model = wrap(module, options=options)
+    with pytest.raises(StateError, match=r"was updated within backward .*step\(\) after backward"):
+        model(torch.ones(1, 2)).sum().backward()
+
+
+@pytest.mark.parametrize("first", [False, True])
+def test_an_optimizer_within_backward_is_refused(first):
+    run_ranks(check_updates_in_backward, 2, first)
 
 
 def test_names_are_the_modules_own():

@@ -220,3 +220,34 @@ def test_ranks_that_return_finish_the_writing_first(tmp_path):
     model = filled(0.0)
     assert load(tmp_path, model).step == 1
     assert torch.equal(model.weight, filled(4.0).weight)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        (".metadata", "torch.distributed.checkpoint .*dcp_to_torch_save"),
+        ("__0_0.distcp", "torch.distributed.checkpoint .*dcp_to_torch_save"),
+        (
+            "model-00001-of-00002.safetensors",
+            "save_pretrained of transformers .*import_safetensors",
+        ),
+        ("pytorch_model.bin", "save_pretrained of transformers .*from_pretrained"),
+        ("adapter_model.safetensors", "an adapter .*PeftModel.from_pretrained"),
+        ("checkpoint-500", "transformers' Trainer"),
+        ("epoch=1-step=2.ckpt", "Lightning"),
+    ],
+)
+def test_another_librarys_folder_is_no_empty_one(tmp_path, name, words):
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=f"has no checkpoint that .*{words}"):
+        load(tmp_path, filled(1.0))
+    save(tmp_path, filled(2.0), step=3)  # beside ours it does no harm
+    assert load(tmp_path, filled(1.0)).step == 3
+
+
+def test_an_empty_folder_and_one_of_a_runs_other_files_have_no_checkpoint(tmp_path):
+    assert load(tmp_path / "new", filled(1.0)) is None
+    assert load(tmp_path, filled(1.0)) is None
+    for name in ("log.jsonl", "config.json", "train.bin", "tokenizer.json"):
+        (tmp_path / name).touch()
+    assert load(tmp_path, filled(1.0)) is None

@@ -99,10 +99,11 @@ def load(
         check: Gets `extra` before anything changes, and raises what is to be raised.
 
     Returns:
-        What it was; None if there is no checkpoint at all.
+        What it was; None if there is no checkpoint at all, nor one of another library.
 
     Raises:
-        CheckpointError: The checkpoint is of another model, or lacks what is asked for.
+        CheckpointError: The checkpoint is of another model, or lacks what is asked for, or another
+            library wrote it.
         DamagedCheckpointError: It is not what was saved, nor is any before it.
     """
     group, root = control_group(), Path(folder).absolute()

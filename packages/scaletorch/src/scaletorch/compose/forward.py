@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
-from weakref import WeakKeyDictionary, ref
+from weakref import ref
 
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
@@ -44,7 +44,8 @@ class Terms:
             to keep one.
         real_positions: Which positions of this rank are no padding in the step; None is all.
         apart: It was found to compute each position from that position alone, but for attention.
-        seen: Its first step has been looked at.
+        several: Some rank has several micro-batches in the step.
+        seen: How far first steps have been looked at: 1 with one micro-batch, 2 with several.
         outline: Of the plain model, for adapters that come later; None if put together by hand.
         wrapping: How its stage is wrapped, beside the groups.
         originals: The plain model's parameters, as code may hold them that had them before.
@@ -65,10 +66,15 @@ class Terms:
     keeps_cache: bool = False
     real_positions: Tensor | None = None
     apart: bool = False
-    seen: bool = False
+    several: bool = False
+    seen: int = 0
     outline: nn.Module | None = None
     wrapping: Mapping[str, Any] = field(default_factory=dict)
     originals: Mapping[str, ref[Tensor]] = field(default_factory=dict)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Terms:
+        """Return the terms of a copy, on the same grid."""
+        return replace(self)
 
     def takes(self, argument: str) -> bool:
         """Return whether the forward can be given this argument by keyword."""
@@ -79,7 +85,7 @@ class Terms:
         return self.arguments.get(argument, False)
 
 
-_known: WeakKeyDictionary[nn.Module, Terms] = WeakKeyDictionary()
+_TERMS = "_scaletorch_terms"
 
 
 def read_terms(model: nn.Module) -> Terms:
@@ -102,17 +108,18 @@ def read_terms(model: nn.Module) -> Terms:
 
 def keep_terms(model: nn.Module, terms: Terms) -> None:
     """Remember the terms of a parallelized model."""
-    _known[model] = terms
+    vars(model)[_TERMS] = terms  # copied with it
 
 
 def terms_of(model: nn.Module) -> Terms:
     """Return the terms of a parallelized model; of one that was put together by hand, its own."""
-    if model not in _known:
+    if _TERMS not in vars(model):
         plain: Any = model
         while isinstance(getattr(plain, "module", None), nn.Module):
             plain = plain.module
-        _known[model] = read_terms(plain)
-    return _known[model]
+        keep_terms(model, read_terms(plain))
+    terms: Terms = vars(model)[_TERMS]
+    return terms
 
 
 def pipeline_of(model: Any) -> PipelineParallel:

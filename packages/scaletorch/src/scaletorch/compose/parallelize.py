@@ -28,6 +28,7 @@ from .loss import keep_logits_sharded
 from .outline import outline_of
 from .recompute import offload_layers, recompute_layers, select_layers
 from .updates import watch
+from .whole_state import keep_whole_state
 
 _KEEPING = {True: recompute_layers, "selective": select_layers, "offload": offload_layers}
 
@@ -101,6 +102,8 @@ def parallelize(
     cut = agreed_split(model, split, manager)
     stage = PipelineParallel(model, cut, manager.pp_group, schedule=schedule)
     hide_exchanges(stage, manager)
+    if terms.outline is not None:
+        keep_whole_state(stage.module, terms.outline, manager)
     terms.wrapping = dict(bucket_size=bucket_size, **data_parallel or {})
     return wrap(stage, terms, manager)
 

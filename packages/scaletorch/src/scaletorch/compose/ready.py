@@ -42,7 +42,7 @@ def ready(
 ) -> tuple[list[Called], int | float]:
     """Return the micro-batches as the model is called with them, and the global batch's count.
 
-    One all-reduce of 32 bytes over all ranks counts tokens, or a loss_fn's losses, and says whether
+    One all-reduce of 40 bytes over all ranks counts tokens, or a loss_fn's losses, and says whether
     a rank cannot go on: if one rank alone refused something (its batch, a new parameter, a gradient
     that is not synchronised), the others would wait for it in the middle of the step.
 
@@ -62,11 +62,12 @@ def ready(
     except Exception as error:  # the others would wait in the all-reduce
         failed.append(error)
     alone, has_own = not model.require_backward_grad_sync, own is not None
-    facts = [count if counts else 0, bool(failed), alone, has_own]
+    facts = [count if counts else 0, bool(failed), alone, has_own, len(micro_batches) > 1]
     # Whole numbers are exact in it up to 2**53, and a loss_fn may count in fractions.
     told = torch.tensor(facts, dtype=torch.float64, device=get_comm_device(manager.world_group))
     all_reduce(told, group=manager.world_group)
-    total, failures, unsynchronised, owners = told.tolist()
+    total, failures, unsynchronised, owners, several = told.tolist()
+    terms.several = several > 0
     if failures:  # taken out of the list, since a traceback has this frame
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
     if 0 < unsynchronised < manager.world_size:

@@ -22,13 +22,14 @@ from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
 from .balance import router_loss
 from .batches import Batch, Called, real_positions, real_tokens, token_count
-from .before.buffers import buffers_followed
+from .before.changes import changes_followed
 from .before.failures import failures_named
 from .forward import Terms, manager_of, terms_of
 from .loss import find_sharded_head, require_labels_fit, require_logits_alone, token_loss_sum
 from .own_loss import CountFunction, LossFunction, OwnLoss
 from .partial_gradients import summed_once
 from .ready import look_first, ready
+from .updates import forget_gradients, note_gradients
 
 
 def train_step(
@@ -45,8 +46,10 @@ def train_step(
     If a rank has to refuse its batch or model, all ranks hear of it before the step begins, with
     the number of tokens. The first step looks further: whether ranks hold the same batch, whether
     the model mixes positions of sharded sequences outside of attention (two more forwards of one
-    micro-batch), and whether it changes buffers by the rows that a rank sees. A model that would
-    not train as in one process is refused there, on every rank.
+    micro-batch), and whether its forward changes buffers, parameters or plain attributes by the
+    rows that a rank sees, or again with each micro-batch; the first step of several micro-batches
+    looks for that too. A model that would not train as in one process is refused there, on every
+    rank; of attributes it warns.
 
     Args:
         model: What `parallelize` returned.
@@ -83,7 +86,7 @@ def train_step(
     if own is not None and not count:
         raise InvalidArgumentError("no rank's micro-batches have anything that the loss counts")
     terms.real_positions = real_positions(called[0].micro_batch)
-    if terms.seen:
+    if terms.seen > terms.several:
         return _step(model, called, count, manager, terms, scaler, own)
     with failures_named(model, manager):
         look_first(model, micro_batches, called, manager, terms)
@@ -118,8 +121,11 @@ def _step(
             loss.register_hook(scaler.scale)  # of the gradient with which backward begins
         return loss
 
+    if scaler is not None:  # which will divide them
+        forget_gradients(model)
     with summed_once(model, manager), _refused_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
+    note_gradients(model)
     if own is not None:
         own.settle(loss)
     return _summed(loss, manager)
@@ -178,6 +184,6 @@ def _first_step(
     terms: Terms,
 ) -> Iterator[None]:
     """Look at the model after the first step; again in the next if it was not seen before it."""
-    with buffers_followed(model, len(micro_batches), manager):
+    with changes_followed(model, len(micro_batches), manager):
         yield
-    terms.seen = terms.apart
+    terms.seen = 1 + terms.several if terms.apart else 0

@@ -1,11 +1,12 @@
-"""Optimizers whose update needs what lies on other stages, or on other ranks' experts."""
+"""What an optimizer is to update by: gradients of the whole model, not of a shard or a stage."""
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from ..dist.errors import InvalidArgumentError
@@ -16,11 +17,15 @@ from ..parallel.pg_manager.building import Scope, update_scope
 
 _models: WeakKeyDictionary[nn.Module, ProcessGroupManager] = WeakKeyDictionary()
 _checked: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # and how many parameters it had
+_noted: WeakKeyDictionary[nn.Module, list[tuple[Tensor, int]]] = WeakKeyDictionary()
 _hooks: list[Any] = []
 
 
 def watch(model: nn.Module, manager: ProcessGroupManager) -> None:
     """Check optimizers of a model's parameters before their first step, where ranks have others.
+
+    Some need what lies on other stages, or in other ranks' experts; others update by gradients that
+    were clipped by another norm on each rank.
 
     Shards of tensor parallelism and of sharded optimizers are checked by these.
 
@@ -28,11 +33,28 @@ def watch(model: nn.Module, manager: ProcessGroupManager) -> None:
         model: What `parallelize` returns.
         manager: The grid.
     """
-    if manager.pp_size * manager.ep_size == 1:
+    if manager.tp_size * manager.pp_size * manager.ep_size == 1:
         return
     _models[model] = manager
+    _noted[model] = []
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+def note_gradients(model: nn.Module) -> None:
+    """Note the versions of gradients after a step, until an optimizer has been looked at.
+
+    Args:
+        model: What `parallelize` returned.
+    """
+    if model in _noted:
+        gradients = (parameter.grad for parameter in model.parameters())
+        _noted[model] = [(each, each._version) for each in gradients if each is not None]
+
+
+def forget_gradients(model: nn.Module) -> None:
+    """Look no more at who changes gradients: this library does, by the whole model's norm."""
+    _noted.pop(model, None)
 
 
 def _before_step(optimizer: Optimizer, *_: Any) -> None:
@@ -41,7 +63,24 @@ def _before_step(optimizer: Optimizer, *_: Any) -> None:
     if _checked.get(optimizer) != count:
         for model, manager in list(_models.items()):
             _check(optimizer, model, manager)
+            _look_at_gradients(optimizer, model)
         _checked[optimizer] = count
+
+
+def _look_at_gradients(optimizer: Optimizer, model: nn.Module) -> None:
+    """Warn if all gradients have been changed in place since the step that made them."""
+    taken = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+    if not _noted.get(model) or taken.isdisjoint(id(s.tensor) for s in parameter_shards(model)):
+        return
+    noted = _noted.pop(model)
+    if all(gradient._version != version for gradient, version in noted):
+        warnings.warn(
+            f"{describe_rank()}: all gradients have been changed in place since train_step. Each "
+            "rank has its shards or its stage alone, so that torch.nn.utils.clip_grad_norm_ "
+            "scales them by another norm on each rank: use scaletorch.compose.clip_grad_norm_("
+            "model, max_norm). What treats every element alike on every rank is right",
+            stacklevel=4,
+        )
 
 
 def _check(optimizer: Optimizer, model: nn.Module, manager: ProcessGroupManager) -> None:

@@ -17,6 +17,7 @@ from ..launchers.environment import Placement
 from .rendezvous import Meeting
 from .store import open_store
 
+DEFAULT = "nccl"  # of init_dist
 Creator = Callable[[Placement, Meeting | str, dict[str, Any]], None]
 
 
@@ -48,8 +49,10 @@ def choose_backend(backend: str, *, warn: bool = True) -> str:
         return devices.backend_config(",".join(f"{d}:{n}" if d else n for d, n in pairs))
     own = devices.default_backend()
     if warn:
+        asked = f"{backend!r}, the default," if backend == DEFAULT else repr(backend)
         warnings.warn(
-            f"backend {backend!r} cannot be used: {problem}. Using {own!r} instead",
+            f"backend {asked} cannot be used: {problem}. Using {own!r} instead; "
+            f"backend={own!r} asks for it",
             RuntimeWarning,
             stacklevel=3,
         )

@@ -26,7 +26,7 @@ from ..launchers.environment import (
 from ..launchers.interfaces import gloo_interface
 from ..world.hosts import forget_local_group, get_local_rank, wait_for_connections
 from ..world.info import expect_one_process
-from .creators import CREATORS, choose_backend
+from .creators import CREATORS, DEFAULT, choose_backend
 from .rendezvous import Meeting, agent_holds_store, find_meeting
 
 _group: weakref.ref[ProcessGroup] | None = None  # the default group that init_dist made or found
@@ -36,7 +36,7 @@ _replaced: dict[str, str | None] = {}  # variables that init_dist set, and their
 
 def init_dist(
     launcher: str | None = None,
-    backend: str = "nccl",
+    backend: str = DEFAULT,
     *,
     port: int | None = None,
     timeout: timedelta | float | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -114,6 +115,10 @@ class DataParallelBucket(_DataParallel):
         super().__init__(module, group, settings, fill, groups or {}, overlap=True)
         self.optimizer_shards: list[Shard] | None = None
         self._gathers: list[Gathers] = []
+
+    def _left_by_copies(self) -> dict[str, Any]:
+        self.wait_for_parameters()
+        return {**super()._left_by_copies(), "optimizer_shards": None, "_gathers": []}
 
     def use_shards(self, shards: list[Shard], gathers: Gathers) -> None:
         """Note the shards that optimizers update on this rank; `shard_optimizer` calls it."""

@@ -51,9 +51,11 @@ class Wrapped:
 
     Args:
         parameters: All of them with their names.
+        copied: The module is a copy of one that was wrapped, which nothing synchronises.
     """
 
-    def __init__(self, parameters: Named) -> None:
+    def __init__(self, parameters: Named, *, copied: bool = False) -> None:
+        self._copied = copied
         self._there = {id(each): each for _, each in parameters}  # no other gets their ids
         self._synchronised = frozenset(id(each) for _, each in parameters if each.requires_grad)
 
@@ -61,11 +63,19 @@ class Wrapped:
         """Refuse parameters of the module whose gradients would be summed over no ranks.
 
         Raises:
-            StateError: A parameter requires grad now that was frozen, or not there, when wrapped.
+            StateError: A parameter requires grad now that was frozen, or not there, when wrapped;
+                or any does in a copy.
         """
         known = self._synchronised
         if all(id(each) in known for each in _trainable(module)):
             return
+        if self._copied:
+            raise StateError(
+                f"{describe_rank()}: this is a deep copy of a wrapped model, for evaluation and "
+                "averages, and gradients of it would be summed over no ranks: call "
+                "requires_grad_(False) on it or run it in torch.no_grad(); to train another model, "
+                "wrap or parallelize a plain one"
+            )
         others = [
             (name, id(each) in self._there)
             for name, each in module.named_parameters()

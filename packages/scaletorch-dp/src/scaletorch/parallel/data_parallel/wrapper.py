@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 from weakref import WeakSet
 
 import torch
@@ -200,9 +201,7 @@ class _DataParallel(ModuleWrapper):
         This one synchronises nothing any more.
         """
         self.reset()
-        managers = [BucketManager([], m.fill, m.reduction) for m in self.bucket_managers]
-        # Hooks go with those that had the parameters.
-        self._syncs = [GradientSync(each, overlap=False, family=WeakSet()) for each in managers]
+        self._syncs = self._idle_syncs()  # hooks go with those that had the parameters
 
     @contextmanager
     def nonfinite_held(self) -> Iterator[list[NonFiniteError]]:
@@ -228,10 +227,29 @@ class _DataParallel(ModuleWrapper):
         """
         return [each for manager in self.bucket_managers for each in manager.info()]
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy for evaluation, averages or a teacher; gradients of it go nowhere."""
+        twin: Self = object.__new__(type(self))
+        memo[id(self)] = twin
+        left = {"_syncs": [], "wrapped": Wrapped([], copied=True), **self._left_by_copies()}
+        state = {n: left[n] if n in left else copy.deepcopy(v, memo) for n, v in vars(self).items()}
+        vars(twin).update(state)
+        twin._syncs = self._idle_syncs()
+        return twin
+
+    def _left_by_copies(self) -> dict[str, Any]:
+        """Return what of this rank's attributes a copy has otherwise."""
+        return {"parameter_groups": {}}
+
+    def _idle_syncs(self) -> list[GradientSync]:
+        """Return synchronisations of no parameters."""
+        managers = [BucketManager([], m.fill, m.reduction) for m in self.bucket_managers]
+        return [GradientSync(each, overlap=False, family=WeakSet()) for each in managers]
+
     def __getstate__(self) -> NoReturn:
         message = (
-            f"{type(self).__name__} cannot be copied or pickled, since its hooks and group would "
-            "stay behind: copy or save its .module (or its state_dict()) instead"
+            f"{type(self).__name__} cannot be pickled, since its hooks and group would stay "
+            "behind: save its state_dict() instead"
         )
         raise StateError(message)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from ...dist.errors import InvalidArgumentError
 from ..errors import CheckpointError, DamagedCheckpointError
 from .files import flush_folder
+from .foreign import refuse_foreign
 from .metadata import FILE_NAME, METADATA, unseal
 
 UNFINISHED = ".unfinished"
@@ -51,7 +52,7 @@ def candidates(root: Path) -> list[Path]:
     and before it named the new one; it is named now.
 
     Raises:
-        CheckpointError: It is a file.
+        CheckpointError: It is a file, or the folder of another library's checkpoint.
     """
     if root.is_file():
         raise CheckpointError(f"{root} is a file; pass the folder of a checkpoint, or of several")
@@ -61,7 +62,10 @@ def candidates(root: Path) -> list[Path]:
         if path != final and moved and not final.exists() and _is_ours(path):
             with suppress(OSError):  # who only may read goes on without it
                 os.replace(path, final)
-    return [root] if is_step(root) or (root / METADATA).is_file() else finished(root)
+    found = [root] if is_step(root) or (root / METADATA).is_file() else finished(root)
+    if not found:
+        refuse_foreign(root)
+    return found
 
 
 def latest(folder: str | Path) -> Path | None:

@@ -100,7 +100,7 @@ class Job:
                 data_parallel={"init_sync": "none"},
             )  # fmt: skip
             asked(model)
-            terms_of(parallel).seen = True
+            terms_of(parallel).seen = 2
             for buckets in parallel.bucket_managers:
                 buckets.place = _told(buckets.place, seen)  # type: ignore[assignment,method-assign]
             batch = self.batch(rows * manager.dp_size)

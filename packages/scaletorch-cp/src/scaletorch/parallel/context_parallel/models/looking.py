@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from ...pg_manager.building import evaluating
 
 # Below this a parameter may hide what it multiplies: a branch that begins as zero, a scale of 1e-6.
 _SMALL = 1e-3
+_PLAIN = (bool, int, float, complex, str)
 
 
 @contextmanager
@@ -99,12 +101,24 @@ def _buffers_kept(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _modules_kept(model: nn.Module) -> Iterator[None]:
-    """Put back all modules, and what they are told, if any of them was made anew."""
+    """Put back numbers and texts that modules keep; all they are told if one was made anew."""
     before = [*model.modules()]
     held = [(module, dict(vars(module)), dict(module._modules)) for module in before]
+    plain = [
+        (m, {n: v for n, v in told.items() if isinstance(v, _PLAIN) and n != "training"})
+        for m, told, _ in held
+    ]
+
+    def put_back(*_: Any) -> None:  # before each forward, which may count them
+        for module, told in plain:
+            vars(module).update(told)
+
+    handle = model.register_forward_pre_hook(put_back)
     try:
         yield
     finally:
+        handle.remove()
+        put_back()
         if before != [*model.modules()]:
             for module, told, within in held:
                 vars(module).clear()

@@ -125,6 +125,7 @@ class GradientSync:
     def gradient_added(self, index: int) -> None:
         """Handle a parameter's gradient just after autograd added it."""
         slot = self.manager.slots[index]
+        slot.require_unchanged()
         if not slot.after_accumulation(self.manager.place):
             return
         if not self._touched:
@@ -139,7 +140,9 @@ class GradientSync:
                 "for such gradients, or run this backward in no_sync()"
             )
             raise StateError(message)
-        self.manager.mark_ready(index, launch=self._overlap and not self._crowded)
+        # Hooks of the user's that come after this one are to see the gradient, and may change it.
+        watched = len(slot.parameter._post_accumulate_grad_hooks or ()) > 1
+        self.manager.mark_ready(index, self._overlap and not self._crowded and not watched)
 
     def add_product(self, index: int, rows: Tensor, columns: Tensor) -> bool:
         """Add `rows @ columns` to a weight's gradient, unless other hooks want to see it.
@@ -207,6 +210,8 @@ class GradientSync:
 
     def _finish(self) -> None:
         self._forget_backward()
+        for slot in self.manager.slots:
+            slot.require_unchanged(ends=True)
         try:
             self.manager.finish()
         except NonFiniteError as error:

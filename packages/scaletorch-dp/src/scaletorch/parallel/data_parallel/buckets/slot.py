@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ....dist.errors import StateError
+from ...pg_manager import describe_rank
 
 Place = Callable[["Slot"], Tensor]
 
@@ -32,6 +33,7 @@ class Slot:
     __slots__ = (
         "_dtype",
         "_held",
+        "_seen",
         "_shown",
         "_version",
         "_view",
@@ -53,6 +55,7 @@ class Slot:
         self._view: Tensor | None = None
         self._shown: Tensor | None = None
         self._version = 0
+        self._seen: int | None = None  # the parameter's version when its gradient came
 
     def open(self) -> bool:
         """Follow, when a backward begins, changes of this rank's own gradient since `close`.
@@ -86,6 +89,7 @@ class Slot:
 
     def close(self) -> None:
         """Put the gradient in order when a backward that is not synchronised ends."""
+        self._seen = None
         grad = self.parameter.grad
         if self.local and grad is not None:
             self._shown, self._version = grad, grad._version
@@ -94,6 +98,7 @@ class Slot:
 
     def before_accumulation(self) -> None:
         """Hold a synchronised gradient back, so that autograd starts a new one."""
+        self._seen = self.parameter._version
         if not self.local:
             # The sum is the same on every rank: added to what travels it would be counted by each.
             if self.parameter.grad is not None:
@@ -128,6 +133,23 @@ class Slot:
         if grad is not self._view or not self.local:
             self._store(grad, place)
         return True
+
+    def require_unchanged(self, *, ends: bool = False) -> None:
+        """Refuse a parameter that was updated by a gradient which is not summed yet.
+
+        Args:
+            ends: Backward has ended: later updates are as they should be.
+
+        Raises:
+            StateError: It has been written to since its gradient came, in the same backward.
+        """
+        seen, self._seen = self._seen, None if ends else self._seen
+        if seen not in (None, self.parameter._version):
+            raise StateError(
+                f"{describe_rank()}: {self.name} was updated within backward (by an optimizer in a "
+                "hook on its gradient, perhaps) by this rank's own gradient, before it is summed "
+                "over ranks: call optimizer.step() after backward"
+            )
 
     def writes(self, dtype: torch.dtype) -> bool:
         """Return whether products of a dtype can be added right in the buffer."""
@@ -198,7 +220,7 @@ class Slot:
 
     def clear(self) -> None:
         """Forget everything; the gradient is None."""
-        self.local = False
+        self.local, self._seen = False, None
         self._held = self._view = self._shown = None
         self.parameter.grad = None
 

@@ -165,8 +165,9 @@ def _power_sum(gradients: Iterable[Tensor], order: float, device: torch.device) 
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
     for gradient in gradients:
         if gradient.numel():
-            values = gradient.coalesce().values() if gradient.is_sparse else gradient
-            kinds.setdefault((values.device, values.dtype), []).append(values.detach())
+            own = gradient.detach()
+            own = own.coalesce().values() if own.is_sparse else own
+            kinds.setdefault((own.device, own.dtype), []).append(own)
     norms = [torch.zeros(1, dtype=wide, device=device)]
     for (_, dtype), same in kinds.items():
         exact = torch.promote_types(dtype, torch.float32)

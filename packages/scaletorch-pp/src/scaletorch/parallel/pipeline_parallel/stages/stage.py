@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,9 @@ from torch.distributed import ProcessGroup
 
 from ....dist import get_rank, group_ranks
 from ....dist.building import agree, tensors_in
-from ....dist.errors import InvalidArgumentError
+from ....dist.errors import InvalidArgumentError, StateError
 from ...pg_manager import ModuleWrapper, axis_group, describe_rank
-from ...pg_manager.building import mark_staged, refuse_generate, show_output
+from ...pg_manager.building import deep_copy, mark_staged, refuse_generate, show_output
 from ..runtime.forms import facts_of
 from ..schedules.choose import AnySchedule, stages_of
 from ..splitting.modules import parameter_facts, siblings_of, takes
@@ -97,6 +97,22 @@ class PipelineParallel(ModuleWrapper):
         if self.num_stages > 1:
             mark_staged(model)
             refuse_generate(model, "each rank has its stages of the pipeline alone")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a copy for one process; several stages know each other, and have none.
+
+        Raises:
+            StateError: The pipeline has several stages.
+        """
+        if self.num_stages > 1:
+            raise StateError(
+                f"{describe_rank()}: a stage of a pipeline cannot be copied: for an average of "
+                "weights keep average = {n: t.clone() for n, t in model.state_dict().items()}, "
+                "update its tensors after each step (average[n].lerp_(t, 0.01)), and call "
+                "model.load_state_dict(average) to evaluate or save it"
+            )
+        memo[id(self.group)] = self.group
+        return deep_copy(self, None, memo)
 
     @property
     def is_first_stage(self) -> bool:

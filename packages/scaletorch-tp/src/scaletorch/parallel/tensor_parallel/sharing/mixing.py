@@ -212,10 +212,6 @@ _DIM_FIRST = (
 )
 
 
-def _recurs(x: Tensor, kwargs: Mapping[str, Any], args: Sequence[Any], own: int) -> bool:
-    return x.ndim == 3 and own in x.shape[:2]
-
-
 _MIXING: dict[Any, Seen] = {
     F.scaled_dot_product_attention: _attends,
     F.pad: _shifts,

@@ -1,0 +1,243 @@
+"""What a forward changes in its model: refused, or warned of, where one process would do otherwise.
+
+Buffers and parameters are refused. Numbers and texts that a module keeps as plain attributes are
+warned of: some are counts on which the next forward depends, others are only kept for a reader, and
+nothing tells which.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Set
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...dist import all_gather_object
+from ...dist.building import agree
+from ...dist.errors import InvalidArgumentError
+from ...parallel.pg_manager import ProcessGroupManager, describe_rank
+from ...parallel.pg_manager.building import divided_modules
+from ...parallel.tensor_parallel import TensorParallelLayer
+from ...parallel.tensor_parallel.building import find_cuts
+from ..digests import written
+from ..experts import expert_names
+from ..forward import pipeline_of
+from .attributes import plain_attributes
+from .writes import Writes
+
+_BUFFER, _PARAMETER, _ATTRIBUTE = "buffer", "parameter", "attribute"
+_WAY_OUT = {
+    _BUFFER: (
+        "In one process it would follow the whole batch. Keep such a buffer out of the forward, "
+        "update it after the step from what all ranks have, or leave the module in eval mode"
+    ),
+    _PARAMETER: (
+        "In one process it would change once, by the whole batch. Change it after "
+        "optimizer.step(), on all ranks alike, or let forward use what it makes of it "
+        "(weight.clamp(...), torch.nn.utils.parametrize)"
+    ),
+    _ATTRIBUTE: (
+        "In one process it would change once a step, by the whole batch. If the forward depends on "
+        "it, set it from outside, once a step; if it is only read, go on"
+    ),
+}
+Key = tuple[str, str]  # kind and name
+Looks = dict[Key, str]  # how their values look
+
+
+class _Changes:
+    """What forwards have changed, and how it looked after each of them."""
+
+    def __init__(self, model: nn.Module, writes: Writes) -> None:
+        self.model, self.writes = model, writes
+        self.modules = [*model.named_modules()]  # those of all the rank's stages
+        named = [*model.named_parameters(), *model.named_buffers()]
+        self.before = {name: (t, _version(t), _address(t)) for name, t in named}
+        self.attributes = plain_attributes(self.modules)
+        self.after_each: list[Looks] = []
+        self.replaced: set[str] = set()  # parameters that have other values otherwise
+
+    def now(self) -> Looks:
+        """Return how all looks that forwards have changed since the start."""
+        of_forward = self.writes.written | self.writes.renormed | self.replaced
+        looks = {
+            (_PARAMETER, name): written(parameter.detach())
+            for name, parameter in self.model.named_parameters()
+            if name in of_forward
+        }
+        looks |= {
+            (_BUFFER, name): written(buffer)
+            for name, buffer in self.model.named_buffers()
+            if name in of_forward or self._is_other(name, buffer)
+        }
+        looks |= {
+            (_ATTRIBUTE, name): repr(value)
+            for name, value in plain_attributes(self.modules).items()
+            if repr(self.attributes.get(name, ...)) != repr(value)
+        }
+        return looks
+
+    def around(self, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Run a forward, and note how all looks after it."""
+        output = forward(*args, **kwargs)
+        self.note()
+        return output
+
+    def note(self) -> None:
+        """Note how all looks after a forward."""
+        others = {n for n, each in self.model.named_parameters() if self._is_other(n, each)}
+        self.replaced |= others - self.writes.renormed
+        self.after_each.append(self.now())
+
+    def again(self) -> list[Key]:
+        """Return what changed again after the first forward that changed it."""
+        last = self.now()
+        first: Looks = {}
+        for looks in self.after_each:
+            first = looks | first
+        # A row is shortened when it is first looked up, and then no more.
+        once = {(_PARAMETER, name) for name in self.writes.renormed - self.writes.written}
+        return [
+            key for key, look in last.items() if first.get(key, look) != look and key not in once
+        ]
+
+    def _is_other(self, name: str, tensor: Tensor) -> bool:
+        old, version, address = self.before.get(name, (None, 0, 0))
+        return old is not tensor or version != _version(tensor) or address != _address(tensor)
+
+
+@contextmanager
+def changes_followed(
+    model: nn.Module, num_micro_batches: int, manager: ProcessGroupManager
+) -> Iterator[None]:
+    """Find out in a step whether forwards change the model otherwise than one process's would.
+
+    Costs a look at each operation of the forwards, and one exchange of the digests of what has
+    changed.
+
+    Raises:
+        InvalidArgumentError: Ranks that should hold the same buffer or parameter hold others, or
+            it depends on the number of micro-batches, as may the gradient of a table; on every
+            rank, at the end of the step.
+    """
+    wait = getattr(model, "wait_for_parameters", None)
+    if wait is not None:  # they are written to as they come
+        wait()
+    writes = Writes(model)
+    changes = _Changes(model, writes)
+    # Not a hook, which would be the plain model's own.
+    model.forward = partial(changes.around, model.forward)
+    try:
+        with writes:
+            yield
+    finally:
+        del model.forward
+    cuts = find_cuts(model).keys() if manager.tp_size > 1 else ()
+    shards, experts = frozenset({*cuts, *_buffers_of_shards(model)}), expert_names(model)
+    unlike, again = _unlike(changes.now(), shards, experts, manager), changes.again()
+    runs = _runs(model, num_micro_batches)
+    unlikely = [(kind, _by_what_it_sees(kind, name)) for kind, name in unlike]
+    unlikely += [(kind, _several_times(kind, name, runs)) for kind, name in again]
+    wrong = [*_of_tables(model, writes, num_micro_batches, manager)]
+    wrong += [text for kind, text in unlikely if kind != _ATTRIBUTE]
+    error = InvalidArgumentError(f"{describe_rank()}: {wrong[0]}") if wrong else None
+    agree("what the first step has changed", [], manager.world_group, error=error)
+    doubts = [text for _, text in unlikely]
+    doubts += map(_unseen, sorted((shards | experts) & (writes.written | changes.replaced)))
+    for text in doubts:
+        warnings.warn(f"{describe_rank()}: {text}", stacklevel=2)
+
+
+def _unlike(
+    looks: Looks, shards: Set[str], experts: Set[str], manager: ProcessGroupManager
+) -> list[Key]:
+    """Return what looks otherwise on ranks that have the same: of rows, of features, of stages."""
+    everyone = all_gather_object((looks, {*shards}, {*experts}), manager.world_group)
+    keys = dict.fromkeys(key for theirs, *_ in everyone for key in theirs)
+    found: dict[Key, None] = {}
+    for axes in (("dp", "cp"), ("tp",), ("pp",)):
+        for kind, name in keys:
+            held: dict[Any, set[str | None]] = {}
+            for rank, (theirs, divided, own) in enumerate(everyone):
+                elsewhere = axes == ("pp",) and (kind != _BUFFER or (kind, name) not in theirs)
+                if elsewhere or name in own or (axes == ("tp",) and name in divided):
+                    continue
+                place = manager.grid.coordinates(rank)._replace(**dict.fromkeys(axes, 0))
+                held.setdefault(place, set()).add(theirs.get((kind, name)))
+            if any(len(each) > 1 for each in held.values()):
+                found[kind, name] = None
+    return [*found]
+
+
+def _buffers_of_shards(model: nn.Module) -> Iterator[str]:
+    """Yield the buffers of modules that each tp rank has a shard of."""
+    divided = {*divided_modules(model)}
+    for name, module in model.named_modules():
+        if isinstance(module, TensorParallelLayer) or module in divided:
+            yield from (f"{name}.{own}" for own in module._buffers)
+
+
+def _of_tables(
+    model: nn.Module, writes: Writes, num_micro_batches: int, manager: ProcessGroupManager
+) -> Iterator[str]:
+    """Yield what is wrong with tables whose values or gradients depend on all ids of a call."""
+    sizes = {"dp_size": manager.dp_size, "cp_size": manager.cp_size}
+    divided = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
+    tied = getattr(model, "tied_parameters", {})
+    for name in sorted(writes.renormed):
+        if divided or name in tied:
+            why = f"{divided} gives ranks other ids" if divided else "several stages hold it"
+            yield (
+                f"the forward shortens rows of {name} as it looks them up (max_norm), and {why}, "
+                "so that its values would differ between ranks. Do without max_norm, and shorten "
+                "all rows after optimizer.step(), on all ranks alike"
+            )
+    for name in sorted(writes.by_frequency):
+        if divided or num_micro_batches > 1:
+            why = divided or f"{num_micro_batches} micro-batches"
+            yield (
+                f"scale_grad_by_freq divides the gradient of {name} by how often an id occurs in "
+                f"one call, which is not how often the global batch has it ({why}): do without it"
+            )
+
+
+def _by_what_it_sees(kind: str, name: str) -> str:
+    return (
+        f"the forward changes {kind} {name} by what it sees, and ranks of other rows or "
+        f"positions now hold other values of it. {_WAY_OUT[kind]}"
+    )
+
+
+def _several_times(kind: str, name: str, runs: str) -> str:
+    return (
+        f"the forward changes {kind} {name} each time that it runs, and {runs} it several times "
+        f"for one batch. {_WAY_OUT[kind]}"
+    )
+
+
+def _unseen(name: str) -> str:
+    return (
+        f"the forward changes parameter {name}, of which each rank has its shard, and nothing here "
+        "sees whether that is what one process would make of the whole: make sure that it changes "
+        "each element by itself"
+    )
+
+
+def _runs(model: nn.Module, num_micro_batches: int) -> str:
+    """Return what runs a forward several times."""
+    if num_micro_batches > 1:
+        return f"{num_micro_batches} micro-batches run"
+    if len(pipeline_of(model).stages) > 1:
+        return "the stages of a rank run"
+    return "a backward that recomputes runs"
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _address(tensor: Tensor) -> int:
+    return 0 if tensor.is_meta else tensor.data_ptr()
