@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-LONGEST_FILE, LONGEST_FUNCTION = 300, 60  # lines, with docstrings and blanks
+LONGEST_FILE, LONGEST_FUNCTION = 400, 60  # lines, with docstrings and blanks
 
 
 @dataclass(frozen=True, order=True)

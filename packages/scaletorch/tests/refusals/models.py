@@ -422,3 +422,16 @@ class Both(Plain):
     """A scale that is used in a region and outside of it."""
 
     layer = BothLayer
+
+
+class Gained(Plain):
+    """One gain of hidden states, shares of sequences perhaps, and of logits."""
+
+    def __init__(self, depth):
+        super().__init__(depth)
+        self.gain = nn.Parameter(torch.tensor(0.8))
+
+    def top(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return self.lm_head(self.norm(x) * self.gain) * self.gain

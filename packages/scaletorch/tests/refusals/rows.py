@@ -209,9 +209,7 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         ),
     },
     "uses one parameter both on shares": {
-        "loops": Case(
-            models.SharedNorm, on("sequence_parallel"), r"norm\.weight.*shares of the tokens"
-        ),
+        "gain": Case(models.Gained, on("sequence_parallel"), "'gain'.*shares of the tokens"),
     },
     "cannot go on with a later step": {
         "no_sync": Case(models.Plain, always, r"no_sync\(\), which all", later=unsynchronised),

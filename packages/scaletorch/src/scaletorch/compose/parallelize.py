@@ -66,8 +66,8 @@ def parallelize(
     Args:
         model: A plain module; its parameters keep their names.
         manager: The grid; axes of size 1 cost nothing.
-        plan: Tensor parallel plan, and modules of experts as "experts", or as `Stacked` if they
-            are to be cut over tp too; None recognises the model's family, and its own plans.
+        plan: Tensor parallel plan, and modules of experts as "experts", or as `Stacked` if cut
+            over tp too; None recognises the model's family, and its own plans.
         split: Pipeline split; None infers it from the module.
         schedule: Of the pipeline: a name, a function of ranks and micro-batches, or a schedule.
         bucket_size: Elements in a gradient bucket.
@@ -75,18 +75,16 @@ def parallelize(
             does; "offload": the host keeps their activations.
         sequence_parallel: Between sharded layers each tp rank holds its shard of every sequence.
         loss_parallel: Logits stay sharded over tp, of a head that is "column_gather".
-        cp_layout: The order of positions over cp ranks: "zigzag" for causal attention, and
-            "contiguous" for attention that sees everything.
+        cp_layout: Of positions: "zigzag" for causal attention, "contiguous" for attention to all.
         cp_method: How cp ranks attend: "ring", "all_gather", "ulysses", "hybrid" or "auto".
         data_parallel: Further settings of `DataParallelBucket`, such as `grad_type` or `order`.
 
     Returns:
-        The model's stage of this rank, with gradients summed over cp x dp, and those of experts
-        over the ranks that have the same ones.
+        The model's stage of this rank, with gradients summed over the ranks that have the same.
 
     Raises:
-        InvalidArgumentError: The plan does not fit, the model cannot train so (its shape in a
-            pipeline, batch norms, a router's loss), or `recompute` is another word.
+        InvalidArgumentError: The plan does not fit, the model cannot train so (batch norms, a
+            router's loss, its shape in a pipeline), or `recompute` is another word.
         MismatchError: The ranks' models or arguments differ; names the parameters and the ranks.
     """
     settings = _Settings(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method)

@@ -49,7 +49,7 @@ class _Partial:
         names: Those that are summed.
         unknown: Those that no rank has reached yet.
         ranges: This rank's shards of the whole parameters when the ranks last compared them.
-        alike: Whether tp ranks have the same shards of them.
+        same: Whether tp ranks have equal shards of them.
         pending: Whether the last step was in `no_sync`, so that its gradients are not summed.
         kept: Gradients of earlier steps, until this step's are summed.
     """
@@ -59,7 +59,7 @@ class _Partial:
     names: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     ranges: list[Range] | None = None
-    alike: bool = True
+    same: bool = True
     pending: bool = False
     kept: dict[str, _Kept] = field(default_factory=dict)
 
@@ -197,8 +197,8 @@ def _compare(known: _Partial, model: DataParallelBucket, manager: ProcessGroupMa
         known.sums.refuse_hidden(name)
         known.sums.note(known.whole[name], Reach.WHOLE)
     _sort(known)
-    spans = {(at, tuple(their)) for _, _, at, their in told}  # one for each place if all is alike
-    known.ranges, known.alike = ranges, len(spans) == len({at for at, _ in spans})
+    spans = {(at, tuple(their)) for _, _, at, their in told}  # one for each place if all are equal
+    known.ranges, known.same = ranges, len(spans) == len({at for at, _ in spans})
 
 
 def _hidden(known: _Partial) -> list[str]:
@@ -246,14 +246,14 @@ def _sum(known: _Partial, model: DataParallelBucket, manager: ProcessGroupManage
     for part in _parts(model, known.names):
         by_dtype.setdefault(torch.promote_types(part.tensor.dtype, torch.float32), []).append(part)
     for dtype, parts in by_dtype.items():
-        if is_sharded(model) and not known.alike:
+        if is_sharded(model) and not known.same:
             _sum_whole(parts, dtype, known, manager)
         else:
-            _sum_alike(parts, dtype, manager)
+            _sum_ranges(parts, dtype, manager)
 
 
 @torch.no_grad()
-def _sum_alike(parts: Sequence[Shard], dtype: torch.dtype, manager: ProcessGroupManager) -> None:
+def _sum_ranges(parts: Sequence[Shard], dtype: torch.dtype, manager: ProcessGroupManager) -> None:
     """Sum ranges of gradients that all tp ranks have."""
     device = parts[0].tensor.device
     zeros = [torch.zeros_like(each.tensor) if each.tensor.grad is None else None for each in parts]

@@ -44,21 +44,19 @@ def train_step(
     """Run forward and backward of one global batch; gradients are complete when it returns.
 
     If a rank has to refuse its batch or model, all ranks hear of it before the step begins, with
-    the number of tokens. The first step looks further: whether ranks hold the same batch, whether
-    the model mixes positions of sharded sequences outside of attention (two more forwards of one
-    micro-batch), and whether its forward changes buffers, parameters or plain attributes by the
-    rows that a rank sees, or again with each micro-batch; the first step of several micro-batches
-    looks for that too. A model that would not train as in one process is refused there, on every
-    rank; of attributes it warns.
+    the number of tokens. The first step, and the first of several micro-batches, look further:
+    whether ranks hold the same batch, whether the model mixes positions of sharded sequences
+    outside of attention (two more forwards of one micro-batch), and whether its forward changes
+    buffers, parameters or plain attributes otherwise than in one process. Such a model is refused
+    there, on every rank; of attributes it warns.
 
     Args:
         model: What `parallelize` returned.
         micro_batches: This rank's, from `shard_global_batch`.
         manager: The grid; by default the model's.
-        loss_fn: `loss_fn(output, micro_batch)` returns the sum of the losses that this rank's
-            rows and positions have, a 0-d tensor, and how many they are; ranks that differ in tp
-            alone return the same. It is called on the last stage. None is the cross entropy of
-            tokens.
+        loss_fn: `loss_fn(output, micro_batch)` returns the sum of the losses of this rank's rows
+            and positions, a 0-d tensor, and their number; ranks that differ in tp alone return the
+            same. It is called on the last stage. None is the cross entropy of tokens.
         count_fn: `count_fn(micro_batch)` returns the same count from the micro-batch alone, since
             gradients are divided by the global one while forwards are still to come; None counts
             labels other than -100. It may be a fraction, such as a sum of weights.

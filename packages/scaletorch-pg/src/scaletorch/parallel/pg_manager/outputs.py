@@ -1,4 +1,4 @@
-"""Functions that see each output of a model, also where it runs as stages of a pipeline."""
+"""Functions that see each output of a model, or of each of its stages in a pipeline."""
 
 from __future__ import annotations
 

@@ -5,7 +5,8 @@ Recorded and versioned like the rest: a patch release changes nothing here.
 
 from .regions.region import ADAPTED, layer_of, summed_outside
 from .sharing.adapters import Adapter, check_adapters, shard_adapters
-from .sharing.gradient_sums import GradientSums, Reach, find_sums, whole_parameters
+from .sharing.gradient_paths import Reach
+from .sharing.gradient_sums import GradientSums, find_sums, whole_parameters
 from .sharing.sequence import counts_of_ids
 from .sharing.whole_sequence import WholeSequence
 from .state.whole import ParameterCut, find_cuts

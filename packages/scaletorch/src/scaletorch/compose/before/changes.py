@@ -1,4 +1,4 @@
-"""What a forward changes in its model: refused, or warned of, where one process would do otherwise.
+"""What a forward changes in its model: refused, or warned of, unless one process does the same.
 
 Buffers and parameters are refused. Numbers and texts that a module keeps as plain attributes are
 warned of: some are counts on which the next forward depends, others are only kept for a reader, and

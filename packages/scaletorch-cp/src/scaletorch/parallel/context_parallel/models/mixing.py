@@ -54,13 +54,9 @@ def require_apart(
         InvalidArgumentError: It does, on every rank of the ring.
     """
     ids = _ids(given)
-    if ids is None:
-        settings.unasked = "it was given neither tokens [B, L] nor hidden states [B, L, H]"
+    settings.unasked = _why_unasked(model, ids)
+    if ids is None or settings.unasked is not None:
         return
-    if any(settings_of(module) is None for module in model.modules()):
-        settings.unasked = "parts of it were replaced since, as by the stages of a pipeline"
-        return
-    settings.unasked = None
     shape = ids.shape[:2]
     own, others = _halves(shape[1])
     changed = _changed(given, shape, own, others)
@@ -93,6 +89,14 @@ def require_apart(
         settings.unasked = settings.unasked or "it could not be on another rank"
     if _MIXES in notes:
         _refuse(model, partial(run, given, given, changed), same, settings)
+
+
+def _why_unasked(model: nn.Module, ids: Tensor | None) -> str | None:
+    if ids is None:
+        return "it was given neither tokens [B, L] nor hidden states [B, L, H]"
+    if any(settings_of(module) is None for module in model.modules()):
+        return "parts of it were replaced since, as by the stages of a pipeline"
+    return None
 
 
 def warn_unasked(model: nn.Module, settings: Settings) -> None:

@@ -41,7 +41,7 @@ class HeadCounts:
 
     Attributes:
         name: The module's name in the model.
-        counts: Number -> where it is read, by modules and configs of all levels.
+        counts: Number -> the place of its reading, by modules and configs of all levels.
         near: The numbers of the nearest level that has any.
         lengths: Lengths of a head.
         groups: Numbers of groups of its group norms.
@@ -156,7 +156,7 @@ def look_at_splits(found: Mapping[nn.Module, HeadCounts], group: ProcessGroup | 
 
 
 class _Splits(TorchFunctionMode):
-    """While it is on, features are followed to where they are split."""
+    """Follow features to the calls that split them, while it is on."""
 
     def __init__(self, kind: str, counts: HeadCounts, ends: Sequence[Features]) -> None:
         super().__init__()

@@ -1,0 +1,362 @@
+"""How gradients reach the leaves of a graph: as a whole, or as a term of a sum over tp ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Flag, auto
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.distributed import ProcessGroup
+from torch.utils.checkpoint import CheckpointFunction
+
+from ....dist.building import tensors_in
+from ....dist.errors import InvalidArgumentError
+from ....dist.functional import AllGather, AllReduce, Copy, Gather, Reduce, ReduceScatter, Split
+from ...pg_manager import describe_rank
+from ...pg_manager.building import divided_modules
+from ..cross_entropy import CrossEntropy
+from ..layers.base import TensorParallelLayer
+from ..regions.overlap import Enter, Multiply
+from ..regions.replicas import SumReplicas
+from ..regions.sequence_shares import find_shares
+from ..regions.surround import own_class
+from .shared_tail import SumTail
+
+
+class Reach(Flag):
+    """How gradients reach a parameter."""
+
+    NOT = 0
+    WHOLE = auto()  # the same on every rank
+    PARTIAL = auto()  # a term of a sum over the ranks
+    BOTH = WHOLE | PARTIAL
+
+
+# What one of the collectives of dist does to a gradient -> what the gradient is behind it.
+_WAYS: Mapping[type, Reach] = {
+    Reduce: Reach.WHOLE,
+    AllReduce: Reach.WHOLE,
+    Gather: Reach.WHOLE,
+    Copy: Reach.PARTIAL,
+    Split: Reach.PARTIAL,
+    AllGather: Reach.PARTIAL,
+    ReduceScatter: Reach.PARTIAL,
+}
+_SAME = (Multiply, SumReplicas)  # functions over the group that leave a gradient what it is
+
+
+@dataclass(frozen=True, slots=True)
+class _Step:
+    """A node on the way back from an output, and the one before it."""
+
+    node: Node
+    reach: Reach
+    before: _Step | None
+
+
+@dataclass(slots=True)
+class _Places:
+    """Where gradients reach one leaf, for messages: a path for each way."""
+
+    leaf: Tensor
+    reach: Reach = Reach.NOT
+    steps: dict[Reach, _Step] = field(default_factory=dict)
+
+
+class Leaves:
+    """The trainable leaves of a model's graphs.
+
+    Attributes:
+        whole: Those that every rank has whole, by `id`.
+        names: The name of each leaf, shards included.
+        shards: `id` of those that layers, or other strategies, have divided.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.whole: dict[int, Tensor] = {}
+        self.names: dict[int, str] = {}
+        self.shards: set[int] = set()
+        divided, gathered = {*divided_modules(model)}, _gathered(model)
+        for prefix, module in model.named_modules():
+            settled = module.settled if isinstance(module, TensorParallelLayer) else ()
+            for name, parameter in _own_leaves(module):
+                leaf = gathered.get(parameter, parameter)
+                self.names.setdefault(id(leaf), f"{prefix}.{name}".lstrip("."))
+                if module in divided or name in settled:
+                    self.shards.add(id(leaf))
+                elif leaf.requires_grad:
+                    self.whole[id(leaf)] = leaf
+        self.whole = {key: leaf for key, leaf in self.whole.items() if key not in self.shards}
+
+
+class Walk:
+    """One walk through graphs, from outputs back to the leaves.
+
+    Args:
+        model: Whose graphs they are.
+        group: Ranks of the tensor-parallel axis.
+        known: Returns how gradients reach a leaf, as far as earlier walks saw it.
+        note: Called with a leaf and how gradients reach it.
+        note_opaque: Called with each function that may use leaves that are none of its inputs.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        group: ProcessGroup | None,
+        known: Callable[[Tensor], Reach],
+        note: Callable[[Tensor, Reach], None],
+        note_opaque: Callable[[type], None],
+    ) -> None:
+        self._model, self._group, self._leaves = model, group, Leaves(model)
+        self._known, self._note, self._note_opaque = known, note, note_opaque
+        self._seen: set[tuple[Node, Reach]] = set()
+        self._found: dict[int, _Places] = {}
+        self._outer: dict[int, Node] = {}  # where gradients of a checkpoint's inputs go
+
+    def reach_of(self, output: Node) -> Reach:
+        """Return what the gradient of an output is: partial if ranks have other values of it."""
+        seen: set[Node] = set()
+        todo: list[Node | None] = [output]
+        while todo:
+            node = todo.pop()
+            if node is None or node in seen:
+                continue
+            seen.add(node)
+            leaf = getattr(node, "variable", None)
+            if leaf is not None and (id(leaf) in self._leaves.shards or self._is_share(leaf)):
+                return Reach.PARTIAL
+            way, group = _way_of(node)
+            if _kind(node) is CrossEntropy:
+                continue
+            if group is self._group:
+                if way in (AllGather, Gather):  # forward cut it
+                    return Reach.PARTIAL
+                if way in (Copy, AllReduce, Split):  # forward was a sum, or joined
+                    continue
+            todo += [following for following, _ in node.next_functions]
+        return Reach.WHOLE
+
+    def _is_share(self, leaf: Tensor) -> bool:
+        """Return whether a leaf is a share of sequences that the model, or a stage, was given."""
+        if id(leaf) in self._leaves.names or leaf.ndim < 2 or not leaf.numel():
+            return False
+        # A model that is called without ids is called with shares.
+        sequence = find_shares(self._model)
+        return sequence is not None and (sequence.length is None or sequence.is_share(leaf))
+
+    def follow(self, roots: Iterable[tuple[Node, Reach]]) -> None:
+        """Follow gradients from nodes back to the leaves, and note how they reach each.
+
+        Raises:
+            InvalidArgumentError: See `GradientSums.look`.
+        """
+        todo = [_Step(node, reach, None) for node, reach in roots]
+        while todo:
+            step = todo.pop()
+            if (step.node, step.reach) in self._seen:
+                continue
+            self._seen.add((step.node, step.reach))
+            for leaf in _leaves_of(step.node):
+                outer = self._outer.get(id(leaf))
+                if outer is None:
+                    self._arrive(leaf, step)
+                else:
+                    todo.append(_Step(outer, step.reach, step))
+            if _kind(step.node) is CheckpointFunction:
+                self._follow_later(step.node, step.reach)
+                continue
+            after = self._after(step)
+            todo += [
+                _Step(following, after, step)
+                for following, _ in step.node.next_functions
+                if following is not None
+            ]
+        self._settle()
+
+    def _arrive(self, leaf: Tensor, step: _Step) -> None:
+        places = self._found.setdefault(id(leaf), _Places(leaf))
+        places.reach |= step.reach
+        places.steps.setdefault(step.reach, step)
+
+    def _after(self, step: _Step) -> Reach:
+        """Return what the gradients are that a node gives."""
+        node, kind = step.node, _kind(step.node)
+        if kind is None:
+            return step.reach
+        way, group = _way_of(node)
+        if way is not None:
+            return _WAYS[way] if group is self._group else step.reach
+        if issubclass(kind, SumTail):
+            return Reach.WHOLE
+        if issubclass(kind, CrossEntropy):
+            return Reach.PARTIAL
+        if not issubclass(kind, _SAME) and _holds(node, self._group):
+            raise InvalidArgumentError(
+                f"{describe_rank()}: {own_class(self._model).__name__} uses the autograd function "
+                f"{kind.__name__}, which holds the process group of tensor parallelism. Whether "
+                "the gradients behind it are whole or partial sums cannot be told; communicate by "
+                "scaletorch.dist.functional instead, or leave the module out of tensor parallelism"
+            )
+        if issubclass(kind, torch.autograd.Function) and not _is_known(kind):
+            self._note_opaque(kind)
+        return step.reach
+
+    def _follow_later(self, node: Any, reach: Reach) -> None:
+        """Follow a reentrant checkpoint when it runs again, in backward: its graph is made then."""
+        run: Callable[..., Any] = node.run_function
+
+        def run_and_follow(*args: Any) -> Any:
+            output = run(*args)
+            walk = Walk(self._model, self._group, self._known, self._note, self._note_opaque)
+            inputs = [x for x in args if isinstance(x, Tensor)]
+            edges = [edge for edge, _ in node.next_functions]
+            walk._outer = {id(x): e for x, e in zip(inputs, edges, strict=True) if e is not None}
+            walk.follow([(x.grad_fn, reach) for x in tensors_in(output) if x.grad_fn])
+            return output
+
+        node.run_function = run_and_follow
+
+    def _settle(self) -> None:
+        """Note what was found.
+
+        Raises:
+            InvalidArgumentError: A leaf is reached both ways, or is partial and no parameter.
+        """
+        both: list[_Places] = []
+        given: list[_Places] = []
+        for key, places in self._found.items():
+            if key in self._leaves.whole:
+                reach = self._known(places.leaf) | places.reach
+                if reach is Reach.BOTH:
+                    both.append(places)
+                else:
+                    self._note(places.leaf, reach)
+            elif Reach.PARTIAL in places.reach and self._is_given(places.leaf):
+                given.append(places)
+        if both or given:
+            raise InvalidArgumentError(self._message(both, given))
+
+    def _is_given(self, leaf: Tensor) -> bool:
+        """Return whether a leaf is neither the model's nor a share of sequences."""
+        own = id(leaf) in self._leaves.names or self._is_share(leaf)
+        return not own and leaf.numel() > 0  # else a mere placeholder
+
+    def _message(self, both: Collection[_Places], given: Collection[_Places]) -> str:
+        name = f"{describe_rank()}: {own_class(self._model).__name__}"
+        if not both:
+            place = self._place(next(iter(given)).steps[Reach.PARTIAL])
+            return (
+                f"{name} uses a tensor given to it, which requires a gradient, in a parallel "
+                f"region or on this rank's share of the tokens ({place}), so each rank would have "
+                "a term of its gradient; use it outside, or make it a parameter of the model"
+            )
+        shown = []
+        for places in [*both][:3]:
+            own = self._leaves.names[id(places.leaf)]
+            where = {each: self._place(step) for each, step in places.steps.items()}
+            inside = where.get(Reach.PARTIAL, "in another stage or forward")
+            outside = where.get(Reach.WHOLE, "in another stage or forward")
+            shown.append(f"'{own}' in a parallel region ({inside}) and outside of one ({outside})")
+        more = f" and {len(both) - 3} more" if len(both) > 3 else ""
+        return (
+            f"{name} uses {'; '.join(shown)}{more}. Inside, or on shares of the tokens, each rank "
+            "has a term of the gradient, and outside the whole of it: their sum over the ranks "
+            "would be wrong either way. Use one parameter inside and another outside, or give the "
+            "layers of that region the style 'replicate'"
+        )
+
+    def _place(self, step: _Step) -> str:
+        """Say where a leaf is used: beside, or on the way to, which other parameter."""
+        own, at = next(_leaves_of(step.node), None), step.before
+        while at is not None:
+            for node in _below(at.node):
+                leaf = getattr(node, "variable", None)
+                name = self._leaves.names.get(id(leaf))
+                if leaf is not None and leaf is not own and name is not None:
+                    return f"on the way to '{name}'"
+            at = at.before
+        return "on the way to the output"
+
+
+def _kind(node: Node) -> type | None:
+    """Return the autograd function of a node that is one's own, in Python; None for torch's."""
+    kind: type | None = getattr(type(node), "_forward_cls", None)
+    return kind
+
+
+def _is_known(function: type) -> bool:
+    """Return whether all that a function trains is among its inputs: torch's are, and ours."""
+    ours = __name__.rpartition(".parallel.")[0]
+    return function.__module__.startswith(("torch.", f"{ours}."))
+
+
+def _way_of(node: Node) -> tuple[type | None, ProcessGroup | None]:
+    """Return what a collective does to gradients, as a function of dist, and over which ranks."""
+    way = getattr(node, "way", None)
+    if isinstance(way, tuple) and way and way[0] in _WAYS:
+        return way[0], (way[1] if len(way) == 2 else way[2])
+    kind = _kind(node)
+    if kind is not None and issubclass(kind, Enter):
+        state: Any = node
+        return (Reduce if state.sizes is None else ReduceScatter), state.group
+    return None, None
+
+
+def _holds(node: Node, group: ProcessGroup | None) -> bool:
+    """Return whether a function keeps a process group, so that it may communicate over it."""
+    kept = vars(node).values() if hasattr(node, "__dict__") else ()
+    return group is not None and any(
+        each is group or (isinstance(each, tuple | list) and any(x is group for x in each))
+        for each in kept
+    )
+
+
+def _leaves_of(node: Node) -> Iterator[Tensor]:
+    """Yield the leaf of a node, and those whose gradients a function makes by itself, later."""
+    leaf = getattr(node, "variable", None)
+    if leaf is not None:
+        yield leaf
+    yield from getattr(node, "trained_later", ())
+
+
+def _below(node: Node, depth: int = 3) -> Iterator[Node]:
+    """Yield the nodes that a node's gradients go to, without following long ways."""
+    for following, _ in node.next_functions:
+        if following is not None:
+            yield following
+            if depth > 1 and len(following.next_functions) == 1:
+                yield from _below(following, depth - 1)
+
+
+def _own_leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield a module's own parameters as graphs have them, by name."""
+    for name, parameter in module._parameters.items():
+        if parameter is not None:
+            yield name, parameter
+
+
+def _gathered(model: nn.Module) -> dict[Tensor, Tensor]:
+    """Return what FSDP2 has in a forward for each of its sharded parameters: the whole one."""
+    found: dict[Tensor, Tensor] = {}
+    for module in model.modules():
+        state = getattr(module, "_get_fsdp_state", lambda: None)()
+        group = getattr(state, "_fsdp_param_group", None)
+        for each in getattr(group, "fsdp_params", ()):
+            if hasattr(each, "_unsharded_param"):
+                found[each.sharded_param] = each._unsharded_param
+    return found
+
+
+def trainable(model: nn.Module) -> Iterator[Tensor]:
+    """Yield the trainable leaves of a model, shared ones again and again."""
+    modules = [model]
+    for module in modules:
+        for _, leaf in _own_leaves(module):
+            if leaf.requires_grad:
+                yield leaf
+        modules += [child for child in module._modules.values() if child is not None]
