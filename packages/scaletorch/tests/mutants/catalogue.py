@@ -10,13 +10,14 @@ from .expert_faults import AROUND, BESIDE, EXPERTS
 from .mutant import Mutant
 from .pipeline_faults import PIPELINE
 from .router_faults import ORDER, ROUTERS
-from .tensor_faults import TENSOR
+from .tensor_faults import SUMS, TENSOR
 from .whole_faults import WHOLE
 
 MUTANTS: Mapping[str, Mutant] = {
     mutant.name: mutant
     for catalogue in (
         TENSOR,
+        SUMS,
         CONTEXT,
         PIPELINE,
         DATA,

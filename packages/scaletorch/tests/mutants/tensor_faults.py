@@ -9,7 +9,6 @@ from torch import Tensor
 
 from scaletorch.dist.functional import split
 from scaletorch.parallel.pg_manager import get_process_group_manager
-from scaletorch.parallel.tensor_parallel.building import Reach
 
 from .mutant import Catalogue
 
@@ -100,19 +99,25 @@ def padding_row_gets_gradient(forward: Any) -> Any:
     return forgetful
 
 
-HEAD_NORMS = "synchronisation: *.q_norm.weight | *.k_norm.weight"
+SUMS = Catalogue("compose")
+HEAD_NORMS = "synchronisation: gradients"
 
 
-@fault("sharing.gradient_sums:GradientSums.reach", layout="1x1x1x2", born=HEAD_NORMS)
-def partial_gradients_not_summed(reach: Any) -> Any:
-    """What each rank has a term of, such as the gradient of its heads' norm, is taken as whole."""
-    return lambda self, parameter: reach(self, parameter) and Reach.WHOLE
+@SUMS.fault("partial_gradients:_sum", layout="1x1x1x2", born=HEAD_NORMS)
+def partial_gradients_not_summed(_sum: Any) -> Any:
+    """What each rank has a term of, such as the gradient of its heads' norm, stays as it is."""
+    return lambda _known, _model, _manager: None
 
 
-@fault("sharing.gradient_sums:GradientSums.reach", layout="1x1x1x2", born="synchronisation: *")
-def whole_gradients_summed(reach: Any) -> Any:
-    """Gradients that every rank has whole are summed over the ranks."""
-    return lambda self, parameter: reach(self, parameter) and Reach.PARTIAL
+@SUMS.fault("partial_gradients:_sort", layout="1x1x1x2", born=HEAD_NORMS)
+def whole_gradients_summed(sort: Any) -> Any:
+    """Gradients that every rank has whole are summed over the ranks, too."""
+
+    def all_of_them(known: Any) -> None:
+        sort(known)
+        known.names = [*known.whole]
+
+    return all_of_them
 
 
 @fault("layers.base:gather", layout="1x1x1x2", born="backward: lm_head")
@@ -185,14 +190,10 @@ def replicated_heads_not_summed(sum_parts: Any) -> Any:
 SEQUENCE = {"layout": "1x1x1x2", "model": "shared", "sequence_parallel": "on"}
 
 
-@fault(
-    "sharing.gradient_sums:GradientSums.reach",
-    **SEQUENCE,
-    born="synchronisation: *norm.weight | *.o_proj.bias | *.down_proj.bias",
-)
-def gradients_of_shares_not_summed(reach: Any) -> Any:
+@SUMS.fault("partial_gradients:_sum", **SEQUENCE, born=HEAD_NORMS)
+def gradients_of_shares_not_summed(_sum: Any) -> Any:
     """What works on a share of the sequence keeps the gradient of this share."""
-    return lambda self, parameter: reach(self, parameter) and Reach.WHOLE
+    return lambda _known, _model, _manager: None
 
 
 @fault("regions.overlap:send", **SEQUENCE, born=COLUMN)
