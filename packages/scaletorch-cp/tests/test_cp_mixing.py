@@ -24,13 +24,13 @@ class Model(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
         self.qkv, self.head = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.forwards = 0
+        self.forwards = []  # a number would be put back after the model was asked
 
     def mixed(self, x):
         return x
 
     def forward(self, input_ids, position_ids=None):
-        self.forwards += 1
+        self.forwards.append(1)
         x = self.mixed(self.embed(input_ids))
         q, k, v = self.qkv(x).unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -149,9 +149,9 @@ def asked():
         model = made(kind).train()
         before = {name: each.clone() for name, each in model.state_dict().items()}
         first = call(model)["logits"]
-        assert model.forwards == 3, "it is asked in its first forward"
+        assert len(model.forwards) == 3, "it is asked in its first forward"
         torch.testing.assert_close(call(model)["logits"], first, rtol=0, atol=0)
-        assert model.forwards == 4
+        assert len(model.forwards) == 4
         assert model.training
         torch.testing.assert_close(dict(model.state_dict()), before, rtol=0, atol=0)
     model = made(Convolved)

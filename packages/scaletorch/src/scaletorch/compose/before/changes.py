@@ -54,7 +54,10 @@ class _Changes:
     def __init__(self, model: nn.Module, writes: Writes) -> None:
         self.model, self.writes = model, writes
         self.modules = [*model.named_modules()]  # those of all the rank's stages
-        named = [*model.named_parameters(), *model.named_buffers()]
+        named = [
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        ]
         self.before = {name: (t, _version(t), _address(t)) for name, t in named}
         self.attributes = plain_attributes(self.modules)
         self.after_each: list[Looks] = []

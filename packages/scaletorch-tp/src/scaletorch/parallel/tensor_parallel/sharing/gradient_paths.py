@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from enum import Flag, auto
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed import ProcessGroup
@@ -20,8 +19,7 @@ from ...pg_manager import describe_rank
 from ...pg_manager.building import divided_modules
 from ..cross_entropy import CrossEntropy
 from ..layers.base import TensorParallelLayer
-from ..regions.overlap import Enter, Multiply
-from ..regions.replicas import SumReplicas
+from ..regions.overlap import Enter
 from ..regions.sequence_shares import find_shares
 from ..regions.surround import own_class
 from .shared_tail import SumTail
@@ -46,7 +44,6 @@ _WAYS: Mapping[type, Reach] = {
     AllGather: Reach.PARTIAL,
     ReduceScatter: Reach.PARTIAL,
 }
-_SAME = (Multiply, SumReplicas)  # functions over the group that leave a gradient what it is
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +113,7 @@ class Walk:
         self._known, self._note, self._note_opaque = known, note, note_opaque
         self._seen: set[tuple[Node, Reach]] = set()
         self._found: dict[int, _Places] = {}
+        self._returns_parts = False
         self._outer: dict[int, Node] = {}  # where gradients of a checkpoint's inputs go
 
     def reach_of(self, output: Node) -> Reach:
@@ -156,6 +154,7 @@ class Walk:
             InvalidArgumentError: See `GradientSums.look`.
         """
         todo = [_Step(node, reach, None) for node, reach in roots]
+        self._returns_parts |= any(step.reach is Reach.PARTIAL for step in todo)
         while todo:
             step = todo.pop()
             if (step.node, step.reach) in self._seen:
@@ -195,14 +194,14 @@ class Walk:
             return Reach.WHOLE
         if issubclass(kind, CrossEntropy):
             return Reach.PARTIAL
-        if not issubclass(kind, _SAME) and _holds(node, self._group):
+        if not _is_ours(kind) and _holds(node, self._group):
             raise InvalidArgumentError(
                 f"{describe_rank()}: {own_class(self._model).__name__} uses the autograd function "
                 f"{kind.__name__}, which holds the process group of tensor parallelism. Whether "
                 "the gradients behind it are whole or partial sums cannot be told; communicate by "
                 "scaletorch.dist.functional instead, or leave the module out of tensor parallelism"
             )
-        if issubclass(kind, torch.autograd.Function) and not _is_known(kind):
+        if not _is_ours(kind) and not kind.__module__.startswith("torch."):
             self._note_opaque(kind)
         return step.reach
 
@@ -263,6 +262,13 @@ class Walk:
             outside = where.get(Reach.WHOLE, "in another stage or forward")
             shown.append(f"'{own}' in a parallel region ({inside}) and outside of one ({outside})")
         more = f" and {len(both) - 3} more" if len(both) > 3 else ""
+        if self._returns_parts:
+            more += (
+                ". What the model returns is of this rank's shards alone, perhaps because a head "
+                "multiplies by a sharded table without entering a region, as F.linear(x, "
+                "embedding.weight) does: make it an nn.Linear with that weight, of style "
+                "'column_gather'"
+            )
         return (
             f"{name} uses {'; '.join(shown)}{more}. Inside, or on shares of the tokens, each rank "
             "has a term of the gradient, and outside the whole of it: their sum over the ranks "
@@ -289,10 +295,9 @@ def _kind(node: Node) -> type | None:
     return kind
 
 
-def _is_known(function: type) -> bool:
-    """Return whether all that a function trains is among its inputs: torch's are, and ours."""
-    ours = __name__.rpartition(".parallel.")[0]
-    return function.__module__.startswith(("torch.", f"{ours}."))
+def _is_ours(function: type) -> bool:
+    """Return whether a function is of this library: it leaves gradients whole, or partial."""
+    return function.__module__.startswith(f"{__name__.rpartition('.parallel.')[0]}.")
 
 
 def _way_of(node: Node) -> tuple[type | None, ProcessGroup | None]:
