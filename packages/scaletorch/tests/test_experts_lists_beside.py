@@ -126,6 +126,7 @@ def compiled():
         for layer in model.layers if compiles else ():
             layer.compile(backend=noting)
         model = parallelize(model, manager, plan=PLAN)
+        together(model, batch(0))  # the first step runs as it is written, so that graphs are seen
         found.append(together(model, batch(0)))
     destroy_process_group_manager()
     (loss, gradients), (own, others) = found

@@ -43,8 +43,8 @@ def test_a_sharded_layer_is_read_from_outside_in():
         assert (kind, kinds[0]) == ("method", ColumnParallelLinear.__name__)
         kind, _, kinds = found["mlp"]
         assert kind == "method"
-        assert kinds[0].startswith("Region")
-        assert kinds[1] == "Region"
+        assert "Region" in kinds[0]
+        assert "Region" in kinds
         kind, name, _ = found[""]
         assert kind == "method"
         assert name.startswith("_around")

@@ -333,7 +333,7 @@ PICKS = [  # options, the loss, the model, its plan, and what is said
     ({"loss_parallel": True}, by_gather, Net, PLAN, "16 words on this rank.*take token_losses"),
     ({}, None, Net, {**PLAN, "head": "column"}, "word 31 of logits .* name it 'column_gather'"),
     ({}, plainly, Net, {**PLAN, "head": "column"}, "word 31 of logits .* name it 'column_gather'"),
-    ({}, None, Tied, {**PLAN, "embed": "vocab"}, "word 31 of logits .* F.linear.x, embedding"),
+    ({}, None, Tied, {**PLAN, "embed": "vocab"}, "(word 31 of|What the model).* F.linear.x, emb"),
     ({"sequence_parallel": True}, None, Net, {n: s for n, s in PLAN.items() if n != "head"},
      r"need labels .*name the head 'column_gather'"),
 ]  # fmt: skip

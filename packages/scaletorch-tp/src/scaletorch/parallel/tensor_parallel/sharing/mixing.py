@@ -123,6 +123,8 @@ def _recurs(x: Any, kwargs: Mapping[str, Any], args: Sequence[Any], own: int) ->
 def _picks(x: Any, kwargs: Mapping[str, Any], args: Sequence[Any], own: int) -> bool:
     """Return whether an index takes some of the tokens of hidden states, such as the last one."""
     place = args[0][1:2] if isinstance(args[0], tuple) else ()
+    if torch.is_grad_enabled() and not x.requires_grad:
+        return False  # a mask, in blocks perhaps as many as a rank has tokens
     if not place or not _is_hidden(x, own) or args[0][0] is None or args[0][0] is Ellipsis:
         return False
     whole = isinstance(place[0], slice) and place[0].indices(own) == (0, own, 1)
