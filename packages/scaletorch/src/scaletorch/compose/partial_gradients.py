@@ -6,7 +6,6 @@ compare what they saw, since a rank may not reach a parameter that another one d
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,7 +20,7 @@ from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.data_parallel.building import Shard, is_sharded
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.tensor_parallel.building import GradientSums, Reach, find_sums, whole_parameters
-from .forward import pipeline_of
+from .forward import eagerly, pipeline_of
 
 Range = tuple[str, int, int]  # a parameter's name, and first and last element of a rank's shard
 
@@ -83,7 +82,7 @@ def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iter
     if first:
         known.sums.look_again()
     _set_aside(known, model)
-    with known.sums.summed_later(), _eagerly() if first else nullcontext():
+    with known.sums.summed_later(), eagerly() if first else nullcontext():
         yield
     ranges = known.ranges if model.optimizer_shards is None else _ranges(known, model)
     if first or ranges != known.ranges:
@@ -103,16 +102,6 @@ def _partial_of(model: DataParallelBucket, manager: ProcessGroupManager) -> _Par
         sums = find_sums(model)
         _known[model] = None if sums is None else _Partial(sums, whole_parameters(model))
     return _known[model]
-
-
-@contextmanager
-def _eagerly() -> Iterator[None]:
-    """Let compiled modules run as they are, so that their graphs can be seen."""
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield
 
 
 def _parts(model: DataParallelBucket, names: Iterable[str]) -> list[Shard]:

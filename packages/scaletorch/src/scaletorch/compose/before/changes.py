@@ -24,7 +24,7 @@ from ...parallel.tensor_parallel import TensorParallelLayer
 from ...parallel.tensor_parallel.building import find_cuts
 from ..digests import written
 from ..experts import expert_names
-from ..forward import pipeline_of
+from ..forward import eagerly, pipeline_of
 from .attributes import plain_attributes
 from .writes import Writes
 
@@ -134,7 +134,7 @@ def changes_followed(
     # Not a hook, which would be the plain model's own.
     model.forward = partial(changes.around, model.forward)
     try:
-        with writes:
+        with eagerly(), writes:
             yield
     finally:
         del model.forward
