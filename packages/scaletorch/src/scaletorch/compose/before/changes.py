@@ -44,6 +44,12 @@ _WAY_OUT = {
         "it, set it from outside, once a step; if it is only read, go on"
     ),
 }
+# Axes whose ranks should hold the same values -> in what these ranks differ.
+_ALIKE = {
+    ("dp", "cp"): "other rows or positions",
+    ("tp",): "other shards of features or tokens",
+    ("pp",): "other stages, which share it,",
+}
 Key = tuple[str, str]  # kind and name
 Looks = dict[Key, str]  # how their values look
 
@@ -142,7 +148,9 @@ def changes_followed(
     shards, experts = frozenset({*cuts, *_buffers_of_shards(model)}), expert_names(model)
     unlike, again = _unlike(changes.now(), shards, experts, manager), changes.again()
     runs = _runs(model, num_micro_batches)
-    unlikely = [(kind, _by_what_it_sees(kind, name)) for kind, name in unlike]
+    unlikely = [
+        (kind, _by_what_it_sees(kind, name, whose)) for (kind, name), whose in unlike.items()
+    ]
     unlikely += [(kind, _several_times(kind, name, runs)) for kind, name in again]
     wrong = [*_of_tables(model, writes, num_micro_batches, manager)]
     wrong += [text for kind, text in unlikely if kind != _ATTRIBUTE]
@@ -156,12 +164,12 @@ def changes_followed(
 
 def _unlike(
     looks: Looks, shards: Set[str], experts: Set[str], manager: ProcessGroupManager
-) -> list[Key]:
-    """Return what looks otherwise on ranks that have the same: of rows, of features, of stages."""
+) -> dict[Key, str]:
+    """Return what looks otherwise on ranks that should have the same, and on which ranks."""
     everyone = all_gather_object((looks, {*shards}, {*experts}), manager.world_group)
     keys = dict.fromkeys(key for theirs, *_ in everyone for key in theirs)
-    found: dict[Key, None] = {}
-    for axes in (("dp", "cp"), ("tp",), ("pp",)):
+    found: dict[Key, str] = {}
+    for axes, whose in _ALIKE.items():
         for kind, name in keys:
             held: dict[Any, set[str | None]] = {}
             for rank, (theirs, divided, own) in enumerate(everyone):
@@ -171,8 +179,8 @@ def _unlike(
                 place = manager.grid.coordinates(rank)._replace(**dict.fromkeys(axes, 0))
                 held.setdefault(place, set()).add(theirs.get((kind, name)))
             if any(len(each) > 1 for each in held.values()):
-                found[kind, name] = None
-    return [*found]
+                found.setdefault((kind, name), whose)
+    return found
 
 
 def _buffers_of_shards(model: nn.Module) -> Iterator[str]:
@@ -207,10 +215,10 @@ def _of_tables(
             )
 
 
-def _by_what_it_sees(kind: str, name: str) -> str:
+def _by_what_it_sees(kind: str, name: str, whose: str) -> str:
     return (
-        f"the forward changes {kind} {name} by what it sees, and ranks of other rows or "
-        f"positions now hold other values of it. {_WAY_OUT[kind]}"
+        f"the forward changes {kind} {name} by what it sees, and ranks of {whose} now hold other "
+        f"values of it. {_WAY_OUT[kind]}"
     )
 
 

@@ -136,7 +136,6 @@ def _surrounded(own: type[nn.Module]) -> type[nn.Module]:
 
     class Surrounded(own):  # type: ignore[misc, valid-type]
         _own_forward = inspect.getattr_static(own, "forward")
-        forward = _Forward()
 
         def __call__(self, *args: Any, **kwargs: Any) -> Any:
             return _call(self, super().__call__, args, kwargs)
@@ -153,6 +152,8 @@ def _surrounded(own: type[nn.Module]) -> type[nn.Module]:
             made = own if made is Surrounded else made
             return made, tuple(own if each is Surrounded else each for each in arguments), *rest
 
+    # A class may wrap the forward of each subclass of it, as layers of transformers do.
+    Surrounded.forward = _Forward()
     for name in _NAMES:
         setattr(Surrounded, name, getattr(own, name))
     return Surrounded

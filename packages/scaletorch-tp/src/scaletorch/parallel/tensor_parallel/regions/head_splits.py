@@ -116,12 +116,11 @@ class SplitsHeads(Surrounded):
     """A module that holds column- and row-parallel layers, whose first forward is looked at."""
 
     _head_counts: HeadCounts | None = None  # a slice of an nn.Sequential has none
-    _splits_seen: bool = False
 
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward; refuse one that splits shares as if they were the whole."""
-        if self._splits_seen or self._head_counts is None or compiles():
+        if self._head_counts is None or compiles():
             return super().forward(*args, **kwargs)
         rows: Any = (m for m in self.modules() if getattr(m, "input_is_parallel", False))
         ends = [features_of(m.cut, m.tp_rank, "a row-parallel layer") for m in rows]
@@ -132,7 +131,7 @@ class SplitsHeads(Surrounded):
                 out = super().forward(*args, **kwargs)
         finally:
             _looking.reset(token)
-        vars(self)["_splits_seen"] = True
+        del self._head_counts  # looked at once
         return out
 
 
