@@ -209,7 +209,11 @@ CASES: Mapping[str, Mapping[str, Case]] = {
         ),
     },
     "uses one parameter both on shares": {
-        "gain": Case(models.Gained, on("sequence_parallel"), "'gain'.*shares of the tokens"),
+        "gain": Case(  # logits that stay divided are shares as well
+            models.Gained,
+            lambda features: "sequence_parallel" in features and "loss_parallel" not in features,
+            "'gain'.*shares of the tokens",
+        ),
     },
     "cannot go on with a later step": {
         "no_sync": Case(models.Plain, always, r"no_sync\(\), which all", later=unsynchronised),

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ..dist import all_gather_object, all_reduce
 from ..dist.errors import InvalidArgumentError
 from ..parallel.data_parallel import DataParallelBucket
-from ..parallel.data_parallel.building import Shard, is_sharded
+from ..parallel.data_parallel.building import Shard
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.tensor_parallel.building import GradientSums, Reach, find_sums, whole_parameters
 from .forward import eagerly, pipeline_of
@@ -231,47 +231,38 @@ def _sort(known: _Partial) -> None:
 
 def _sum(known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
     """Sum the gradients, in one message for each dtype in which sums are made."""
-    by_dtype: dict[torch.dtype, list[Shard]] = {}
-    for part in _parts(model, known.names):
-        by_dtype.setdefault(torch.promote_types(part.tensor.dtype, torch.float32), []).append(part)
-    for dtype, parts in by_dtype.items():
-        if is_sharded(model) and not known.same:
-            _sum_whole(parts, dtype, known, manager)
-        else:
-            _sum_ranges(parts, dtype, manager)
+    by_dtype: dict[torch.dtype, list[str]] = {}
+    for name in known.names:
+        wide = torch.promote_types(known.whole[name].dtype, torch.float32)
+        by_dtype.setdefault(wide, []).append(name)
+    for dtype, names in by_dtype.items():
+        _sum_parts(names, _parts(model, names), dtype, known, manager)
 
 
 @torch.no_grad()
-def _sum_ranges(parts: Sequence[Shard], dtype: torch.dtype, manager: ProcessGroupManager) -> None:
-    """Sum ranges of gradients that all tp ranks have."""
-    device = parts[0].tensor.device
-    zeros = [torch.zeros_like(each.tensor) if each.tensor.grad is None else None for each in parts]
-    own = [each.tensor.grad if z is None else z for each, z in zip(parts, zeros, strict=True)]
-    used = torch.tensor([float(z is None) for z in zeros], dtype=dtype, device=device)
-    flat = torch.cat([*(each.flatten().to(dtype) for each in own if each is not None), used])
-    all_reduce(flat, group=manager.tp_group)
-    *sums, found = flat.split([*(each.tensor.numel() for each in parts), len(parts)])
-    for index, (part, total) in enumerate(zip(parts, sums, strict=True)):
-        if part.tensor.grad is not None:
-            part.tensor.grad.copy_(total.view_as(part.tensor))
-        elif found[index] > 0:  # another rank has used it; this is read only if this one has not
-            part.tensor.grad = total.view_as(part.tensor).to(part.tensor.dtype, copy=True)
-
-
-@torch.no_grad()
-def _sum_whole(
-    parts: Sequence[Shard], dtype: torch.dtype, known: _Partial, manager: ProcessGroupManager
+def _sum_parts(
+    names: Sequence[str],
+    parts: Sequence[Shard],
+    dtype: torch.dtype,
+    known: _Partial,
+    manager: ProcessGroupManager,
 ) -> None:
-    """Sum whole gradients, of which tp ranks have different ranges, and keep this rank's."""
-    sizes = [known.whole[name].numel() for name in known.names]
-    flat = torch.zeros(sum(sizes), dtype=dtype, device=parts[0].tensor.device)
-    views = dict(zip(known.names, flat.split(sizes), strict=True))
+    """Let whole gradients travel, zero outside of this rank's ranges, which get the sums."""
+    sizes = [known.whole[name].numel() for name in names]
+    flat = torch.zeros(sum(sizes) + len(names), dtype=dtype, device=known.whole[names[0]].device)
+    *views, used = flat.split([*sizes, len(names)])
+    places = dict(zip(names, views, strict=True))
     for part in parts:
-        if part.tensor.grad is not None and (not part.replicated or manager.cp_dp_rank == 0):
-            views[part.name][part.start : part.stop] = part.tensor.grad.flatten()
-    for group in (manager.cp_dp_group, manager.tp_group):
+        if part.tensor.grad is not None and (
+            known.same or not part.replicated or manager.cp_dp_rank == 0
+        ):
+            places[part.name][part.start : part.stop] = part.tensor.grad.flatten()
+            used[names.index(part.name)] = 1
+    for group in (manager.tp_group,) if known.same else (manager.cp_dp_group, manager.tp_group):
         all_reduce(flat, group=group)
     for part in parts:
+        total = places[part.name][part.start : part.stop].view_as(part.tensor)
         if part.tensor.grad is not None:
-            total = views[part.name][part.start : part.stop]
-            part.tensor.grad.copy_(total.view_as(part.tensor))
+            part.tensor.grad.copy_(total)
+        elif used[names.index(part.name)] > 0:  # of another rank; read only if this one has none
+            part.tensor.grad = total.to(part.tensor.dtype, copy=True)

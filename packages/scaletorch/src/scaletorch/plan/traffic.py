@@ -6,6 +6,7 @@ its tensor, a reduce-scatter and an all-gather (n - 1) / n of the whole.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from .description import Behaviour, Description
@@ -17,11 +18,13 @@ from .layout import Layout
 
 Sums = tuple[int, ...]  # how many backwards of each chunk sum it; () if the last alone sums all
 WORD = 4  # bytes of a flag
-FLAGS = 4  # words besides those of parameters: whether ranks are at the same place of the step
-COUNTS = 32  # bytes: tokens of the step, and whether a rank has to refuse something
+LOSS = 8  # bytes of the loss, while it is summed
+FLAGS = 6  # words besides those of parameters: whether ranks are at the same place of the step
+COUNTS = 40  # bytes: tokens of the step, and whether a rank has to refuse something
 AGREED = 24  # bytes of a rank: a digest of the step's schedule and shapes
+_HEAD_NORM = re.compile("(q|k|query|key)_?(layer)?norm")
 SILENT = ("receive", "barrier")  # send nothing
-ENDED = 1  # byte of a rank: whether the step has failed there
+ENDED = 2  # bytes of a rank: whether the step has failed there, and its loss is of float64
 
 
 def traffic(
@@ -97,6 +100,7 @@ def calls(
     number = known.numbers(layout)[rank]
     yield from _blocks(known, layout, number)
     yield from _sends(known, layout, number, tp)
+    yield from _partial(known, layout, number)
     yield from _ends(
         known, layout, number, tp, synchronised(layout)[rank] if sums is None else sums
     )
@@ -128,10 +132,23 @@ def _of_end(
         ranks = grid.edp if axis == "edp" else grid.cp * grid.dp
         if ranks > 1:
             yield from _summed(known, axis, buckets, layout, ranks, sums)
-    item = max(_item(known, layout), WORD)
-    yield from _reduced("cp_dp", grid.cp * grid.dp, item)  # the loss
-    yield from _reduced("pp", grid.pp, item)
+    yield from _reduced("cp_dp", grid.cp * grid.dp, LOSS)
+    yield from _reduced("pp", grid.pp, LOSS)
     yield from _reduced("world", grid.world_size, COUNTS)
+
+
+def _partial(known: Holdings, layout: Layout, number: int) -> Iterator[Traffic]:
+    """Yield the sum of gradients that tp ranks have terms of: of norms of heads, or of shares."""
+    sizes: dict[int, int] = {}
+    behaviours = known.description.behaviours(layout.cut)
+    for kind, blocks in known.kinds(number).items():
+        for each in behaviours[kind].parameters:
+            whole = {*each.local} == {each.elements} and not each.expert
+            if whole and (layout.sequence_parallel or _HEAD_NORM.search(each.name)):
+                item = max(each.item, WORD)
+                sizes[item] = sizes.get(item, 0) + (each.elements + 1) * item * blocks
+    for size in sizes.values():
+        yield from _reduced("tp", layout.grid.tp, size)
 
 
 def _blocks(known: Holdings, layout: Layout, number: int) -> Iterator[Traffic]:
@@ -221,8 +238,3 @@ def _gradients(
 def _reduced(axis: str, ranks: int, size: int, times: int = 1) -> Iterator[Traffic]:
     if ranks > 1:
         yield Traffic(axis, "all_reduce", times, 2 * size * (ranks - 1) // ranks * times)
-
-
-def _item(known: Holdings, layout: Layout) -> int:
-    held = (p.item for kind in known.description.behaviours(layout.cut) for p in kind.parameters)
-    return next(held, WORD)
