@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 
@@ -128,7 +129,9 @@ def _step(case: Case, model, optimizer, manager: ProcessGroupManager) -> None:
 
 def _backwards(case: Case, model, manager: ProcessGroupManager) -> None:
     for batch in batch_of(case, manager):
-        losses = model(batch["input_ids"], batch.get("position_ids")), batch["labels"]
+        with warnings.catch_warnings():  # parameters in shards cannot be asked what they mix
+            warnings.filterwarnings("ignore", ".*could not be asked", RuntimeWarning)
+            losses = model(batch["input_ids"], batch.get("position_ids")), batch["labels"]
         loss = token_loss_sum(*losses)
         del losses  # logits, which a plan does not keep beside what autograd does
         loss.backward()
