@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import inspect
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MethodType
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -197,16 +194,3 @@ def _signature(model: nn.Module) -> Mapping[str, inspect.Parameter]:
         if not {parameter.kind for parameter in parameters.values()} >= _PASSING:
             break
     return parameters
-
-
-@contextmanager
-def eagerly() -> Iterator[None]:
-    """Let compiled modules run as they are written, so that what they compute can be seen.
-
-    Called first while a mode sees their operations, they would never be compiled.
-    """
-    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

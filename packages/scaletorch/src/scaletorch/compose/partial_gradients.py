@@ -19,10 +19,9 @@ from ..dist.errors import InvalidArgumentError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.data_parallel.building import Shard
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
+from ..parallel.pg_manager.building import eagerly
 from ..parallel.tensor_parallel.building import GradientSums, Reach, find_sums, whole_parameters
-from .forward import eagerly, pipeline_of
-
-Range = tuple[str, int, int]  # a parameter's name, and first and last element of a rank's shard
+from .forward import pipeline_of
 
 
 @dataclass(slots=True)
@@ -47,7 +46,8 @@ class _Partial:
         whole: The trainable parameters that every tp rank has whole, by name.
         names: Those that are summed.
         unknown: Those that no rank has reached yet.
-        ranges: This rank's shards of the whole parameters when the ranks last compared them.
+        compared: Whether the ranks have compared what they saw.
+        shards: What this rank's optimizers updated when they did.
         same: Whether tp ranks have equal shards of them.
         pending: Whether the last step was in `no_sync`, so that its gradients are not summed.
         kept: Gradients of earlier steps, until this step's are summed.
@@ -57,7 +57,8 @@ class _Partial:
     whole: Mapping[str, nn.Parameter]
     names: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    ranges: list[Range] | None = None
+    compared: bool = False
+    shards: list[Shard] | None = None
     same: bool = True
     pending: bool = False
     kept: dict[str, _Kept] = field(default_factory=dict)
@@ -78,14 +79,13 @@ def summed_once(model: DataParallelBucket, manager: ProcessGroupManager) -> Iter
     if known is None:
         yield
         return
-    first = known.ranges is None
+    first = not known.compared
     if first:
         known.sums.look_again()
     _set_aside(known, model)
     with known.sums.summed_later(), eagerly() if first else nullcontext():
         yield
-    ranges = known.ranges if model.optimizer_shards is None else _ranges(known, model)
-    if first or ranges != known.ranges:
+    if first or model.optimizer_shards is not known.shards:
         _compare(known, model, manager)
     elif known.unknown:
         _compare_late(known, manager)
@@ -124,7 +124,7 @@ def _set_aside(known: _Partial, model: DataParallelBucket) -> None:
     if known.pending:  # what is there is not summed; what was dropped since is not put back
         known.kept = {n: k for n, k in known.kept.items() if known.whole[n].grad is not None}
         return
-    names = known.whole if known.ranges is None else [*known.names, *known.unknown]
+    names = [*known.whole] if not known.compared else [*known.names, *known.unknown]
     held = [name for name in names if known.whole[name].grad is not None]
     known.kept = {}
     for part in _parts(model, held):
@@ -149,10 +149,6 @@ def _put_back(known: _Partial, model: DataParallelBucket) -> None:
     known.kept = {}
 
 
-def _ranges(known: _Partial, model: DataParallelBucket) -> list[Range]:
-    return [(each.name, each.start, each.stop) for each in _parts(model, known.whole)]
-
-
 def _compare(known: _Partial, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
     """Let all ranks know how any of them reaches each parameter, and who has which shards.
 
@@ -161,7 +157,8 @@ def _compare(known: _Partial, model: DataParallelBucket, manager: ProcessGroupMa
     """
     reached = {name: known.sums.reach(each).value for name, each in known.whole.items()}
     ties = [tie.names for tie in pipeline_of(model).ties]
-    place, ranges = (manager.pp_rank, manager.cp_dp_rank), _ranges(known, model)
+    place = manager.pp_rank, manager.cp_dp_rank
+    ranges = [(each.name, each.start, each.stop) for each in _parts(model, known.whole)]
     told = all_gather_object((reached, ties, place, ranges), manager.world_group)
     found: dict[str, Reach] = {}
     for theirs, *_ in told:
@@ -187,7 +184,8 @@ def _compare(known: _Partial, model: DataParallelBucket, manager: ProcessGroupMa
         known.sums.note(known.whole[name], Reach.WHOLE)
     _sort(known)
     spans = {(at, tuple(their)) for _, _, at, their in told}  # one for each place if all are equal
-    known.ranges, known.same = ranges, len(spans) == len({at for at, _ in spans})
+    known.compared, known.shards = True, model.optimizer_shards
+    known.same = len(spans) == len({at for at, _ in spans})
 
 
 def _hidden(known: _Partial) -> list[str]:
@@ -251,18 +249,22 @@ def _sum_parts(
     sizes = [known.whole[name].numel() for name in names]
     flat = torch.zeros(sum(sizes) + len(names), dtype=dtype, device=known.whole[names[0]].device)
     *views, used = flat.split([*sizes, len(names)])
-    places = dict(zip(names, views, strict=True))
+    places = {name: (at, view) for at, (name, view) in enumerate(zip(names, views, strict=True))}
+    counted = known.same or manager.cp_dp_rank == 0  # else of what all of cp x dp have
+    sent: list[tuple[Tensor, Tensor]] = []
     for part in parts:
-        if part.tensor.grad is not None and (
-            known.same or not part.replicated or manager.cp_dp_rank == 0
-        ):
-            places[part.name][part.start : part.stop] = part.tensor.grad.flatten()
-            used[names.index(part.name)] = 1
+        if part.tensor.grad is not None and (counted or not part.replicated):
+            at, view = places[part.name]
+            sent.append((view[part.start : part.stop], part.tensor.grad.flatten()))
+            sent.append((used[at], flat.new_ones(())))
+    if sent:
+        torch._foreach_copy_([to for to, _ in sent], [value for _, value in sent])
     for group in (manager.tp_group,) if known.same else (manager.cp_dp_group, manager.tp_group):
         all_reduce(flat, group=group)
     for part in parts:
-        total = places[part.name][part.start : part.stop].view_as(part.tensor)
+        at, view = places[part.name]
+        total = view[part.start : part.stop].view_as(part.tensor)
         if part.tensor.grad is not None:
             part.tensor.grad.copy_(total)
-        elif used[names.index(part.name)] > 0:  # of another rank; read only if this one has none
+        elif used[at] > 0:  # of another rank; read only if this one has none
             part.tensor.grad = total.to(part.tensor.dtype, copy=True)

@@ -13,10 +13,10 @@ from .linear_layers import (
     weight_factors,
 )
 from .loss import mean_over
-from .modes import evaluating
+from .modes import eagerly, evaluating
 from .module_classes import class_before, deep_copy, shallow_copy
 from .module_names import matching, no_match
-from .outputs import mark_staged, runs_as_stages, show_output, watch_outputs
+from .outputs import forget_watchers, mark_staged, runs_as_stages, show_output, watch_outputs
 from .update_scope import Scope, known_elementwise, update_scope
 
 __all__ = [
@@ -25,7 +25,9 @@ __all__ = [
     "class_before",
     "deep_copy",
     "divided_modules",
+    "eagerly",
     "evaluating",
+    "forget_watchers",
     "known_elementwise",
     "linear_output",
     "mark_divided",

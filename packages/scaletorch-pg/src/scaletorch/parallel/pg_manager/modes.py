@@ -1,10 +1,12 @@
-"""A model in eval mode for a while."""
+"""Ways to run a model for a while: in eval mode, or uncompiled."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 
@@ -18,3 +20,16 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         for module, mode in modes.items():
             module.training = mode
+
+
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """Run compiled modules as they are written, so that their operations and graphs can be seen.
+
+    The compiler skips for good what it first meets under a dispatch mode; here it meets nothing.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes seconds
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

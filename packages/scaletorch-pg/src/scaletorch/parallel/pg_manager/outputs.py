@@ -17,6 +17,12 @@ def watch_outputs(model: nn.Module, watcher: Watcher) -> None:
     vars(model).setdefault(_WATCHERS, []).append(watcher)
 
 
+def forget_watchers(model: nn.Module, kind: type) -> None:
+    """Drop the watchers that are methods of objects of a class."""
+    known = vars(model).get(_WATCHERS, [])
+    known[:] = [each for each in known if not isinstance(getattr(each, "__self__", None), kind)]
+
+
 def mark_staged(model: nn.Module) -> None:
     """Note that a model runs as stages, so that its own output is not what goes on."""
     vars(model)[_STAGED] = True

@@ -19,12 +19,12 @@ from ...dist import all_gather_object
 from ...dist.building import agree
 from ...dist.errors import InvalidArgumentError
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
-from ...parallel.pg_manager.building import divided_modules
+from ...parallel.pg_manager.building import divided_modules, eagerly
 from ...parallel.tensor_parallel import TensorParallelLayer
 from ...parallel.tensor_parallel.building import find_cuts
 from ..digests import written
 from ..experts import expert_names
-from ..forward import eagerly, pipeline_of
+from ..forward import pipeline_of
 from .attributes import plain_attributes
 from .writes import Writes
 

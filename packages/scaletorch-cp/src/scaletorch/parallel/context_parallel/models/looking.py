@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...pg_manager.building import evaluating
+from ...pg_manager.building import eagerly, evaluating
 
 # Below this a parameter may hide what it multiplies: a branch that begins as zero, a scale of 1e-6.
 _SMALL = 1e-3
@@ -32,9 +32,8 @@ def looking(model: nn.Module) -> Iterator[None]:
     devices = [] if first.device.type == "cpu" else [first.device]
     kind = first.device.type if devices else "cuda"
     drawing = torch.random.fork_rng(devices, device_type=kind)
-    written = torch.compiler.set_stance("force_eager")
     kept = _modules_kept(model), _buffers_kept(model)
-    with drawing, torch.no_grad(), kept[0], kept[1], evaluating(model), written, _quiet():
+    with drawing, torch.no_grad(), kept[0], kept[1], evaluating(model), eagerly(), _quiet():
         enlarged = _enlarged(model)
         try:
             yield

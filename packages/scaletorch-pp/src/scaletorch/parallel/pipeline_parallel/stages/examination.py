@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import contextmanager
 
-import torch
 from torch.distributed import DistError
 
 from ....dist.errors import InvalidArgumentError, ScaletorchError
 from ...pg_manager import describe_rank
+from ...pg_manager.building import eagerly
 from .beside import Following
 from .passage import Passage
 
@@ -22,7 +21,7 @@ def examining(passage: Passage) -> Iterator[None]:
     Raises:
         InvalidArgumentError: It fails, which may be because this stage lacks modules.
     """
-    with _uncompiled(), Following(passage):
+    with eagerly(), Following(passage):
         try:
             yield
         except (ScaletorchError, DistError):
@@ -31,14 +30,6 @@ def examining(passage: Passage) -> Iterator[None]:
             if passage.inside:  # a layer's own failure
                 raise
             raise InvalidArgumentError(_failed(error)) from error
-
-
-def _uncompiled() -> AbstractContextManager[object]:
-    """Run compiled code as it is written; the compiler would never again look at what it skips."""
-    if "torch._dynamo" not in sys.modules:  # so nothing is compiled, and the import takes seconds
-        return ExitStack()
-    eager: AbstractContextManager[object] = torch.compiler.set_stance("force_eager")
-    return eager
 
 
 def _failed(error: Exception) -> str:

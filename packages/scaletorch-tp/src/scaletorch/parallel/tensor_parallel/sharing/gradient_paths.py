@@ -1,4 +1,4 @@
-"""How gradients reach the leaves of a graph: as a whole, or as a term of a sum over tp ranks."""
+"""Follow autograd graphs and tell which leaves get partial gradients on tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .shared_tail import SumTail
 
 
 class Reach(Flag):
-    """How gradients reach a parameter."""
+    """Whether the gradients that reach a parameter are whole or partial."""
 
     NOT = 0
     WHOLE = auto()  # the same on every rank
@@ -68,9 +68,9 @@ class Leaves:
     """The trainable leaves of a model's graphs.
 
     Attributes:
-        whole: Those that every rank has whole, by `id`.
+        whole: Leaves that are replicated on every rank, by `id`.
         names: The name of each leaf, shards included.
-        shards: `id` of those that layers, or other strategies, have divided.
+        shards: `id` of the leaves that layers, or other strategies, have sharded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -80,7 +80,9 @@ class Leaves:
         divided, gathered = {*divided_modules(model)}, _gathered(model)
         for prefix, module in model.named_modules():
             settled = module.settled if isinstance(module, TensorParallelLayer) else ()
-            for name, parameter in _own_leaves(module):
+            for name, parameter in module._parameters.items():
+                if parameter is None:
+                    continue
                 leaf = gathered.get(parameter, parameter)
                 self.names.setdefault(id(leaf), f"{prefix}.{name}".lstrip("."))
                 if module in divided or name in settled:
@@ -338,13 +340,6 @@ def _below(node: Node, depth: int = 3) -> Iterator[Node]:
                 yield from _below(following, depth - 1)
 
 
-def _own_leaves(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield a module's own parameters as graphs have them, by name."""
-    for name, parameter in module._parameters.items():
-        if parameter is not None:
-            yield name, parameter
-
-
 def _gathered(model: nn.Module) -> dict[Tensor, Tensor]:
     """Return what FSDP2 has in a forward for each of its sharded parameters: the whole one."""
     found: dict[Tensor, Tensor] = {}
@@ -361,7 +356,7 @@ def trainable(model: nn.Module) -> Iterator[Tensor]:
     """Yield the trainable leaves of a model, shared ones again and again."""
     modules = [model]
     for module in modules:
-        for _, leaf in _own_leaves(module):
-            if leaf.requires_grad:
+        for leaf in module._parameters.values():
+            if leaf is not None and leaf.requires_grad:
                 yield leaf
         modules += [child for child in module._modules.values() if child is not None]

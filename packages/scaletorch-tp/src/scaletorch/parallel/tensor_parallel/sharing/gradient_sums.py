@@ -1,4 +1,4 @@
-"""Which gradients of whole parameters are summed over the tensor-parallel ranks.
+"""Sum gradients over the tensor-parallel ranks where autograd's graph shows that they are partial.
 
 Nothing declares it: it follows from the autograd graph of a forward. Inside a parallel region, or
 on this rank's share of the tokens, a gradient is partial; before the region begins and after it
@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +25,14 @@ from ....dist import all_reduce
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
-from ...pg_manager.building import runs_as_stages, watch_outputs
+from ...pg_manager.building import forget_watchers, runs_as_stages, watch_outputs
 from ..regions.surround import not_pickled
 from ..regions.uncompiled import uncompiled
 from .gradient_paths import Leaves, Reach, Walk, trainable
 
 
 class GradientSums:
-    """Finds which gradients are summed, and sums them where nobody else does.
+    """Infers which gradients of whole parameters are partial, and sums them.
 
     It is a forward hook of the model. It looks at the graph of every forward until it has seen
     how gradients reach each trainable parameter, and again when other parameters are trained.
@@ -41,7 +42,7 @@ class GradientSums:
 
     Attributes:
         group: The ranks.
-        deferred: Whether somebody sums once for many backwards; otherwise each backward sums.
+        deferred: Whether gradients are summed later, once for several backward passes.
     """
 
     def __init__(self, group: ProcessGroup | None) -> None:
@@ -49,10 +50,11 @@ class GradientSums:
         self.deferred = False
         self._reached: MutableMapping[Tensor, Reach] = WeakTensorKeyDictionary()
         self._hooked: MutableMapping[Tensor, RemovableHandle] = WeakTensorKeyDictionary()
-        self._unseen: dict[tuple[int, ...], bool] = {}  # trained parameters -> some were not seen
+        self._looked: dict[int, ref[Tensor]] = {}  # trained leaves of models that it has looked at
+        self._unseen = False  # whether some of these were not reached
         self._opaque: set[str] = set()  # functions that may hide parameters
         self._seen_once = False
-        self._later: list[tuple[nn.Module, list[Node]]] = []  # outputs that nobody looked at yet
+        self._later: list[tuple[nn.Module, list[Node]]] = []  # outputs to look at if needed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientSums:
         """Return the hook of a copy, which looks at that: groups are not copied."""
@@ -80,29 +82,38 @@ class GradientSums:
                 or cannot be followed; on every rank.
         """
         later = self.deferred and self._seen_once
-        if not torch.is_grad_enabled() or (later and not any(self._unseen.values())):
+        if not torch.is_grad_enabled() or (later and not self._unseen):
             return
         made = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        trained = tuple(id(each) for each in trainable(model)) if made else ()
-        if not made or not self._unseen.get(trained, True):
+        if not made:
             return
-        if later and trained in self._unseen:
+        if later:
             self._later.append((model, made))  # looked at if a parameter comes that has not yet
-        else:
-            self._unseen[trained] = self._follow(model, made)
+        elif self._unseen or not all(self._has_looked_at(leaf) for leaf in trainable(model)):
+            self._looked.update((id(leaf), ref(leaf)) for leaf in trainable(model))
+            self._follow(model, made)
 
     def look_again(self) -> None:
         """Look at the next forwards, whatever was seen before."""
-        self._unseen, self._seen_once = {}, False
+        self._looked, self._seen_once = {}, False
 
-    def _follow(self, model: nn.Module, made: Iterable[Node]) -> bool:
-        """Follow graphs of a model; return whether they reached less than all that it trains."""
+    def remove(self) -> None:
+        """Take the hooks off the parameters: something else looks at them from now on."""
+        for handle in self._hooked.values():
+            handle.remove()
+        self._hooked.clear()
+
+    def _has_looked_at(self, leaf: Tensor) -> bool:
+        known = self._looked.get(id(leaf))
+        return known is not None and known() is leaf  # and not another with the id of one that died
+
+    def _follow(self, model: nn.Module, made: Iterable[Node]) -> None:
         walk = Walk(model, self.group, self.reach, self.note, self.note_opaque)
         walk.follow([(node, walk.reach_of(node)) for node in made])
         unseen = [each for each in Leaves(model).whole.values() if self.reach(each) is Reach.NOT]
         for each in unseen:
             self._hook(each)
-        return bool(unseen)
+        self._unseen = bool(unseen)
 
     def _hook(self, leaf: Tensor) -> None:
         if leaf not in self._hooked:
@@ -143,7 +154,7 @@ class GradientSums:
 
     @contextmanager
     def summed_later(self) -> Iterator[None]:
-        """Let no backward in this context sum."""
+        """Leave the sums of backward passes in this context to the caller."""
         self.deferred = True
         try:
             yield
@@ -153,10 +164,10 @@ class GradientSums:
             self._later.clear()
 
     def _arrived(self, parameter: TensorWeakRef, gradient: Tensor) -> Tensor | None:
-        """Sum a gradient of one backward, if it is partial and nobody sums later.
+        """Sum the gradient of one backward pass, if it is partial and not summed later.
 
         Raises:
-            InvalidArgumentError: Nobody has seen how it came.
+            InvalidArgumentError: The graph did not show whether it is partial.
         """
         leaf = parameter()
         reach = Reach.NOT if leaf is None else self.reach(leaf)
@@ -181,10 +192,15 @@ def infer_sums(model: nn.Module, group: ProcessGroup | None) -> None:
         model: The model, with its sharded layers.
         group: Ranks of the tensor-parallel axis.
     """
-    if find_sums(model) is None:
-        sums = GradientSums(group)
-        model.register_forward_hook(sums)
-        watch_outputs(model, sums.look)
+    for module in model.modules():  # of parts that were divided before: the whole knows more
+        for key, hook in [*module._forward_hooks.items()]:
+            if isinstance(hook, GradientSums):
+                hook.remove()
+                del module._forward_hooks[key]
+        forget_watchers(module, GradientSums)
+    sums = GradientSums(group)
+    model.register_forward_hook(sums)
+    watch_outputs(model, sums.look)
 
 
 def find_sums(model: nn.Module) -> GradientSums | None:
