@@ -142,7 +142,9 @@ def look_at_splits(found: Mapping[nn.Module, HeadCounts], group: ProcessGroup | 
     """
     for module, counts in found.items():
         reason = cannot_surround(module, SplitsHeads)
-        if reason is None:
+        if isinstance(module, SplitsHeads):  # divided before, perhaps in part
+            vars(module)["_head_counts"] = counts
+        elif reason is None:
             vars(surround(module, SplitsHeads, group))["_head_counts"] = counts
         else:
             warnings.warn(

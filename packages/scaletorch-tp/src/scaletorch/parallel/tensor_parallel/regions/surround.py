@@ -57,7 +57,11 @@ def surround(module: M, mixin: type[Surrounded], group: ProcessGroup | None) -> 
 @uncompiled
 def own_class(module: nn.Module) -> type[nn.Module]:
     """Return the class that a module had before anything surrounded its forward."""
-    kind: Any = next(each for each in type(module).__mro__ if not issubclass(each, Surrounded))
+    kind: Any = next(
+        each
+        for each in type(module).__mro__
+        if issubclass(each, nn.Module) and not issubclass(each, Surrounded)
+    )
     own: type[nn.Module] = kind
     return own
 

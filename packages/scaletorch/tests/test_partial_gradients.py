@@ -1,0 +1,257 @@
+"""Partial gradients over tp: over steps, in loops of one's own, compiled, under FSDP2."""
+
+import math
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from scaletorch.compose import full_gradients, parallelize, shard_global_batch, train_step
+from scaletorch.dist.errors import InvalidArgumentError
+from scaletorch.dist.testing import relative_error, run_ranks
+from scaletorch.parallel.data_parallel import parameter_shards, shard_optimizer
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+from scaletorch.parallel.tensor_parallel import apply_tensor_parallel
+
+HIDDEN, WORDS = 8, 16
+PLAN = {
+    "embed": "vocab", "head": "column_gather",
+    **{f"layers.*.{name}": "column" for name in ("q", "k", "v", "up")},
+    "layers.*.o": "row", "layers.*.down": "row",
+}  # fmt: skip
+SHARED = {"sequence_parallel": True}
+
+
+class Layer(nn.Module):
+    """Norms of heads and a scale in the MLP, which no plan names."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.q, self.k, self.v, self.o = (nn.Linear(HIDDEN, HIDDEN) for _ in range(4))
+        self.up, self.down = nn.Linear(HIDDEN, 2 * HIDDEN), nn.Linear(2 * HIDDEN, HIDDEN)
+        self.norm, self.scale = nn.RMSNorm(2), nn.Parameter(torch.linspace(0.5, 0.9, 300))
+
+    def forward(self, x):
+        y = self.first(x)
+        q, k, v = (p(y).unflatten(-1, (-1, 2)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k = self.norm(q), self.norm(k)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(y.transpose(1, 2).flatten(2))
+        return x + self.down(F.gelu(self.up(self.second(x))) * self.scale.square().mean())
+
+
+class Net(nn.Module):
+    """With a temperature behind the head, and a gain that `late` turns on."""
+
+    def __init__(self, depth=2):
+        super().__init__()
+        self.embed = nn.Embedding(WORDS, HIDDEN)
+        self.layers = nn.ModuleList(Layer() for _ in range(depth))
+        self.norm, self.head = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, WORDS)
+        self.temperature, self.gain = (nn.Parameter(torch.tensor([0.9])) for _ in range(2))
+        self.late = False
+
+    def forward(self, input_ids):
+        x = self.embed(input_ids)
+        for layer in self.layers:
+            x = layer(x)
+        x = self.norm(x)
+        return self.head(x * self.gain if self.late else x) * self.temperature
+
+
+def made(depth=2):
+    torch.manual_seed(0)
+    return Net(depth).double()
+
+
+def batch(number):
+    tokens = torch.randint(WORDS, (8, 9), generator=torch.Generator().manual_seed(number))
+    return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].contiguous()}
+
+
+def loss_of(model, number, rows=slice(None)):
+    whole = batch(number)
+    logits = model(whole["input_ids"][rows])
+    total = F.cross_entropy(logits.flatten(0, 1), whole["labels"][rows].flatten(), reduction="sum")
+    return total / whole["labels"].numel()
+
+
+def expected(steps, late=False):
+    """Return the gradients of one process after backward passes that add up."""
+    model = made()
+    for number in range(steps):
+        model.late = late and number > 0
+        loss_of(model, number).backward()
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def far(found, wanted):
+    assert set(found) == set(wanted), set(found) ^ set(wanted)
+    every = torch.cat([g.flatten() for g in wanted.values()])
+    return max(relative_error(found[n], g, scale=every) for n, g in wanted.items())
+
+
+# Axes, options of parallelize, micro-batches, stage of ZeRO.
+LAYOUTS = [
+    ({"tp_size": 2, "dp_size": 2}, {}, 2, 0),
+    ({"tp_size": 2, "dp_size": 2}, SHARED, 1, 1),
+    ({"tp_size": 2, "dp_size": 2}, SHARED, 2, 2),
+    ({"tp_size": 2, "cp_size": 2}, SHARED, 1, 0),
+    ({"tp_size": 2, "pp_size": 2}, SHARED, 2, 0),
+    ({"tp_size": 2, "pp_size": 2}, {"schedule": "zb_h1"}, 2, 0),
+    ({"tp_size": 4}, {"recompute": True, **SHARED}, 1, 0),
+]
+
+
+def steps_add_up(how):
+    """Train two steps whose gradients add up, the later one in another way."""
+    if how == "compiled":
+        warnings.simplefilter("ignore")  # what the compiler says of graph breaks
+    for sizes, options, micro_batches, zero in LAYOUTS:
+        if how == "late" and "pp_size" in sizes:
+            continue  # the stage before would have to know
+        manager = setup_process_group_manager(**sizes)
+        net = made()
+        for layer in net.layers if how == "compiled" else ():
+            layer.compile(backend="eager")
+        model = parallelize(net, manager, plan=PLAN, **options)
+        if zero:
+            optimizer = torch.optim.SGD(model.parameters(), 0.1)
+            shard_optimizer(optimizer, model, stage=zero)
+        for number in range(2):
+            net.late = how == "late" and number > 0
+            made_of = shard_global_batch(batch(number), micro_batches, model=model)
+            if how == "no_sync" and number == 0:
+                with model.no_sync():
+                    train_step(model, made_of)
+            else:
+                train_step(model, made_of)
+        error = far(full_gradients(model), expected(2, late=how == "late"))
+        assert error < 1e-11, (how, sizes, options, zero, error)
+        destroy_process_group_manager()
+
+
+@pytest.mark.parametrize("how", ["as usual", "no_sync", "late", "compiled"])
+def test_steps_that_add_up_on_four_ranks(how):
+    run_ranks(steps_add_up, 4, how, timeout=200)
+
+
+def uneven():
+    """Three tp ranks have other shards, and so other ranges of what all of them have."""
+    manager = setup_process_group_manager(tp_size=3, dp_size=2)
+    plan = {"layers.*.up": "column", "layers.*.down": "row", "head": "column_gather"}
+    ranges = set()
+    for bucket_size in (400, 500, 700, 2**24):
+        model = parallelize(made(), manager, plan=plan, bucket_size=bucket_size)
+        shard_optimizer(torch.optim.SGD(model.parameters(), 0.1), model, stage=1)
+        train_step(model, shard_global_batch(batch(0), 1, model=model))
+        assert far(full_gradients(model), expected(1)) < 1e-11, bucket_size
+        shards = parameter_shards(model)
+        ranges |= {(bucket_size, s.name, s.start, s.stop) for s in shards if "scale" in s.name}
+    return manager.dp_rank, ranges
+
+
+def test_ranges_that_differ_between_tp_ranks():
+    found = run_ranks(uneven, 6, timeout=100)
+    assert len({frozenset(ranges) for place, ranges in found if place == 0}) > 1
+
+
+def whole_of(model):
+    """Return the gradients of parameters that every tp rank has whole."""
+    names = ("norm", "scale", "temperature", "first", "second")
+    return {
+        name: each.grad.full_tensor() if isinstance(each.grad, DTensor) else each.grad
+        for name, each in model.named_parameters()
+        if each.grad is not None and any(part in name for part in names)
+    }
+
+
+def in_own_loops():
+    """A backward of one's own sums by itself: thawed parameters and parts divided before, too."""
+    manager = setup_process_group_manager(tp_size=2, dp_size=2)
+    wanted = {n: g for n, g in expected(1).items() if n in whole_of_names()}
+    for options in ({}, SHARED):
+        model = apply_tensor_parallel(made(), PLAN, manager.tp_group, **options)
+        model.layers[0].scale.requires_grad_(False)
+        model.layers[1].norm.requires_grad_(False)
+        loss_of(model, 1).backward()
+        model.zero_grad()
+        model.layers[0].scale.requires_grad_(True)
+        model.layers[1].norm.requires_grad_(True)
+        loss_of(model, 0).backward()
+        assert far(whole_of(model), wanted) < 1e-11, options
+    model = made()
+    inner = {"up": "column", "down": "row"}
+    apply_tensor_parallel(model.layers[0], inner, manager.tp_group)
+    rest = {n: s for n, s in PLAN.items() if n not in ("layers.*.up", "layers.*.down")}
+    rest |= {"layers.1.up": "column", "layers.1.down": "row"}
+    apply_tensor_parallel(model, rest, manager.tp_group)
+    loss_of(model, 0).backward()
+    assert far(whole_of(model), wanted) < 1e-11, "a part was divided before"
+
+
+def whole_of_names():
+    model = made()
+    loss_of(model, 0).backward()
+    return whole_of(model)
+
+
+def test_loops_of_ones_own():
+    run_ranks(in_own_loops, 4, timeout=100)
+
+
+def under_fsdp():
+    manager = setup_process_group_manager(tp_size=2, dp_size=2)
+    wanted = {n: g for n, g in expected(2).items() if n in whole_of_names()}
+    for options in ({}, SHARED):
+        model = apply_tensor_parallel(made(), PLAN, manager.tp_group, **options)
+        mesh = DeviceMesh.from_group(manager.dp_group, "cpu")
+        for module in (*model.layers, model):
+            fully_shard(module, mesh=mesh)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)
+        rows = slice(manager.dp_rank * 4, manager.dp_rank * 4 + 4)
+        for number in range(2):
+            loss_of(model, number, rows).backward()
+        assert far(whole_of(model), wanted) < 1e-11, options
+
+
+def test_fully_sharded_parameters():
+    run_ranks(under_fsdp, 4, timeout=100)
+
+
+class Hidden(torch.autograd.Function):
+    """Keeps the group of tensor parallelism, and might communicate."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient, None
+
+
+def refused():
+    manager = setup_process_group_manager(tp_size=2, dp_size=2)
+    net = made()
+    net.layers[0].register_forward_hook(lambda _m, _i, x: Hidden.apply(x, manager.tp_group))
+    model = parallelize(net, manager, plan=PLAN)
+    with pytest.raises(InvalidArgumentError, match="Hidden, which holds the process group of tens"):
+        train_step(model, shard_global_batch(batch(0), 1, model=model))
+
+
+def test_a_function_that_may_communicate_is_refused():
+    assert math.isfinite(len(run_ranks(refused, 4, timeout=100)))
