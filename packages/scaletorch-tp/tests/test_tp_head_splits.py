@@ -286,3 +286,27 @@ def unknown():
 
 def test_what_cannot_be_told_is_warned_of():
     run_ranks(unknown, 2)
+
+
+def within_compiled_code():
+    model = apply_tensor_parallel(
+        nn.Sequential(Attention(by_count, num_heads=HEADS)).double(),
+        {f"0.{name}": style for name, style in PLAN.items()},
+        dist.group.WORLD,
+    )
+    x = torch.ones(2, 3, WIDTH, dtype=torch.float64)
+    with pytest.warns(RuntimeWarning, match="'0' runs compiled, so it was not checked whether"):
+        torch.compile(model, backend="eager")(x)
+    model = copy.deepcopy(nn.Sequential(Attention(by_count, num_heads=HEADS)).double())
+    plan = {f"0.{name}": style for name, style in PLAN.items()}
+    model = apply_tensor_parallel(model, plan, dist.group.WORLD)
+    model[0].compile(backend="eager")
+    with (
+        torch.compiler.set_stance("force_eager"),
+        pytest.raises(InvalidArgumentError, match="num_heads = 4 is the whole's"),
+    ):
+        model(x)
+
+
+def test_compiled_code_is_looked_at_as_it_is_written_or_named():
+    run_ranks(within_compiled_code, 2, timeout=120)

@@ -76,6 +76,7 @@ LAYOUTS = [
     Layout({"dp": 2}, zero=2, micro_batches=2),
     *[Layout({"pp": 2}, {"schedule": name}, 2) for name in SCHEDULES],
     Layout({"pp": 2}, {"schedule": "1f1b"}),
+    Layout({"tp": 2}, compiled=True),
     Layout({"tp": 4}),
     Layout({"tp": 4}, SHARED),
     Layout({"cp": 4}),
@@ -94,4 +95,6 @@ LAYOUTS = [
     Layout({"pp": 2, "tp": 2}, {"schedule": "dualpipe_v"}, 2),
     Layout({"pp": 2, "cp": 2}, {"schedule": "zb_v"}, 2),
     Layout({"pp": 2, "cp": 2}, {"schedule": "1f1b"}),
+    Layout({"dp": 2, "tp": 2}, SHARED, compiled=True),
+    Layout({"cp": 2, "tp": 2}, compiled=True),
 ]

@@ -29,7 +29,7 @@ class Cut(NamedTuple):
         whole: The global batch, or what of it this data-parallel rank has read.
         sequences: Which positions this rank has, and where packed documents begin.
         own: `whole` is what this data-parallel rank has read.
-        row_dims: Each entry's dim of rows; None for those that every micro-batch has whole.
+        row_dims: The dim of each entry that is rows; None if every micro-batch gets it whole.
     """
 
     layout: str

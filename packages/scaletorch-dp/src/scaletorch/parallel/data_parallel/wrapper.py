@@ -201,7 +201,7 @@ class _DataParallel(ModuleWrapper):
         This one synchronises nothing any more.
         """
         self.reset()
-        self._syncs = self._idle_syncs()  # hooks go with those that had the parameters
+        self._syncs = self._idle_syncs()  # dropping the old ones removes their hooks
 
     @contextmanager
     def nonfinite_held(self) -> Iterator[list[NonFiniteError]]:

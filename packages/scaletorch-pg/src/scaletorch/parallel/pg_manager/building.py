@@ -13,7 +13,7 @@ from .linear_layers import (
     weight_factors,
 )
 from .loss import mean_over
-from .modes import eagerly, evaluating
+from .modes import eagerly, evaluating, runs_compiled
 from .module_classes import class_before, deep_copy, shallow_copy
 from .module_names import matching, no_match
 from .outputs import forget_watchers, mark_staged, runs_as_stages, show_output, watch_outputs
@@ -38,6 +38,7 @@ __all__ = [
     "plain_linears",
     "refuse_generate",
     "runs_as_stages",
+    "runs_compiled",
     "shallow_copy",
     "show_output",
     "take_forward",

@@ -33,3 +33,12 @@ def eagerly() -> Iterator[None]:
         return
     with torch.compiler.set_stance("force_eager"):
         yield
+
+
+def runs_compiled() -> bool:
+    """Return whether compiled code has called what runs, so that it cannot run uncompiled."""
+    try:
+        with eagerly():
+            return False
+    except RuntimeError:  # of torch.compiler.set_stance
+        return True

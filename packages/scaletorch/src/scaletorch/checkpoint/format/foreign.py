@@ -1,4 +1,4 @@
-"""Folders that other libraries have written, which must not pass for empty ones."""
+"""Recognise checkpoints of other libraries, which must not pass for empty folders."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _KNOWN = {
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Refuse a folder that has somebody else's checkpoint and none of ours.
+    """Refuse a folder that holds a checkpoint of another library.
 
     Raises:
         CheckpointError: It has, with what it is and how that is loaded.

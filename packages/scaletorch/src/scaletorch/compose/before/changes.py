@@ -1,4 +1,4 @@
-"""What a forward changes in its model: refused, or warned of, unless one process does the same.
+"""Refuse, or warn of, changes that a forward makes to its model unless one process makes the same.
 
 Buffers and parameters are refused. Numbers and texts that a module keeps as plain attributes are
 warned of: some are counts on which the next forward depends, others are only kept for a reader, and
@@ -55,7 +55,7 @@ Looks = dict[Key, str]  # how their values look
 
 
 class _Changes:
-    """What forwards have changed, and how it looked after each of them."""
+    """The changes that forwards have made, and the values after each forward."""
 
     def __init__(self, model: nn.Module, writes: Writes) -> None:
         self.model, self.writes = model, writes

@@ -1,6 +1,6 @@
-"""The calls of a module surrounded: its hooks, its compiled code and its own `__call__` are inside.
+"""Run code before and after each call of a module, around its hooks and its own `__call__`.
 
-The module gets a subclass of its class. Copies and pickles of it are of its own class again.
+The module gets a subclass of its class. Copies and pickles of it have its own class again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _NAMES = ("__name__", "__qualname__", "__module__", "__doc__")
 
 
 class Surrounding(Protocol):
-    """What surrounds the calls of a module."""
+    """Code that runs before and after the calls of a module."""
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Return the arguments of a call."""

@@ -249,7 +249,7 @@ def _unknown(model: nn.Module, missing: Mapping[str, tuple[float, str]]) -> str:
         f"{name} has no plan of its own for its layers (_tp_plan of transformers), and is of no "
         f"known model family{near}; pass plan={{'pattern of module names': style}}, with 'column' "
         "for layers that make heads or inner features (queries, keys, values, gate and up), 'row' "
-        "for those that take them (output, down), 'vocab' for the embedding of tokens and "
+        "for layers that take these as input (output, down), 'vocab' for embeddings of tokens and "
         "'column_gather' for the head"
     )
 

@@ -1,4 +1,4 @@
-"""What the modules of a model say of heads: numbers and lengths, on themselves and in configs."""
+"""Find the numbers and lengths of heads in the attributes of modules and of their configs."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _MOST = 512  # entries of a config; what has more is none
 
 
 def find_splitters(model: nn.Module, matches: Matches) -> dict[nn.Module, HeadCounts]:
-    """Return the smallest modules that hold column- and row-parallel layers, and what they read.
+    """Return the smallest modules that hold column- and row-parallel layers, with their heads.
 
     Args:
         model: The plain model, with numbers of the whole.

@@ -1,9 +1,9 @@
-"""How a module's own code splits a rank's share of features into heads.
+"""Check how a module splits a rank's shard of the features into heads.
 
-A module that reads the whole's number of heads, as in `q.view(b, n, self.num_heads, -1)`, would
-make as many heads of half the length on each of two ranks, and nothing would fail. So in the first
-forward of a module its column-parallel layers' outputs are followed through what keeps their
-features, and where these are split a head must have the length that it has in one process.
+A module that computes `q.view(b, n, self.num_heads, -1)` with the number of heads of the whole
+model makes all heads, each of half the length, on both of two ranks, and nothing fails. So the
+first forward of a module follows the outputs of its column-parallel layers; when they are split, a
+head must be as long as in one process.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from ....dist.building import tensors_in
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ...pg_manager.building import eagerly, runs_compiled
 from ..cuts.cut import Cut
 from .surround import Surrounded, cannot_surround, own_class, own_code, surround
-from .uncompiled import around_compiled, compiles
+from .uncompiled import around_compiled, warn_unlooked
 
 WAY_OUT = (
     "Write -1 for the number of heads and give their length, x.view(*x.shape[:-1], -1, head_dim), "
@@ -37,11 +38,11 @@ WAY_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class HeadCounts:
-    """What a module can read of numbers of heads, in the whole.
+    """The numbers of heads of the whole model that a module can read.
 
     Attributes:
         name: The module's name in the model.
-        counts: Number -> the place of its reading, by modules and configs of all levels.
+        counts: Number -> the attribute that holds it, on modules and configs of all levels.
         near: The numbers of the nearest level that has any.
         lengths: Lengths of a head.
         groups: Numbers of groups of its group norms.
@@ -120,14 +121,17 @@ class SplitsHeads(Surrounded):
     @around_compiled
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward; refuse one that splits shares as if they were the whole."""
-        if self._head_counts is None or compiles():
+        if self._head_counts is not None and runs_compiled():
+            warn_unlooked(f"'{self._head_counts.name}'", "whether it splits features between heads")
+            del self._head_counts
+        if self._head_counts is None:
             return super().forward(*args, **kwargs)
         rows: Any = (m for m in self.modules() if getattr(m, "input_is_parallel", False))
         ends = [features_of(m.cut, m.tp_rank, "a row-parallel layer") for m in rows]
         splits = _Splits(own_class(self).__name__, self._head_counts, ends)
         token = _looking.set(splits)
         try:
-            with splits:
+            with eagerly(), splits:  # compiled code calls no modes
                 out = super().forward(*args, **kwargs)
         finally:
             _looking.reset(token)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -18,7 +19,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _hides: list[Callable[[], None]] = []  # tell the compiler to leave what is decorated here alone
-_hidden: list[bool] = []  # whether it was told
 
 
 def uncompiled(call: Callable[P, R]) -> Callable[P, R]:
@@ -54,13 +54,18 @@ def _outside(call: Callable[P, R], recursive: bool) -> Callable[P, R]:
     return outside
 
 
-def compiles() -> bool:
-    """Return whether this process has compiled around anything that is decorated here."""
-    return bool(_hidden)
+def warn_unlooked(module: str, what: str) -> None:
+    """Warn that a module runs in compiled code, of which a check sees nothing."""
+    warnings.warn(
+        f"{module} runs compiled, so it was not checked {what}: run the first forward as it is "
+        "written, within torch.compiler.set_stance('force_eager'), as train_step of "
+        "scaletorch.compose does",
+        RuntimeWarning,
+        stacklevel=3,
+    )
 
 
 def _hide_all() -> None:
-    _hidden.append(True)
     for hide in _hides:
         hide()
 

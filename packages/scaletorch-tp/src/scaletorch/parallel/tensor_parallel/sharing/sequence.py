@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup
 from ....dist import get_rank, get_world_size
 from ....dist.errors import InvalidArgumentError
 from ...pg_manager import describe_rank
+from ...pg_manager.building import eagerly, runs_compiled
 from ..cuts.cut import shard_sizes
 from ..layers.base import TensorParallelLayer
 from ..layers.heads import HeadParameters
@@ -28,7 +29,7 @@ from ..regions.region import Region, region_runs
 from ..regions.sequence_shares import SequenceShares, find_shares
 from ..regions.shape_errors import IN_MODEL, shapes_explained
 from ..regions.surround import SharedGroup, Surrounded, own_class, surround
-from ..regions.uncompiled import around_compiled, compiles
+from ..regions.uncompiled import around_compiled, warn_unlooked
 from .between_layers import guard_outside
 from .joining import JoinSequence
 from .mixing import RefuseMixing, present_layers
@@ -44,9 +45,7 @@ class SequenceRoot(Surrounded):
 
     _sequence: SequenceShares | None = None  # a slice of an nn.Sequential has none
     _configs: Sequence[Any] = ()  # of models of transformers
-    _looked_at: frozenset[tuple[int, ...]] = (
-        frozenset()
-    )  # which layers ran while mixing was refused
+    _looked_at: frozenset[tuple[int, ...]] = frozenset()  # layers that ran while mixing was refused
     _layered: bool = False  # sequences are whole before and behind the layers
 
     @around_compiled
@@ -69,11 +68,14 @@ class SequenceRoot(Surrounded):
             stack.enter_context(whole_masks(self._configs, self._sequence))
             if self.training and not self._layered:  # else layers do
                 stack.enter_context(sharded_random(self._tp_group.group))
-            # A single token cannot be told from a dim of size 1, and compiled code calls no modes.
+            # A single token cannot be told from a dim of size 1.
             own = self._sequence.own or 1
             runs = present_layers(self)
-            looks = own > 1 and runs not in self._looked_at and not compiles()
-            if looks:
+            looks = own > 1 and runs not in self._looked_at
+            if looks and runs_compiled():
+                warn_unlooked(own_class(self).__name__, "whether it mixes the tokens of shares")
+            elif looks:
+                stack.enter_context(eagerly())  # compiled code calls no modes
                 stack.enter_context(RefuseMixing(own, self._sees_whole))
             result = super().forward(*args, **kwargs)
         if looks:
@@ -133,7 +135,7 @@ def share_sequences(model: M, group: ProcessGroup | None, whole: Sequence[nn.Mod
 
 
 def _as_it_is(model: nn.Module, whole: Sequence[nn.Module]) -> set[nn.Module]:
-    """Return the modules inside of those that see whole sequences, or of tables."""
+    """Return the modules within embeddings, and within modules that see whole sequences."""
     inside = {inner for module in whole for inner in module.modules()} - {*whole}
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     return inside | {inner for table in tables for inner in [*table.modules()][1:]}
