@@ -347,6 +347,18 @@ class Calls(nn.Module):
         return self.call(self, q)
 
 
+class Attends(torch.autograd.Function):
+    """Would attend in its backward again, outside of the model."""
+
+    @staticmethod
+    def forward(q):
+        return _sdpa(q)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+
 def _sdpa(q, k=None, **options):
     k = q if k is None else k
     return F.scaled_dot_product_attention(q, k, k, **options)
@@ -361,11 +373,15 @@ REFUSED = {
     "torch": (lambda self, q: self.mha(q[0], q[0], q[0]), "nn.MultiheadAttention computes"),
     "function": (
         lambda _, q: checkpoint(_sdpa, q, use_reentrant=False),
-        "checkpoint the module around it",
+        "let it call the module around the attention",
     ),
     "reentrant function": (
         lambda _, q: checkpoint(_sdpa, q.requires_grad_(), use_reentrant=True),
-        "checkpoint the module around it",
+        "let it call the module around the attention",
+    ),
+    "autograd function": (
+        lambda _, q: Attends.apply(q),
+        "let it call the module around the attention",
     ),
     "nothing": (lambda _, q: q * 2, "Calls.forward never called F.scaled_dot_product_attention"),
 }

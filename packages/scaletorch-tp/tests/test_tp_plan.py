@@ -202,7 +202,7 @@ def test_heads_are_counted_also_where_the_module_has_no_counts():
 
 def test_a_model_that_only_resembles_a_family_is_refused():
     far = nn.Sequential(nn.Linear(2, 2))
-    refuse(far, None, 1, "is of no known model family; pass plan=", "'row' for those that take")
+    refuse(far, None, 1, "is of no known model family; pass plan=", "'row' for layers that take")
     model = Model()
     for block in model.layers:
         block.mlp.down = block.mlp.__dict__["_modules"].pop("down_proj")

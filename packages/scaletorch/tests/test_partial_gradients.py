@@ -73,6 +73,28 @@ def made(depth=2):
     return Net(depth).double()
 
 
+class Again(torch.autograd.Function):
+    """A checkpoint of one's own: it runs a layer again, and backward, in its own backward."""
+
+    @staticmethod
+    def forward(ctx, x, run):
+        ctx.run, ctx.x = run, x.detach()
+        with torch.no_grad():
+            return run(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x = ctx.x.requires_grad_()
+        with torch.enable_grad():
+            ctx.run(x).backward(gradient)
+        return x.grad, None
+
+
+class LayerRunAgain(Layer):
+    def __call__(self, x):
+        return Again.apply(x, super().__call__)
+
+
 def batch(number):
     tokens = torch.randint(WORDS, (8, 9), generator=torch.Generator().manual_seed(number))
     return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:].contiguous()}
@@ -121,8 +143,11 @@ def steps_add_up(how):
             continue  # the stage before would have to know
         manager = setup_process_group_manager(**sizes)
         net = made()
-        for layer in net.layers if how == "compiled" else ():
-            layer.compile(backend="eager")
+        for layer in net.layers:
+            if how == "compiled":
+                layer.compile(backend="eager")
+            if how == "run again":
+                layer.__class__ = LayerRunAgain
         model = parallelize(net, manager, plan=PLAN, **options)
         if zero:
             optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -140,7 +165,7 @@ def steps_add_up(how):
         destroy_process_group_manager()
 
 
-@pytest.mark.parametrize("how", ["as usual", "no_sync", "late", "compiled"])
+@pytest.mark.parametrize("how", ["as usual", "no_sync", "late", "compiled", "run again"])
 def test_steps_that_add_up_on_four_ranks(how):
     run_ranks(steps_add_up, 4, how, timeout=200)
 

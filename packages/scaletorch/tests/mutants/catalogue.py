@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from .context_faults import CONTEXT
 from .data_faults import DATA
-from .expert_faults import AROUND, BESIDE, EXPERTS
+from .expert_faults import AROUND, EXPERTS
 from .mutant import Mutant
 from .pipeline_faults import PIPELINE
 from .router_faults import ORDER, ROUTERS
@@ -24,7 +24,6 @@ MUTANTS: Mapping[str, Mutant] = {
         WHOLE,
         EXPERTS,
         AROUND,
-        BESIDE,
         ROUTERS,
         ORDER,
     )

@@ -15,10 +15,8 @@ from .mutant import Catalogue
 
 EXPERTS = Catalogue("parallel.expert_parallel")
 AROUND = Catalogue("compose")
-BESIDE = Catalogue("parallel.tensor_parallel")
 fault = partial(EXPERTS.fault, model="routed")
 around = partial(AROUND.fault, model="routed")
-beside = partial(BESIDE.fault, model="routed")
 EXPERTS_OWN = "backward: *.experts ; synchronisation: *.experts.*"
 
 
@@ -255,21 +253,20 @@ def shared_expert_summed_twice(wrapper: Any) -> Any:
     return summed
 
 
-@beside(
-    "tensor_parallel:share_sequences",
+@around(
+    "partial_gradients:_sort",
     layout="1x1x1x2-ep2",
     sequence_parallel="on",
     born="backward: *.gate ; synchronisation: *.gate.weight",
 )
-def router_gradient_of_own_share_of_the_sequence(share: Any) -> Any:
-    """With sequence parallelism a router's gradient is not summed over tp, nor is that seen."""
+def router_gradient_of_own_share_of_the_sequence(sort: Any) -> Any:
+    """With sequence parallelism a router's gradient is not summed over tp."""
 
-    def leaving(model: nn.Module, group: Any, replicated: Any, whole: Any) -> Any:
-        routers = (m for name, m in model.named_modules() if name.endswith(".gate"))
-        model._forward_hooks.clear()  # that looks for parameters whose gradients nobody sums
-        return share(model, group, [*replicated, *routers], whole)
+    def forgetful(known: Any) -> None:
+        sort(known)
+        known.names = [name for name in known.names if not name.endswith(".gate.weight")]
 
-    return leaving
+    return forgetful
 
 
 @around("norm:expert_names", layout="2x1x1x1-ep2", born="update: norm")

@@ -88,8 +88,8 @@ def labels_of_next_micro_batch(post_init: Any) -> Any:
         post_init(self)
         batches = self.stages.inputs.batches
         labels = [batch["labels"] for batch in batches]
-        rotated = [*labels[1:], labels[0]]
-        batches[:] = [{**b, "labels": each} for b, each in zip(batches, rotated, strict=True)]
+        for batch, of_next in zip(batches, [*labels[1:], labels[0]], strict=True):
+            batch["labels"] = of_next
 
     return mixed
 

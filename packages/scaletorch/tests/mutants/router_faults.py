@@ -15,6 +15,7 @@ from scaletorch.dist import get_world_size
 
 from .mutant import Catalogue
 from .routed import Output
+from .whole_faults import UNLIKE_SEEN, unseen
 
 ROUTERS = Catalogue("compose")
 ORDER = Catalogue("parallel.expert_parallel")
@@ -84,9 +85,11 @@ def balance_times_tp(loss: Any) -> Any:
     return lambda *given, **options: loss(*given, **options) * 2
 
 
-@fault(layout="1x1x1x2-ep2", sequence_parallel="on", born="forward: loss")
+@fault(UNLIKE_SEEN, layout="1x1x1x2-ep2", sequence_parallel="on", born="forward: loss")
 def balance_of_own_share_of_the_sequence(loss: Any) -> Any:
-    """With sequence parallelism a rank takes its share of the tokens for all of them."""
+    """With sequence parallelism a rank takes its share of the tokens for all, unseen."""
+    if loss.__name__ == "_require_alike":
+        return unseen
     return lambda *given, **options: loss(*given, **options | {"shares_sequences": False})
 
 

@@ -16,6 +16,11 @@ from .mutant import Catalogue
 
 WHOLE = Catalogue("compose")
 fault = WHOLE.fault
+UNLIKE_SEEN = "own_loss:_require_alike"  # finds a loss that tensor-parallel ranks do not share
+
+
+def unseen(*_: Any, **_options: Any) -> None:
+    """Find nothing."""
 
 
 @fault("parallelize:DataParallelBucket", layout="2x1x1x1", born="synchronisation: gradients")
@@ -86,10 +91,16 @@ def loss_of_one_rank(summed: Any) -> Any:
 
 
 @fault(
-    "loss:vocab_parallel_cross_entropy", layout="1x1x1x2", loss_parallel="on", born="forward: loss"
+    "loss:vocab_parallel_cross_entropy",
+    UNLIKE_SEEN,
+    layout="1x1x1x2",
+    loss_parallel="on",
+    born="forward: loss",
 )
 def loss_of_own_vocabulary(loss: Any) -> Any:
-    """A rank's loss knows its own part of the vocabulary alone."""
+    """A rank's loss knows its own part of the vocabulary alone, and no rank compares."""
+    if loss.__name__ == "_require_alike":
+        return unseen
 
     def own(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
         beyond = labels >= logits.shape[-1]

@@ -125,8 +125,8 @@ def apply_context_parallel(
 
     Refused when they are met: masks, dropout, `generate`, decoding and cross attention, full
     attention if `layout` says "zigzag" (but within `ShardedSequences.inside`),
-    nn.MultiheadAttention, attention in a checkpointed function that is no module, and a forward
-    without attention.
+    nn.MultiheadAttention, attention in a checkpointed or autograd function that calls no module
+    around it, and a forward without attention.
 
     Args:
         model: Any module; plain `nn.Module` code that knows nothing of this.

@@ -40,6 +40,7 @@ class _Running(threading.local):
 
 
 _running = _Running()
+_HIDING = ("torch.utils.checkpoint", "torch.autograd.function")  # what runs in backward by itself
 _require_apart = torch.compiler.disable(require_apart)  # a compiled model is asked as it is written
 
 
@@ -93,7 +94,7 @@ class AttentionOverride(TorchFunctionMode):
         if self._whole:
             return func(*args, **kwargs)
         if func is F.scaled_dot_product_attention:
-            _refuse_bare_checkpoint(sys._getframe(1))
+            _refuse_bare_function(sys._getframe(1))
             return self._sdpa(*args, **kwargs)
         if func is F.multi_head_attention_forward:
             raise refusal(
@@ -232,19 +233,20 @@ def _turned_on(settings: Settings, given: Mapping[str, Any]) -> Iterator[Attenti
         _running.overrides.pop()
 
 
-def _refuse_bare_checkpoint(frame: Any) -> None:
-    """Refuse attention in a function that is checkpointed by itself, not as a module.
+def _refuse_bare_function(frame: Any) -> None:
+    """Refuse attention in a checkpointed or autograd function that passes no module.
 
-    Its recomputation would pass no module's forward and so, in silence, attend to this rank's
-    shard alone. Between the call and the nearest forward of ours must be no checkpoint.
+    What it does in backward would pass no module's forward and so, in silence, attend to this
+    rank's shard alone. Between the call and the nearest forward of ours must be none.
     """
     while frame is not None and not (
         frame.f_code.co_name == "forward" and frame.f_globals is globals()
     ):
-        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+        if frame.f_globals.get("__name__") in _HIDING:
             raise refusal(
-                "attention in a function that is checkpointed by itself would be recomputed "
-                "without the other ranks: checkpoint the module around it"
+                "attention in a function that is checkpointed by itself, or is an autograd "
+                "function, would be recomputed without the other ranks: let it call the module "
+                "around the attention"
             )
         frame = frame.f_back
 

@@ -22,6 +22,7 @@ from ..layers.base import TensorParallelLayer
 from ..regions.overlap import Enter
 from ..regions.sequence_shares import find_shares
 from ..regions.surround import own_class
+from .inner_backward import watch_inner_backward
 from .shared_tail import SumTail
 
 
@@ -205,6 +206,7 @@ class Walk:
             )
         if not _is_ours(kind) and not kind.__module__.startswith("torch."):
             self._note_opaque(kind)
+            self._follow_inner(node, step.reach)
         return step.reach
 
     def _follow_later(self, node: Any, reach: Reach) -> None:
@@ -221,6 +223,15 @@ class Walk:
             return output
 
         node.run_function = run_and_follow
+
+    def _follow_inner(self, node: Node, reach: Reach) -> None:
+        """Follow the graphs that a function makes in its backward, if it makes any."""
+
+        def look(outputs: list[Tensor]) -> None:
+            walk = Walk(self._model, self._group, self._known, self._note, self._note_opaque)
+            walk.follow([(x.grad_fn, reach) for x in outputs if x.grad_fn is not None])
+
+        watch_inner_backward(node, look)
 
     def _settle(self) -> None:
         """Note what was found.
