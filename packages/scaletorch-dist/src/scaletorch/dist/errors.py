@@ -23,6 +23,10 @@ class MismatchError(ScaletorchError, RuntimeError):
     """Ranks disagree about something they must agree on; the message shows both sides."""
 
 
+class RehearsalError(ScaletorchError, RuntimeError):
+    """A layout computes something else than one process; the message says where, and how far."""
+
+
 class VersionMismatchError(ScaletorchError, ImportError):
     """Wheels of this project that do not fit together; the message names both and the way out."""
 

@@ -17,6 +17,7 @@ from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
 from ..parallel.pipeline_parallel import PipelineParallel
 from .balance import RouterLoss
 from .outline import base_of
+from .rehearsal.plain import Plain
 
 Counting = Callable[[Tensor], Tensor]  # ids [B, L] -> positions [B, L]
 
@@ -49,6 +50,8 @@ class Terms:
         outline: Of the plain model, for adapters that come later; None if put together by hand.
         wrapping: How its stage is wrapped, beside the groups.
         originals: The plain model's parameters, as code may hold them that had them before.
+        plain: The plain model, without memory for its weights; None if it is not to be rehearsed.
+        rehearses: Whether the next training step is rehearsed.
     """
 
     name: str
@@ -71,6 +74,8 @@ class Terms:
     outline: nn.Module | None = None
     wrapping: Mapping[str, Any] = field(default_factory=dict)
     originals: Mapping[str, ref[Tensor]] = field(default_factory=dict)
+    plain: Plain | None = None
+    rehearses: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Terms:
         """Return the terms of a copy, on the same grid."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from torch import nn
 
+from ..dist import get_rank
 from ..dist.errors import InvalidArgumentError
 from ..parallel.context_parallel import apply_context_parallel
 from ..parallel.context_parallel.building import find_undivided
@@ -27,6 +29,7 @@ from .forward import Terms, keep_terms, read_terms, require_manager, require_own
 from .loss import keep_logits_sharded
 from .outline import outline_of
 from .recompute import offload_layers, recompute_layers, select_layers
+from .rehearsal.plain import Plain
 from .updates import watch
 from .whole_state import keep_whole_state
 
@@ -58,6 +61,7 @@ def parallelize(
     cp_layout: str = "zigzag",
     cp_method: str = "ring",
     data_parallel: Mapping[str, Any] | None = None,
+    rehearse: bool = True,
 ) -> DataParallelBucket:
     """Put a model on every axis of a grid, in place; what comes back knows the grid.
 
@@ -78,6 +82,8 @@ def parallelize(
         cp_layout: Of positions: "zigzag" for causal attention, "contiguous" for attention to all.
         cp_method: How cp ranks attend: "ring", "all_gather", "ulysses", "hybrid" or "auto".
         data_parallel: Further settings of `DataParallelBucket`, such as `grad_type` or `order`.
+        rehearse: The first `train_step` is rehearsed before it: a small batch of it is trained on
+            the layout and compared, unit by unit, with what the plain model computes whole.
 
     Returns:
         The model's stage of this rank, with gradients summed over the ranks that have the same.
@@ -89,6 +95,8 @@ def parallelize(
     """
     settings = _Settings(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method)
     terms = _checked(model, manager, settings, (data_parallel or {}).get("init_sync", "check"))
+    if rehearse and manager.world_size > 1:
+        keep_plain(model, terms)
     layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
     if manager.tp_size > 1:  # while all layers are there; one rank needs no plan
         _shard_layers(model, manager, layers, settings)
@@ -113,6 +121,19 @@ def wrap(stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager) ->
     keep_terms(parallel, terms)
     watch(parallel, manager)
     return parallel
+
+
+def keep_plain(model: nn.Module, terms: Terms) -> None:
+    """Keep the structure of a plain model, which the first step is compared with."""
+    try:
+        terms.plain, terms.rehearses = Plain(model), True
+    except Exception as error:  # a module of any kind
+        if get_rank() == 0:
+            warnings.warn(
+                f"{terms.name} is not rehearsed, since it cannot be copied ({error})",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
 
 def _shard_layers(

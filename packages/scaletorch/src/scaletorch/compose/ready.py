@@ -120,7 +120,7 @@ def _called(
         model.wrapped.refuse_others(model.module)
     pipeline = pipeline_of(model)
     pipeline.check_ties()
-    called = [_as_called(batch, terms) for batch in batches]
+    called = [as_called(batch, terms) for batch in batches]
     if manager.cp_size > 1:
         cut = next((batch.cut for batch in batches if isinstance(batch, MicroBatch)), None)
         if cut is not None:  # others may have been sharded since, for another model
@@ -130,7 +130,7 @@ def _called(
     return called
 
 
-def _as_called(batch: Batch, terms: Terms) -> Called:
+def as_called(batch: Batch, terms: Terms) -> Called:
     """Return a micro-batch with the entries that the model is to be called with.
 
     Raises:

@@ -29,6 +29,7 @@ from .loss import find_sharded_head, require_labels_fit, require_logits_alone, t
 from .own_loss import CountFunction, LossFunction, OwnLoss
 from .partial_gradients import summed_once
 from .ready import look_first, ready
+from .rehearsal.rehearse import rehearse_step
 from .updates import forget_gradients, note_gradients
 
 
@@ -80,6 +81,10 @@ def train_step(
         own = OwnLoss(loss_fn, count_fn, model, manager, trains=True)
     elif count_fn is not None:
         raise InvalidArgumentError("count_fn counts what a loss_fn sums: pass that too")
+    if terms.rehearses:
+        terms.rehearses = False
+        step = partial(_trained, model, manager, terms, loss_fn, count_fn)
+        rehearse_step(model, micro_batches, terms, manager, step, loss_fn)
     called, count = ready(model, micro_batches, manager, terms, own)
     if own is not None and not count:
         raise InvalidArgumentError("no rank's micro-batches have anything that the loss counts")
@@ -92,6 +97,18 @@ def train_step(
         own = own or OwnLoss(tokens, None, model, manager, trains=True)
         with _first_step(model, called, manager, terms):
             return _step(model, called, count, manager, terms, scaler, own)
+
+
+def _trained(
+    model: DataParallelBucket,
+    manager: ProcessGroupManager,
+    terms: Terms,
+    loss_fn: LossFunction | None,
+    count_fn: CountFunction | None,
+    micro_batches: Sequence[Batch],
+) -> Tensor:
+    """Train micro-batches of a rehearsal."""
+    return train_step(model, micro_batches, manager, loss_fn=loss_fn, count_fn=count_fn)
 
 
 def _step(

@@ -6,6 +6,7 @@ from ..runtime.early import AHEAD, IN_FLIGHT
 from ..splitting.balance import parameter_costs
 from ..splitting.split import parts_of
 from ..stages.adopting import adopt
+from ..stages.calls import release, surround
 from ..stages.cut import PassThrough
 from ..stages.pairs import run_pairs
 from ..stages.stand_ins import stands
@@ -21,6 +22,8 @@ __all__ = [
     "parameter_costs",
     "parts_of",
     "read",
+    "release",
     "run_pairs",
     "stands",
+    "surround",
 ]

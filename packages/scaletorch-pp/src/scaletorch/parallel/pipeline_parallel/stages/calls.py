@@ -46,8 +46,13 @@ class _Calls:
         self.running = 0
 
 
-def surround(module: nn.Module, surrounding: Surrounding) -> None:
+def surround(module: nn.Module, surrounding: Surrounding, *, innermost: bool = False) -> None:
     """Surround the calls of a module by one thing more.
+
+    Args:
+        module: The module.
+        surrounding: What runs before and after its calls.
+        innermost: Within all that surrounds them already, rather than around it.
 
     Raises:
         InvalidArgumentError: Its class cannot have subclasses.
@@ -65,7 +70,7 @@ def surround(module: nn.Module, surrounding: Surrounding) -> None:
                 "an nn.Module around it"
             ) from error
     calls = vars(module).setdefault(_CALLS, _Calls())
-    calls.around = (*calls.around, surrounding)
+    calls.around = (surrounding, *calls.around) if innermost else (*calls.around, surrounding)
 
 
 def is_surrounded(module: nn.Module) -> bool:

@@ -1,0 +1,170 @@
+"""A small batch of a step's own rows: the ranks' micro-batches of it, and one process's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from ...dist import all_gather_object
+from ...parallel.context_parallel import ShardedSequences
+from ...parallel.context_parallel.building import CU_SEQLENS
+from ...parallel.pg_manager import IGNORED, ProcessGroupManager
+from ..batches import Batch, Called, Cut, MicroBatch, shard_global_batch
+from ..forward import Terms
+from ..ready import as_called
+from ..row_dims import POSITIONS
+
+ROWS, LENGTH, TOKENS = 2, 512, 8192  # of a micro-batch, of a row, and at most of all rows
+
+
+@dataclass(frozen=True, slots=True)
+class OneProcess:
+    """What stands for the grid where one process is asked: one rank, which is all of each axis."""
+
+    group: ProcessGroup | None
+    tp_size: int = 1
+    cp_size: int = 1
+    pp_size: int = 1
+    dp_size: int = 1
+    ep_size: int = 1
+    dp_rank: int = 0
+    tp_rank: int = 0
+
+    def __getattr__(self, name: str) -> ProcessGroup | None:
+        """Return the group of an axis."""
+        if name.endswith("_group"):
+            return self.group
+        raise AttributeError(name)
+
+
+@dataclass(frozen=True, slots=True)
+class SmallBatch:
+    """Rows of a step, cut short.
+
+    Attributes:
+        whole: All rows that ranks have of it, in the order of one process.
+        micro_batches: This rank's.
+        called: The whole as one process's model is called with it.
+    """
+
+    whole: Batch
+    micro_batches: list[Batch]
+    called: Called
+
+    @property
+    def rows(self) -> int:
+        """How many rows all ranks have together."""
+        return len(self.whole["input_ids"])
+
+    @property
+    def sequences(self) -> ShardedSequences:
+        """Which positions this rank has."""
+        return cast(MicroBatch, self.micro_batches[0]).cut.sequences
+
+
+def small_batch(
+    micro_batches: Sequence[Batch], model: nn.Module, terms: Terms, manager: ProcessGroupManager
+) -> SmallBatch | None:
+    """Return a small batch of a step's rows; None if it was cut by hand, so that nobody knows it.
+
+    Args:
+        micro_batches: This rank's, of the step.
+        model: What `parallelize` returned.
+        terms: Its terms.
+        manager: The grid.
+    """
+    cuts = [batch.cut for batch in micro_batches if isinstance(batch, MicroBatch)]
+    if len(cuts) < len(micro_batches) or not cuts:
+        return None
+    cut, count = cuts[0], len(micro_batches)
+    kept = count if manager.pp_size > 1 else min(count, 2)
+    whole = _rows_of(cut, count, kept, manager)
+    length = whole["input_ids"].shape[1]
+    short = _short(whole, length, cut.row_dims, manager)
+    if not _counts(short):
+        short = whole
+    told = {name: dim for name, dim in cut.row_dims.items() if name in short}
+    parts = shard_global_batch(short, kept, model=model, row_dims=told)
+    alone: Any = OneProcess(manager.ep_group if manager.ep_size == 1 else _group_of_one(manager))
+    (plain,) = shard_global_batch(short, 1, alone, row_dims=told)
+    of_one = replace(
+        terms, cp_layout=None, shares_sequences=False, counts_of_ids=False, counts_otherwise=False
+    )
+    return SmallBatch(short, parts, as_called(plain, of_one))
+
+
+def _rows_of(cut: Cut, count: int, kept: int, manager: ProcessGroupManager) -> dict[str, Any]:
+    """Return the first rows of the first micro-batches of each data-parallel rank, joined."""
+    ranks = 1 if cut.own else manager.dp_size
+    shares = ranks * count
+    rows = len(cut.whole["input_ids"]) // shares
+    few = [
+        index * rows + row
+        for index in range(shares)
+        if index % count < kept
+        for row in range(min(rows, ROWS))
+    ]
+    picked = {
+        name: x if cut.row_dims.get(name) is None else _pick(x, cut.row_dims[name] or 0, few)
+        for name, x in cut.whole.items()
+    }
+    if not cut.own or manager.dp_size == 1:
+        return picked
+    everyone = all_gather_object({n: _on(x, "cpu") for n, x in picked.items()}, manager.dp_group)
+    device = cut.whole["input_ids"].device
+    return {
+        name: x
+        if cut.row_dims.get(name) is None
+        else torch.cat([each[name] for each in everyone], cut.row_dims[name] or 0).to(device)
+        for name, x in picked.items()
+    }
+
+
+def _pick(x: Tensor, dim: int, rows: Sequence[int]) -> Tensor:
+    return x.index_select(dim, torch.tensor(rows, device=x.device))
+
+
+def _on(x: Any, device: str) -> Any:
+    return x.to(device) if isinstance(x, Tensor) else x
+
+
+def _short(
+    whole: Mapping[str, Any],
+    length: int,
+    row_dims: Mapping[str, int | None],
+    manager: ProcessGroupManager,
+) -> dict[str, Any]:
+    """Return a batch with the first positions alone, if it is known what has positions."""
+    unit = 2 * manager.cp_size * manager.tp_size
+    most = max(min(LENGTH, TOKENS // len(whole["input_ids"])) // unit, 2) * unit
+    if length <= most:
+        return dict(whole)
+    shape = whole["input_ids"].shape
+    short: dict[str, Any] = {}
+    for name, x in whole.items():
+        sequences = isinstance(x, Tensor) and x.ndim > 1 and x.shape[-1] == length
+        if name in CU_SEQLENS and isinstance(x, Tensor):
+            short[name] = torch.cat([x[x < most], x.new_tensor([most])])
+        elif sequences and (x.shape == shape or name == POSITIONS):
+            short[name] = x[..., :most]
+        elif isinstance(x, Tensor) and length in x.shape:
+            return dict(whole)  # a mask, perhaps
+        else:
+            short[name] = x
+    return short
+
+
+def _counts(batch: Mapping[str, Any]) -> bool:
+    labels = batch.get("labels")
+    return not isinstance(labels, Tensor) or bool((labels != IGNORED).any())
+
+
+def _group_of_one(manager: ProcessGroupManager) -> ProcessGroup | None:
+    ranks = [manager.global_rank]
+    group: ProcessGroup = torch.distributed.new_group(ranks, use_local_synchronization=True)
+    return group

@@ -1,0 +1,136 @@
+"""How far a layout's tensors are from one process's, and how far rounding may take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+ROOM = 4.0  # epsilon x root of the additions that are allowed
+WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+_COARSE = 8.0  # epsilons of 16 bits that code around the units may be off by, each tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One tensor of the layout that is not what one process has.
+
+    Attributes:
+        order: Its place in the run; what comes first is the cause of what follows.
+        what: The tensor, and of which unit.
+        error: 2-norm of the difference over the tensor's scale; infinite where one is missing.
+        note: What is known of the difference.
+    """
+
+    order: int
+    what: str
+    error: float
+    note: str = ""
+
+
+@dataclass(slots=True)
+class Judge:
+    """Compares tensors, and keeps what differs.
+
+    Attributes:
+        chain: Additions between the inputs and any tensor, at most.
+        findings: What differs.
+        compared: How many tensors were compared.
+        worst: The largest error that is within its bound.
+    """
+
+    chain: int
+    findings: list[Finding] = field(default_factory=list)
+    compared: int = 0
+    worst: float = 0.0
+
+    def compare(
+        self,
+        what: str,
+        ours: Tensor | None,
+        theirs: Tensor | None,
+        *,
+        typical: float = 0.0,
+        exact: Callable[[], Tensor] | None = None,
+    ) -> None:
+        """Compare a layout's tensor with one process's; a missing one is zero.
+
+        Args:
+            what: Its kind, and of which unit.
+            ours: The layout's, whole.
+            theirs: One process's, in the model's dtype.
+            typical: Size of a typical element of its kind.
+            exact: Returns one process's in a wider dtype; asked where rounding of the model's
+                dtype, or too simple a bound, may explain the difference.
+        """
+        self.compared += 1
+        if ours is None or theirs is None:
+            there = theirs if ours is None else ours
+            if there is not None and bool((there != 0).any()):
+                note = "the layout has none" if ours is None else "one process has none"
+                self._find(what, math.inf, note)
+            return
+        if ours.shape != theirs.shape:
+            self._find(what, math.inf, f"{[*ours.shape]}, one process {[*theirs.shape]}")
+            return
+        dtype = ours.dtype if ours.dtype in WIDER else theirs.dtype
+        error = relative(ours, theirs, typical)
+        limit = self.limit(dtype)
+        if not error <= limit and exact is not None and dtype in WIDER:
+            wide = exact()
+            error, own = relative(ours, wide, typical), relative(theirs, wide, typical)
+            limit = max(limit, ROOM * own)
+        if error <= limit:
+            self.worst = max(self.worst, error)
+        else:
+            self._find(what, error, _ratio(ours, theirs))
+
+    def limit(self, dtype: torch.dtype) -> float:
+        """Return the largest error that rounding explains, without a wider dtype's answer."""
+        eps = torch.finfo(dtype).eps
+        if dtype in (torch.float16, torch.bfloat16):
+            return _COARSE * eps
+        return eps * ROOM * math.sqrt(self.chain)
+
+    def _find(self, what: str, error: float, note: str) -> None:
+        self.findings.append(Finding(self.compared, what, error, note))
+
+
+def relative(ours: Tensor, theirs: Tensor, typical: float = 0.0) -> float:
+    """Return the 2-norm of a difference over the tensor's scale.
+
+    That is its norm, but at least that of as many typical elements: what is smaller is what
+    remains of terms that cancel.
+    """
+    gap = float(torch.linalg.vector_norm(ours.double() - theirs.double()))
+    norm = float(torch.linalg.vector_norm(theirs.double()))
+    scale = max(norm, typical * math.sqrt(theirs.numel()))
+    return 0.0 if gap == 0 else gap / scale if scale else math.inf
+
+
+def typical_of(tensors: Iterable[Tensor]) -> float:
+    """Return the size of a typical element of all tensors together."""
+    total, count = 0.0, 0
+    for tensor in tensors:
+        total += float(torch.linalg.vector_norm(tensor.double())) ** 2
+        count += tensor.numel()
+    return math.sqrt(total / count) if count else 0.0
+
+
+def _ratio(ours: Tensor, theirs: Tensor) -> str:
+    """Say by which whole number a tensor is too large or too small, if by one."""
+    a, b = ours.double().flatten(), theirs.double().flatten()
+    size = float(b @ b)
+    if not size:
+        return ""
+    factor = float(a @ b) / size
+    for number, words in ((factor, "{} times"), (1 / factor if factor else 0.0, "1/{} of")):
+        whole = round(number)
+        if whole > 1 and abs(number - whole) < 1e-3 * whole:
+            left = float(torch.linalg.vector_norm(a - factor * b))
+            if left < 1e-3 * math.sqrt(size) * max(factor, 1.0):
+                return words.format(whole) + " one process's"
+    return ""

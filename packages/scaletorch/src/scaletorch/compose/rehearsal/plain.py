@@ -1,0 +1,156 @@
+"""The plain model as it was before it was divided, without memory for its weights."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Plain:
+    """A plain model whose weights are lent to it, those of one unit at a time.
+
+    Attributes:
+        model: A copy of the model with parameters on the meta device.
+        units: The units by the first of their names: what the model's lists of layers hold.
+        names: All names of each parameter, by its first one.
+        owners: First names of the parameters of each unit, and of the root, "".
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        """Copy a model.
+
+        Raises:
+            Exception: Whatever `copy.deepcopy` raises for this one.
+        """
+        memo: dict[int, Any] = {id(p): _on_meta(p) for p in model.parameters()}
+        memo |= {id(b): b.detach().clone() for b in model.buffers()}
+        self.model = copy.deepcopy(model, memo)
+        self.units = units_of(self.model)
+        self.names: dict[str, list[str]] = {}
+        first: dict[int, str] = {}
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            self.names.setdefault(first.setdefault(id(parameter), name), []).append(name)
+        self._places: dict[str, list[tuple[nn.Module, str, str]]] = {}
+        within = {module for unit in self.units.values() for module in unit.modules()}
+        own = [("", [m for m in self.model.modules() if m not in within])]
+        own += [(name, [*unit.modules()]) for name, unit in self.units.items()]
+        for name, modules in own:
+            self._places[name] = [
+                (module, attribute, first[id(parameter)])
+                for module in modules
+                for attribute, parameter in module._parameters.items()
+                if parameter is not None
+            ]
+        self.owners = {n: list(dict.fromkeys(p for *_, p in at)) for n, at in self._places.items()}
+
+    def names_of_unit(self, unit: str) -> list[str]:
+        """Return all names of a unit."""
+        wanted = self.units[unit]
+        named = self.model.named_modules(remove_duplicate=False)
+        return [name for name, module in named if module is wanted]
+
+    def follow(self, stage: nn.Module, device: torch.device) -> None:
+        """Take a device for buffers, and from this rank's stage which modules train."""
+        there = dict(stage.named_modules())
+        for name, module in self.model.named_modules():
+            if name in there:
+                module.training = there[name].training
+            for own, buffer in module._buffers.items():
+                if buffer is not None and not buffer.is_meta:
+                    module._buffers[own] = buffer.to(device)
+
+    @contextmanager
+    def lent(self, owner: str, weights: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Give a unit, or the root, its weights for a while.
+
+        Args:
+            owner: Name of the unit, or "" for the root.
+            weights: By the first name of each parameter.
+        """
+        before = [
+            (m, attribute, m._parameters[attribute]) for m, attribute, _ in self._places[owner]
+        ]
+        for module, attribute, name in self._places[owner]:
+            setattr(module, attribute, weights[name])
+        try:
+            yield
+        finally:
+            for module, attribute, parameter in before:
+                setattr(module, attribute, parameter)
+
+    @contextmanager
+    def replaced(self, call: Callable[[str, Callable[..., Any], Any, Any], Any]) -> Iterator[None]:
+        """Let calls of units be answered by a function.
+
+        Args:
+            call: Called with the unit's name, the unit's own call, and its arguments.
+        """
+        kinds = {unit: type(unit) for unit in self.units.values()}
+        for name, unit in self.units.items():
+            unit.__class__ = _answered(type(unit), partial(call, name))
+        try:
+            yield
+        finally:
+            for unit, kind in kinds.items():
+                unit.__class__ = kind
+
+
+def units_of(model: nn.Module) -> dict[str, nn.Module]:
+    """Return what the outermost lists of layers hold, by the first of each one's names.
+
+    Lists are `nn.ModuleList` and `nn.Sequential` of several modules, of which one has parameters.
+    """
+    found: dict[nn.Module, str] = {}
+
+    def visit(prefix: str, module: nn.Module) -> None:
+        is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+        for name, child in module.named_children():
+            full = f"{prefix}.{name}".lstrip(".")
+            if is_list and next(child.parameters(), None) is not None:
+                found.setdefault(child, full)
+            else:
+                visit(full, child)
+
+    visit("", model)
+    return {name: module for module, name in found.items()}
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    empty = torch.empty_like(parameter, device="meta", requires_grad=False)
+    return nn.Parameter(empty, requires_grad=parameter.requires_grad)
+
+
+def _answered(kind: type[nn.Module], answer: Callable[..., Any]) -> type[nn.Module]:
+    """Return a subclass whose calls, and calls of whose forward, go to `answer` from outside."""
+    running = False
+
+    def of(self: nn.Module, own: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        nonlocal running
+        if running:
+            return own(*args, **kwargs)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            nonlocal running
+            running = True
+            try:
+                return own(*args, **kwargs)
+            finally:
+                running = False
+
+        return answer(run, args, kwargs)
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return of(self, partial(kind.__call__, self), args, kwargs)
+
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return of(self, partial(kind.forward, self), args, kwargs)
+
+    return type(kind.__name__, (kind,), {"__call__": call, "forward": forward})

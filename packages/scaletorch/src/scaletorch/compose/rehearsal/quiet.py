@@ -1,0 +1,81 @@
+"""Without dropout for a while, and with everything afterwards as it was."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from ..before.attributes import plain_attributes
+
+_DROPPING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
+_OWNERS: tuple[Any, ...] = (torch._VF, torch)
+
+
+class _AttendWithoutDropout(TorchFunctionMode):
+    """Lets attention drop nothing; a backward that recomputes is beyond its reach."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is F.scaled_dot_product_attention:
+            args = (*args[:4], 0.0, *args[5:]) if len(args) > 4 else args
+            kwargs |= {"dropout_p": 0.0} if len(args) < 5 else {}
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def without_dropout() -> Iterator[None]:
+    """Let dropout keep everything, whatever calls it: modules, functions, or attention.
+
+    What the functions of `torch.nn.functional` call is replaced, since code may have imported them
+    by name, and a mode of torch's is off while a backward recomputes.
+    """
+    places = [
+        (place, each) for name in _DROPPING for each in (name, f"{name}_") for place in _OWNERS
+    ]
+    own = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
+    for place, name, _ in own:
+        setattr(place, name, lambda x, *_args, **_kwargs: x)
+    try:
+        with _AttendWithoutDropout():
+            yield
+    finally:
+        for place, name, function in own:
+            setattr(place, name, function)
+
+
+@contextmanager
+def restored(*models: nn.Module) -> Iterator[None]:
+    """Put back, in the end, random generators, buffers and plain attributes of modules."""
+    modules = [module for model in models for module in model.modules()]
+    attributes = [(m, plain_attributes([("", m)])) for m in modules]
+    buffers = [
+        (m, name, buffer, buffer.detach().clone())
+        for m in modules
+        for name, buffer in m._buffers.items()
+        if buffer is not None and not buffer.is_meta
+    ]
+    state = random.getstate()
+    devices = [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)
+        with torch.no_grad():
+            for module, name, buffer, values in buffers:
+                buffer.copy_(values)
+                module._buffers[name] = buffer
+        for module, held in attributes:
+            now = plain_attributes([("", module)])
+            for name, value in held.items():
+                if now.get(name, ...) is not value:
+                    vars(module)[name] = value
+            for name in now.keys() - held.keys():
+                del vars(module)[name]

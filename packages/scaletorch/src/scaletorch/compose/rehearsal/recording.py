@@ -1,0 +1,137 @@
+"""What ranks gave to the units of their model, and got from them, in a small step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...dist.building import map_tensors, tensors_in
+from ...parallel.pipeline_parallel import PipelineParallel
+from ...parallel.pipeline_parallel.building import PassThrough, release, surround
+
+
+@dataclass(slots=True)
+class Record:
+    """One call of a unit on this rank.
+
+    Attributes:
+        given: Its hidden states; None if it was given no floating tensor.
+        made: The hidden states that its caller got.
+        given_gradient: Of what it was given, as far as it went through the unit.
+        made_gradient: Of what it made, from all that used it.
+        again: Whether its graph is made in backward, when it runs again.
+    """
+
+    given: Tensor | None = None
+    made: Tensor | None = None
+    given_gradient: Tensor | None = None
+    made_gradient: Tensor | None = None
+    again: bool = False
+
+
+Records = dict[tuple[str, int], list[Record]]  # unit and stage -> its calls in turn
+
+
+class Recorder:
+    """Records the calls of one module, within all else that surrounds them.
+
+    Args:
+        name: Of the unit.
+        pipeline: The stages that it belongs to.
+        records: Where its calls are recorded.
+    """
+
+    def __init__(self, name: str, pipeline: PipelineParallel, records: Records) -> None:
+        self._name, self._pipeline, self._records = name, pipeline, records
+        self._open: list[Record | None] = []
+
+    def takes_forward(self) -> bool:
+        """Return whether a call of the module's `forward`, outside its `__call__`, is one."""
+        return True
+
+    def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note what the module is given; the gradient is that of a view of its own."""
+        record = self._record()
+        self._open.append(record)
+        x = hidden_of((args, kwargs))
+        if record is None or x is None or type(x) is not Tensor:
+            return args, kwargs
+        record.given = x.detach().clone()
+        if not (torch.is_grad_enabled() and x.requires_grad):
+            return args, kwargs
+        view = x.view_as(x)
+        view.register_hook(lambda gradient: _note(record, "given_gradient", gradient))
+        return map_tensors(lambda tensor: view if tensor is x else tensor, (args, kwargs))
+
+    def after(self, module: nn.Module, output: Any) -> Any:
+        """Note what the caller gets."""
+        record, y = self._open.pop(), hidden_of(output)
+        if record is None or y is None:
+            return output
+        record.made = y.detach().clone()
+        if torch.is_grad_enabled() and y.requires_grad:
+            y.register_hook(lambda gradient: _note(record, "made_gradient", gradient))
+        return output
+
+    def _record(self) -> Record | None:
+        """Return the record of a call that begins; that of its forward if it is run again.
+
+        A checkpoint that runs a forward without gradients first has its graph in backward; others
+        have it in forward, and are not recorded again.
+        """
+        stage = self._pipeline.stages[self._pipeline.runtime.chunks.selected]
+        calls = self._records.setdefault((self._name, stage), [])
+        if torch._C._current_graph_task_id() == -1:
+            calls.append(Record(again=not torch.is_grad_enabled()))
+            return calls[-1]
+        waiting = [each for each in calls if each.again and each.made_gradient is None]
+        return waiting[-1] if waiting else None
+
+
+@contextmanager
+def recorded(pipeline: PipelineParallel, units: Mapping[str, Iterable[str]]) -> Iterator[Records]:
+    """Record all calls of units.
+
+    Args:
+        pipeline: This rank's stages.
+        units: All names of each unit, by its first one.
+    """
+    records: Records = {}
+    placed: list[tuple[nn.Module, Recorder]] = []
+    modules = dict(pipeline.module.named_modules(remove_duplicate=False))
+    try:
+        for first, names in units.items():
+            found = dict.fromkeys(modules[name] for name in names if name in modules)
+            for module in found:
+                if not isinstance(module, PassThrough):
+                    recorder = Recorder(first, pipeline, records)
+                    surround(module, recorder, innermost=True)
+                    placed.append((module, recorder))
+        yield records
+    finally:
+        for module, recorder in placed:
+            release(module, recorder)
+
+
+def hidden_of(value: Any) -> Tensor | None:
+    """Return the hidden states among a call's arguments, or in its result.
+
+    They are the first floating tensor of two dims or more that requires a gradient, or else the
+    first that does not.
+    """
+    if isinstance(value, tuple) and len(value) == 2 and isinstance(value[1], dict):
+        args, kwargs = value
+        found = hidden_of([*tensors_in(args)])
+        return hidden_of([*tensors_in(kwargs)]) if found is None else found
+    tensors = [x for x in tensors_in(value) if x.is_floating_point() and x.ndim > 1]
+    return next((x for x in tensors if x.requires_grad), next(iter(tensors), None))
+
+
+def _note(record: Record, name: str, gradient: Tensor) -> None:
+    if getattr(record, name) is None:
+        setattr(record, name, gradient.detach().clone())
