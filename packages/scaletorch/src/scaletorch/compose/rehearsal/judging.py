@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOM = 4.0  # epsilon x root of the additions that are allowed
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
@@ -40,12 +43,20 @@ class Judge:
         findings: What differs.
         compared: How many tensors were compared.
         worst: The largest error that is within its bound.
+        coarsest: The narrowest dtype that one process's code has cast to.
     """
 
     chain: int
     findings: list[Finding] = field(default_factory=list)
     compared: int = 0
     worst: float = 0.0
+    coarsest: torch.dtype = torch.float64
+
+    @contextmanager
+    def casts(self) -> Iterator[None]:
+        """Note to which dtypes code casts here, as norms do that compute in float32."""
+        with _Casts(self):
+            yield
 
     def compare(
         self,
@@ -90,6 +101,7 @@ class Judge:
 
     def limit(self, dtype: torch.dtype) -> float:
         """Return the largest error that rounding explains, without a wider dtype's answer."""
+        dtype = max(dtype, self.coarsest, key=lambda each: torch.finfo(each).eps)
         eps = torch.finfo(dtype).eps
         if dtype in (torch.float16, torch.bfloat16):
             return _COARSE * eps
@@ -97,6 +109,23 @@ class Judge:
 
     def _find(self, what: str, error: float, note: str) -> None:
         self.findings.append(Finding(self.compared, what, error, note))
+
+
+class _Casts(TorchDispatchMode):
+    """Tells a judge of casts to a narrower dtype."""
+
+    def __init__(self, judge: Judge) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._judge = judge
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and found.is_floating_point():
+            eps = torch.finfo(found.dtype).eps
+            from_floats = args[0].is_floating_point() and torch.finfo(args[0].dtype).eps < eps
+            if from_floats and eps > torch.finfo(self._judge.coarsest).eps:
+                self._judge.coarsest = found.dtype
+        return found
 
 
 def relative(ours: Tensor, theirs: Tensor, typical: float = 0.0) -> float:

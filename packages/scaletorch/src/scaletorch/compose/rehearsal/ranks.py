@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,18 @@ from .recording import Record, Records
 _KINDS = ("given", "made", "given_gradient", "made_gradient")
 
 
+class Joined(NamedTuple):
+    """A whole tensor that ranks had.
+
+    Attributes:
+        tensor: None if they had none, or it is not known.
+        known: Whether it could be joined, or is missing on all ranks.
+    """
+
+    tensor: Tensor | None
+    known: bool
+
+
 @dataclass(slots=True)
 class Ranks:
     """What all ranks had; every method that returns tensors is called by all of them alike.
@@ -30,7 +43,7 @@ class Ranks:
         joiner: Joins hidden states.
         records: This rank's calls of units.
         compared: Weights whose gradients have been compared.
-        unlike: Units whose calls differ between ranks that should have the same.
+        apart: Units whose calls differ between ranks, or whose tensors cannot be joined.
     """
 
     model: nn.Module
@@ -39,7 +52,7 @@ class Ranks:
     joiner: Joiner
     records: Records
     compared: set[str] = field(default_factory=set)
-    unlike: list[str] = field(default_factory=list)
+    apart: dict[str, None] = field(default_factory=dict)
     _gradients: dict[str, Tensor] = field(default_factory=dict)
     _parameters: dict[str, Tensor] = field(default_factory=dict)
     _turns: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
@@ -76,7 +89,7 @@ class Ranks:
         for name, stage in sorted({key for calls in everyone for key in calls}, key=lambda k: k[1]):
             held = [calls[name, stage] for calls in everyone if (name, stage) in calls]
             if len({len(each) for each in held}) > 1 or len(held[0]) % micro_batches:
-                self.unlike.append(name)
+                self.apart[name] = None
                 continue
             each = len(held[0]) // micro_batches
             self._turns.setdefault(name, []).extend((stage, turn) for turn in range(each))
@@ -94,8 +107,8 @@ class Ranks:
         """Return whether a weight is trained."""
         return self._trained.get(name, False)
 
-    def join(self, unit: str, turn: int, kind: str, shape: torch.Size) -> Tensor | None:
-        """Return a whole tensor of a unit's call; None if ranks have none, or it cannot be joined.
+    def join(self, unit: str, turn: int, kind: str, shape: torch.Size) -> Joined:
+        """Return a whole tensor of a unit's call.
 
         Args:
             unit: Its first name.
@@ -105,16 +118,19 @@ class Ranks:
         """
         turns = self._turns.get(unit, [])
         if turn >= len(turns):
-            return None
+            return Joined(None, unit not in self.apart)
         stage, own = turns[turn]
         if (unit, stage, own, kind) not in self._have:
-            return None
+            return Joined(None, known=True)
         each = sum(other == stage for other, _ in turns)
         records: list[Record] = self.records.get((unit, stage), [])
         parts = [getattr(record, kind) for record in records[own::each]]
         stages = pipeline_of(self.model).all_stages
         (place,) = (rank for rank, theirs in enumerate(stages) if stage in theirs)
-        return self.joiner.join(parts, place, shape)
+        whole = self.joiner.join(parts, place, shape)
+        if whole is None:
+            self.apart[unit] = None
+        return Joined(whole, known=whole is not None)
 
     def weights(self, names: Iterable[str]) -> dict[str, Tensor]:
         """Return whole weights by their first names."""

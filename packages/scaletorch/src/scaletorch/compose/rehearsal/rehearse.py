@@ -160,7 +160,8 @@ def _settle(
         terms.apart, terms.seen = False, 0  # so that the step itself looks
         _say(f"{terms.name} could not be rehearsed: its plain module failed ({problem})")
         return
-    unasked = f"; not asked: {', '.join(replay.unasked)}" if replay.unasked else ""
+    without = [*replay.unasked, *(f"hidden states of {name}" for name in replay.ranks.apart)]
+    unasked = f"; not compared: {', '.join(without)}" if without else ""
     units = len(replay.plain.units)
     if get_rank() == 0:
         sys.stderr.write(

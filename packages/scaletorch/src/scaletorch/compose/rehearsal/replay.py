@@ -100,7 +100,11 @@ class _Call:
         args, kwargs = map_tensors(leaf, (self.args, self.kwargs))
         weights = self.replay.weights(self.name, wide)
         unit = self.replay.plain.units[self.name]
-        with self.replay.plain.lent(self.name, weights), _buffers_in(unit, wide):
+        with (
+            self.replay.plain.lent(self.name, weights),
+            _buffers_in(unit, wide),
+            self.replay.judge.casts(),
+        ):
             result = self.run(*args, **kwargs)
         y = hidden_of(result)
         others = [x for x in tensors_in(result) if x.requires_grad and x is not y]
@@ -121,11 +125,10 @@ class _Call:
     def backward(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the unit backward, compare, and return the ranks' gradient of its hidden states."""
         replay, self.came = self.replay, [*gradients]
-        ours = replay.ranks.join(self.name, self.turn, "made_gradient", self.handed[0].shape)
         theirs = self.came[0]
-        replay.judge.compare(f"gradient that comes back to {self.name}", ours, theirs)
-        if ours is not None:
-            self.came[0] = ours.to(self.handed[0].dtype)
+        self.came[0] = self._met(
+            "made_gradient", f"gradient that comes back to {self.name}", theirs
+        )
         with torch.enable_grad():
             made = self.make()
         found = self._gradients(made)
@@ -133,13 +136,26 @@ class _Call:
         trained = [name for name, weight in made.weights.items() if weight.requires_grad]
         replay.add(self, dict(zip(trained, weights, strict=True)))
         if self.hidden is not None and self.hidden.requires_grad:
-            ours = replay.ranks.join(self.name, self.turn, "given_gradient", self.hidden.shape)
-            replay.judge.compare(
-                f"gradient of the input of {self.name}", ours, inputs[0],
-                exact=partial(self.exact, 0),
-            )  # fmt: skip
-            inputs[0] = inputs[0] if ours is None else ours
+            what = f"gradient of the input of {self.name}"
+            inputs[0] = self._met("given_gradient", what, inputs[0], exact=partial(self.exact, 0))
         return inputs
+
+    def _met(
+        self,
+        kind: str,
+        what: str,
+        theirs: Tensor | None,
+        *,
+        exact: Callable[[], Tensor] | None = None,
+    ) -> Tensor | None:
+        """Compare what ranks had of this call with one process's; return theirs if it is known."""
+        of = self.handed[0] if kind.startswith("made") else self.hidden
+        assert of is not None
+        ours, known = self.replay.ranks.join(self.name, self.turn, kind, of.shape)
+        if not known:
+            return theirs
+        self.replay.judge.compare(what, ours, theirs, exact=exact)
+        return theirs if ours is None else ours.to(of.dtype)
 
     def _gradients(self, made: _Made) -> list[Tensor | None]:
         trained = [weight for weight in made.weights.values() if weight.requires_grad]
@@ -219,7 +235,8 @@ class Replay:
         entries = {n: x for n, x in batch.items() if n not in ("input_ids", "labels")}
         weights = self.weights("")
         with self.plain.lent("", weights), self.plain.replaced(self._answer):
-            output = self.plain.model(batch["input_ids"], **entries)
+            with self.judge.casts():
+                output = self.plain.model(batch["input_ids"], **entries)
             found = loss_of(output)
             if found is None:
                 self.unasked.append("the loss, which communicates itself")
@@ -249,7 +266,7 @@ class Replay:
         x = hidden_of((args, kwargs))
         call = _Call(self, name, run, args, kwargs, x, turn)
         if x is not None:
-            ours = self.ranks.join(name, turn, "given", x.shape)
+            ours, _ = self.ranks.join(name, turn, "given", x.shape)
             if ours is not None:
                 self.judge.compare(f"what {name} is given", ours, x.detach())
                 ours = ours.to(x.dtype).requires_grad_(x.requires_grad)
@@ -262,8 +279,9 @@ class Replay:
         if y is None:
             self.unasked.append(f"{name}, which returns no floating tensor")
             return made.result
-        ours = self.ranks.join(name, turn, "made", y.shape)
-        self.judge.compare(f"output of {name}", ours, y.detach(), exact=call.exact_output)
+        ours, known = self.ranks.join(name, turn, "made", y.shape)
+        if known:
+            self.judge.compare(f"output of {name}", ours, y.detach(), exact=call.exact_output)
         call.handed = [y.detach() if ours is None else ours.to(y.dtype), *made.outputs[1:]]
         if not any(each.requires_grad for each in made.outputs):
             return map_tensors(lambda t: call.handed[0] if t is y else t, made.result)
