@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
-Call = Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]
+_LIBRARY = f"{__name__.partition('.compose.')[0]}."
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Plain:
@@ -58,14 +59,21 @@ class Plain:
         return [name for name, module in named if module is wanted]
 
     def follow(self, stage: nn.Module, device: torch.device) -> None:
-        """Take a device for buffers, and from this rank's stage which modules train."""
+        """Take a device for buffers, and from this rank's stage what trains and hooks of users."""
         there = dict(stage.named_modules())
         for name, module in self.model.named_modules():
             if name in there:
                 module.training = there[name].training
+                _take_hooks(module, there[name])
             for own, buffer in module._buffers.items():
                 if buffer is not None and not buffer.is_meta:
                     module._buffers[own] = buffer.to(device)
+
+    def join_units(self) -> None:
+        """Make all of the model its root, as models need whose root reaches into layers."""
+        own = [place for places in self._places.values() for place in places]
+        self.units, self._places = {}, {"": own}
+        self.owners = {"": list(self.names)}
 
     @contextmanager
     def lent(self, owner: str, weights: Mapping[str, nn.Parameter]) -> Iterator[None]:
@@ -121,6 +129,28 @@ def units_of(model: nn.Module) -> dict[str, nn.Module]:
 
     visit("", model)
     return {name: module for module, name in found.items()}
+
+
+def _take_hooks(plain: nn.Module, module: nn.Module) -> None:
+    """Give a module of the plain model the hooks that were registered, or removed, since."""
+    for kind in _HOOKS:
+        own, others = getattr(plain, kind), getattr(module, kind)
+        for key in own.keys() - others.keys():
+            del own[key]
+        for key, hook in others.items():
+            if key not in own and not _is_of_library(hook):
+                own[key] = hook
+                for flags in (f"{kind}_with_kwargs", f"{kind}_always_called"):
+                    if key in getattr(module, flags, ()):
+                        getattr(plain, flags)[key] = getattr(module, flags)[key]
+
+
+def _is_of_library(hook: Any) -> bool:
+    while isinstance(hook, partial):
+        hook = hook.func
+    hook = getattr(hook, "__self__", hook)
+    kind = hook if hasattr(hook, "__module__") else type(hook)
+    return str(kind.__module__).startswith(_LIBRARY)
 
 
 def _on_meta(parameter: nn.Parameter) -> nn.Parameter:

@@ -103,6 +103,18 @@ class Ranks:
         """Return how often the layout calls a unit in one forward."""
         return len(self._turns.get(name, ()))
 
+    def runs(self, name: str) -> bool:
+        """Return whether this rank runs a unit; no rank may, and then all of them compare it."""
+        if name not in self._turns:
+            return True
+        return any(unit == name for unit, _ in self.records)
+
+    def trained_here(self) -> dict[str, Tensor]:
+        """Return this rank's trained parameters, by first names."""
+        named = self._parameters.items()
+        found = {self._first[n]: p for n, p in named if p.requires_grad and n in self._first}
+        return found
+
     def trains(self, name: str) -> bool:
         """Return whether a weight is trained."""
         return self._trained.get(name, False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NoReturn
 
@@ -32,6 +32,8 @@ from .quiet import restored, without_dropout
 from .ranks import Ranks
 from .recording import recorded
 from .replay import Replay
+
+_ALL_AT_ONCE = 2**28  # bytes of weights that a rank may hold beside its own, if need be
 
 Step = Callable[[Sequence[Batch]], Tensor]
 
@@ -82,18 +84,38 @@ def rehearse_step(
         ranks = Ranks(model, manager, plain, joiner, records)
         ranks.exchange()
         plain.follow(pipeline.module, device)
-        judge = Judge(_chain(plain, first))
-        replay = Replay(plain, ranks, judge)
         one = OneProcess(small.sequences.ring.group)
         loss_of = partial(_loss, small, terms, loss_fn, one)
-        problem: str | None = None
-        try:
-            with restored(plain.model):
-                replay.run(_on(small.called, device), loss_of, loss)
-        except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
-            problem = f"{type(error).__name__}: {error}"
+        called = _on(small.called, device)
+        judge, replay, problem = _replayed(plain, ranks, called, loss_of, loss)
+        if problem is not None and _size(plain) <= _ALL_AT_ONCE:
+            plain.join_units()
+            judge, replay, problem = _replayed(plain, ranks, called, loss_of, loss)
     model.reset()
     _settle(judge, replay, problem, terms, manager, time.perf_counter() - began)
+
+
+def _replayed(
+    plain: Plain,
+    ranks: Ranks,
+    batch: Mapping[str, Any],
+    loss_of: Callable[[Any], Tensor | None],
+    loss: Tensor,
+) -> tuple[Judge, Replay, str | None]:
+    """Run the plain model; return also why it could not run, if it could not."""
+    judge = Judge(_chain(plain, batch["input_ids"]))
+    replay = Replay(plain, ranks, judge)
+    ranks.compared.clear()
+    try:
+        with restored(plain.model):
+            replay.run(batch, loss_of, loss)
+    except (RuntimeError, TypeError, ValueError, AttributeError, LookupError) as error:
+        return judge, replay, f"{type(error).__name__}: {error}"
+    return judge, replay, None
+
+
+def _size(plain: Plain) -> int:
+    return sum(p.numel() * p.element_size() for p in plain.model.parameters())
 
 
 def _chain(plain: Plain, ids: Tensor) -> int:

@@ -154,7 +154,8 @@ class _Call:
         ours, known = self.replay.ranks.join(self.name, self.turn, kind, of.shape)
         if not known:
             return theirs
-        self.replay.judge.compare(what, ours, theirs, exact=exact)
+        if self.replay.ranks.runs(self.name):
+            self.replay.judge.compare(what, ours, theirs, exact=exact)
         return theirs if ours is None else ours.to(of.dtype)
 
     def _gradients(self, made: _Made) -> list[Tensor | None]:
@@ -242,12 +243,22 @@ class Replay:
                 self.unasked.append("the loss, which communicates itself")
                 return
             self.judge.compare("the loss", loss, found.detach())
-            found.backward()
+            self._add_penalties(found)
+            trained = [weight for weight in weights.values() if weight.requires_grad]
+            torch.autograd.backward(found, inputs=[self._anchor, *trained])
         for name, weight in weights.items():
             if weight.grad is not None:
                 self._add(name, weight.grad)
         for owner in ("", *self.plain.units):
             self._compare_gradients(owner, [*self._done.get(owner, [])], last=True)
+
+    def _add_penalties(self, loss: Tensor) -> None:
+        """Add gradients of weights that a loss has read itself, of the layout's model."""
+        held = self.ranks.trained_here()
+        found = torch.autograd.grad(loss, [*held.values()], retain_graph=True, allow_unused=True)
+        for name, gradient in zip(held, found, strict=True):
+            if gradient is not None:
+                self._add(name, gradient)
 
     def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
         """Return the whole weights of a unit or of the root, from all ranks."""
@@ -280,7 +291,7 @@ class Replay:
             self.unasked.append(f"{name}, which returns no floating tensor")
             return made.result
         ours, known = self.ranks.join(name, turn, "made", y.shape)
-        if known:
+        if known and self.ranks.runs(name):
             self.judge.compare(f"output of {name}", ours, y.detach(), exact=call.exact_output)
         call.handed = [y.detach() if ours is None else ours.to(y.dtype), *made.outputs[1:]]
         if not any(each.requires_grad for each in made.outputs):
@@ -323,6 +334,8 @@ class Replay:
             exact = None
             if owner and calls and name not in shared:
                 exact = partial(_sum_of, name, calls)
+            if owner and not self.ranks.runs(owner):
+                continue
             self.judge.compare(
                 f"gradient of {name}", ours.get(name), self._found.pop(name, None),
                 typical=typical, exact=exact,
