@@ -6,6 +6,7 @@ from collections.abc import Collection
 from importlib import import_module
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 from ..dist.building import agree
@@ -25,7 +26,7 @@ from .digests import written
 from .experts import expert_names
 from .forward import Terms, manager_of, pipeline_of, terms_of
 from .outline import base_of, outline_of
-from .parallelize import wrap
+from .parallelize import keep_plain, wrap
 
 _BESIDE = ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
 _DRAWN = (True, False, "gaussian", "orthogonal")  # the others read the base's weights
@@ -84,6 +85,11 @@ def add_adapters(
     vars(base).setdefault("peft_config", {})[adapter_name] = config
     _train_alone(trained, base, adapter_name)
     adopt(stage)
+    if terms.plain is not None:
+        model_of_one = terms.plain.model
+        with torch.random.fork_rng():  # the weights are the ranks'
+            inject(config, base_of(model_of_one), adapter_name)
+        keep_plain(model_of_one, terms)
     wrapped = wrap(stage, terms, manager)
     wrapped.training = model.training
     return wrapped

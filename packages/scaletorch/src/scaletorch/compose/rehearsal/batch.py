@@ -50,11 +50,13 @@ class SmallBatch:
         whole: All rows that ranks have of it, in the order of one process.
         micro_batches: This rank's.
         called: The whole as one process's model is called with it.
+        alone: What stands for the grid of one process.
     """
 
     whole: Batch
     micro_batches: list[Batch]
     called: Called
+    alone: OneProcess
 
     @property
     def rows(self) -> int:
@@ -90,12 +92,12 @@ def small_batch(
         short = whole
     told = {name: dim for name, dim in cut.row_dims.items() if name in short}
     parts = shard_global_batch(short, kept, model=model, row_dims=told)
-    alone: Any = OneProcess(manager.ep_group if manager.ep_size == 1 else _group_of_one(manager))
-    (plain,) = shard_global_batch(short, 1, alone, row_dims=told)
+    alone = OneProcess(manager.ep_group if manager.ep_size == 1 else _group_of_one(manager))
+    (plain,) = shard_global_batch(short, 1, cast(Any, alone), row_dims=told)
     of_one = replace(
         terms, cp_layout=None, shares_sequences=False, counts_of_ids=False, counts_otherwise=False
     )
-    return SmallBatch(short, parts, as_called(plain, of_one))
+    return SmallBatch(short, parts, as_called(plain, of_one), alone)
 
 
 def _rows_of(cut: Cut, count: int, kept: int, manager: ProcessGroupManager) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOM = 4.0  # epsilon x root of the additions that are allowed
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
+_DOUBTFUL = 30.0  # limits by which a dtype may be off from a wider one before it is looked into
 _COARSE = 8.0  # epsilons of 16 bits that code around the units may be off by, each tensor
 
 
@@ -66,7 +67,8 @@ class Judge:
         *,
         typical: float = 0.0,
         exact: Callable[[], Tensor] | None = None,
-    ) -> None:
+        again: Callable[[], Tensor] | None = None,
+    ) -> bool:
         """Compare a layout's tensor with one process's; a missing one is zero.
 
         Args:
@@ -76,6 +78,10 @@ class Judge:
             typical: Size of a typical element of its kind.
             exact: Returns one process's in a wider dtype; asked where rounding of the model's
                 dtype, or too simple a bound, may explain the difference.
+            again: Returns one process's once more; asked where they differ.
+
+        Returns:
+            Whether it could be compared: not if one process gives another answer each time.
         """
         self.compared += 1
         if ours is None or theirs is None:
@@ -83,21 +89,26 @@ class Judge:
             if there is not None and bool((there != 0).any()):
                 note = "the layout has none" if ours is None else "one process has none"
                 self._find(what, math.inf, note)
-            return
+            return True
         if ours.shape != theirs.shape:
             self._find(what, math.inf, f"{[*ours.shape]}, one process {[*theirs.shape]}")
-            return
+            return True
         dtype = ours.dtype if ours.dtype in WIDER else theirs.dtype
         error = relative(ours, theirs, typical)
-        limit = self.limit(dtype)
+        limit, doubtful = self.limit(dtype), False
+        base = limit
         if not error <= limit and exact is not None and dtype in WIDER:
             wide = exact()
             error, own = relative(ours, wide, typical), relative(theirs, wide, typical)
-            limit = max(limit, ROOM * own)
+            limit, doubtful = max(limit, ROOM * own), own > _DOUBTFUL * limit
+        asked = again is not None and (doubtful or not error <= limit)
+        if asked and again is not None and not relative(again(), theirs, typical) <= base:
+            return False
         if error <= limit:
             self.worst = max(self.worst, error)
         else:
             self._find(what, error, _ratio(ours, theirs))
+        return True
 
     def limit(self, dtype: torch.dtype) -> float:
         """Return the largest error that rounding explains, without a wider dtype's answer."""

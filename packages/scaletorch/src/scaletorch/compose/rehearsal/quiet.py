@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,32 +50,46 @@ def without_dropout() -> Iterator[None]:
             setattr(place, name, function)
 
 
-@contextmanager
-def restored(*models: nn.Module) -> Iterator[None]:
-    """Put back, in the end, random generators, buffers and plain attributes of modules."""
-    modules = [module for model in models for module in model.modules()]
-    attributes = [(m, plain_attributes([("", m)])) for m in modules]
-    buffers = [
-        (m, name, buffer, buffer.detach().clone())
-        for m in modules
-        for name, buffer in m._buffers.items()
-        if buffer is not None and not buffer.is_meta
-    ]
-    state = random.getstate()
-    devices = [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
-    try:
-        with torch.random.fork_rng(devices):
-            yield
-    finally:
-        random.setstate(state)
+class State:
+    """Buffers and plain attributes of modules, as they are now.
+
+    Args:
+        modules: Whose they are.
+    """
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [*modules]
+        self._attributes = [plain_attributes([("", module)]) for module in self._modules]
+        self._buffers = [
+            (module, name, buffer, buffer.detach().clone())
+            for module in self._modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None and not buffer.is_meta
+        ]
+
+    def put_back(self) -> None:
+        """Let all be as it was."""
         with torch.no_grad():
-            for module, name, buffer, values in buffers:
+            for module, name, buffer, values in self._buffers:
                 buffer.copy_(values)
                 module._buffers[name] = buffer
-        for module, held in attributes:
+        for module, held in zip(self._modules, self._attributes, strict=True):
             now = plain_attributes([("", module)])
             for name, value in held.items():
                 if now.get(name, ...) is not value:
                     vars(module)[name] = value
             for name in now.keys() - held.keys():
                 del vars(module)[name]
+
+
+@contextmanager
+def restored(model: nn.Module) -> Iterator[None]:
+    """Put back, in the end, random generators, buffers and plain attributes of modules."""
+    before, state = State(model.modules()), random.getstate()
+    devices = [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+    try:
+        with torch.random.fork_rng(devices):
+            yield
+    finally:
+        random.setstate(state)
+        before.put_back()

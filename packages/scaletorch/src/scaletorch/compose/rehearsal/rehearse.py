@@ -7,24 +7,26 @@ import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...dist import all_gather_object, get_rank
-from ...dist.errors import RehearsalError
+from ...dist.errors import InvalidArgumentError, RehearsalError
 from ...parallel.context_parallel.building import asked
 from ...parallel.data_parallel import DataParallelBucket
 from ...parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..balance import router_loss
 from ..batches import Batch, Called, real_positions, real_tokens
 from ..before.initial import require_one_batch
+from ..before.mixing import require_apart
 from ..forward import Terms, pipeline_of
 from ..loss import token_loss_sum
 from ..loss_batch import LossBatch
-from .batch import OneProcess, SmallBatch, small_batch
+from ..ready import as_called
+from .batch import SmallBatch, small_batch
 from .joining import Joiner
 from .judging import Finding, Judge
 from .plain import Plain
@@ -34,6 +36,11 @@ from .recording import recorded
 from .replay import Replay
 
 _ALL_AT_ONCE = 2**28  # bytes of weights that a rank may hold beside its own, if need be
+_WAY_OUT = (
+    "What a unit, or the code before it, computes on a share (of features, positions or rows) is "
+    "not what it computes on the whole: name it in the plan, leave it out of it, or take that axis "
+    "at size 1"
+)
 
 Step = Callable[[Sequence[Batch]], Tensor]
 
@@ -84,15 +91,17 @@ def rehearse_step(
         ranks = Ranks(model, manager, plain, joiner, records)
         ranks.exchange()
         plain.follow(pipeline.module, device)
-        one = OneProcess(small.sequences.ring.group)
-        loss_of = partial(_loss, small, terms, loss_fn, one)
+        loss_of = partial(_loss, small, terms, loss_fn)
         called = _on(small.called, device)
         judge, replay, problem = _replayed(plain, ranks, called, loss_of, loss)
         if problem is not None and _size(plain) <= _ALL_AT_ONCE:
             plain.join_units()
             judge, replay, problem = _replayed(plain, ranks, called, loss_of, loss)
     model.reset()
-    _settle(judge, replay, problem, terms, manager, time.perf_counter() - began)
+    found = _first_of_all(judge, problem, manager)
+    if found.first is not None:
+        _refuse(found, terms, manager, _explained(model, small, terms, manager))
+    _report(judge, replay, found.problem, terms, manager, time.perf_counter() - began)
 
 
 def _replayed(
@@ -144,11 +153,10 @@ def _loss(
     small: SmallBatch,
     terms: Terms,
     loss_fn: Callable[[Any, Any], Any] | None,
-    one: Any,
     output: Any,
 ) -> Tensor | None:
     """Return the loss of one process; None if it communicates, as if there were ranks."""
-    batch = small.called.micro_batch
+    batch, one = small.called.micro_batch, cast(Any, small.alone)
     if loss_fn is None:
         labels = batch["labels"].to(getattr(output, "logits", output).device)
         loss = token_loss_sum(output, labels) / max(int((labels != -100).sum()), 1)
@@ -164,7 +172,35 @@ def _loss(
     return loss
 
 
-def _settle(
+class _Found(NamedTuple):
+    """What all ranks have found.
+
+    Attributes:
+        first: The first difference of any rank.
+        then: What else differs.
+        right: Ranks that have found nothing.
+        problem: Why the plain model could not run.
+    """
+
+    first: Finding | None
+    then: list[str]
+    right: list[int]
+    problem: str | None
+
+
+def _first_of_all(judge: Judge, problem: str | None, manager: ProcessGroupManager) -> _Found:
+    told = all_gather_object((judge.findings[:3], problem), manager.world_group)
+    found = sorted(
+        ((each.order, rank, each) for rank, (theirs, _) in enumerate(told) for each in theirs),
+        key=lambda each: each[:2],
+    )
+    first = found[0][2] if found else None
+    then = [each.what for _, _, each in found if first is not None and each.what != first.what]
+    right = [rank for rank, (theirs, _) in enumerate(told) if not theirs]
+    return _Found(first, [*dict.fromkeys(then)], right, next((t for _, t in told if t), None))
+
+
+def _report(
     judge: Judge,
     replay: Replay,
     problem: str | None,
@@ -172,44 +208,45 @@ def _settle(
     manager: ProcessGroupManager,
     seconds: float,
 ) -> None:
-    """Say what was found; raise on every rank if something differs."""
-    told = all_gather_object((judge.findings[:3], problem), manager.world_group)
-    found = [(each.order, rank, each) for rank, (theirs, _) in enumerate(told) for each in theirs]
-    if found:
-        _refuse(min(found, key=lambda each: each[:2])[2], told, terms, manager)
-    problem = next((text for _, text in told if text), None)
+    """Say that the layout agrees with one process, or what could not be asked."""
     if problem is not None:
         terms.apart, terms.seen = False, 0  # so that the step itself looks
         _say(f"{terms.name} could not be rehearsed: its plain module failed ({problem})")
         return
     without = [*replay.unasked, *(f"hidden states of {name}" for name in replay.ranks.apart)]
     unasked = f"; not compared: {', '.join(without)}" if without else ""
-    units = len(replay.plain.units)
     if get_rank() == 0:
         sys.stderr.write(
-            f"rehearsal: {units} units on {manager.grid} agree with one process to "
-            f"{judge.worst:.1e}, {seconds:.1f} s{unasked}\n"
+            f"rehearsal: {len(replay.plain.units)} units on {manager.grid} agree with one process "
+            f"to {judge.worst:.1e}, {seconds:.1f} s{unasked}\n"
         )
 
 
-def _refuse(
-    first: Finding,
-    told: Sequence[tuple[Sequence[Finding], str | None]],
-    terms: Terms,
-    manager: ProcessGroupManager,
-) -> NoReturn:
-    right = [str(rank) for rank, (theirs, _) in enumerate(told) if not theirs]
-    others = [each.what for theirs, _ in told for each in theirs if each.what != first.what]
+def _explained(
+    model: DataParallelBucket, small: SmallBatch, terms: Terms, manager: ProcessGroupManager
+) -> str:
+    """Return what is known of why a layout differs; all ranks call it."""
+    if manager.cp_size == 1:
+        return ""
+    try:
+        require_apart(model, as_called(small.micro_batches[0], terms), manager)
+    except InvalidArgumentError as error:
+        return f". {error}"
+    return ""
+
+
+def _refuse(found: _Found, terms: Terms, manager: ProcessGroupManager, why: str) -> NoReturn:
+    first = found.first
+    assert first is not None
     note = f" ({first.note})" if first.note else ""
     raise RehearsalError(
         f"{describe_rank()}: {terms.name} computes something else on {manager.grid} than in one "
         f"process: {first.what} is off by {first.error:.2g} of its size{note}, which rounding "
         "does not explain"
-        + (f"; then {', '.join(dict.fromkeys(others[:2]))}" if others else "")
-        + (f"; right on ranks {', '.join(right)}" if right else "")
-        + ". What the unit, or the code before it, computes on a share (of features, positions or "
-        "rows) is not what it computes on the whole: name it in the plan, leave it out of it, or "
-        "take this axis at size 1. parallelize(..., rehearse=False) trains it all the same"
+        + (f"; then {', '.join(found.then[:2])}" if found.then else "")
+        + (f"; right on ranks {', '.join(map(str, found.right))}" if found.right else "")
+        + (why or f". {_WAY_OUT}")
+        + ". parallelize(..., rehearse=False) trains it all the same"
     )
 
 

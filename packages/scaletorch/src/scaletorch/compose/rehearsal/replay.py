@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from ...dist.building import map_tensors, tensors_in
 from .judging import WIDER, Judge, typical_of
 from .plain import Plain
+from .quiet import State
 from .ranks import Ranks
 from .recording import hidden_of
 
@@ -69,6 +70,7 @@ class _Call:
         kwargs: Those by name.
         hidden: The hidden states among them, None if there are none.
         turn: Which call of the unit it is, from 0 on.
+        before: The unit's buffers and attributes before it.
         handed: What is handed on to the root and requires a gradient, the hidden states first.
         came: Gradients that were given for `handed`.
     """
@@ -80,9 +82,19 @@ class _Call:
     kwargs: dict[str, Any]
     hidden: Tensor | None
     turn: int
+    before: State
     handed: list[Tensor] = field(default_factory=list)
     came: list[Tensor | None] = field(default_factory=list)
     _wide: tuple[_Made, list[Tensor | None]] | None = None
+
+    def again(self, wide: torch.dtype | None = None) -> _Made:
+        """Run the unit once more, from what it was before the call."""
+        now = State(self.replay.plain.units[self.name].modules())
+        self.before.put_back()
+        try:
+            return self.make(wide)
+        finally:
+            now.put_back()
 
     def make(self, wide: torch.dtype | None = None) -> _Made:
         """Run the unit with a graph of its own, in a wider dtype if one is given."""
@@ -130,7 +142,7 @@ class _Call:
             "made_gradient", f"gradient that comes back to {self.name}", theirs
         )
         with torch.enable_grad():
-            made = self.make()
+            made = self.again()
         found = self._gradients(made)
         inputs, weights = found[: len(made.inputs)], found[len(made.inputs) :]
         trained = [name for name, weight in made.weights.items() if weight.requires_grad]
@@ -154,7 +166,7 @@ class _Call:
         ours, known = self.replay.ranks.join(self.name, self.turn, kind, of.shape)
         if not known:
             return theirs
-        if self.replay.ranks.runs(self.name):
+        if self.replay.ranks.runs(self.name) and self.name not in self.replay.random:
             self.replay.judge.compare(what, ours, theirs, exact=exact)
         return theirs if ours is None else ours.to(of.dtype)
 
@@ -181,7 +193,12 @@ class _Call:
     def exact_output(self) -> Tensor:
         """Return the output in a wider dtype."""
         with torch.no_grad(), _no_autocast(self.args):
-            return self.make(self._wider()).outputs[0]
+            return self.again(self._wider()).outputs[0]
+
+    def output_again(self) -> Tensor:
+        """Return the output of the same call, made again."""
+        with torch.no_grad():
+            return self.again().outputs[0]
 
     def exact_weight(self, name: str) -> Tensor | None:
         """Return the gradient of a weight in a wider dtype."""
@@ -193,7 +210,7 @@ class _Call:
         """Return a run in a wider dtype and its gradients, kept."""
         if self._wide is None:
             with torch.enable_grad(), _no_autocast(self.args):
-                made = self.make(self._wider())
+                made = self.again(self._wider())
                 self._wide = made, self._gradients(made)
         return self._wide
 
@@ -211,13 +228,15 @@ class Replay:
         plain: The model.
         ranks: What the layout's ranks had.
         judge: Compares.
-        unasked: Units that gave another answer when they were asked again, and other reasons.
+        unasked: What could not be compared, and why.
+        random: Units that give another answer each time.
     """
 
     plain: Plain
     ranks: Ranks
     judge: Judge
     unasked: list[str] = field(default_factory=list)
+    random: set[str] = field(default_factory=set)
     _turns: dict[str, int] = field(default_factory=dict)
     _done: dict[str, list[_Call]] = field(default_factory=dict)
     _found: Gradients = field(default_factory=dict)
@@ -275,7 +294,8 @@ class Replay:
         """Answer a call of a unit: the ranks' hidden states in place of its own."""
         turn = self._turns[name] = self._turns.get(name, -1) + 1
         x = hidden_of((args, kwargs))
-        call = _Call(self, name, run, args, kwargs, x, turn)
+        before = State(self.plain.units[name].modules())
+        call = _Call(self, name, run, args, kwargs, x, turn, before)
         if x is not None:
             ours, _ = self.ranks.join(name, turn, "given", x.shape)
             if ours is not None:
@@ -292,7 +312,13 @@ class Replay:
             return made.result
         ours, known = self.ranks.join(name, turn, "made", y.shape)
         if known and self.ranks.runs(name):
-            self.judge.compare(f"output of {name}", ours, y.detach(), exact=call.exact_output)
+            same = self.judge.compare(
+                f"output of {name}", ours, y.detach(),
+                exact=call.exact_output, again=call.output_again,
+            )  # fmt: skip
+            if not same:
+                self.random.add(name)
+                self.unasked.append(f"{name}, which gives another answer each time")
         call.handed = [y.detach() if ours is None else ours.to(y.dtype), *made.outputs[1:]]
         if not any(each.requires_grad for each in made.outputs):
             return map_tensors(lambda t: call.handed[0] if t is y else t, made.result)
@@ -334,7 +360,7 @@ class Replay:
             exact = None
             if owner and calls and name not in shared:
                 exact = partial(_sum_of, name, calls)
-            if owner and not self.ranks.runs(owner):
+            if owner and (owner in self.random or not self.ranks.runs(owner)):
                 continue
             self.judge.compare(
                 f"gradient of {name}", ours.get(name), self._found.pop(name, None),
