@@ -240,6 +240,7 @@ class Replay:
     _turns: dict[str, int] = field(default_factory=dict)
     _done: dict[str, list[_Call]] = field(default_factory=dict)
     _found: Gradients = field(default_factory=dict)
+    _held: tuple[str, dict[str, Tensor]] | None = None
     _anchor: Tensor = field(default_factory=lambda: torch.zeros(1, requires_grad=True))
 
     def run(
@@ -280,8 +281,15 @@ class Replay:
                 self._add(name, gradient)
 
     def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
-        """Return the whole weights of a unit or of the root, from all ranks."""
-        found = self.ranks.weights(self.plain.owners[owner])
+        """Return the whole weights of a unit or of the root, from all ranks.
+
+        Those of the owner that was asked for last are kept, so that a rank can ask for them again
+        without the others.
+        """
+        if self._held is None or self._held[0] != owner:
+            self._held = None  # before there are others
+            self._held = owner, self.ranks.weights(self.plain.owners[owner])
+        found = self._held[1]
         return {
             name: nn.Parameter(
                 weight if wide is None or not weight.is_floating_point() else weight.to(wide),
@@ -358,7 +366,7 @@ class Replay:
         typical = typical_of(g for n in names if (g := self._found.get(n)) is not None)
         for name in names:
             exact = None
-            if owner and calls and name not in shared:
+            if calls and not last and name not in shared:
                 exact = partial(_sum_of, name, calls)
             if owner and (owner in self.random or not self.ranks.runs(owner)):
                 continue
