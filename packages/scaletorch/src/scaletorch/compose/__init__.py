@@ -15,7 +15,7 @@ from .routing import count_routing, move_biases
 from .rows import rows_of_step
 from .sequence_values import last_token, sequence_sums
 from .state import full_gradients, full_state_dict, local_gradients
-from .step import train_step
+from .step import rehearse, train_step
 from .token_values import log_probs, token_log_probs, token_losses, vocabulary_sums
 from .whole_matrices import whole_matrices
 
@@ -39,6 +39,7 @@ __all__ = [
     "offload_layers",
     "parallelize",
     "recompute_layers",
+    "rehearse",
     "rows_of_step",
     "seed_ranks",
     "select_layers",

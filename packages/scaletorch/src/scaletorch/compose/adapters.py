@@ -26,7 +26,7 @@ from .digests import written
 from .experts import expert_names
 from .forward import Terms, manager_of, pipeline_of, terms_of
 from .outline import base_of, outline_of
-from .parallelize import keep_plain, wrap
+from .parallelize import copy_plain, wrap
 
 _BESIDE = ("modules_to_save", "trainable_token_indices", "target_parameters", "layer_replication")
 _DRAWN = (True, False, "gaussian", "orthogonal")  # the others read the base's weights
@@ -89,7 +89,8 @@ def add_adapters(
         model_of_one = terms.plain.model
         with torch.random.fork_rng():  # the weights are the ranks'
             inject(config, base_of(model_of_one), adapter_name)
-        keep_plain(model_of_one, terms)
+        terms.plain = copy_plain(model_of_one)
+        terms.rehearses = terms.plain is not None
     wrapped = wrap(stage, terms, manager)
     wrapped.training = model.training
     return wrapped

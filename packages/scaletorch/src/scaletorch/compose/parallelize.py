@@ -45,6 +45,7 @@ class _Settings:
     recompute: bool | str
     cp_layout: str
     cp_method: str
+    rehearse: bool
 
 
 def parallelize(
@@ -61,7 +62,7 @@ def parallelize(
     cp_layout: str = "zigzag",
     cp_method: str = "ring",
     data_parallel: Mapping[str, Any] | None = None,
-    rehearse: bool = True,
+    rehearse: bool = False,
 ) -> DataParallelBucket:
     """Put a model on every axis of a grid, in place; what comes back knows the grid.
 
@@ -82,8 +83,8 @@ def parallelize(
         cp_layout: Of positions: "zigzag" for causal attention, "contiguous" for attention to all.
         cp_method: How cp ranks attend: "ring", "all_gather", "ulysses", "hybrid" or "auto".
         data_parallel: Further settings of `DataParallelBucket`, such as `grad_type` or `order`.
-        rehearse: The first `train_step` is rehearsed before it: a small batch of it is trained on
-            the layout and compared, unit by unit, with what the plain model computes whole.
+        rehearse: The first `train_step` is rehearsed: a small batch of it is trained first, and
+            compared layer by layer with what the plain model computes whole; see `rehearse`.
 
     Returns:
         The model's stage of this rank, with gradients summed over the ranks that have the same.
@@ -93,10 +94,10 @@ def parallelize(
             router's loss, its shape in a pipeline), or `recompute` is another word.
         MismatchError: The ranks' models or arguments differ; names the parameters and the ranks.
     """
-    settings = _Settings(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method)
+    settings = _Settings(
+        sequence_parallel, loss_parallel, recompute, cp_layout, cp_method, rehearse
+    )
     terms = _checked(model, manager, settings, (data_parallel or {}).get("init_sync", "check"))
-    if rehearse and manager.world_size > 1:
-        keep_plain(model, terms)
     layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
     if manager.tp_size > 1:  # while all layers are there; one rank needs no plan
         _shard_layers(model, manager, layers, settings)
@@ -123,17 +124,18 @@ def wrap(stage: PipelineParallel, terms: Terms, manager: ProcessGroupManager) ->
     return parallel
 
 
-def keep_plain(model: nn.Module, terms: Terms) -> None:
-    """Keep the structure of a plain model, which the first step is compared with."""
+def copy_plain(model: nn.Module) -> Plain | None:
+    """Return the structure of a plain model; warn if it cannot be copied."""
     try:
-        terms.plain, terms.rehearses = Plain(model), True
-    except Exception as error:  # a module of any kind
+        return Plain(model)
+    except Exception as error:  # a module may do anything
         if get_rank() == 0:
             warnings.warn(
-                f"{terms.name} is not rehearsed, since it cannot be copied ({error})",
+                f"{type(model).__name__} is not rehearsed, since it cannot be copied ({error})",
                 RuntimeWarning,
-                stacklevel=3,
+                stacklevel=5,
             )
+        return None
 
 
 def _shard_layers(
@@ -183,8 +185,10 @@ def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Settings) 
         )
     shares = manager.tp_size > 1 and bool(settings.sequence_parallel)
     balance = read_router_loss(model, manager)
+    plain = copy_plain(model) if settings.rehearse and manager.world_size > 1 else None
     synchronise_batch_norms(model, manager, recompute=settings.recompute is True, shares=shares)
     terms = read_terms(model)
+    terms.plain, terms.rehearses = plain, plain is not None
     terms.manager, terms.shares_sequences, terms.router_loss = manager, shares, balance
     terms.recomputes = settings.recompute is True
     if manager.cp_size > 1:

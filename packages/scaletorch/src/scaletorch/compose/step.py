@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from ..dist import all_gather_object, all_reduce, get_comm_device
-from ..dist.errors import InvalidArgumentError, NonFiniteError
+from ..dist.errors import InvalidArgumentError, NonFiniteError, StateError
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from ..parallel.pipeline_parallel import train_step_pipeline
@@ -81,10 +81,8 @@ def train_step(
         own = OwnLoss(loss_fn, count_fn, model, manager, trains=True)
     elif count_fn is not None:
         raise InvalidArgumentError("count_fn counts what a loss_fn sums: pass that too")
-    if terms.rehearses:
-        terms.rehearses = False
-        step = partial(_trained, model, manager, terms, loss_fn, count_fn)
-        rehearse_step(model, micro_batches, terms, manager, step, loss_fn)
+    if terms.rehearses and not _has_gradients(model):
+        rehearse(model, micro_batches, manager, loss_fn=loss_fn, count_fn=count_fn)
     called, count = ready(model, micro_batches, manager, terms, own)
     if own is not None and not count:
         raise InvalidArgumentError("no rank's micro-batches have anything that the loss counts")
@@ -99,16 +97,59 @@ def train_step(
             return _step(model, called, count, manager, terms, scaler, own)
 
 
-def _trained(
+def rehearse(
     model: DataParallelBucket,
-    manager: ProcessGroupManager,
-    terms: Terms,
-    loss_fn: LossFunction | None,
-    count_fn: CountFunction | None,
     micro_batches: Sequence[Batch],
-) -> Tensor:
-    """Train micro-batches of a rehearsal."""
-    return train_step(model, micro_batches, manager, loss_fn=loss_fn, count_fn=count_fn)
+    manager: ProcessGroupManager | None = None,
+    *,
+    loss_fn: LossFunction | None = None,
+    count_fn: CountFunction | None = None,
+) -> None:
+    """Train a small batch, and compare all that the layout computes with the plain model.
+
+    The small batch is two rows of each micro-batch, of which there may be fewer, and at most 512
+    positions of these. Its training step is a real one, with buckets, schedules and ZeRO. Then each
+    rank runs the plain model once more, whole, on the weights of one layer at a time: each layer is
+    given the hidden states that the ranks gave to theirs, and what it returns, the gradient of its
+    input and those of its weights are compared with the ranks', as are the loss and all that lies
+    outside of layers. Gradients, buffers, random generators and plain attributes of modules are as
+    before afterwards; dropout is off meanwhile.
+
+    One line on rank 0 says what was compared, and what could not be: a layer that draws at random,
+    a loss that communicates. All ranks call it, before a step whose gradients begin at zero.
+
+    Args:
+        model: What `parallelize(..., rehearse=True)` returned.
+        micro_batches: This rank's, from `shard_global_batch`.
+        manager: The grid; by default the model's.
+        loss_fn: As in `train_step`.
+        count_fn: As in `train_step`.
+
+    Raises:
+        RehearsalError: The layout computes something else than one process, beyond rounding; on
+            every rank, with the first layer and tensor that differ.
+        StateError: The model's structure was not kept, or it has gradients.
+    """
+    manager, terms = manager_of(model, manager), terms_of(model)
+    if manager.world_size == 1:
+        return
+    terms.rehearses = False
+    if terms.plain is None:
+        raise StateError(
+            "rehearse compares with the plain model, which parallelize(..., rehearse=True) keeps "
+            "(its structure alone, no weights)"
+        )
+    if _has_gradients(model):
+        raise StateError(
+            f"{describe_rank()}: a rehearsal has gradients of its own, and the model has some "
+            "already: call it before the first step, or after zero_grad"
+        )
+    step = partial(train_step, model, manager=manager, loss_fn=loss_fn, count_fn=count_fn)
+    rehearse_step(model, micro_batches, terms, manager, step, loss_fn)
+
+
+def _has_gradients(model: DataParallelBucket) -> bool:
+    return any(parameter.grad is not None for parameter in model.parameters())
 
 
 def _step(

@@ -216,10 +216,14 @@ def _report(
     without = [*replay.unasked, *(f"hidden states of {name}" for name in replay.ranks.apart)]
     unasked = f"; not compared: {', '.join(without)}" if without else ""
     if get_rank() == 0:
-        sys.stderr.write(
+        _write(
             f"rehearsal: {len(replay.plain.units)} units on {manager.grid} agree with one process "
             f"to {judge.worst:.1e}, {seconds:.1f} s{unasked}\n"
         )
+
+
+def _write(line: str) -> None:
+    sys.stderr.write(line)
 
 
 def _explained(
