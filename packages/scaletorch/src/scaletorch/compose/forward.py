@@ -17,7 +17,7 @@ from ..parallel.pg_manager import ProcessGroupManager, get_process_group_manager
 from ..parallel.pipeline_parallel import PipelineParallel
 from .balance import RouterLoss
 from .outline import base_of
-from .rehearsal.plain import Plain
+from .plain import Plain
 
 Counting = Callable[[Tensor], Tensor]  # ids [B, L] -> positions [B, L]
 

@@ -28,8 +28,8 @@ from .experts import divide_experts, expert_groups, hide_exchanges
 from .forward import Terms, keep_terms, read_terms, require_manager, require_own_names
 from .loss import keep_logits_sharded
 from .outline import outline_of
+from .plain import Plain
 from .recompute import offload_layers, recompute_layers, select_layers
-from .rehearsal.plain import Plain
 from .updates import watch
 from .whole_state import keep_whole_state
 
@@ -37,7 +37,7 @@ _KEEPING = {True: recompute_layers, "selective": select_layers, "offload": offlo
 
 
 @dataclass(frozen=True, slots=True)
-class _Settings:
+class _How:
     """How a model is put on the grid, as given to `parallelize`; the same on every rank."""
 
     sequence_parallel: bool
@@ -83,8 +83,7 @@ def parallelize(
         cp_layout: Of positions: "zigzag" for causal attention, "contiguous" for attention to all.
         cp_method: How cp ranks attend: "ring", "all_gather", "ulysses", "hybrid" or "auto".
         data_parallel: Further settings of `DataParallelBucket`, such as `grad_type` or `order`.
-        rehearse: The first `train_step` is rehearsed: a small batch of it is trained first, and
-            compared layer by layer with what the plain model computes whole; see `rehearse`.
+        rehearse: The first `train_step` begins with a rehearsal, see `rehearse`.
 
     Returns:
         The model's stage of this rank, with gradients summed over the ranks that have the same.
@@ -94,15 +93,11 @@ def parallelize(
             router's loss, its shape in a pipeline), or `recompute` is another word.
         MismatchError: The ranks' models or arguments differ; names the parameters and the ranks.
     """
-    settings = _Settings(
-        sequence_parallel, loss_parallel, recompute, cp_layout, cp_method, rehearse
-    )
+    settings = _How(sequence_parallel, loss_parallel, recompute, cp_layout, cp_method, rehearse)
     terms = _checked(model, manager, settings, (data_parallel or {}).get("init_sync", "check"))
     layers = divide_experts(model, manager, plan, shares_sequences=terms.shares_sequences)
     if manager.tp_size > 1:  # while all layers are there; one rank needs no plan
         _shard_layers(model, manager, layers, settings)
-    if terms.shares_sequences:
-        settle_tokens(model, manager)
     apply_context_parallel(model, manager.cp_group, layout=cp_layout, method=cp_method)
     if recompute:  # around all that a layer does, communication included
         _KEEPING[recompute](model, split)
@@ -142,7 +137,7 @@ def _shard_layers(
     model: nn.Module,
     manager: ProcessGroupManager,
     plan: Mapping[str, Any] | None,
-    settings: _Settings,
+    settings: _How,
 ) -> None:
     """Shard the layers over tp, in place; refuse a plan that no pipeline can follow."""
     apply_tensor_parallel(
@@ -156,10 +151,12 @@ def _shard_layers(
         )
     if settings.loss_parallel:
         keep_logits_sharded(model)
+    if settings.sequence_parallel:
+        settle_tokens(model, manager)
 
 
 def _checked(
-    model: nn.Module, manager: ProcessGroupManager, settings: _Settings, init_sync: str
+    model: nn.Module, manager: ProcessGroupManager, settings: _How, init_sync: str
 ) -> Terms:
     """Return how the plain model wants to be called; refuse, on every rank, what cannot train."""
     require_manager(manager, needed=True)
@@ -173,7 +170,7 @@ def _checked(
     return terms
 
 
-def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _Settings) -> Terms:
+def _terms(model: nn.Module, manager: ProcessGroupManager, settings: _How) -> Terms:
     if not isinstance(model, nn.Module) or isinstance(model, ModuleWrapper):
         raise InvalidArgumentError(
             f"parallelize takes a plain nn.Module, got {type(model).__name__}"

@@ -44,12 +44,10 @@ def train_step(
 ) -> Tensor:
     """Run forward and backward of one global batch; gradients are complete when it returns.
 
-    If a rank has to refuse its batch or model, all ranks hear of it before the step begins, with
-    the number of tokens. The first step, and the first of several micro-batches, look further:
-    whether ranks hold the same batch, whether the model mixes positions of sharded sequences
-    outside of attention (two more forwards of one micro-batch), and whether its forward changes
-    buffers, parameters or plain attributes otherwise than in one process. Such a model is refused
-    there, on every rank; of attributes it warns.
+    If a rank has to refuse its batch or model, all ranks hear of it before the step begins. The
+    first step, and the first of several micro-batches, look further: whether ranks hold the same
+    batch, and whether the model mixes positions of divided sequences, or changes its buffers,
+    parameters or attributes, otherwise than in one process.
 
     Args:
         model: What `parallelize` returned.

@@ -24,7 +24,7 @@ ROWS, LENGTH, TOKENS = 2, 512, 8192  # of a micro-batch, of a row, and at most o
 
 @dataclass(frozen=True, slots=True)
 class OneProcess:
-    """What stands for the grid where one process is asked: one rank, which is all of each axis."""
+    """The grid of one process: this rank is all of each axis."""
 
     group: ProcessGroup | None
     tp_size: int = 1

@@ -51,7 +51,7 @@ class Joiner:
     def join(
         self, parts: Sequence[Tensor | None] | None, stage_rank: int, shape: torch.Size
     ) -> Tensor | None:
-        """Return a whole tensor; all ranks call it alike.
+        """Return a whole tensor; all ranks call it with the same shape.
 
         Args:
             parts: This rank's parts, one for each micro-batch; any on ranks of other stages.

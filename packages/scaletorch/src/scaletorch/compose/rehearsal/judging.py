@@ -25,7 +25,7 @@ class Finding:
     Attributes:
         order: Its place in the run; what comes first is the cause of what follows.
         what: The tensor, and of which unit.
-        error: 2-norm of the difference over the tensor's scale; infinite where one is missing.
+        error: 2-norm of the difference over the tensor's scale; infinite if one is missing.
         note: What is known of the difference.
     """
 
@@ -78,7 +78,7 @@ class Judge:
             typical: Size of a typical element of its kind.
             exact: Returns one process's in a wider dtype; asked where rounding of the model's
                 dtype, or too simple a bound, may explain the difference.
-            again: Returns one process's once more; asked where they differ.
+            again: Returns one process's once more; asked if the two differ.
 
         Returns:
             Whether it could be compared: not if one process gives another answer each time.

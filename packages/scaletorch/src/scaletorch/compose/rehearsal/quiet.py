@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from ...dist.building import tensors_in
 from ..before.attributes import plain_attributes
 
 _DROPPING = ("dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout")
@@ -93,3 +94,28 @@ def restored(model: nn.Module) -> Iterator[None]:
     finally:
         random.setstate(state)
         before.put_back()
+
+
+@contextmanager
+def buffers_in(unit: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Give a unit's floating buffers another dtype for a while."""
+    before = [
+        (module, name, buffer)
+        for module in unit.modules()
+        for name, buffer in module._buffers.items()
+        if dtype is not None and buffer is not None and buffer.is_floating_point()
+    ]
+    for module, name, buffer in before:
+        module._buffers[name] = buffer.to(dtype)
+    try:
+        yield
+    finally:
+        for module, name, buffer in before:
+            module._buffers[name] = buffer
+
+
+def without_autocast(args: Any) -> Any:
+    """Return a context in which nothing is cast, on the device of a call's arguments."""
+    device = next((x.device.type for x in tensors_in(args)), "cpu")
+    on = torch.is_autocast_enabled(device)
+    return torch.autocast(device, enabled=False) if on else nullcontext()

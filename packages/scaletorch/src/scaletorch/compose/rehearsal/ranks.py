@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from ...dist import all_gather_object
 from ...parallel.pg_manager import ProcessGroupManager
 from ..forward import pipeline_of
+from ..plain import Plain
 from ..state import gather_full, local_gradients
 from .joining import Joiner
-from .plain import Plain
 from .recording import Record, Records
 
 _KINDS = ("given", "made", "given_gradient", "made_gradient")
@@ -34,7 +34,7 @@ class Joined(NamedTuple):
 
 @dataclass(slots=True)
 class Ranks:
-    """What all ranks had; every method that returns tensors is called by all of them alike.
+    """What all ranks had; all of them call its methods, in the same order.
 
     Attributes:
         model: What `parallelize` returned, with the gradients of the small step.

@@ -25,11 +25,11 @@ from ..before.mixing import require_apart
 from ..forward import Terms, pipeline_of
 from ..loss import token_loss_sum
 from ..loss_batch import LossBatch
+from ..plain import Plain
 from ..ready import as_called
 from .batch import SmallBatch, small_batch
 from .joining import Joiner
 from .judging import Finding, Judge
-from .plain import Plain
 from .quiet import restored, without_dropout
 from .ranks import Ranks
 from .recording import recorded

@@ -7,7 +7,6 @@ and hands on theirs, so that errors do not travel; in backward likewise.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -16,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ...dist.building import map_tensors, tensors_in
+from ..plain import Plain
 from .judging import WIDER, Judge, typical_of
-from .plain import Plain
-from .quiet import State
+from .quiet import State, buffers_in, without_autocast
 from .ranks import Ranks
 from .recording import hidden_of
 
@@ -114,7 +113,7 @@ class _Call:
         unit = self.replay.plain.units[self.name]
         with (
             self.replay.plain.lent(self.name, weights),
-            _buffers_in(unit, wide),
+            buffers_in(unit, wide),
             self.replay.judge.casts(),
         ):
             result = self.run(*args, **kwargs)
@@ -192,7 +191,7 @@ class _Call:
 
     def exact_output(self) -> Tensor:
         """Return the output in a wider dtype."""
-        with torch.no_grad(), _no_autocast(self.args):
+        with torch.no_grad(), without_autocast(self.args):
             return self.again(self._wider()).outputs[0]
 
     def output_again(self) -> Tensor:
@@ -209,7 +208,7 @@ class _Call:
     def widely(self) -> tuple[_Made, list[Tensor | None]]:
         """Return a run in a wider dtype and its gradients, kept."""
         if self._wide is None:
-            with torch.enable_grad(), _no_autocast(self.args):
+            with torch.enable_grad(), without_autocast(self.args):
                 made = self.again(self._wider())
                 self._wide = made, self._gradients(made)
         return self._wide
@@ -382,27 +381,3 @@ class Replay:
 def _sum_of(name: str, calls: Sequence[_Call]) -> Tensor:
     found = [g for call in calls if (g := call.exact_weight(name)) is not None]
     return torch.stack(found).sum(0)
-
-
-@contextmanager
-def _buffers_in(unit: nn.Module, dtype: torch.dtype | None) -> Any:
-    """Give a unit's floating buffers another dtype for a while."""
-    before = [
-        (module, name, buffer)
-        for module in unit.modules()
-        for name, buffer in module._buffers.items()
-        if dtype is not None and buffer is not None and buffer.is_floating_point()
-    ]
-    for module, name, buffer in before:
-        module._buffers[name] = buffer.to(dtype)
-    try:
-        yield
-    finally:
-        for module, name, buffer in before:
-            module._buffers[name] = buffer
-
-
-def _no_autocast(args: Any) -> Any:
-    device = next((x.device.type for x in tensors_in(args)), "cpu")
-    on = torch.is_autocast_enabled(device)
-    return torch.autocast(device, enabled=False) if on else nullcontext()
