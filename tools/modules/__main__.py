@@ -62,6 +62,7 @@ def main() -> int:
     parser.add_argument("--shrink", action="store_true", help="find what a fault needs")
     given = parser.parse_args()
     found: list[tuple[Setting, Verdict]] = []
+    needed = Counter[str]()
     runner, began = Runner(given.timeout), time.monotonic()
     with contextlib.closing(runner.pools):
         for setting in settings(given):
@@ -75,9 +76,11 @@ def main() -> int:
                 print(f"    {setting.again(drawn=given.recipe is None)}", flush=True)
                 if given.shrink:
                     less = runner.shrink(setting, verdict)
+                    needed[f"{verdict.word}: {recipe.shown(less.recipe)}"] += 1
                     print(f"    {less.again(drawn=False)}", flush=True)
     faults = sum(verdict.word in FAULTS for _, verdict in found)
     print(f"\n{table(found)}\n")
+    print("\n".join(f"{n:6} {what}" for what, n in needed.most_common()))
     print(f"{len(found)} settings in {time.monotonic() - began:.0f} s, {faults} of them faults")
     return int(faults > 0)
 

@@ -26,7 +26,7 @@ from scaletorch.parallel.pg_manager import (
 
 from ..gaps import gap
 from .losses import batch, count_of, loss_of, plain_loss
-from .model import make, split_of
+from .model import hook_layers, make, split_of
 from .plan import plan_of
 from .recipe import Recipe
 
@@ -72,6 +72,8 @@ def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def refer(recipe: Recipe, seed: int, depth: int) -> Expected:
     """Train a module in this process."""
     model = make(recipe, seed, depth)
+    if recipe["calls"] == "late_hook":
+        hook_layers(model)
     loss_fn, optimizer = plain_loss(recipe["loss"], model), _optimizer(model)
     losses, gradients = [], []
     for step in range(STEPS):
@@ -103,6 +105,8 @@ def _train(
     if recipe["layers"] != "list":
         options["split"] = split_of(plain)
     model = parallelize(plain, manager, **layout.options, **options)
+    if recipe["calls"] == "late_hook":
+        hook_layers(model)
     optimizer = _optimizer(model)
     if layout.zero:
         shard_optimizer(optimizer, model, stage=layout.zero)

@@ -100,7 +100,7 @@ def loss_of(form: str, model: nn.Module) -> Loss | None:
 
     def penalised(output: Any, micro_batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         total, count = _by_hand(output, micro_batch)
-        return total + 0.01 * count * torch.stack([p.square().sum() for p in own]).sum(), count
+        return total + torch.stack([p.square().sum() for p in own]).sum() * 0.01 * count, count
 
     return penalised
 

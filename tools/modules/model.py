@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from scaletorch.parallel.pipeline_parallel import Split
 
@@ -16,6 +19,40 @@ from .parts import HIDDEN, MLP, NORMS, Attention, rotary
 from .recipe import Recipe
 
 VOCAB, LONGEST = 24, 16
+
+
+class Inside(nn.Module):
+    """Something on the hidden states beside attention and MLP."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        self.form, self.calls = form, 0
+        if form == "conv":
+            self.conv = nn.Conv1d(HIDDEN, HIDDEN, 3)
+        if form == "gru":
+            self.gru = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
+        if form == "ids":
+            self.table = nn.Embedding(VOCAB, HIDDEN)
+
+    def forward(self, x: Tensor, ids: Tensor) -> Any:
+        """Compute."""
+        self.calls += 1
+        if self.form == "shift":
+            return F.pad(x, (0, 0, 1, 0))[:, :-1]
+        if self.form == "conv":
+            return self.conv(F.pad(x.mT, (2, 0))).mT
+        if self.form == "gru":
+            return self.gru(x)[0]
+        if self.form == "ids":
+            return self.table(ids)
+        return x / self.calls if self.form == "count" else x.mean(1, keepdim=True)
+
+
+@dataclass
+class Output:
+    """Logits [B, L, V]."""
+
+    logits: Tensor
 
 
 class Layer(nn.Module):
@@ -31,9 +68,13 @@ class Layer(nn.Module):
             self.alpha = nn.Parameter(torch.ones(()))
         if self.form == "sandwich":
             self.norm3 = NORMS[recipe["norm"]](HIDDEN)
+        if recipe["inside"] != "none":
+            self.inside = Inside(recipe["inside"])
 
-    def forward(self, x: Tensor, *more: Any) -> Any:
+    def forward(self, x: Tensor, ids: Any = None, *more: Any) -> Any:
         """Compute."""
+        if hasattr(self, "inside"):
+            x = x + 0.5 * self.inside(x, ids)
         if self.form == "parallel":
             y = self.norm1(x)
             return x + self.attn(y, *more) + (self.mlp(y) if hasattr(self, "mlp") else 0.0)
@@ -51,6 +92,14 @@ class Layer(nn.Module):
         return y if self.form == "none" else x + y
 
 
+class Halved(Layer):
+    """A layer with a `__call__` of its own."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call it, and halve what comes out."""
+        return 0.5 * super().__call__(*args, **kwargs)
+
+
 class Embed(nn.Module):
     """A table that is scaled, or of fewer features and a layer that widens them."""
 
@@ -58,7 +107,11 @@ class Embed(nn.Module):
         super().__init__()
         self.form = form
         size = 8 if form == "factored" else HIDDEN
-        self.table = nn.Embedding(VOCAB, size)
+        options: Mapping[str, Any] = {
+            "by_frequency": {"scale_grad_by_freq": True},
+            "max_norm": {"max_norm": 1.0},
+        }
+        self.table = nn.Embedding(VOCAB, size, **options.get(form, {}))
         if form == "factored":
             self.widen = nn.Linear(size, HIDDEN, bias=False)
         if form == "types":
@@ -88,7 +141,8 @@ class Model(nn.Module):
         self.recipe = recipe
         form = recipe["embed"]
         self.embed = nn.Embedding(VOCAB, HIDDEN) if form == "table" else Embed(form)
-        layers = [Layer(recipe) for _ in range(depth)]
+        kind = Halved if recipe["calls"] == "own_call" else Layer
+        layers = [kind(recipe) for _ in range(depth)]
         containers: Mapping[str, Callable[[list[Layer]], Any]] = {
             "list": nn.ModuleList,
             "sequential": lambda own: nn.Sequential(*own),
@@ -151,7 +205,9 @@ class Model(nn.Module):
             length: int = next(iter(self._each())).attn.head_dim
             angles = rotary(position_ids, length)
         temperature = getattr(self, "temperature", None)
-        return [] if angles is None and temperature is None else [angles, temperature]
+        if angles is not None or temperature is not None:
+            return [ids, angles, temperature]
+        return [ids] if self.recipe["inside"] == "ids" else []
 
     def _each(self) -> list[Any]:
         own = self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers
@@ -162,7 +218,8 @@ class Model(nn.Module):
     def _through(self, x: Tensor, more: list[Any]) -> Tensor:
         """Call the layers."""
         form, layers = self.recipe["between"], self._each()
-        if isinstance(self.layers, nn.Sequential) and form == "none" and not more:
+        plain = self.recipe["calls"] in ("call", "own_call", "hook", "late_hook")
+        if isinstance(self.layers, nn.Sequential) and form == "none" and not more and plain:
             for _ in range(len(layers) // len(self.layers)):
                 x = self.layers(x)
             return x
@@ -174,7 +231,7 @@ class Model(nn.Module):
                 x = x + 0.5 * first
             if form == "unet" and place >= (len(layers) + 1) // 2:
                 x = x + kept[len(layers) - 1 - place]
-            x = layer(x, *more)
+            x = layer(x, *more) if plain else _CALLS[self.recipe["calls"]](layer, x, *more)
             kept.append(x)
         if form == "weighted":
             return (torch.stack(kept[: len(self.gain)]) * self.gain).sum(0)
@@ -184,8 +241,12 @@ class Model(nn.Module):
         form = self.recipe["behind"]
         if self.recipe["head"] == "deep":
             x = F.gelu(self.before_head(x))
-        functional = self.recipe["head"] == "functional"
-        x = F.linear(x, _table(self.embed).weight) if functional else self.head(x)
+        if self.recipe["head"] == "functional":
+            x = F.linear(x, _table(self.embed).weight)
+        elif self.recipe["head"] == "cosine":
+            x = F.linear(x, F.normalize(self.head.weight, dim=-1))
+        else:
+            x = self.head(x)
         if form == "cap":
             return 5 * (x / 5).tanh()
         if form == "norm":
@@ -196,7 +257,9 @@ class Model(nn.Module):
         x = self._embedded(input_ids, position_ids)
         x = self._through(x, self._more(input_ids, position_ids))
         logits = self._logits(self.norm(x))
-        return SimpleNamespace(logits=logits) if self.recipe["output"] == "object" else logits
+        kinds: Mapping[str, Callable[..., Any]] = {"object": SimpleNamespace, "dataclass": Output}
+        kind = kinds.get(self.recipe["output"])
+        return kind(logits=logits) if kind else logits
 
 
 class Counting(Model):
@@ -222,6 +285,14 @@ _BETWEEN: Mapping[str, Callable[[Any, Tensor], Tensor]] = {
     "mean": lambda m, x: x - x.mean(1, keepdim=True),
     "cumsum": lambda m, x: x + x.cumsum(1) / 8,
     "conv": lambda m, x: x + m.conv(F.pad(x.mT, (2, 0))).mT,
+    "rows": lambda m, x: x - x.mean(0),
+}
+
+
+_CALLS: Mapping[str, Callable[..., Any]] = {
+    "forward": lambda layer, *args: layer.forward(*args),
+    "checkpoint": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
 }
 
 
@@ -238,6 +309,8 @@ def _sharing(form: str, layers: list[Layer]) -> list[Layer]:
         last.mlp = first.mlp
     if form == "norm":
         last.norm1 = first.norm1
+    if form == "qk":
+        first.attn.k = first.attn.q
     if form == "weight":
         last.attn.o.weight = first.attn.o.weight
     return layers
@@ -270,7 +343,15 @@ def make(recipe: Recipe, seed: int, depth: int) -> Model:
                 parameter.add_(noise * 0.2)
     for parameter in _frozen(recipe["frozen"], model):
         parameter.requires_grad_(False)
+    if recipe["calls"] == "hook":
+        hook_layers(model)
     return model.train()
+
+
+def hook_layers(model: nn.Module) -> None:
+    """Let a hook scale what layers return."""
+    for layer in (module for module in model.modules() if isinstance(module, Layer)):
+        layer.register_forward_hook(lambda module, args, output: 0.8 * output)
 
 
 def split_of(model: Model) -> Split:

@@ -101,6 +101,14 @@ class Attention(nn.Module):
         if recipe["temperature"] in ("scalar", "per_head"):
             shape = (heads, 1, 1) if recipe["temperature"] == "per_head" else ()
             self.temperature = nn.Parameter(torch.ones(shape))
+        if recipe["attend"] == "relative":
+            self.distances = nn.Embedding(4, heads)
+        if recipe["attend"] == "talking":
+            self.mixed = nn.Parameter(torch.eye(heads))
+        if recipe["attend"] == "sinks":
+            self.sinks = nn.Parameter(torch.zeros(heads))
+        if recipe["across"] == "group":
+            self.group = nn.GroupNorm(heads, self.q_size)
         if recipe["attend"] == "alibi_buffer":
             self.register_buffer("slopes", 2.0 ** -torch.arange(1.0, heads + 1))
 
@@ -152,11 +160,14 @@ class Attention(nn.Module):
             return q, k
         return self.q_norm(q), self.k_norm(k)
 
-    def _bias(self, heads: int, length: int) -> Tensor:
+    def _bias(self, heads: int, length: int) -> Any:
         places = torch.arange(length)
         distances = (places[None] - places[:, None]).double()
         if self.recipe["attend"] == "mask":
             return torch.where(distances > 0, -torch.inf, 0.0)
+        if self.recipe["attend"] == "relative":
+            near = (places[:, None] - places[None]).clamp(0, 3)
+            return self.distances(near).movedim(-1, 0).masked_fill(distances > 0, -torch.inf)
         slopes = 2.0 ** -(torch.arange(1, heads + 1, dtype=torch.float64) * 4 / heads)
         if self.recipe["attend"] == "alibi_buffer":
             slopes = self.slopes
@@ -168,12 +179,18 @@ class Attention(nn.Module):
             grouped, causal = repeats > 1, form == "sdpa"
             return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=grouped)
         k, v = k.repeat_interleave(repeats, 1), v.repeat_interleave(repeats, 1)
-        if form != "by_hand":
+        if form in ("mask", "relative", "alibi", "alibi_buffer"):
             bias = self._bias(q.shape[1], q.shape[2]).to(q)
             return F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
         scores = q @ k.mT / self.head_dim**0.5
+        if form == "talking":
+            scores = torch.einsum("bhqk,hg->bgqk", scores, self.mixed)
         past = torch.ones_like(scores, dtype=torch.bool).tril()
-        return scores.masked_fill(~past, -torch.inf).softmax(-1) @ v
+        scores = scores.masked_fill(~past, -torch.inf)
+        if form == "sinks":
+            sinks = self.sinks[:, None, None].expand(*scores.shape[:3], 1)
+            return torch.cat((scores, sinks), -1).softmax(-1)[..., :-1] @ v
+        return scores.softmax(-1) @ v
 
     def forward(self, x: Tensor, angles: Any = None, temperature: Tensor | None = None) -> Any:
         """Attend."""
@@ -187,9 +204,15 @@ class Attention(nn.Module):
         if temperature is None:
             temperature = getattr(self, "temperature", None)
         y = self._attend(q if temperature is None else q * temperature, k, v).transpose(1, 2)
+        if self.recipe["across"] == "mean":
+            y = y - y.mean(2, keepdim=True)
+        if self.recipe["across"] == "softmax":
+            y = y * y.softmax(2)
         if self.recipe["gate"] == "per_head":
             y = y * self.gate(x).sigmoid()[..., None]
         y = y.flatten(2)
+        if self.recipe["across"] == "group":
+            y = self.group(y.flatten(0, 1)).view_as(y)
         return self.o(y * self.gate(x).sigmoid() if self.recipe["gate"] == "features" else y)
 
 
@@ -222,6 +245,9 @@ _INNER: Mapping[str, Callable[[Any, Tensor], Tensor]] = {
     "cumsum": lambda m, x: m.up(x).cumsum(-1) / 8,
     "maxout": lambda m, x: m.up(x).unflatten(-1, (-1, 2)).amax(-1).repeat_interleave(2, -1),
     "rms": lambda m, x: _normed(m.up(x)),
+    "functional": lambda m, x: F.gelu(F.linear(x, m.up.weight, m.up.bias)),
+    "functional_down": lambda m, x: F.gelu(m.up(x)),
+    "standardised": lambda m, x: F.gelu(F.linear(x, m.up.weight - m.up.weight.mean(0))),
 }
 
 
@@ -244,4 +270,5 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Any:
         """Compute."""
-        return self.down(_INNER[self.form](self, x))
+        y = _INNER[self.form](self, x)
+        return F.linear(y, self.down.weight) if self.form == "functional_down" else self.down(y)

@@ -32,8 +32,12 @@ def _attention(recipe: Recipe) -> Plan:
     names = divided.get(recipe["heads"], ()) * (recipe["qkv"] != "by_head")
     if recipe["qkv"] in ("packed", "thirds") and not thirds:
         names = (*names, "q_size", "kv_size")
-    if recipe["temperature"] == "per_head":
-        plan[""] = PerHead("temperature")
+    per_head = ["temperature"] * (recipe["temperature"] == "per_head")
+    per_head += ["sinks"] * (recipe["attend"] == "sinks")
+    if recipe["across"] == "group":
+        plan["group"] = "whole_features"
+    if per_head:
+        plan[""] = PerHead(*per_head)
     elif names:
         plan[""] = Divide(*names)
     return {**plan, "o": "row"}

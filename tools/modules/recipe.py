@@ -9,11 +9,13 @@ Recipe = Mapping[str, str]  # part -> form
 
 # The first form of a part is the usual one.
 FORMS: Mapping[str, str] = {
-    "embed": "table scaled factored one_hot types normed",
+    "embed": "table scaled factored one_hot types normed by_frequency max_norm",
     "positions": "none table given slice sinusoid rotary rotary_inside",
     "layers": "list sequential dict",
     "norm": "rms layer hand group none",
     "residual": "pre post parallel scaled sandwich none",
+    "inside": "none conv gru shift mean count ids",
+    "calls": "call forward own_call hook late_hook checkpoint reentrant",
     "heads": "length attribute both config shape",
     "count": "4 8 ungrouped8",
     "qkv": "separate packed by_head thirds kv_packed",
@@ -22,15 +24,16 @@ FORMS: Mapping[str, str] = {
     "head_norm": "none rms layer hand shared l2 whole bare",
     "temperature": "none scalar per_head root",
     "gate": "none features per_head",
-    "attend": "sdpa by_hand mask alibi alibi_buffer full",
+    "attend": "sdpa by_hand mask alibi alibi_buffer sinks relative talking full",
+    "across": "none mean softmax group",
     "mlp": "gated plain fused glu pairs scaled gained beta normed softmax l2 roll topk cumsum "
-    "maxout rms none",
-    "shared": "none head layers mlp norm weight looped twice",
+    "maxout rms functional functional_down standardised none",
+    "shared": "none head layers mlp norm weight qk looped twice",
     "frozen": "none embed layer norms head biases",
-    "between": "none gain skips unet dense weighted mean cumsum conv",
+    "between": "none gain skips unet dense weighted mean cumsum conv rows",
     "behind": "none scale bias cap norm",
-    "head": "plain bias deep functional",
-    "output": "logits object",
+    "head": "plain bias deep functional cosine",
+    "output": "logits object dataclass",
     "loss": "tokens smoothing z_loss by_hand sequences penalty reads rolled pairs",
     "plan": "right no_head head_column no_embed q_row k_whole up_row down_column no_down "
     "fused_column no_divide norms_whole norms_replicate o_split gate_whole",
@@ -55,7 +58,7 @@ def draw(seed: int) -> Recipe:
 def fitting(recipe: Recipe) -> Recipe:
     """Return a recipe without forms that do not go together."""
     found = {**USUAL, **recipe}
-    if found["temperature"] == "per_head" or found["attend"] == "alibi_buffer":
+    if found["temperature"] == "per_head" or found["attend"] in ("alibi_buffer", "sinks"):
         found["heads"] = "length"  # a plan has one style for each module
     if found["mlp"] == "none" and found["shared"] == "mlp":
         found["shared"] = "none"
@@ -63,6 +66,8 @@ def fitting(recipe: Recipe) -> Recipe:
         found["embed"] = "scaled" if found["embed"] != "table" else "table"
         found["head"] = "functional" if found["head"] == "functional" else "plain"
     if found["head"] == "functional" and found["shared"] == "head":
+        found["shared"] = "none"
+    if found["shared"] == "qk" and (found["qkv"] != "separate" or found["kv"] != "all"):
         found["shared"] = "none"
     if found["head"] == "functional" and found["frozen"] == "head":
         found["frozen"] = "none"
