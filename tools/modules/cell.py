@@ -30,7 +30,7 @@ from .model import hook_layers, make, split_of
 from .plan import plan_of
 from .recipe import Recipe
 
-STEPS, RATE, BOUND = 2, 0.05, 1e-9
+STEPS, RATE, BOUND = 2, 0.02, 1e-9
 REHEARSES = "rehearse" in inspect.signature(parallelize).parameters
 
 
@@ -86,7 +86,7 @@ def refer(recipe: Recipe, seed: int, depth: int) -> Expected:
         own = dict(model.named_parameters())
         gradients.append({n: p.grad.clone() for n, p in own.items() if p.grad is not None})
         optimizer.step()
-    if not all(map(torch.isfinite, losses)):
+    if not all(abs(loss) < 1e3 for loss in losses):  # rounding would be seen
         raise ValueError(f"losses are {[loss.item() for loss in losses]}")
     return Expected(losses, gradients, {n: w.clone() for n, w in model.state_dict().items()})
 

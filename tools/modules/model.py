@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -20,39 +20,49 @@ from .recipe import Recipe
 
 VOCAB, LONGEST = 24, 16
 
+# Beside attention and MLP: a form's own module, and what it makes of hidden states.
+_OWN: Mapping[str, Callable[[], nn.Module]] = {
+    "conv": lambda: nn.Conv1d(HIDDEN, HIDDEN, 3),
+    "gru": lambda: nn.GRU(HIDDEN, HIDDEN, batch_first=True),
+    "dense": lambda: nn.Linear(HIDDEN, HIDDEN),
+    "ids": lambda: nn.Embedding(VOCAB, HIDDEN),
+}
+_ASIDE: Mapping[str, Callable[[Any, Tensor, Any], Tensor]] = {
+    "conv": lambda m, x, ids: m.own(F.pad(x.mT, (2, 0))).mT,
+    "gru": lambda m, x, ids: m.own(x)[0],
+    "dense": lambda m, x, ids: m.own(x),
+    "ids": lambda m, x, ids: m.own(ids),
+    "shift": lambda m, x, ids: F.pad(x, (0, 0, 1, 0))[:, :-1],
+    "mean": lambda m, x, ids: -x.mean(1, keepdim=True),
+    "cumsum": lambda m, x, ids: x.cumsum(1) / 8,
+    "rows": lambda m, x, ids: -x.mean(0),
+    "count": lambda m, x, ids: x / m.counted(),
+}
+# How layers are called, if not as functions.
+_CALLS: Mapping[str, Callable[..., Any]] = {
+    "forward": lambda layer, *args: layer.forward(*args),
+    "checkpoint": partial(checkpoint, use_reentrant=False),
+    "reentrant": partial(checkpoint, use_reentrant=True),
+}
 
-class Inside(nn.Module):
-    """Something on the hidden states beside attention and MLP."""
+
+class Aside(nn.Module):
+    """Something that is added to hidden states."""
 
     def __init__(self, form: str) -> None:
         super().__init__()
         self.form, self.calls = form, 0
-        if form == "conv":
-            self.conv = nn.Conv1d(HIDDEN, HIDDEN, 3)
-        if form == "gru":
-            self.gru = nn.GRU(HIDDEN, HIDDEN, batch_first=True)
-        if form == "ids":
-            self.table = nn.Embedding(VOCAB, HIDDEN)
+        if form in _OWN:
+            self.own = _OWN[form]()
 
-    def forward(self, x: Tensor, ids: Tensor) -> Any:
-        """Compute."""
+    def counted(self) -> int:
+        """Return how often it was called."""
         self.calls += 1
-        if self.form == "shift":
-            return F.pad(x, (0, 0, 1, 0))[:, :-1]
-        if self.form == "conv":
-            return self.conv(F.pad(x.mT, (2, 0))).mT
-        if self.form == "gru":
-            return self.gru(x)[0]
-        if self.form == "ids":
-            return self.table(ids)
-        return x / self.calls if self.form == "count" else x.mean(1, keepdim=True)
+        return self.calls
 
-
-@dataclass
-class Output:
-    """Logits [B, L, V]."""
-
-    logits: Tensor
+    def forward(self, x: Tensor, ids: Any) -> Tensor:
+        """Return the sum."""
+        return x + 0.5 * _ASIDE[self.form](self, x, ids)
 
 
 class Layer(nn.Module):
@@ -68,13 +78,12 @@ class Layer(nn.Module):
             self.alpha = nn.Parameter(torch.ones(()))
         if self.form == "sandwich":
             self.norm3 = NORMS[recipe["norm"]](HIDDEN)
-        if recipe["inside"] != "none":
-            self.inside = Inside(recipe["inside"])
+        self.inside = Aside(recipe["inside"]) if recipe["inside"] != "none" else None
 
     def forward(self, x: Tensor, ids: Any = None, *more: Any) -> Any:
-        """Compute."""
-        if hasattr(self, "inside"):
-            x = x + 0.5 * self.inside(x, ids)
+        """Return hidden states."""
+        if self.inside is not None:
+            x = self.inside(x, ids)
         if self.form == "parallel":
             y = self.norm1(x)
             return x + self.attn(y, *more) + (self.mlp(y) if hasattr(self, "mlp") else 0.0)
@@ -85,11 +94,11 @@ class Layer(nn.Module):
         if self.form == "post":
             return norm(x + f(x))
         y = f(norm(x))
+        if self.form == "none":
+            return y
         if self.form == "sandwich":
-            y = self.norm3(y)
-        if self.form == "scaled":
-            y = self.alpha * y
-        return y if self.form == "none" else x + y
+            return x + self.norm3(y)
+        return x + (self.alpha * y if self.form == "scaled" else y)
 
 
 class Halved(Layer):
@@ -100,163 +109,146 @@ class Halved(Layer):
         return 0.5 * super().__call__(*args, **kwargs)
 
 
-class Embed(nn.Module):
-    """A table that is scaled, or of fewer features and a layer that widens them."""
+@dataclass
+class Output:
+    """Logits [B, L, V]."""
 
-    def __init__(self, form: str) -> None:
-        super().__init__()
-        self.form = form
-        size = 8 if form == "factored" else HIDDEN
-        options: Mapping[str, Any] = {
-            "by_frequency": {"scale_grad_by_freq": True},
-            "max_norm": {"max_norm": 1.0},
-        }
-        self.table = nn.Embedding(VOCAB, size, **options.get(form, {}))
-        if form == "factored":
-            self.widen = nn.Linear(size, HIDDEN, bias=False)
-        if form == "types":
-            self.types = nn.Embedding(2, HIDDEN)
-        if form == "normed":
-            self.norm = nn.LayerNorm(HIDDEN)
-
-    def forward(self, ids: Tensor) -> Any:
-        """Embed."""
-        if self.form == "one_hot":
-            return F.one_hot(ids, VOCAB).to(self.table.weight) @ self.table.weight
-        x = self.table(ids)
-        if self.form == "types":
-            return x + self.types(ids % 2)
-        if self.form == "normed":
-            return self.norm(x)
-        return self.widen(x) if self.form == "factored" else x * HIDDEN**0.5
+    logits: Tensor
 
 
 class Model(nn.Module):
     """A language model by a recipe."""
 
     sines: Tensor
+    gain: nn.Parameter
+    behind: nn.Parameter
 
     def __init__(self, recipe: Recipe, depth: int) -> None:
         super().__init__()
         self.recipe = recipe
-        form = recipe["embed"]
-        self.embed = nn.Embedding(VOCAB, HIDDEN) if form == "table" else Embed(form)
+        self._add_embeddings(recipe["embed"], recipe["positions"])
         kind = Halved if recipe["calls"] == "own_call" else Layer
-        layers = [kind(recipe) for _ in range(depth)]
-        containers: Mapping[str, Callable[[list[Layer]], Any]] = {
+        containers: Mapping[str, Callable[[list[Any]], Any]] = {
             "list": nn.ModuleList,
             "sequential": lambda own: nn.Sequential(*own),
             "dict": lambda own: nn.ModuleDict({str(i): layer for i, layer in enumerate(own)}),
         }
-        self.layers = containers[recipe["layers"]](_sharing(recipe["shared"], layers))
+        layers = _sharing(recipe["shared"], [kind(recipe) for _ in range(depth)])
+        self.layers = containers[recipe["layers"]](layers)
         self.norm = NORMS[recipe["norm"]](HIDDEN)
-        self._add_head(recipe["head"])
-        self._add_root(depth)
-        if recipe["shared"] == "head":
-            self.head.weight = _table(self.embed).weight
-
-    def _add_head(self, form: str) -> None:
-        if form == "deep":
+        if recipe["head"] == "deep":
             self.before_head = nn.Linear(HIDDEN, HIDDEN)
-        if form != "functional":
-            self.head = nn.Linear(HIDDEN, VOCAB, bias=form == "bias")
-
-    def _add_root(self, depth: int) -> None:
-        """Add what the root itself has."""
-        recipe = self.recipe
-        if recipe["positions"] in ("table", "given"):
-            self.positions = nn.Embedding(LONGEST, HIDDEN)
-        if recipe["positions"] == "slice":
-            self.places = nn.Parameter(torch.zeros(LONGEST, HIDDEN))
-        if recipe["positions"] == "sinusoid":
-            angles = torch.arange(LONGEST)[:, None] * 100.0 ** -torch.arange(0, 1, 2 / HIDDEN)
-            self.register_buffer("sines", torch.cat((angles.sin(), angles.cos()), -1))
-        if recipe["temperature"] == "root":
-            self.temperature = nn.Parameter(torch.ones(()))
-        shapes = {"gain": (HIDDEN,), "weighted": (depth + 1, 1, 1, 1)}
-        if recipe["between"] in shapes:
-            self.gain = nn.Parameter(torch.ones(shapes[recipe["between"]]))
-        if recipe["between"] == "dense":
-            self.dense = nn.Linear(HIDDEN, HIDDEN)
-        if recipe["between"] == "conv":
-            self.conv = nn.Conv1d(HIDDEN, HIDDEN, 3)
-        if recipe["behind"] in ("scale", "bias"):
-            shape = () if recipe["behind"] == "scale" else (VOCAB,)
-            self.behind = nn.Parameter(torch.ones(shape))
+        if recipe["head"] != "functional":
+            self.head = nn.Linear(HIDDEN, VOCAB, bias=recipe["head"] == "bias")
+        if recipe["shared"] == "head":
+            self.head.weight = self.embed.weight
+        if recipe["between"] in _ASIDE:
+            self.between = Aside(recipe["between"])
         if recipe["behind"] == "norm":
             self.behind_norm = nn.LayerNorm(VOCAB)
+        for name, form, shape in (
+            ("temperature", recipe["temperature"] == "root", ()),
+            ("gain", recipe["between"] == "gain", (HIDDEN,)),
+            ("gain", recipe["between"] == "weighted", (depth + 1, 1, 1, 1)),
+            ("behind", recipe["behind"] == "scale", ()),
+            ("behind", recipe["behind"] == "bias", (VOCAB,)),
+        ):
+            if form:
+                self.register_parameter(name, nn.Parameter(torch.ones(shape)))
 
-    def _embedded(self, ids: Tensor, position_ids: Tensor | None) -> Any:
-        x, form = self.embed(ids), self.recipe["positions"]
-        if form in ("table", "given"):
-            if position_ids is None:
-                position_ids = torch.arange(ids.shape[1], device=ids.device)[None]
-            return x + self.positions(position_ids)
-        if form == "slice":
-            return x + self.places[: x.shape[1]]
-        return x + self.sines[: x.shape[1]] if form == "sinusoid" else x
+    def _add_embeddings(self, form: str, positions: str) -> None:
+        options: Mapping[str, Any] = {
+            "by_frequency": {"scale_grad_by_freq": True},
+            "max_norm": {"max_norm": 1.0},
+        }
+        size = HIDDEN // 2 if form == "factored" else HIDDEN
+        self.embed = nn.Embedding(VOCAB, size, **options.get(form, {}))
+        if form == "factored":
+            self.widen = nn.Linear(size, HIDDEN, bias=False)
+        if form == "types":
+            self.types = nn.Embedding(2, HIDDEN)
+        if form == "normed":
+            self.embed_norm = nn.LayerNorm(HIDDEN)
+        if positions in ("table", "given"):
+            self.positions = nn.Embedding(LONGEST, HIDDEN)
+        if positions == "slice":
+            self.places = nn.Parameter(torch.zeros(LONGEST, HIDDEN))
+        if positions == "sinusoid":
+            angles = torch.arange(LONGEST)[:, None] * 100.0 ** -torch.arange(0, 1, 2 / HIDDEN)
+            self.register_buffer("sines", torch.cat((angles.sin(), angles.cos()), -1))
 
-    def _more(self, ids: Tensor, position_ids: Tensor | None) -> list[Any]:
-        """Return what layers are given beside hidden states."""
-        angles = None
-        if self.recipe["positions"] == "rotary":
-            if position_ids is None:
-                position_ids = torch.arange(ids.shape[1], device=ids.device)[None]
-            length: int = next(iter(self._each())).attn.head_dim
-            angles = rotary(position_ids, length)
-        temperature = getattr(self, "temperature", None)
-        if angles is not None or temperature is not None:
-            return [ids, angles, temperature]
-        return [ids] if self.recipe["inside"] == "ids" else []
+    def _embedded(self, ids: Tensor) -> Any:
+        form = self.recipe["embed"]
+        if form == "one_hot":
+            return F.one_hot(ids, VOCAB).to(self.embed.weight) @ self.embed.weight
+        x = self.embed(ids)
+        if form == "types":
+            return x + self.types(ids % 2)
+        if form == "normed":
+            return self.embed_norm(x)
+        return self.widen(x) if form == "factored" else x if form == "table" else 4.0 * x
 
     def _each(self) -> list[Any]:
-        own = self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers
-        twice = 2 if self.recipe["shared"] == "twice" else 1
-        loops = 2 if self.recipe["shared"] == "looped" else 1
-        return [layer for layer in own for _ in range(twice)] * loops
+        """Return the layers in the order in which they are called."""
+        own: Any = self.layers.values() if isinstance(self.layers, nn.ModuleDict) else self.layers
+        form = self.recipe["shared"]
+        return [x for x in own for _ in range(1 + (form == "twice"))] * (1 + (form == "looped"))
 
-    def _through(self, x: Tensor, more: list[Any]) -> Tensor:
+    def _through(self, x: Tensor, ids: Tensor, more: list[Any]) -> Tensor:
         """Call the layers."""
-        form, layers = self.recipe["between"], self._each()
-        plain = self.recipe["calls"] in ("call", "own_call", "hook", "late_hook")
-        if isinstance(self.layers, nn.Sequential) and form == "none" and not more and plain:
+        form, layers, call = self.recipe["between"], self._each(), _CALLS.get(self.recipe["calls"])
+        if isinstance(self.layers, nn.Sequential) and form == "none" and not more and not call:
             for _ in range(len(layers) // len(self.layers)):
                 x = self.layers(x)
             return x
-        first, kept = x, [x]
+        kept = [x]
         for place, layer in enumerate(layers):
-            if place and form in _BETWEEN:
-                x = _BETWEEN[form](self, x)
+            if place and form in _ASIDE:
+                x = self.between(x, ids)
+            if place and form == "gain":
+                x = x * self.gain
             if form == "skips":
-                x = x + 0.5 * first
+                x = x + 0.5 * kept[0]
             if form == "unet" and place >= (len(layers) + 1) // 2:
                 x = x + kept[len(layers) - 1 - place]
-            x = layer(x, *more) if plain else _CALLS[self.recipe["calls"]](layer, x, *more)
+            x = call(layer, x, *more) if call else layer(x, *more)
             kept.append(x)
         if form == "weighted":
             return (torch.stack(kept[: len(self.gain)]) * self.gain).sum(0)
         return x
 
     def _logits(self, x: Tensor) -> Any:
-        form = self.recipe["behind"]
-        if self.recipe["head"] == "deep":
-            x = F.gelu(self.before_head(x))
-        if self.recipe["head"] == "functional":
-            x = F.linear(x, _table(self.embed).weight)
-        elif self.recipe["head"] == "cosine":
+        form, behind = self.recipe["head"], self.recipe["behind"]
+        if form == "functional":
+            x = F.linear(x, self.embed.weight)
+        elif form == "cosine":
             x = F.linear(x, F.normalize(self.head.weight, dim=-1))
         else:
-            x = self.head(x)
-        if form == "cap":
+            x = self.head(F.gelu(self.before_head(x)) if form == "deep" else x)
+        if behind == "cap":
             return 5 * (x / 5).tanh()
-        if form == "norm":
+        if behind == "norm":
             return self.behind_norm(x)
-        return x if form == "none" else x * self.behind if form == "scale" else x + self.behind
+        return {"none": lambda: x, "scale": lambda: x * self.behind}.get(
+            behind, lambda: x + self.behind
+        )()
 
-    def _forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Any:
-        x = self._embedded(input_ids, position_ids)
-        x = self._through(x, self._more(input_ids, position_ids))
-        logits = self._logits(self.norm(x))
+    def compute(self, ids: Tensor, position_ids: Tensor | None = None) -> Any:
+        """Return logits [B, L, V], perhaps in an object, for ids [B, L]."""
+        x, form, angles = self._embedded(ids), self.recipe["positions"], None
+        if position_ids is None:
+            position_ids = torch.arange(ids.shape[1], device=ids.device)[None]
+        if form in ("table", "given"):
+            x = x + self.positions(position_ids)
+        if form in ("slice", "sinusoid"):
+            x = x + (self.places if form == "slice" else self.sines)[: x.shape[1]]
+        if form == "rotary":
+            angles = rotary(position_ids, self._each()[0].attn.head_dim)
+        temperature = getattr(self, "temperature", None)
+        more: list[Any] = [ids] * (self.recipe["inside"] == "ids")
+        if angles is not None or temperature is not None:
+            more = [ids, angles, temperature]
+        logits = self._logits(self.norm(self._through(x, ids, more)))
         kinds: Mapping[str, Callable[..., Any]] = {"object": SimpleNamespace, "dataclass": Output}
         kind = kinds.get(self.recipe["output"])
         return kind(logits=logits) if kind else logits
@@ -266,38 +258,16 @@ class Counting(Model):
     """Counts its own positions."""
 
     def forward(self, input_ids: Tensor) -> Any:
-        """Return logits [B, L, V]."""
-        return self._forward(input_ids)
+        """Return logits."""
+        return self.compute(input_ids)
 
 
 class Given(Model):
     """Takes positions, and counts them if it is given none."""
 
     def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Any:
-        """Return logits [B, L, V]."""
-        return self._forward(input_ids, position_ids)
-
-
-# What the root does between layers.
-_BETWEEN: Mapping[str, Callable[[Any, Tensor], Tensor]] = {
-    "gain": lambda m, x: x * m.gain,
-    "dense": lambda m, x: x + m.dense(x),
-    "mean": lambda m, x: x - x.mean(1, keepdim=True),
-    "cumsum": lambda m, x: x + x.cumsum(1) / 8,
-    "conv": lambda m, x: x + m.conv(F.pad(x.mT, (2, 0))).mT,
-    "rows": lambda m, x: x - x.mean(0),
-}
-
-
-_CALLS: Mapping[str, Callable[..., Any]] = {
-    "forward": lambda layer, *args: layer.forward(*args),
-    "checkpoint": partial(checkpoint, use_reentrant=False),
-    "reentrant": partial(checkpoint, use_reentrant=True),
-}
-
-
-def _table(embed: nn.Module) -> Any:
-    return embed.table if isinstance(embed, Embed) else embed
+        """Return logits."""
+        return self.compute(input_ids, position_ids)
 
 
 def _sharing(form: str, layers: list[Layer]) -> list[Layer]:
@@ -316,17 +286,15 @@ def _sharing(form: str, layers: list[Layer]) -> list[Layer]:
     return layers
 
 
-def _frozen(form: str, model: Model) -> Iterator[nn.Parameter]:
-    for name, parameter in model.named_parameters():
-        found = {
-            "embed": name.startswith("embed"),
-            "layer": name.startswith("layers.0."),
-            "norms": "norm" in name,
-            "head": name.startswith("head"),
-            "biases": name.endswith("bias"),
-        }
-        if found.get(form):
-            yield parameter
+# Parameters that are frozen, by how their names begin or end or what is within.
+_FROZEN: Mapping[str, Callable[[str], bool]] = {
+    "none": lambda name: False,
+    "embed": lambda name: name.startswith("embed"),
+    "layer": lambda name: name.startswith("layers.0."),
+    "norms": lambda name: "norm" in name,
+    "head": lambda name: name.startswith("head"),
+    "biases": lambda name: name.endswith("bias"),
+}
 
 
 def make(recipe: Recipe, seed: int, depth: int) -> Model:
@@ -335,14 +303,13 @@ def make(recipe: Recipe, seed: int, depth: int) -> Model:
     model = (Given if recipe["positions"] in ("given", "rotary") else Counting)(recipe, depth)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.double().parameters():
+        for name, parameter in model.double().named_parameters():
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
             if parameter.ndim > 1:
-                parameter.copy_(noise * 0.3)
+                parameter.copy_(noise * 0.25)
             else:
                 parameter.add_(noise * 0.2)
-    for parameter in _frozen(recipe["frozen"], model):
-        parameter.requires_grad_(False)
+            parameter.requires_grad_(not _FROZEN[recipe["frozen"]](name))
     if recipe["calls"] == "hook":
         hook_layers(model)
     return model.train()

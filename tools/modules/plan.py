@@ -63,8 +63,7 @@ def _mlp(recipe: Recipe) -> Plan:
 
 def right(recipe: Recipe) -> Plan:
     """Return a plan without mistakes; where a module has no right one, that of its usual form."""
-    embed = "embed" if recipe["embed"] == "table" else "embed.table"
-    plan: Plan = {} if recipe["embed"] == "one_hot" else {embed: "vocab"}
+    plan: Plan = {} if recipe["embed"] == "one_hot" else {"embed": "vocab"}
     for place, part in (("attn", _attention(recipe)), ("mlp", _mlp(recipe))):
         plan |= {f"layers.*.{place}.{name}".rstrip("."): style for name, style in part.items()}
     return plan if recipe["head"] == "functional" else {**plan, "head": "column_gather"}
@@ -92,7 +91,7 @@ def _undivided(plan: Plan) -> Plan:
 _MISTAKES: Mapping[str, Callable[[Plan], Plan]] = {
     "no_head": _without("head"),
     "head_column": _with("column", "head"),
-    "no_embed": _without("embed", "embed.table"),
+    "no_embed": _without("embed"),
     "q_row": _with("row", ".q", ".qkv"),
     "k_whole": _without("attn.k", "attn.kv"),
     "up_row": _with("row", ".up", ".gate_up"),

@@ -14,7 +14,7 @@ FORMS: Mapping[str, str] = {
     "layers": "list sequential dict",
     "norm": "rms layer hand group none",
     "residual": "pre post parallel scaled sandwich none",
-    "inside": "none conv gru shift mean count ids",
+    "inside": "none conv gru shift mean count ids cumsum",
     "calls": "call forward own_call hook late_hook checkpoint reentrant",
     "heads": "length attribute both config shape",
     "count": "4 8 ungrouped8",
@@ -30,7 +30,7 @@ FORMS: Mapping[str, str] = {
     "maxout rms functional functional_down standardised none",
     "shared": "none head layers mlp norm weight qk looped twice",
     "frozen": "none embed layer norms head biases",
-    "between": "none gain skips unet dense weighted mean cumsum conv rows",
+    "between": "none gain skips unet dense weighted mean cumsum conv gru rows",
     "behind": "none scale bias cap norm",
     "head": "plain bias deep functional cosine",
     "output": "logits object dataclass",
@@ -63,7 +63,7 @@ def fitting(recipe: Recipe) -> Recipe:
     if found["mlp"] == "none" and found["shared"] == "mlp":
         found["shared"] = "none"
     if found["shared"] == "head" or found["head"] == "functional":
-        found["embed"] = "scaled" if found["embed"] != "table" else "table"
+        found["embed"] = "scaled" if found["embed"] == "factored" else found["embed"]
         found["head"] = "functional" if found["head"] == "functional" else "plain"
     if found["head"] == "functional" and found["shared"] == "head":
         found["shared"] = "none"
