@@ -25,7 +25,7 @@ from scaletorch.parallel.pg_manager import (
 )
 
 from ..gaps import gap
-from .losses import batch, count_of, loss_of, plain_loss
+from .losses import batch, count_of, loss_of
 from .model import hook_layers, make, split_of
 from .plan import plan_of
 from .recipe import Recipe
@@ -35,13 +35,7 @@ REHEARSES = "rehearse" in inspect.signature(parallelize).parameters
 
 
 class Expected(NamedTuple):
-    """What one process finds.
-
-    Attributes:
-        losses: Of each step.
-        gradients: Of each step, by parameters' names.
-        weights: After the last step.
-    """
+    """What one process finds: of each step, gradients by names; and the weights at the end."""
 
     losses: list[Tensor]
     gradients: list[dict[str, Tensor]]
@@ -49,17 +43,10 @@ class Expected(NamedTuple):
 
 
 class Told(NamedTuple):
-    """What a rank says.
+    """What a rank says."""
 
-    Attributes:
-        kind: "right", "wrong", "refused" or "rehearsal", which is refused by the rehearsal.
-        words: Why, or what differs.
-        error: The largest relative error.
-        warned: The warnings that were given, each once.
-    """
-
-    kind: str
-    words: str
+    kind: str  # "right", "wrong", "refused" or "rehearsal", which is refused by the rehearsal
+    words: str  # why, or what differs
     error: float = 0.0
     warned: tuple[str, ...] = ()
 
@@ -74,7 +61,7 @@ def refer(recipe: Recipe, seed: int, depth: int) -> Expected:
     model = make(recipe, seed, depth)
     if recipe["calls"] == "late_hook":
         hook_layers(model)
-    loss_fn, optimizer = plain_loss(recipe["loss"], model), _optimizer(model)
+    loss_fn, optimizer = loss_of(recipe["loss"], model, whole=True), _optimizer(model)
     losses, gradients = [], []
     for step in range(STEPS):
         whole = batch(seed, step)
@@ -97,8 +84,9 @@ def _train(
     """Return the largest error on this layout, and where it is."""
     manager = setup_process_group_manager(**layout.sizes)
     plain = make(recipe, seed, layout.depth)
-    own: dict[str, Any] = {"loss_fn": loss_of(recipe["loss"], plain)}
-    own["count_fn"] = count_of(recipe["loss"])
+    own: dict[str, Any] = {}
+    if recipe["loss"] != "tokens":
+        own = {"loss_fn": loss_of(recipe["loss"], plain), "count_fn": count_of(recipe["loss"])}
     options: dict[str, Any] = {} if rehearse or not REHEARSES else {"rehearse": False}
     if manager.tp_size > 1:
         options["plan"] = plan_of(recipe)

@@ -13,7 +13,8 @@ from scaletorch.compose import token_losses
 
 from .model import VOCAB
 
-Loss = Callable[[Any, Mapping[str, Tensor]], tuple[Tensor, Any]]
+Batch = Mapping[str, Tensor]
+Loss = Callable[[Any, Batch], tuple[Tensor, Any]]
 ROWS, LENGTHS = 8, (16, 12, 16, 12, 11)
 
 
@@ -28,83 +29,54 @@ def batch(seed: int, step: int) -> dict[str, Tensor]:
     return {"input_ids": tokens[:, :-1], "labels": labels}
 
 
-def _count(labels: Tensor) -> Tensor:
-    return (labels != -100).sum()
-
-
-def _logits(output: Any) -> Any:
-    return getattr(output, "logits", output)
-
-
-def _tokens(output: Any, labels: Tensor, **options: Any) -> Tensor:
+def _tokens(logits: Tensor, labels: Tensor, **options: Any) -> Tensor:
     """Return the loss of each token, [B, L]."""
-    options = {"reduction": "none", **options}
-    return F.cross_entropy(_logits(output).mT, labels, **options)
+    return F.cross_entropy(logits.mT, labels, reduction="none", **options)
 
 
-def _smoothing(output: Any, micro_batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Compute it by the library's own function, which one process has not."""
-    labels = micro_batch["labels"]
-    if type(micro_batch) is dict:
-        return _tokens(output, labels, label_smoothing=0.1).sum(), _count(labels)
-    return token_losses(output, micro_batch, label_smoothing=0.1).sum(), _count(labels)
-
-
-def _z_loss(output: Any, micro_batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    labels = micro_batch["labels"]
-    z = _logits(output).logsumexp(-1).square() * (labels != -100)
-    return _tokens(output, labels).sum() + 0.01 * z.sum(), _count(labels)
-
-
-def _by_hand(output: Any, micro_batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    labels = micro_batch["labels"]
-    return _tokens(output, labels).sum(), _count(labels)
-
-
-def _sequences(output: Any, micro_batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+def _sequences(logits: Tensor, labels: Tensor) -> Tensor:
     """Weigh every sequence alike, however many labels it has."""
-    labels = micro_batch["labels"]
-    means = _tokens(output, labels).sum(1) / (labels != -100).sum(1).clamp(min=1)
-    return means.sum(), torch.tensor(len(labels))
+    return (_tokens(logits, labels).sum(1) / (labels != -100).sum(1).clamp(min=1)).sum()
 
 
-def _rolled(output: Any, micro_batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Also predict the token before."""
-    labels = micro_batch["labels"]
-    before = _tokens(output, labels.roll(1, 1)) * (labels != -100)
-    return _tokens(output, labels).sum() + 0.5 * before.sum(), _count(labels)
+# What is added to the cross entropy of tokens.
+_TERMS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "z_loss": lambda logits, labels: 0.01 * logits.logsumexp(-1).square(),
+    "rolled": lambda logits, labels: 0.5 * _tokens(logits, labels.roll(1, 1)),
+    "pairs": lambda logits, labels: 0.1 * F.cosine_similarity(logits, logits.roll(1, 0), -1),
+}
 
 
-def _pairs(output: Any, micro_batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-    """Rows should differ from their neighbours."""
-    logits, labels = _logits(output), micro_batch["labels"]
-    near = F.cosine_similarity(logits, logits.roll(1, 0), dim=-1)
-    return (_tokens(output, labels) + 0.1 * near * (labels != -100)).sum(), _count(labels)
-
-
-def count_of(form: str) -> Callable[[Mapping[str, Tensor]], Any] | None:
+def count_of(form: str) -> Callable[[Batch], Any] | None:
     """Return a loss's count, where it is not that of labels."""
     return (lambda micro_batch: len(micro_batch["labels"])) if form == "sequences" else None
 
 
-def loss_of(form: str, model: nn.Module) -> Loss | None:
-    """Return a loss of a plain model that is still whole; None is cross entropy of tokens."""
-    known = {
-        "smoothing": _smoothing, "z_loss": _z_loss, "by_hand": _by_hand, "sequences": _sequences,
-        "rolled": _rolled, "pairs": _pairs,
-    }  # fmt: skip
-    if form not in ("penalty", "reads"):
-        return known.get(form)
-    own = [p for p in model.parameters() if p.ndim > 1 or form == "penalty"]
-    own = own if form == "penalty" else own[-1:]  # the head's
+def loss_of(form: str, model: nn.Module, *, whole: bool = False) -> Loss:
+    """Return a loss for a plain model that is still whole.
 
-    def penalised(output: Any, micro_batch: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        total, count = _by_hand(output, micro_batch)
-        return total + torch.stack([p.square().sum() for p in own]).sum() * 0.01 * count, count
+    Args:
+        form: Of the loss.
+        model: Whose parameters it may read.
+        whole: Write it for one process, which has no such function.
+    """
+    read = [p for p in model.parameters() if form == "penalty" or p.ndim > 1]
+    read = {"penalty": read, "reads": read[-1:]}.get(form, [])  # all, or the head's
 
-    return penalised
+    def loss_fn(output: Any, micro_batch: Batch) -> tuple[Tensor, Any]:
+        logits, labels = getattr(output, "logits", output), micro_batch["labels"]
+        counts = labels != -100
+        if form == "sequences":
+            return _sequences(logits, labels), len(labels)
+        if form == "smoothing" and whole:
+            return _tokens(logits, labels, label_smoothing=0.1).sum(), counts.sum()
+        if form == "smoothing":
+            return token_losses(output, micro_batch, label_smoothing=0.1).sum(), counts.sum()
+        total = _tokens(logits, labels).sum()
+        if form in _TERMS:
+            total = total + (_TERMS[form](logits, labels) * counts).sum()
+        for parameter in read:
+            total = total + parameter.square().sum() * 0.01 * counts.sum()
+        return total, counts.sum()
 
-
-def plain_loss(form: str, model: nn.Module) -> Loss:
-    """Return the same for one process."""
-    return loss_of(form, model) or _by_hand
+    return loss_fn
