@@ -57,15 +57,15 @@ class RefuseMixing(TorchFunctionMode):
             )
         out = func(*args, **kwargs)
         if isinstance(out, Tensor) and not own_code(1) and not self._exempt():
-            self._follow(name, [*tensors_in((args, kwargs))], out)
+            self._follow(name, args, [*tensors_in((args, kwargs))], out)
         return out
 
-    def _follow(self, name: str, tensors: Sequence[Tensor], out: Tensor) -> None:
+    def _follow(self, name: str, args: Any, tensors: Sequence[Tensor], out: Tensor) -> None:
         """Refuse hidden states with which positions or means of this rank's tokens are combined."""
         own = self._own
         if name in _COUNTS and out.shape == (own,):
             self._counted[out] = "positions that it counts from 0 on, as every rank does"
-        elif name in _SLICES and tensors and _is_start(tensors[0], out, own):
+        elif tensors and _slices(name, args) and _is_start(tensors[0], out, own):
             self._counted[out] = "the beginning of a table, as on every rank"
         why = next((self._counted[x] for x in tensors if x in self._counted), None)
         hidden = [x for x in tensors if _is_hidden(x, own) and x not in self._counted]
@@ -91,6 +91,20 @@ def present_layers(model: nn.Module) -> tuple[int, ...]:
         within = {inner for each in found for inner in [*each.modules()][1:]}
         lists = vars(model)["_lists"] = [each for each in found if each not in within]
     return tuple(id(layer) for each in lists for layer in each._modules.values())
+
+
+def _slices(name: str, args: Sequence[Any]) -> bool:
+    """Return whether a call takes a slice: rows that an index names are not the first ones.
+
+    Rows of one expert may be as many as a rank has tokens, by chance and on one rank alone.
+    """
+    if name == "narrow":
+        return True
+    index = args[1] if name == "__getitem__" and len(args) > 1 else None
+    places = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(place, slice) for place in places) and not any(
+        isinstance(place, list | Tensor) for place in places
+    )
 
 
 def _is_start(table: Tensor, out: Tensor, own: int) -> bool:
@@ -206,7 +220,6 @@ def _shifts(x: Any, kwargs: Mapping[str, Any], args: Sequence[Any], own: int) ->
 
 _RECURRENCES = frozenset({"lstm", "gru", "rnn_tanh", "rnn_relu"})
 _COUNTS = frozenset({"arange", "linspace", "logspace"})
-_SLICES = frozenset({"__getitem__", "narrow", "index_select"})
 _DIM_FIRST = (
     *("mean", "sum", "amax", "amin", "max", "min", "std", "var", "logsumexp", "sort", "argsort"),
     *("cumsum", "cumprod", "cummax", "cummin", "logcumsumexp", "flip", "select", "narrow"),
