@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator
 from ..families.verdicts import Verdict
 from . import layouts, recipe
 from .run import LIMIT, Runner, Setting, layouts_of
-from .verdicts import FAULTS, FOUND, REFUSED, reason
+from .verdicts import FAULTS, FOUND, REFUSED, UNSEEN, reason
 
 
 def settings(given: argparse.Namespace) -> Iterator[Setting]:
@@ -44,7 +44,7 @@ def table(verdicts: list[tuple[Setting, Verdict]]) -> str:
         lines.append(f"{axes:8}" + "".join(f"{counts[axes, word]:24}" for word in words))
     totals = Counter(verdict.word for _, verdict in verdicts)
     lines.append(f"{'all':8}" + "".join(f"{totals[word]:24}" for word in words))
-    reasons = Counter(reason(v.words) for _, v in verdicts if v.word in (REFUSED, FOUND))
+    reasons = Counter(reason(v.words) for _, v in verdicts if v.word in (REFUSED, FOUND, UNSEEN))
     return "\n".join([*lines, "", *(f"{n:6} {why}" for why, n in reasons.most_common())])
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import io
+import re
 import warnings
 from typing import Any, NamedTuple
 
@@ -48,7 +51,7 @@ class Told(NamedTuple):
     kind: str  # "right", "wrong", "refused" or "rehearsal", which is refused by the rehearsal
     words: str  # why, or what differs
     error: float = 0.0
-    warned: tuple[str, ...] = ()
+    warned: tuple[str, ...] = ()  # warnings, and what the rehearsal did not compare
 
 
 def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -116,7 +119,8 @@ def cell(
     recipe: Recipe, seed: int, layout: Layout, expected: Expected, *, rehearse: bool = True
 ) -> Told:
     """Return what became of a module; anything but a refusal in words is raised."""
-    with warnings.catch_warnings(record=True) as heard:
+    said = io.StringIO()  # where a rehearsal tells what it compared
+    with warnings.catch_warnings(record=True) as heard, contextlib.redirect_stderr(said):
         warnings.simplefilter("always")
         try:
             error, where = _train(recipe, seed, layout, expected, rehearse)
@@ -125,5 +129,6 @@ def cell(
             return Told("rehearsal" if by == "RehearsalError" else "refused", f"{by}: {refusal}")
         finally:
             destroy_process_group_manager()
-    warned = tuple(dict.fromkeys(str(warning.message) for warning in heard))
-    return Told("right" if error < BOUND else "wrong", where, error, warned)
+    warned = dict.fromkeys(str(warning.message) for warning in heard)
+    warned |= dict.fromkeys(re.findall("not compared: .*", said.getvalue()))
+    return Told("right" if error < BOUND else "wrong", where, error, (*warned,))

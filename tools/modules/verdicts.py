@@ -13,7 +13,8 @@ from ..families import verdicts as families
 from ..families.verdicts import HANGS, OBSCURE, Verdict, first_sentence
 from .cell import Told
 
-RIGHT, REFUSED, WARNED, FOUND = "right", "refused", "wrong, warned", "found by the rehearsal"
+RIGHT, UNSEEN = "right", "right, unrehearsed"
+REFUSED, WARNED, FOUND = "refused", "wrong, warned", "found by the rehearsal"
 SILENT, FALSE = "WRONG IN SILENCE", "FALSE REFUSAL"
 FAULTS = (SILENT, FALSE, OBSCURE, HANGS)
 _NAMES = (
@@ -37,9 +38,10 @@ def of_ranks(told: Sequence[Told]) -> Verdict:
             return Verdict(OBSCURE, words=f"some ranks only: {first_sentence(words)}")
         return Verdict(FOUND if "rehearsal" in kinds else REFUSED, words=words)
     worst = max(told, key=lambda each: (not math.isfinite(each.error), each.error))
-    if kinds == {"right"}:
-        return Verdict(RIGHT, worst.error, worst.words)
     warned = next((each.warned for each in told if each.warned), ())
+    if kinds == {"right"}:
+        unseen = [text for text in warned if "rehearsed" in text or "not compared" in text]
+        return Verdict(UNSEEN if unseen else RIGHT, worst.error, (unseen or [worst.words])[0])
     words = "; ".join((worst.words, *(f"warned: {text}" for text in warned)))
     return Verdict(WARNED if warned else SILENT, worst.error, words)
 
@@ -51,7 +53,7 @@ def of_failure(error: RankFailedError) -> Verdict:
 
 def after(rehearsal: Verdict, without: Verdict) -> Verdict:
     """Return the verdict of what a rehearsal refused, from a run without it."""
-    if without.word == RIGHT:
+    if without.word in (RIGHT, UNSEEN):
         return replace(rehearsal, word=FALSE)
     return rehearsal
 
