@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from ..families.verdicts import Verdict
+from ..families.verdicts import HANGS, Verdict
 from . import layouts, recipe
 from .run import LIMIT, Runner, Setting, layouts_of
 from .verdicts import FAULTS, FOUND, REFUSED, UNSEEN, reason
@@ -74,7 +74,7 @@ def main() -> int:
             print(f"{verdict.word:22} {error:6} {setting}\n    {verdict.words[:300]}", flush=True)
             if verdict.word in FAULTS:
                 print(f"    {setting.again(drawn=given.recipe is None)}", flush=True)
-                if given.shrink:
+                if given.shrink and verdict.word != HANGS:  # which would take minutes
                     less = runner.shrink(setting, verdict)
                     needed[f"{verdict.word}: {recipe.shown(less.recipe)}"] += 1
                     print(f"    {less.again(drawn=False)}", flush=True)
