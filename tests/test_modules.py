@@ -47,7 +47,7 @@ def test_ten_modules(runner):
     settings = [
         Setting(recipe.draw(seed), seed, layout)
         for seed in range(TODAY, TODAY + 10)
-        for layout in layouts_of(seed, 3)
+        for layout in layouts_of(seed, 2)
     ]
     found = [(setting, runner.run(setting)) for setting in settings]
     assert any(verdict.word == RIGHT for _, verdict in found)
