@@ -105,7 +105,7 @@ def _train(
     own: dict[str, Any] = {}
     if recipe["loss"] != "tokens":
         own = {"loss_fn": loss_of(recipe["loss"], plain), "count_fn": count_of(recipe["loss"])}
-    options: dict[str, Any] = {} if rehearse or not REHEARSES else {"rehearse": False}
+    options: dict[str, Any] = {"rehearse": rehearse} if REHEARSES else {}
     if manager.tp_size > 1:
         options["plan"] = plan_of(recipe)
     if recipe["layers"] != "list":
