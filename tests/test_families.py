@@ -13,8 +13,9 @@ from tools.families import page, record
 from tools.families.axes import AXES, SINGLE
 from tools.families.names import names
 from tools.families.reference import refer
-from tools.families.run import Pools, cells
+from tools.families.run import cells, run
 from tools.families.verdicts import DIFFERS, OBSCURE, REFUSED, SAME, Verdict, of_ranks, worse
+from tools.pools import Pools
 
 TODAY = int(time.time() // 86400) % 4
 
@@ -42,10 +43,10 @@ def test_the_pages_are_what_was_recorded():
 def test_a_difference_of_one_number_is_seen():
     expected = refer("llama")
     pools = Pools()
-    assert pools.run("llama", AXES["dp"], expected, 60).word == SAME
+    assert run(pools, "llama", AXES["dp"], expected, 60).word == SAME
     name = "model.layers.1.mlp.up_proj.weight"
     expected.gradients[1][name].view(-1)[3] += 1e-8 * expected.gradients[1][name].abs().max()
-    found = pools.run("llama", AXES["dp"], expected, 60)
+    found = run(pools, "llama", AXES["dp"], expected, 60)
     pools.close()
     assert (found.word, found.words) == (DIFFERS, name)
 

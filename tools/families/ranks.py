@@ -23,8 +23,9 @@ from scaletorch.parallel.pg_manager import (
     setup_process_group_manager,
 )
 
+from ..gaps import gap
 from .axes import Axis
-from .reference import STEPS, Reference, adam, batch, build, gap
+from .reference import STEPS, Reference, adam, batch, build
 
 # What a rank says: how it ended ("trained", "refused", "heard" of another's refusal), the largest
 # error, and where it is or the words.

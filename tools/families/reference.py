@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from exactly import Exact
 from torch import Tensor, nn
-
-from scaletorch.dist.testing import relative_error
 
 from .names import plain_model
 from .tiny import LENGTH, VOCABULARY
@@ -99,28 +97,3 @@ def refer(name: str) -> Reference:
     has_experts = any(n.endswith("experts") and "shared" not in n for n, _ in model.named_modules())
     weights = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     return Reference(losses, gradients, weights, has_experts)
-
-
-def gap(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest relative error of all tensors, and in which of them.
-
-    An error is relative to the tensor's own largest value, or to a part in ten thousand of the
-    largest of all if that is more: some gradients are nothing but rounding.
-    """
-    floor = 1e-4 * max((t.abs().max() for t in expected.values() if _real(t)), default=0.0)
-    worst = (0.0, "")
-    for name, tensor in expected.items():
-        if not _real(tensor):
-            continue
-        scale = torch.as_tensor(max(tensor.abs().max(), floor))
-        given = found.get(name)
-        if given is None or given.shape != tensor.shape:
-            error = float("inf") if tensor.abs().max() > floor * 1e-3 else 0.0
-        else:
-            error = relative_error(given, tensor, scale=scale)
-        worst = max(worst, (error, name))
-    return worst
-
-
-def _real(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() and tensor.numel() > 0

@@ -7,15 +7,14 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from datetime import timedelta
 
 import torch
 import transformers
 
 from scaletorch.dist.errors import RankFailedError
-from scaletorch.dist.ranks import RankPool
 from scaletorch.dist.testing import preload
 
+from ..pools import Pools
 from .axes import AXES, Axis
 from .names import module_of
 from .ranks import run_cell
@@ -26,28 +25,13 @@ LIMIT = 25.0  # seconds that a cell may take; one that takes longer gets twice a
 _EVERYWHERE = ("torch._dynamo", "transformers", "tools.families.ranks")
 
 
-class Pools:
-    """Ranks by how many there are; those that failed are replaced by new ones."""
-
-    def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
-
-    def run(self, name: str, axis: Axis, expected: Reference, limit: float) -> Verdict:
-        """Run one cell."""
-        pool = self._pools.pop(axis.ranks, None) or RankPool(
-            axis.ranks, group_timeout=timedelta(seconds=300), seed=0
-        )
-        try:
-            said = pool.run(run_cell, name, axis, expected, timeout=limit)
-        except RankFailedError as error:  # which has ended the ranks
-            return of_failure(error)
-        self._pools[axis.ranks] = pool
-        return of_ranks(said)
-
-    def close(self) -> None:
-        """End all ranks."""
-        while self._pools:
-            self._pools.popitem()[1].close()
+def run(pools: Pools, name: str, axis: Axis, expected: Reference, limit: float) -> Verdict:
+    """Run one cell."""
+    try:
+        said = pools.run(axis.ranks, run_cell, name, axis, expected, timeout=limit)
+    except RankFailedError as error:
+        return of_failure(error)
+    return of_ranks(said)
 
 
 def cells(names: Sequence[str], axes: Iterable[str]) -> Iterator[tuple[str, str, Verdict]]:
@@ -80,7 +64,7 @@ def _family(
         if "ep_size" in AXES[axis].sizes and not expected.has_experts:
             yield axis, Verdict(NONE)
             continue
-        verdict = pools.run(name, AXES[axis], expected, LIMIT)
+        verdict = run(pools, name, AXES[axis], expected, LIMIT)
         if verdict.word == HANGS:  # or the machine is busy
-            verdict = pools.run(name, AXES[axis], expected, 2 * LIMIT)
+            verdict = run(pools, name, AXES[axis], expected, 2 * LIMIT)
         yield axis, verdict

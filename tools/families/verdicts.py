@@ -6,11 +6,12 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from scaletorch.dist.errors import RankFailedError
 
-from .ranks import Said
+if TYPE_CHECKING:
+    from .ranks import Said
 
 BOUND = 1e-9
 

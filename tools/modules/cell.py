@@ -1,0 +1,149 @@
+"""One module on one layout, as one rank: trains, and compares all with one process."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import io
+import re
+import warnings
+from typing import Any, NamedTuple
+
+import torch
+from refusals.layouts import Layout
+from torch import Tensor, nn
+
+from scaletorch.compose import (
+    full_gradients,
+    full_state_dict,
+    parallelize,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.dist.errors import ScaletorchError
+from scaletorch.parallel.data_parallel import shard_optimizer
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+from ..gaps import gap
+from .losses import batch, count_of, loss_of
+from .model import hook_layers, make, split_of
+from .plan import plan_of
+from .recipe import Recipe
+
+STEPS, RATE, BOUND = 2, 0.02, 1e-9
+REHEARSES = "rehearse" in inspect.signature(parallelize).parameters
+
+
+class Expected(NamedTuple):
+    """What one process finds: of each step, gradients by names; and the weights at the end."""
+
+    losses: list[Tensor]
+    gradients: list[dict[str, Tensor]]
+    weights: dict[str, Tensor]
+
+
+class Told(NamedTuple):
+    """What a rank says."""
+
+    kind: str  # "right", "wrong", "refused" or "rehearsal", which is refused by the rehearsal
+    words: str  # why, or what differs
+    error: float = 0.0
+    warned: tuple[str, ...] = ()  # warnings, and what the rehearsal did not compare
+
+
+def _optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(trained or [torch.zeros(1)], lr=RATE)  # a stage may be frozen whole
+
+
+def refer(recipe: Recipe, seed: int, depth: int) -> Expected:
+    """Train a module in this process.
+
+    Raises:
+        ValueError: What it computes grows without end, or is made of rounding.
+    """
+    expected, other = (_alone(recipe, seed, depth, noise) for noise in (0.0, 1e-14))
+    pairs = zip(other.gradients, expected.gradients, strict=True)
+    error, where = max(gap(found, right) for found, right in pairs)
+    if not error < BOUND / 10 or not all(abs(loss) < 1e3 for loss in expected.losses):
+        raise ValueError(f"rounding changes {where} by {error:.0e}, losses are {expected.losses}")
+    return expected
+
+
+def _alone(recipe: Recipe, seed: int, depth: int, noise: float) -> Expected:
+    """Train in one process with weights that are off by some noise."""
+    model = make(recipe, seed, depth)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + noise * torch.randn_like(parameter))
+    if recipe["calls"] == "late_hook":
+        hook_layers(model)
+    loss_fn, optimizer = loss_of(recipe["loss"], model, whole=True), _optimizer(model)
+    losses, gradients = [], []
+    for step in range(STEPS):
+        whole = batch(seed, step)
+        optimizer.zero_grad()
+        total, count = loss_fn(model(whole["input_ids"]), whole)
+        loss = total / count
+        loss.backward()
+        losses.append(loss.detach())
+        own = dict(model.named_parameters())
+        gradients.append({n: p.grad.clone() for n, p in own.items() if p.grad is not None})
+        optimizer.step()
+    return Expected(losses, gradients, {n: w.clone() for n, w in model.state_dict().items()})
+
+
+def _train(
+    recipe: Recipe, seed: int, layout: Layout, expected: Expected, rehearse: bool
+) -> tuple[float, str]:
+    """Return the largest error on this layout, and where it is."""
+    manager = setup_process_group_manager(**layout.sizes)
+    plain = make(recipe, seed, layout.depth)
+    own: dict[str, Any] = {}
+    if recipe["loss"] != "tokens":
+        own = {"loss_fn": loss_of(recipe["loss"], plain), "count_fn": count_of(recipe["loss"])}
+    options: dict[str, Any] = {"rehearse": rehearse} if REHEARSES else {}
+    if manager.tp_size > 1:
+        options["plan"] = plan_of(recipe)
+    if recipe["layers"] != "list":
+        options["split"] = split_of(plain)
+    model = parallelize(plain, manager, **layout.options, **options)
+    if recipe["calls"] == "late_hook":
+        hook_layers(model)
+    optimizer = _optimizer(model)
+    if layout.zero:
+        shard_optimizer(optimizer, model, stage=layout.zero)
+    errors: list[tuple[float, str]] = []
+    for step in range(STEPS):
+        micro_batches = shard_global_batch(batch(seed, step), layout.micro_batches, model=model)
+        optimizer.zero_grad()
+        loss = train_step(model, micro_batches, **own)
+        errors.append(gap({"loss": loss}, {"loss": expected.losses[step]}))
+        found = full_gradients(model)
+        errors.append(gap(found, expected.gradients[step]))
+        optimizer.step()
+    errors.append(gap(full_state_dict(model), expected.weights))
+    far = [each for each in errors if not each[0] < BOUND]
+    return far[0] if far else max(errors)  # the first one tells most
+
+
+def cell(
+    recipe: Recipe, seed: int, layout: Layout, expected: Expected, *, rehearse: bool = True
+) -> Told:
+    """Return what became of a module; anything but a refusal in words is raised."""
+    said = io.StringIO()  # where a rehearsal tells what it compared
+    with warnings.catch_warnings(record=True) as heard, contextlib.redirect_stderr(said):
+        warnings.simplefilter("always")
+        try:
+            error, where = _train(recipe, seed, layout, expected, rehearse)
+        except ScaletorchError as refusal:
+            by = type(refusal).__name__
+            return Told("rehearsal" if by == "RehearsalError" else "refused", f"{by}: {refusal}")
+        finally:
+            destroy_process_group_manager()
+    warned = dict.fromkeys(str(warning.message) for warning in heard)
+    warned |= dict.fromkeys(re.findall("not compared: .*", said.getvalue()))
+    return Told("right" if error < BOUND else "wrong", where, error, (*warned,))

@@ -1,0 +1,106 @@
+"""Settings and what becomes of them; and which parts of a module a fault needs."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass, field
+
+import torch
+from refusals.layouts import Layout
+
+from scaletorch.dist.errors import RankFailedError
+from scaletorch.dist.testing import preload
+
+from ..families.verdicts import ALONE, HANGS, Verdict, described
+from ..pools import Pools
+from . import layouts
+from .cell import Expected, cell, refer
+from .recipe import USUAL, Recipe, fitting, odd, shown
+from .verdicts import FOUND, after, of_failure, of_ranks
+
+LIMIT = 25.0  # seconds that a setting may take; one that takes longer gets twice as many once more
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A module on a layout."""
+
+    recipe: Recipe
+    seed: int
+    layout: Layout
+
+    def __str__(self) -> str:
+        return f"{self.seed:5} {layouts.shown(self.layout):44} {shown(self.recipe)}"
+
+    def again(self, *, drawn: bool) -> str:
+        """Return the command that runs it once more."""
+        command = f'hatch run modules --seeds {self.seed} --layouts "{layouts.shown(self.layout)}"'
+        return command if drawn else f"{command} --recipe {shown(self.recipe)}"
+
+
+def layouts_of(seed: int, count: int) -> list[Layout]:
+    """Return different layouts, drawn by a seed."""
+    source = random.Random(f"layouts {seed}")
+    found: dict[str, Layout] = {}
+    while len(found) < count:
+        layout = layouts.draw(source)
+        found.setdefault(layouts.shown(layout), layout)
+    return [*found.values()]
+
+
+@dataclass
+class Runner:
+    """Runs settings on ranks that stay."""
+
+    limit: float = LIMIT
+    pools: Pools = field(default_factory=Pools)
+    _known: dict[str, Expected | Verdict] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        torch.set_num_threads(1)
+        preload("tools.modules.cell")
+
+    def run(self, setting: Setting) -> Verdict:
+        """Return the verdict."""
+        expected = self._expected(setting)
+        if isinstance(expected, Verdict):
+            return expected
+        verdict = self._once(setting, expected)
+        if verdict.word == FOUND:
+            return after(verdict, self._once(setting, expected, rehearse=False))
+        return verdict
+
+    def _expected(self, setting: Setting) -> Expected | Verdict:
+        key = f"{setting.seed} {setting.layout.depth} {sorted(setting.recipe.items())}"
+        if key not in self._known:
+            self._known.clear()
+            try:
+                self._known[key] = refer(setting.recipe, setting.seed, setting.layout.depth)
+            except Exception as error:
+                self._known[key] = Verdict(ALONE, words=described(error))
+        return self._known[key]
+
+    def _once(self, setting: Setting, expected: Expected, *, rehearse: bool = True) -> Verdict:
+        own = (setting.recipe, setting.seed, setting.layout)
+        for limit in (self.limit, 2 * self.limit):  # the machine may be busy
+            try:
+                return of_ranks(
+                    self.pools.run(
+                        setting.layout.ranks, cell, *own, expected, rehearse=rehearse, timeout=limit
+                    )
+                )
+            except RankFailedError as error:
+                verdict = of_failure(error)
+                if verdict.word != HANGS:
+                    break
+        return verdict
+
+    def shrink(self, setting: Setting, verdict: Verdict) -> Setting:
+        """Return the setting with as few odd parts as still end with the same verdict."""
+        for part in odd(setting.recipe):
+            less = Setting(
+                fitting({**setting.recipe, part: USUAL[part]}), setting.seed, setting.layout
+            )
+            if odd(less.recipe) != odd(setting.recipe) and self.run(less).word == verdict.word:
+                setting = less
+        return setting
