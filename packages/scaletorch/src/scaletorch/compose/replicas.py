@@ -18,6 +18,10 @@ from .digests import Key, nonfinite_parameters, optimizer_lines, tensor_digests,
 from .forward import manager_of
 
 SHOWN = 4  # tensors, and ranks of a side, that an error names
+ADVICE = (
+    "They were given other weights, batches, seeds or rates, made other calls, or a memory is "
+    "faulty; go on from a checkpoint from before."
+)
 HEAD = 2  # numbers before a rank's digests: of its keys, and of tensors that are not finite
 
 
@@ -179,8 +183,13 @@ def refuse(
     texts: Mapping[Key, str],
     manager: ProcessGroupManager,
     step: int | None,
+    advice: str = ADVICE,
 ) -> NoReturn:
-    """Raise with the tensors that differ, and the ranks."""
+    """Raise with the tensors that differ, and the ranks.
+
+    Raises:
+        MismatchError: Always.
+    """
     told = all_gather_object(dict(texts), manager.world_group)
     shown = []
     for key in sorted(unequal, key=lambda key: key.kind in ("parameter", "gradient")):
@@ -194,8 +203,7 @@ def refuse(
         f"{describe_rank()}: {_at(step)}ranks that should hold the same do not{before}.\n  "
         + "\n  ".join(shown[:SHOWN])
         + (f"\n  and {len(shown) - SHOWN} more" if len(shown) > SHOWN else "")
-        + f"\n{suspects}They were given other weights, batches, seeds or rates, made other calls,"
-        " or a memory is faulty; go on from a checkpoint from before."
+        + f"\n{suspects}{advice}"
     )
 
 
