@@ -1,9 +1,8 @@
-"""Parameters that ranks no longer hold alike: which, on whom, how far, and what likely did it."""
+"""Replicas of parameters that are no longer equal: which, where, how far, and the likely cause."""
 
 from __future__ import annotations
 
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from .updates import gradients_changed
 PIECE = 2**20  # elements that are compared at a time
 MEASURED = 2**26  # elements that are compared at most
 FEW = 0.1  # share of the parameters that a change by hand may have parted
+EXACT = ("cpu",)  # devices whose kernels sum in one order, so that equal inputs give equal bits
 ROUNDING = 1e-3  # of the largest value: how far kernels may part that sum in no fixed order
 _CLIPPED = (
     "torch.nn.utils.clip_grad_norm_ scales gradients by another norm on each rank, of the shards, "
@@ -26,8 +26,8 @@ _CLIPPED = (
 )
 _CHANGED = f"All gradients had been changed in place after train_step. {_CLIPPED}"
 _SCALED = (
-    f"Likely gradients were clipped on each rank alone: {_CLIPPED}. Or a value of the first of "
-    "these was changed by hand, which parts the others too"
+    f"Likely gradients were clipped on each rank alone: {_CLIPPED}. Or optimizers have other "
+    "settings, or a value of the first of these was changed by hand, which parts the others too"
 )
 _BY_HAND = (
     "Likely a value was changed by hand on some ranks alone, or a memory is faulty: change values "
@@ -61,7 +61,7 @@ class Distance(NamedTuple):
             return "the same again by now"
         return (
             f"{self.elements} of {self.size} elements, by up to {self.most:.2g} where values "
-            f"reach {self.largest:.2g}"
+            f"reach {self.largest:.3g}"
         )
 
 
@@ -100,7 +100,7 @@ def refuse_parted(
     by_shard = not manager.grid.is_plain or manager.tp_size * manager.pp_size > 1
     by_shard = by_shard and all(_by_shard(each, manager) for each in sides.values())
     device = get_comm_device(manager.world_group)
-    if device.type != "cpu" and by_shard and not changed and apart[unequal[0]] <= ROUNDING:
+    if device.type not in EXACT and by_shard and not changed and apart[unequal[0]] <= ROUNDING:
         _warn_of(unequal, apart[unequal[0]], device)
         return unequal
     own = get_rank(manager.world_group)
@@ -188,10 +188,14 @@ def _warn_of(keys: Sequence[Key], most: float, device: torch.device) -> None:
 
 def _cause(unequal: Sequence[Key], table: Table, *, changed: bool, by_shard: bool) -> str:
     """Return what likely parted the ranks, and the way out."""
-    holders = Counter(key for keys in table.keys for key in keys)
-    compared = sum(count > 1 for count in holders.values())
     if changed:
         return _CHANGED
+    holders: dict[Key, list[int]] = {}
+    for rank, keys in enumerate(table.keys):
+        for key in keys:
+            holders.setdefault(key, []).append(rank)
+    concerned = [holders[key] for key in unequal]
+    compared = sum(ranks in concerned for ranks in holders.values())
     if len(unequal) <= max(1, FEW * compared):
         return _BY_HAND
     return _SCALED if by_shard else _SETTINGS

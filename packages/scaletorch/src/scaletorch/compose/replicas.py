@@ -15,7 +15,7 @@ from ..dist import all_gather, all_gather_object, get_comm_device, group_ranks
 from ..dist.errors import InvalidArgumentError, MismatchError, NonFiniteError
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .digests import Key, nonfinite_parameters, optimizer_lines, tensor_digests, value_lines
-from .forward import manager_of
+from .forward import manager_of, wait_for_parameters
 
 SHOWN = 4  # tensors, and ranks of a side, that an error names
 ADVICE = (
@@ -111,9 +111,7 @@ def check_replicas(
     if step is not None and step % every:
         return
     manager = manager_of(model, manager)
-    wait = getattr(model, "wait_for_parameters", None)
-    if wait is not None:
-        wait()
+    wait_for_parameters(model)
     told = [] if optimizer is None else optimizer_lines(optimizer)
     texts = {Key("optimizer", "optimizer", (manager.pp_rank,)): "; ".join(told)}
     texts |= {Key("value", name): line for name, line in value_lines(values or {}).items()}

@@ -1,4 +1,4 @@
-"""A rotating sample of what ranks hold alike, compared in a message that each step sends anyway.
+"""A rotating sample of replicated parameters, compared in a message that each step sends anyway.
 
 At the end of a step each rank digests some of its replicated parameters and multiplies the digests
 by weights that add up to 0 over the ranks that hold the same. So the next step's message, a sum
@@ -20,6 +20,7 @@ from ..dist import all_gather_object, get_rank
 from ..parallel.data_parallel import DataParallelBucket
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .digests import Key, digest, keyed_pieces
+from .forward import wait_for_parameters
 from .parted import refuse_parted
 from .replicas import SHOWN, key_hash
 
@@ -116,17 +117,29 @@ class Samples:
         model = self._model()
         if model is None or not self.settled:
             return
-        model.wait_for_parameters()  # those that no forward has waited for
+        wait_for_parameters(model)  # those that no forward has waited for
+        try:
+            self._take()
+        except RuntimeError as error:  # a device without such a kernel, or without memory for it
+            self._left |= {each.key for each in self._held}
+            self.settled, self.taken, self.residue = False, [], None
+            warnings.warn(
+                f"{describe_rank()}: train_step cannot look whether ranks still hold the same "
+                f"parameters: {error}",
+                stacklevel=2,
+            )
+        self._turn += 1
+
+    def _take(self) -> None:
         chosen: list[Held] = []
         weights = []
         for number, each in enumerate(self._replicated):
-            turn = each.turn(self._turn)
-            chosen += each.held[turn]
             device = each.held[0].parameter.device
             if each.weights.device != device:
                 each = self._replicated[number] = each._replace(weights=each.weights.to(device))
+            turn = each.turn(self._turn)
+            chosen += each.held[turn]
             weights.append(each.weights[turn])
-        self._turn += 1
         if chosen:
             device = weights[0].device
             self.taken = [(each.key, digest(each.values())) for each in chosen]
@@ -146,11 +159,11 @@ class Samples:
             MismatchError: Ranks that should hold the same do not; on every rank.
         """
         model, parted = self._model(), total % MODULUS != 0
+        taken, self.taken, self.residue = dict(self.taken), [], None
         if parted and model is not None:
-            model.wait_for_parameters()
+            wait_for_parameters(model)
             values = {each.key: each.values() for each in self._held}
-            self._left |= {*refuse_parted(model, values, dict(self.taken), self._manager)}
-        self.taken, self.residue = [], None
+            self._left |= {*refuse_parted(model, values, taken, self._manager)}
         if parted or unsettled:
             self.settle()
 
