@@ -15,6 +15,8 @@ from .digests import Key, digest
 from .replicas import HEAD, SHOWN, Table, exchange, refuse
 from .updates import gradients_changed
 
+Sides = Sequence[Sequence[int]]  # ranks that hold the same, the most of them first
+
 PIECE = 2**20  # elements that are compared at a time
 MEASURED = 2**26  # elements that are compared at most
 FEW = 0.1  # share of the parameters that a change by hand may have parted
@@ -55,6 +57,10 @@ class Distance(NamedTuple):
     most: float
     largest: float
 
+    def relative(self) -> float:
+        """Return the largest difference in units of the largest value."""
+        return self.most / (self.largest or 1.0)
+
     def __str__(self) -> str:
         """Return it as words for a message."""
         if not self.elements:
@@ -85,7 +91,7 @@ def refuse_parted(
     Raises:
         MismatchError: Others differ.
     """
-    digests = [(key, taken.get(key, digest(each))) for key, each in values.items()]
+    digests = [(key, taken[key] if key in taken else digest(x)) for key, x in values.items()]
     table, numbers = exchange(model, digests, 0, manager)
     numbers = numbers[:, HEAD:]
     unequal = table.unequal(numbers)
@@ -93,24 +99,24 @@ def refuse_parted(
         return []
     sides = {key: table.sides(key, numbers) for key in unequal}
     found = dict(_distances(sides, values, manager))
-    told = all_gather_object((found, gradients_changed(model)), manager.world_group)
-    apart = {key: max(_relative(each.get(key)) for each, _ in told) for key in unequal}
+    inexact = sorted({each.device.type for each in values.values()} - {*EXACT})
+    facts = [found[key].relative() if key in found else 0.0 for key in unequal]
+    told = all_gather_object((facts, gradients_changed(model), inexact), manager.world_group)
+    apart = dict(zip(unequal, map(max, *(facts for facts, _, _ in told)), strict=True))
     unequal.sort(key=apart.__getitem__, reverse=True)
-    changed = any(changed for _, changed in told)
-    by_shard = not manager.grid.is_plain or manager.tp_size * manager.pp_size > 1
-    by_shard = by_shard and all(_by_shard(each, manager) for each in sides.values())
-    device = get_comm_device(manager.world_group)
-    if device.type not in EXACT and by_shard and not changed and apart[unequal[0]] <= ROUNDING:
-        _warn_of(unequal, apart[unequal[0]], device)
+    changed = any(changed for _, changed, _ in told)
+    devices = sorted({device for _, _, inexact in told for device in inexact})
+    if devices and not changed and apart[unequal[0]] <= ROUNDING and _over_tp(sides, manager):
+        _warn_of(unequal, apart[unequal[0]], devices)
         return unequal
     own = get_rank(manager.world_group)
     texts = {key: str(each) for key, each in found.items() if own not in sides[key][0]}
-    cause = _cause(unequal, table, changed=changed, by_shard=by_shard)
+    cause = _cause(unequal, table, changed=changed, by_shard=_by_shard(sides, manager))
     refuse(unequal, table, numbers, texts, manager, None, advice=cause + _BACK)
 
 
 def _distances(
-    sides: Mapping[Key, Sequence[Sequence[int]]],
+    sides: Mapping[Key, Sides],
     values: Mapping[Key, Tensor],
     manager: ProcessGroupManager,
 ) -> Iterator[tuple[Key, Distance]]:
@@ -120,10 +126,9 @@ def _distances(
         for key in sides
         if key in values
     }
-    own = {key: each.numel() for key, each in real.items()}
-    sizes: dict[Key, int] = {}
-    for each in all_gather_object(own, manager.world_group):
-        sizes |= each
+    own = [real[key].numel() if key in real else 0 for key in sides]
+    theirs = all_gather_object(own, manager.world_group)
+    sizes = dict(zip(sides, map(max, *theirs), strict=True))
     total = 0
     for key in sorted(sides, key=lambda key: (sizes[key], key)):
         total += sizes[key]
@@ -156,39 +161,45 @@ def _distance(
     return Distance(elements, size, most, largest)
 
 
-def _relative(distance: Distance | None) -> float:
-    return 0.0 if distance is None else distance.most / (distance.largest or 1.0)
+def _over_tp(sides: Mapping[Key, Sides], manager: ProcessGroupManager) -> bool:
+    """Return whether only ranks of different tp coordinates differ."""
+    of, grid = group_ranks(manager.world_group), manager.grid
+    return _divided(sides, [(grid.coordinates(rank).tp,) for rank in of])
 
 
-def _by_shard(sides: Sequence[Sequence[int]], manager: ProcessGroupManager) -> bool:
-    """Return whether ranks that have the same shards, stage and experts are on the same side."""
-    seen: dict[tuple[int, ...], int] = {}
-    of = group_ranks(manager.world_group)
-    for side, ranks in enumerate(sides):
-        for rank in ranks:
-            place, expert = (
-                manager.grid.coordinates(of[rank]),
-                manager.grid.expert_coordinates(of[rank]),
-            )
-            if seen.setdefault((place.pp, place.tp, expert.ep), side) != side:
+def _by_shard(sides: Mapping[Key, Sides], manager: ProcessGroupManager) -> bool:
+    """Return whether only ranks differ that have other shards, stages or experts."""
+    of, grid = group_ranks(manager.world_group), manager.grid
+    if grid.is_plain and manager.tp_size * manager.pp_size == 1:
+        return False
+    places = [(grid.coordinates(rank), grid.expert_coordinates(rank)) for rank in of]
+    return _divided(sides, [(place.pp, place.tp, expert.ep) for place, expert in places])
+
+
+def _divided(sides: Mapping[Key, Sides], places: Sequence[tuple[int, ...]]) -> bool:
+    """Return whether ranks of one place are always on one side."""
+    for each in sides.values():
+        side_of: dict[tuple[int, ...], int] = {}
+        for side, ranks in enumerate(each):
+            if any(side_of.setdefault(places[rank], side) != side for rank in ranks):
                 return False
     return True
 
 
-def _warn_of(keys: Sequence[Key], most: float, device: torch.device) -> None:
+def _warn_of(keys: Sequence[Key], most: float, devices: Sequence[str]) -> None:
     more = f" and {len(keys) - SHOWN} more" if len(keys) > SHOWN else ""
     warnings.warn(
         f"{describe_rank()}: tp ranks no longer hold the same of "
         f"{', '.join(key.name for key in keys[:SHOWN])}{more}: up to {most:.1e} of the largest "
-        f"value apart, as kernels of {device.type} do that sum in no fixed order; from now on "
-        "these are not compared (check_replicas does)",
+        f"value apart, as kernels of {', '.join(devices)} do that sum in no fixed order; from now "
+        "on these are not compared (check_replicas does)",
         stacklevel=4,
     )
 
 
 def _cause(unequal: Sequence[Key], table: Table, *, changed: bool, by_shard: bool) -> str:
     """Return what likely parted the ranks, and the way out."""
-    if changed:
+    if changed and by_shard:
         return _CHANGED
     holders: dict[Key, list[int]] = {}
     for rank, keys in enumerate(table.keys):

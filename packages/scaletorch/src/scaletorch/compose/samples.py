@@ -162,7 +162,8 @@ class Samples:
         taken, self.taken, self.residue = dict(self.taken), [], None
         if parted and model is not None:
             wait_for_parameters(model)
-            values = {each.key: each.values() for each in self._held}
+            held = [each for each in self._held if each.key not in self._left]
+            values = {each.key: each.values() for each in held}
             self._left |= {*refuse_parted(model, values, taken, self._manager)}
         if parted or unsettled:
             self.settle()
