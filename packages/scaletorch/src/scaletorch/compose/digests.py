@@ -50,16 +50,26 @@ def digest(tensor: Tensor) -> Tensor:
     Returns:
         0-d int64.
     """
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    if flat.data_ptr() % 8:
+    words = _words(tensor.detach().contiguous().view(-1))
+    rows = len(words) // WIDTH
+    whole, rest = words[: rows * WIDTH], words[rows * WIDTH :]
+    weights = _weights(tensor.device)
+    if rows:
+        sums = whole.view(rows, WIDTH).sum(0)
+        sums[: len(rest)] += rest
+    else:
+        sums, weights = rest, weights[: len(rest)]
+    return (sums * weights).sum() + tensor.numel()
+
+
+def _words(flat: Tensor) -> Tensor:
+    """Return the bytes of a contiguous tensor as words of 8, filled up with zeros."""
+    size = flat.element_size()
+    if flat.numel() * size % 8:
+        flat = nn.functional.pad(flat.view(torch.uint8), (0, -flat.numel() * size % 8))
+    elif flat.storage_offset() * size % 8:
         flat = flat.clone()
-    whole = flat.numel() // 8
-    words, rest = flat[: whole * 8].view(torch.int64), flat[whole * 8 :]
-    rows = whole // WIDTH
-    sums = words[: rows * WIDTH].view(rows, WIDTH).sum(0)
-    sums[: whole - rows * WIDTH] += words[rows * WIDTH :]
-    sums[WIDTH - len(rest) :] += rest
-    return (sums * _weights(tensor.device)).sum() + tensor.numel()
+    return flat.view(torch.int64)
 
 
 def written(tensor: Tensor) -> str:
@@ -78,6 +88,24 @@ def _weights(device: torch.device) -> Tensor:
     return (drawn * 2 + 1).to(device)
 
 
+def keyed_pieces(
+    model: nn.Module, tensors: Mapping[str, Tensor], manager: ProcessGroupManager
+) -> Iterator[tuple[str, Key, Tensor]]:
+    """Yield views of parameters, or of their gradients, with name and key of their replicas.
+
+    Args:
+        model: What `parallelize` returned.
+        tensors: By the names of this rank's parameters.
+        manager: The grid.
+    """
+    names = {name: tie.names[0] for tie in getattr(model, "ties", ()) for name in tie.names}
+    experts = dict.fromkeys(expert_names(model), (manager.ep_rank,))
+    for name, pieces in split_by_owner(model, tensors).items():
+        for number, (owner, piece) in enumerate(pieces):
+            place = number, owner, *experts.get(name, ())
+            yield name, Key("parameter", names.get(name, name), place), piece
+
+
 def tensor_digests(
     model: nn.Module, manager: ProcessGroupManager
 ) -> Iterator[tuple[Key, Tensor | int]]:
@@ -85,21 +113,16 @@ def tensor_digests(
 
     A gradient that lies in shards is nobody else's, and counts as one that is None.
     """
-    names = {name: tie.names[0] for tie in getattr(model, "ties", ()) for name in tie.names}
     values = {name: each.detach() for name, each in model.named_parameters()}
     gradients = {
         name: each.grad
         for name, each in model.named_parameters()
         if isinstance(each.grad, Tensor) and not isinstance(each.grad, ShardedGradient)
     }
-    there = split_by_owner(model, gradients)
-    experts = dict.fromkeys(expert_names(model), (manager.ep_rank,))
-    for name, pieces in split_by_owner(model, values).items():
-        for number, (owner, piece) in enumerate(pieces):
-            place = number, owner, *experts.get(name, ())
-            yield Key("parameter", names.get(name, name), place), digest(piece)
-            gradient = digest(there[name][number][1]) if name in there else ABSENT
-            yield Key("gradient", names.get(name, name), place), gradient
+    there = {key: piece for _, key, piece in keyed_pieces(model, gradients, manager)}
+    for _, key, piece in keyed_pieces(model, values, manager):
+        yield key, digest(piece)
+        yield key._replace(kind="gradient"), digest(there[key]) if key in there else ABSENT
     place = manager.pp_rank, manager.tp_rank, manager.ep_rank
     for name, buffer in _saved_buffers(model):
         yield Key("buffer", name, place), digest(buffer)

@@ -134,6 +134,13 @@ def pipeline_of(model: Any) -> PipelineParallel:
     return model
 
 
+def wait_for_parameters(model: nn.Module) -> None:
+    """Wait until all parameters are here that a sharded optimizer fetches behind forwards."""
+    wait = getattr(model, "wait_for_parameters", None)
+    if wait is not None:
+        wait()
+
+
 def manager_of(model: nn.Module, manager: ProcessGroupManager | None) -> ProcessGroupManager:
     """Return the grid that a call works on: the given one, or the model's, or the current one.
 

@@ -22,6 +22,7 @@ from .before.mixing import require_apart
 from .forward import Terms, pipeline_of
 from .own_loss import OwnLoss
 from .row_dims import OF_LOSS, POSITIONS
+from .samples import samples_of
 
 _APART = ("input_ids", "labels")  # entries that are not passed on by name
 _OTHERWISE = (
@@ -42,31 +43,38 @@ def ready(
 ) -> tuple[list[Called], int | float]:
     """Return the micro-batches as the model is called with them, and the global batch's count.
 
-    One all-reduce of 40 bytes over all ranks counts tokens, or a loss_fn's losses, and says whether
+    One all-reduce of 56 bytes over all ranks counts tokens, or a loss_fn's losses, and says whether
     a rank cannot go on: if one rank alone refused something (its batch, a new parameter, a gradient
-    that is not synchronised), the others would wait for it in the middle of the step.
+    that is not synchronised), the others would wait for it in the middle of the step. It also says
+    whether the sample of the last step was the same wherever ranks hold the same parameters.
 
     Raises:
         ScaletorchError: This rank has to refuse something.
         MismatchError: Another rank cannot go on, or some ranks alone are within `no_sync`, or
-            have a loss_fn.
+            have a loss_fn; or ranks no longer hold the same parameters.
     """
     called: list[Called] = []
     failed: list[Exception] = []
     counts = manager.tp_rank == 0 and pipeline_of(model).is_last_stage
+    samples = samples_of(model, manager) if trains else None
     count = 0.0
     try:
         called = _called(model, micro_batches, manager, terms, own, trains)
         if trains:
             count = _counted(called, own, pipeline_of(model).is_last_stage)
+        if samples is not None:
+            samples.look()
     except Exception as error:  # the others would wait in the all-reduce
         failed.append(error)
     alone, has_own = not model.require_backward_grad_sync, own is not None
     facts = [count if counts else 0, bool(failed), alone, has_own, len(micro_batches) > 1]
+    facts += [samples is not None and not samples.settled, 0]
     # Whole numbers are exact in it up to 2**53, and a loss_fn may count in fractions.
     told = torch.tensor(facts, dtype=torch.float64, device=get_comm_device(manager.world_group))
+    if samples is not None and samples.residue is not None:
+        told[-1] = samples.residue
     all_reduce(told, group=manager.world_group)
-    total, failures, unsynchronised, owners, several = told.tolist()
+    total, failures, unsynchronised, owners, several, unsettled, residues = told.tolist()
     terms.several = several > 0
     if failures:  # taken out of the list, since a traceback has this frame
         agree("this step", [], manager.world_group, error=failed.pop() if failed else None)
@@ -76,6 +84,8 @@ def ready(
     if 0 < owners < manager.world_size:
         line = "a loss_fn of its own" if has_own else "the loss of tokens"
         _refuse_unlike("the loss, which has the same function everywhere", line, manager)
+    if samples is not None:
+        samples.compare(residues, unsettled)
     return called, int(total) if total.is_integer() else total
 
 

@@ -15,9 +15,13 @@ from ..dist import all_gather, all_gather_object, get_comm_device, group_ranks
 from ..dist.errors import InvalidArgumentError, MismatchError, NonFiniteError
 from ..parallel.pg_manager import ProcessGroupManager, describe_rank
 from .digests import Key, nonfinite_parameters, optimizer_lines, tensor_digests, value_lines
-from .forward import manager_of
+from .forward import manager_of, wait_for_parameters
 
 SHOWN = 4  # tensors, and ranks of a side, that an error names
+ADVICE = (
+    "They were given other weights, batches, seeds or rates, made other calls, or a memory is "
+    "faulty; go on from a checkpoint from before."
+)
 HEAD = 2  # numbers before a rank's digests: of its keys, and of tensors that are not finite
 
 
@@ -107,9 +111,7 @@ def check_replicas(
     if step is not None and step % every:
         return
     manager = manager_of(model, manager)
-    wait = getattr(model, "wait_for_parameters", None)
-    if wait is not None:
-        wait()
+    wait_for_parameters(model)
     told = [] if optimizer is None else optimizer_lines(optimizer)
     texts = {Key("optimizer", "optimizer", (manager.pp_rank,)): "; ".join(told)}
     texts |= {Key("value", name): line for name, line in value_lines(values or {}).items()}
@@ -179,8 +181,13 @@ def refuse(
     texts: Mapping[Key, str],
     manager: ProcessGroupManager,
     step: int | None,
+    advice: str = ADVICE,
 ) -> NoReturn:
-    """Raise with the tensors that differ, and the ranks."""
+    """Raise with the tensors that differ, and the ranks.
+
+    Raises:
+        MismatchError: Always.
+    """
     told = all_gather_object(dict(texts), manager.world_group)
     shown = []
     for key in sorted(unequal, key=lambda key: key.kind in ("parameter", "gradient")):
@@ -194,8 +201,7 @@ def refuse(
         f"{describe_rank()}: {_at(step)}ranks that should hold the same do not{before}.\n  "
         + "\n  ".join(shown[:SHOWN])
         + (f"\n  and {len(shown) - SHOWN} more" if len(shown) > SHOWN else "")
-        + f"\n{suspects}They were given other weights, batches, seeds or rates, made other calls,"
-        " or a memory is faulty; go on from a checkpoint from before."
+        + f"\n{suspects}{advice}"
     )
 
 

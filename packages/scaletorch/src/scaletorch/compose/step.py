@@ -30,6 +30,7 @@ from .own_loss import CountFunction, LossFunction, OwnLoss
 from .partial_gradients import summed_once
 from .ready import look_first, ready
 from .rehearsal.rehearse import rehearse_step
+from .samples import take_sample
 from .updates import forget_gradients, note_gradients
 
 
@@ -180,6 +181,7 @@ def _step(
     with summed_once(model, manager), _refused_together(model, manager):
         loss = train_step_pipeline(model, micro_batches, loss_fn=loss_fn, group=manager.pp_group)
     note_gradients(model)
+    take_sample(model)
     if own is not None:
         own.settle(loss)
     return _summed(loss, manager)

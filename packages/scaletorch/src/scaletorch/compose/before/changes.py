@@ -24,7 +24,7 @@ from ...parallel.tensor_parallel import TensorParallelLayer
 from ...parallel.tensor_parallel.building import find_cuts
 from ..digests import written
 from ..experts import expert_names
-from ..forward import pipeline_of
+from ..forward import pipeline_of, wait_for_parameters
 from .attributes import plain_attributes
 from .writes import Writes
 
@@ -132,9 +132,7 @@ def changes_followed(
             it depends on the number of micro-batches, as may the gradient of a table; on every
             rank, at the end of the step.
     """
-    wait = getattr(model, "wait_for_parameters", None)
-    if wait is not None:  # they are written to as they come
-        wait()
+    wait_for_parameters(model)  # which are written to as they come
     writes = Writes(model)
     changes = _Changes(model, writes)
     # Not a hook, which would be the plain model's own.

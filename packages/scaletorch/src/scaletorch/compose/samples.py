@@ -1,0 +1,229 @@
+"""A rotating sample of replicated parameters, compared in a message that each step sends anyway.
+
+At the end of a step each rank digests some of its replicated parameters and multiplies the digests
+by weights that add up to 0 over the ranks that hold the same. So the next step's message, a sum
+over all ranks, has a 0 where these are equal, and no rank needs to know what the others hold.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from random import Random
+from typing import NamedTuple
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor, nn
+
+from ..dist import all_gather_object, get_rank
+from ..parallel.data_parallel import DataParallelBucket
+from ..parallel.pg_manager import ProcessGroupManager, describe_rank
+from .digests import Key, digest, keyed_pieces
+from .forward import wait_for_parameters
+from .parted import refuse_parted
+from .replicas import SHOWN, key_hash
+
+PERIOD = 16  # steps within which every parameter has its turn
+MODULUS = 2**32  # of a rank's term in the message: sums over 2**21 ranks are exact in float64
+
+
+class Held(NamedTuple):
+    """A parameter of this rank, or a piece of one, that other ranks may hold too.
+
+    Attributes:
+        key: The same on the ranks that hold the same.
+        parameter: Whose values are looked at whenever its turn comes.
+        cut: Dim, start and length of the piece; None is the whole parameter.
+    """
+
+    key: Key
+    parameter: nn.Parameter
+    cut: tuple[int, int, int] | None
+
+    def values(self) -> Tensor:
+        """Return the values of now."""
+        whole = self.parameter.detach()
+        return whole if self.cut is None else whole.narrow(*self.cut)
+
+
+class Replicated(NamedTuple):
+    """Parameters that the same ranks hold.
+
+    Attributes:
+        held: In the same order on these ranks.
+        weights: [len(held)] int64; of each parameter they add up to 0 over the ranks.
+    """
+
+    held: Sequence[Held]
+    weights: Tensor
+
+    def turn(self, number: int) -> slice:
+        """Return which of them a step looks at: each in one of 16 steps, one of them in each."""
+        period = min(PERIOD, len(self.held))
+        return slice(number % period, None, period)
+
+
+class Samples:
+    """The replicated parameters of this rank, and the sample of the last step.
+
+    Args:
+        model: What `parallelize` returned.
+        manager: The grid.
+    """
+
+    def __init__(self, model: DataParallelBucket, manager: ProcessGroupManager) -> None:
+        self._model, self._manager = ref(model), manager
+        self._held: list[Held] = []
+        self._replicated: list[Replicated] = []
+        self._known: list[int] = []  # ids of the parameters when they were looked up
+        self._unseen: set[str] = set()  # no plain tensors
+        self._left: set[Key] = set()  # parted by rounding alone
+        self._turn = 0
+        self.settled = False
+        self.taken: list[tuple[Key, Tensor]] = []  # digests
+        self.residue: Tensor | None = None  # of this rank: 0-d int64, below 2**32
+
+    def look(self) -> None:
+        """Look up the parameters, at first and wherever a period begins; nothing is sent."""
+        model = self._model()
+        if model is None or (self.settled and self._turn % PERIOD):
+            return
+        known = [id(each) for each in model.parameters()]
+        if known != self._known:
+            self._known, self.settled = known, False
+            self._held = list(self._look_up(model))
+
+    def settle(self) -> None:
+        """Find out, with all ranks, which of them hold the same."""
+        held = [each for each in self._held if each.key not in self._left]
+        hashes = [key_hash([each.key]) for each in held]
+        everyone = [set(each) for each in all_gather_object(hashes, self._manager.world_group)]
+        own = get_rank(self._manager.world_group)
+        groups: dict[tuple[int, ...], list[tuple[Held, int]]] = {}
+        for key, each in sorted(zip(hashes, held, strict=True), key=lambda pair: pair[0]):
+            ranks = tuple(rank for rank, keys in enumerate(everyone) if key in keys)
+            if len(ranks) > 1:
+                weights = _weights(key, len(ranks))
+                groups.setdefault(ranks, []).append((each, weights[ranks.index(own)]))
+        self._replicated = [
+            Replicated([each for each, _ in pairs], torch.tensor([weight for _, weight in pairs]))
+            for pairs in groups.values()
+        ]
+        self._turn, self.settled = 0, True
+
+    def take(self) -> None:
+        """Digest what has its turn, on its device; the next message has the result."""
+        model = self._model()
+        if model is None or not self.settled:
+            return
+        wait_for_parameters(model)  # those that no forward has waited for
+        try:
+            self._take()
+        except RuntimeError as error:  # a device without such a kernel, or without memory for it
+            self._left |= {each.key for each in self._held}
+            self.settled, self.taken, self.residue = False, [], None
+            warnings.warn(
+                f"{describe_rank()}: train_step cannot look whether ranks still hold the same "
+                f"parameters: {error}",
+                stacklevel=2,
+            )
+        self._turn += 1
+
+    def _take(self) -> None:
+        chosen: list[Held] = []
+        weights = []
+        for number, each in enumerate(self._replicated):
+            device = each.held[0].parameter.device
+            if each.weights.device != device:
+                each = self._replicated[number] = each._replace(weights=each.weights.to(device))
+            turn = each.turn(self._turn)
+            chosen += each.held[turn]
+            weights.append(each.weights[turn])
+        if chosen:
+            device = weights[0].device
+            self.taken = [(each.key, digest(each.values())) for each in chosen]
+            numbers = torch.stack([number.to(device) for _, number in self.taken])
+            folded = numbers ^ (numbers >> 32)  # the low half of a product is that of low halves
+            factors = torch.cat([each.to(device) for each in weights])
+            self.residue = (folded * factors).sum() % MODULUS
+
+    def compare(self, total: float, unsettled: float) -> None:
+        """Go on from what the message says; all ranks call it.
+
+        Args:
+            total: The sum of the residues.
+            unsettled: How many ranks do not know yet what others hold, or no longer.
+
+        Raises:
+            MismatchError: Ranks that should hold the same do not; on every rank.
+        """
+        model, parted = self._model(), total % MODULUS != 0
+        taken, self.taken, self.residue = dict(self.taken), [], None
+        if parted and model is not None:
+            wait_for_parameters(model)
+            held = [each for each in self._held if each.key not in self._left]
+            values = {each.key: each.values() for each in held}
+            self._left |= {*refuse_parted(model, values, taken, self._manager)}
+        if parted or unsettled:
+            self.settle()
+
+    def _look_up(self, model: DataParallelBucket) -> Iterator[Held]:
+        """Yield the parameters with their keys; warn of those that are no plain tensors."""
+        own = dict(model.named_parameters())
+        values = {name: each.detach() for name, each in own.items() if not each.is_meta}
+        plain = {name: each for name, each in values.items() if _is_plain(each)}
+        unseen = values.keys() - plain.keys() - self._unseen
+        if unseen:
+            self._unseen |= unseen
+            names = sorted(unseen)
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            warnings.warn(
+                f"{describe_rank()}: train_step cannot look whether ranks still hold the same of "
+                f"{', '.join(names[:SHOWN])}{more}, which are no plain tensors "
+                f"({type(values[names[0]]).__name__})",
+                stacklevel=4,
+            )
+        for name, key, piece in keyed_pieces(model, plain, self._manager):
+            if piece.numel():
+                yield Held(key, own[name], _cut_of(piece, plain[name]))
+
+
+_samples: WeakKeyDictionary[nn.Module, Samples] = WeakKeyDictionary()
+
+
+def samples_of(model: DataParallelBucket, manager: ProcessGroupManager) -> Samples | None:
+    """Return the samples of a model that is about to train; None on one rank."""
+    if manager.world_size == 1:
+        return None
+    if model not in _samples:
+        _samples[model] = Samples(model, manager)
+    return _samples[model]
+
+
+def take_sample(model: DataParallelBucket) -> None:
+    """Sample at the end of a step, unless gradients stay on this rank and parameters may part."""
+    samples = _samples.get(model)
+    if samples is not None and model.require_backward_grad_sync:
+        samples.take()
+
+
+def _weights(key: int, count: int) -> list[int]:
+    """Return a weight for each of several ranks; they add up to 0 modulo 2^32."""
+    generator = Random(key)
+    weights = [generator.randrange(MODULUS) for _ in range(count - 1)]
+    return [-sum(weights) % MODULUS, *weights]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout is torch.strided
+
+
+def _cut_of(piece: Tensor, whole: Tensor) -> tuple[int, int, int] | None:
+    """Return the dim, start and length of a piece; None if it is the whole."""
+    pairs = zip(piece.shape, whole.shape, strict=True)
+    dim = next((dim for dim, (part, full) in enumerate(pairs) if part != full), None)
+    if dim is None:
+        return None
+    start = (piece.storage_offset() - whole.storage_offset()) // whole.stride(dim)
+    return dim, start, piece.shape[dim]

@@ -1,0 +1,385 @@
+"""Ranks that part later are found by default, within few steps, and right ones are left alone."""
+
+import copy
+import re
+import warnings
+
+import pytest
+import torch
+import torch.distributed as c10d
+from torch import nn
+
+from scaletorch.compose import (
+    eval_step,
+    parallelize,
+    parted,
+    samples,
+    shard_global_batch,
+    train_step,
+)
+from scaletorch.dist.errors import MismatchError
+from scaletorch.dist.testing import preload, run_ranks
+from scaletorch.models import Llama, LlamaConfig, Mixture, MixtureConfig
+from scaletorch.parallel.data_parallel import shard_optimizer
+from scaletorch.parallel.pg_manager import (
+    destroy_process_group_manager,
+    setup_process_group_manager,
+)
+
+VOCAB = 32
+SIZES = dict(
+    vocab_size=VOCAB, hidden_size=16, intermediate_size=24, num_heads=4,
+    num_kv_heads=2, tie_embeddings=True,
+)  # fmt: skip
+NORM, SHARD = "layers.1.input_layernorm.weight", "layers.1.mlp.down_proj.weight"
+EXPERT = "layers.1.mlp.experts.down_proj"
+TP, PP = {"tp_size": 2, "dp_size": 2}, {"pp_size": 2, "dp_size": 2}
+EP = {"dp_size": 4, "ep_size": 2}
+SHARED = {"sequence_parallel": True}
+V = {"schedule": "zb_v"}
+LAYOUTS = [  # sizes, ZeRO, options
+    (TP, 0, {}),
+    (TP, 0, SHARED),
+    (TP, 1, SHARED),
+    (TP, 2, SHARED),
+    ({"cp_size": 2, "dp_size": 2}, 0, {}),
+    (PP, 0, {}),
+    (PP, 1, V),
+    ({"tp_size": 2, "pp_size": 2}, 0, {**SHARED, "recompute": True}),
+    (EP, 0, {"mixture": True}),
+    ({"tp_size": 2, "dp_size": 2, "ep_size": 2}, 1, {"mixture": True, **SHARED}),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _dynamo():
+    preload("torch._dynamo")  # which the first optimizer of a process imports
+
+
+class Job:
+    """A small training on a layout, with another learning rate on some ranks if asked for."""
+
+    def __init__(
+        self, sizes, zero=0, *, mixture=False, lr=0.01, prepare=None, dtype=None, **options
+    ):
+        self.manager = setup_process_group_manager(**sizes)
+        torch.manual_seed(0)
+        layers = 4 if "schedule" in options else 2  # one for each stage
+        if mixture:
+            plain = Mixture(MixtureConfig(**SIZES, num_layers=layers, num_experts=4))
+        else:
+            plain = Llama(LlamaConfig(**SIZES, num_layers=layers))
+        plain.to(dtype)
+        if prepare is not None:
+            prepare(plain)
+        self.model = parallelize(plain, self.manager, **options)
+        trained = [each for each in self.model.parameters() if each.requires_grad]
+        self.optimizer = torch.optim.AdamW(trained, lr=lr)
+        if zero:
+            shard_optimizer(self.optimizer, self.model, stage=zero, overlap=zero == 2)
+        self.steps = 0
+
+    def batch(self):
+        generator = torch.Generator().manual_seed(self.steps)
+        tokens = torch.randint(VOCAB, (8, 9), generator=generator)
+        return {"input_ids": tokens[:, :-1], "labels": tokens[:, 1:]}
+
+    def backward(self):
+        train_step(self.model, shard_global_batch(self.batch(), 2, self.manager))
+        self.steps += 1
+
+    def step(self):
+        self.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def train(self, steps):
+        for _ in range(steps):
+            self.step()
+
+    def parameter(self, name):
+        return dict(self.model.named_parameters()).get(name)
+
+    def steps_until_told(self, most, step=None):
+        """Return how many further steps it takes until ranks are told, and what they are told."""
+        for count in range(1, most + 1):
+            try:
+                (step or self.step)()
+            except MismatchError as error:
+                return count, str(error)
+        raise AssertionError(f"{most} steps, and nothing was said")
+
+
+def on_every_layout(check, layouts=LAYOUTS, period=2):
+    samples.PERIOD = period
+    for sizes, zero, options in layouts:
+        try:
+            check(sizes, zero, dict(options))
+        except Exception as error:
+            error.add_note(f"{sizes}, ZeRO {zero}, {options}")
+            raise
+        destroy_process_group_manager()
+
+
+def from_all_sides(sizes, zero, options):
+    """Train well; then part ranks by a tensor, an element and a rate, each put right after it."""
+    job = Job(sizes, zero, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        job.train(5)
+    for change in (whole, element, rate):
+        kept = {name: value.clone() for name, value in job.model.state_dict().items()}
+        if change(job, zero):
+            job.model.load_state_dict(kept)
+            job.optimizer.state.clear()
+            job.train(2)
+
+
+def whole(job, zero):
+    return by_hand(job, zero, slice(None), "16 of 16")
+
+
+def element(job, zero):
+    return by_hand(job, zero, slice(3, 4), "1 of 16")
+
+
+def by_hand(job, zero, where, words):
+    """Change a norm by hand on ranks of tp; without it on one of dp, if ZeRO does not fetch it."""
+    tp = job.manager.tp_size > 1
+    if zero and not tp:
+        return False
+    parameter = job.parameter(NORM)
+    if parameter is not None and (job.manager.tp_rank if tp else job.manager.dp_rank == 1):
+        job.model.wait_for_parameters()
+        with torch.no_grad():
+            parameter[where] += 0.5
+    _, text = job.steps_until_told(samples.PERIOD + 1)
+    first = text.splitlines()[1]
+    assert re.match(rf"  parameter {NORM}: on rank \d \(dp\d .* not as on ", first), text
+    assert re.search(r" of 16 elements, by up to 0\.\d+ where values reach \d", first), text
+    if not tp:  # else other shards' gradients part the rest, too
+        assert words in first
+        assert "Likely a value was changed by hand on some ranks alone" in text
+    return True
+
+
+def rate(job, zero):
+    """Let one rank have another learning rate."""
+    if zero and job.manager.tp_size == 1:  # each rank updates what it alone does
+        return False
+    for group in job.optimizer.param_groups:
+        group["lr"] *= 1 + (c10d.get_rank() == 3)
+    count, text = job.steps_until_told(samples.PERIOD + 2)
+    assert count == 3 or zero, text  # which leaves most parameters the same on ranks of dp
+    assert "optimizer" in text or zero, text
+    for group in job.optimizer.param_groups:
+        group["lr"] = 0.01
+    return True
+
+
+def test_ranks_that_part_are_told_on_every_layout_and_others_are_left_alone():
+    run_ranks(on_every_layout, 4, from_all_sides, timeout=100)
+
+
+def frozen(model):
+    model.layers[0].requires_grad_(False)
+
+
+def untied(model):
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+
+
+def changing(sizes, zero, options):
+    """Go through what a training may do to its parameters, on all ranks alike."""
+    job = Job(sizes, zero, **options)
+    job.train(2)
+    kept = {name: value.clone() for name, value in job.model.state_dict().items()}
+    job.train(2)
+    job.model.load_state_dict(kept)
+    eval_step(job.model, shard_global_batch(job.batch(), 1, job.manager))
+    average = None if job.manager.pp_size > 1 else copy.deepcopy(job.model)
+    job.train(1)
+    if average is not None and c10d.get_rank() == 1:  # trains no more, is compared with nothing
+        average.module.get_parameter(f"module.{NORM}").data.zero_()
+    for parameter in job.model.parameters():
+        parameter.data = parameter.data.clone()
+    job.train(3)
+
+
+BF16 = {"dtype": torch.bfloat16, "data_parallel": {"grad_type": torch.float32}}
+OTHERS = [
+    (TP, 0, {"prepare": frozen}),
+    (TP, 0, {"prepare": untied, **BF16}),
+    (TP, 0, {"dtype": torch.float64}),
+    (PP, 0, {"prepare": untied, "schedule": "dualpipe_v"}),
+    (PP, 0, {**V, **BF16}),
+    ({"cp_size": 2, "tp_size": 2}, 0, SHARED),
+]
+
+
+def test_what_all_ranks_change_alike_is_right():
+    run_ranks(on_every_layout, 4, changing, OTHERS, timeout=100)
+
+
+def within_a_period():
+    """The usual one, of one bit that rounding does not take away again."""
+    for name in (NORM, SHARD):
+        job = Job({"dp_size": 2})
+        job.step()
+        if job.manager.dp_rank:
+            job.parameter(name).data.view(torch.int32).view(-1)[7] ^= 1 << 20
+        _, text = job.steps_until_told(17)
+        assert f"parameter {name}: on rank 0 " in text
+        assert "(1 of " in text
+        destroy_process_group_manager()
+
+
+def test_one_bit_is_found_within_a_period():
+    run_ranks(within_a_period, 2)
+
+
+def in_shards(sizes, zero, options):
+    """Let one rank change its shard over tp, or its expert, of which one other has the same."""
+    job = Job(sizes, zero, **options)
+    job.step()
+    name = EXPERT if options.get("mixture") else SHARD
+    parameter = job.parameter(name)
+    if job.manager.global_rank == 3 and parameter is not None:
+        with torch.no_grad():
+            parameter.view(-1)[-1] += 0.5
+    _, text = job.steps_until_told(samples.PERIOD + 1)
+    assert f"parameter {name}: on rank 1 (" in text, text
+    assert "not as on rank 3 (" in text or "on rank 3 (" in text
+
+
+def test_shards_and_experts_are_compared_with_those_of_the_same_place():
+    layouts = [(TP, 0, {}), (TP, 0, SHARED), (EP, 0, {"mixture": True})]
+    run_ranks(on_every_layout, 4, in_shards, layouts, timeout=100)
+
+
+def clipped(sizes, zero, options):
+    job = Job(sizes, zero, **options)
+
+    def step():
+        job.backward()
+        nn.utils.clip_grad_norm_(job.model.parameters(), 0.01)
+        job.optimizer.step()
+        job.optimizer.zero_grad()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it has been told at the first step
+        count, text = job.steps_until_told(4, step)
+    assert count == 3, text
+    assert "had been changed in place after train_step. torch.nn.utils.clip_grad_norm_" in text
+    assert "use scaletorch.compose.clip_grad_norm_(model, max_norm)" in text
+
+
+def test_torchs_clipping_is_found_where_it_parts_ranks():
+    layouts = [
+        (TP, 0, {}), (TP, 0, SHARED), ({"tp_size": 4}, 0, {}), ({"tp_size": 2, "pp_size": 2}, 0, V),
+        (PP, 0, {}), (EP, 0, {"mixture": True}),  # with zb_v one rank has all of the tied table
+    ]  # fmt: skip
+    run_ranks(on_every_layout, 4, clipped, layouts, timeout=100)
+
+
+def one_of_four():
+    """The minority is named, and the cause is the optimizer."""
+    job = Job({"dp_size": 4}, lr=0.02 if c10d.get_rank() == 2 else 0.01)
+    count, text = job.steps_until_told(3)
+    assert count == 3
+    first, second, *_ = text.splitlines()
+    assert re.match(r"rank \d \(.*\): ranks that should hold the same do not\.$", first)
+    there = r"rank 2 \(dp2 pp0 cp0 tp0\) \(\d+ of \d+ elements, by up to .*\)"
+    assert re.match(rf"  parameter .*: on {there} not as on the other 3 of 4$", second), second
+    assert "and 16 more\nLook at rank 2 (dp2 pp0 cp0 tp0) first. Likely the optimizer there" in text
+
+
+def test_the_rank_of_another_learning_rate_is_named():
+    run_ranks(one_of_four, 4)
+
+
+def local_updates():
+    """Ranks that keep gradients to themselves part as they should; averaged, they are compared."""
+    samples.PERIOD = 4
+    job = Job({"dp_size": 2})
+    for _ in range(2):
+        for _ in range(3):
+            with job.model.no_sync():
+                job.step()
+        for parameter in job.model.parameters():
+            c10d.all_reduce(parameter.data)
+            parameter.data.div_(2)
+        job.optimizer.state.clear()
+        for _ in range(2):
+            job.step()
+    with job.model.no_sync():
+        job.step()
+    _, text = job.steps_until_told(3)
+    assert "parameter" in text
+
+
+def test_ranks_may_part_as_long_as_gradients_stay_on_them():
+    run_ranks(local_updates, 2)
+
+
+def come_later():
+    """They are compared from the next period on, or it is said that they are not."""
+    from torch.distributed.tensor import Replicate, distribute_tensor
+
+    job = Job({"dp_size": 2})
+    job.step()
+    base = job.model.module.module
+    samples.PERIOD = 4
+    base.extra = nn.Parameter(torch.zeros(3), requires_grad=False)
+    mesh = job.manager.device_mesh["dp"]
+    base.other = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]), False)
+    with pytest.warns(UserWarning, match="cannot look whether ranks still hold the same of other,"):
+        job.train(samples.PERIOD)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        job.train(2)
+        base.extra[job.manager.dp_rank] = 1.0
+        _, text = job.steps_until_told(samples.PERIOD + 1)
+    assert "parameter extra: on rank 0" in text
+
+
+def test_parameters_that_come_later():
+    run_ranks(come_later, 2)
+
+
+def rounded():
+    """What kernels of an accelerator part by is warned of once, over tp alone."""
+    parted.EXACT, samples.PERIOD = (), 4
+    job = Job({"tp_size": 2})
+    job.step()
+    job.parameter(NORM).data.mul_(1 + 1e-6 * job.manager.tp_rank)
+    with pytest.warns(UserWarning, match=rf"tp ranks no longer hold the same of .*{NORM}") as said:
+        job.train(2 * samples.PERIOD)
+    ours = [each for each in said if "tp ranks no longer" in str(each.message)]
+    assert 1 <= len(ours) <= samples.PERIOD
+    destroy_process_group_manager()
+    job = Job({"dp_size": 2})
+    job.step()
+    job.parameter(NORM).data.mul_(1 + 1e-6 * job.manager.dp_rank)
+    _, text = job.steps_until_told(samples.PERIOD + 1)
+    assert f"parameter {NORM}" in text
+
+
+def test_rounding_of_accelerators_is_no_mistake_over_tp():
+    run_ranks(rounded, 2)
+
+
+@pytest.mark.parametrize("count", [1, 2, 5, 1000])
+def test_weights_add_up_to_nothing(count):
+    weights = samples._weights(count, count)
+    assert sum(weights) % samples.MODULUS == 0
+    assert len({*weights}) == count
+
+
+def test_every_parameter_has_its_turn():
+    for count in (1, 3, 16, 17, 300):
+        held = samples.Replicated([None] * count, torch.zeros(count))
+        turns = [range(count)[held.turn(number)] for number in range(samples.PERIOD)]
+        assert all(turns)
+        assert {*range(count)} == {each for turn in turns for each in turn}
+        assert max(map(len, turns)) <= -(-count // samples.PERIOD)
