@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOM = 4.0  # epsilon x root of the additions that are allowed
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 _DOUBTFUL = 30.0  # limits by which a dtype may be off from a wider one before it is looked into
+_FINEST = 1e-10  # float64 has no wider dtype to ask; faults are far larger
 _COARSE = 8.0  # epsilons of 16 bits that code around the units may be off by, each tensor
 
 
@@ -116,7 +117,7 @@ class Judge:
         eps = torch.finfo(dtype).eps
         if dtype in (torch.float16, torch.bfloat16):
             return _COARSE * eps
-        return eps * ROOM * math.sqrt(self.chain)
+        return max(eps * ROOM * math.sqrt(self.chain), _FINEST)
 
     def _find(self, what: str, error: float, note: str) -> None:
         self.findings.append(Finding(self.compared, what, error, note))

@@ -179,8 +179,9 @@ class _Call:
         wanted = [*made.inputs, *trained]
         if not pairs or not wanted:
             return [None] * len(wanted)
-        outputs, gradients = [y for y, _ in pairs], [g for _, g in pairs]
-        return [*torch.autograd.grad(outputs, wanted, gradients, allow_unused=True)]
+        # Not autograd.grad, which a reentrant checkpoint refuses; all leaves are new.
+        torch.autograd.backward([y for y, _ in pairs], [g for _, g in pairs])
+        return [each.grad for each in wanted]
 
     def exact(self, index: int) -> Tensor:
         """Return a gradient in a wider dtype: of an input, or behind these of a weight."""
@@ -262,22 +263,23 @@ class Replay:
                 self.unasked.append("the loss, which communicates itself")
                 return
             self.judge.compare("the loss", loss, found.detach())
-            self._add_penalties(found)
             trained = [weight for weight in weights.values() if weight.requires_grad]
-            torch.autograd.backward(found, inputs=[self._anchor, *trained])
+            penalised = self._add_penalties(found)
+            found.backward(inputs=[self._anchor, *trained] if penalised else None)
         for name, weight in weights.items():
             if weight.grad is not None:
                 self._add(name, weight.grad)
         for owner in ("", *self.plain.units):
             self._compare_gradients(owner, [*self._done.get(owner, [])], last=True)
 
-    def _add_penalties(self, loss: Tensor) -> None:
-        """Add gradients of weights that a loss has read itself, of the layout's model."""
+    def _add_penalties(self, loss: Tensor) -> bool:
+        """Add gradients of weights that a loss has read itself, of the layout's model, if any."""
         held = self.ranks.trained_here()
         found = torch.autograd.grad(loss, [*held.values()], retain_graph=True, allow_unused=True)
         for name, gradient in zip(held, found, strict=True):
             if gradient is not None:
                 self._add(name, gradient)
+        return any(gradient is not None for gradient in found)
 
     def weights(self, owner: str, wide: torch.dtype | None = None) -> dict[str, nn.Parameter]:
         """Return the whole weights of a unit or of the root, from all ranks.
@@ -367,13 +369,12 @@ class Replay:
             exact = None
             if calls and not last and name not in shared:
                 exact = partial(_sum_of, name, calls)
-            if owner and (owner in self.random or not self.ranks.runs(owner)):
-                continue
-            self.judge.compare(
-                f"gradient of {name}", ours.get(name), self._found.pop(name, None),
-                typical=typical, exact=exact,
-            )  # fmt: skip
             self.ranks.compared.add(name)
+            theirs = self._found.pop(name, None)
+            if not owner or (owner not in self.random and self.ranks.runs(owner)):
+                self.judge.compare(
+                    f"gradient of {name}", ours.get(name), theirs, typical=typical, exact=exact
+                )
         for call in calls:
             call._wide = None
 

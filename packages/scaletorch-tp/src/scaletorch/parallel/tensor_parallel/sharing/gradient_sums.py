@@ -84,7 +84,10 @@ class GradientSums:
         later = self.deferred and self._seen_once
         if not torch.is_grad_enabled() or (later and not self._unseen):
             return
-        made = [tensor.grad_fn for tensor in tensors_in(output) if tensor.grad_fn is not None]
+        tensors = [*tensors_in(output)] or [*tensors_in(getattr(output, "__dict__", {}))]
+        made = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+        if not tensors:
+            self._opaque.add(f"the output, a {type(output).__name__}")
         if not made:
             return
         if later:
