@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..parallel.pipeline_parallel.building import PassThrough
+
 _LIBRARY = f"{__name__.partition('.compose.')[0]}."
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
@@ -60,9 +62,9 @@ class Plain:
 
     def follow(self, stage: nn.Module, device: torch.device) -> None:
         """Take a device for buffers, and from this rank's stage what trains and hooks of users."""
-        there = dict(stage.named_modules())
-        for name, module in self.model.named_modules():
-            if name in there:
+        there = dict(stage.named_modules(remove_duplicate=False))
+        for name, module in self.model.named_modules(remove_duplicate=False):
+            if name in there and not isinstance(there[name], PassThrough):
                 module.training = there[name].training
                 _take_hooks(module, there[name])
             for own, buffer in module._buffers.items():
