@@ -56,9 +56,9 @@ class Recorder:
 
     def before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note what the module is given; the gradient is that of a view of its own."""
-        record = self._record()
-        self._open.append(record)
         x = hidden_of((args, kwargs))
+        record = self._record(x)
+        self._open.append(record)
         if record is None or x is None or type(x) is not Tensor:
             return args, kwargs
         record.given = x.detach().clone()
@@ -78,7 +78,7 @@ class Recorder:
             y.register_hook(lambda gradient: _note(record, "made_gradient", gradient))
         return output
 
-    def _record(self) -> Record | None:
+    def _record(self, x: Tensor | None) -> Record | None:
         """Return the record of a call that begins; that of its forward if it is run again.
 
         A checkpoint that runs a forward without gradients first has its graph in backward; others
@@ -90,7 +90,7 @@ class Recorder:
             calls.append(Record(again=not torch.is_grad_enabled()))
             return calls[-1]
         waiting = [each for each in calls if each.again and each.made_gradient is None]
-        return waiting[-1] if waiting else None
+        return next((each for each in reversed(waiting) if _is_same(each.given, x)), None)
 
 
 @contextmanager
@@ -130,6 +130,10 @@ def hidden_of(value: Any) -> Tensor | None:
         return hidden_of([*tensors_in(kwargs)]) if found is None else found
     tensors = [x for x in tensors_in(value) if x.is_floating_point() and x.ndim > 1]
     return next((x for x in tensors if x.requires_grad), next(iter(tensors), None))
+
+
+def _is_same(given: Tensor | None, x: Tensor | None) -> bool:
+    return given is not None and x is not None and torch.equal(given, x)
 
 
 def _note(record: Record, name: str, gradient: Tensor) -> None:
