@@ -116,12 +116,15 @@ class Plain:
 def units_of(model: nn.Module) -> dict[str, nn.Module]:
     """Return what the outermost lists of layers hold, by the first of each one's names.
 
-    Lists are `nn.ModuleList` and `nn.Sequential` of several modules, of which one has parameters.
+    Lists are `nn.ModuleList` and `nn.Sequential` of several modules, and an `nn.ModuleDict` of
+    several of one class.
     """
     found: dict[nn.Module, str] = {}
 
     def visit(prefix: str, module: nn.Module) -> None:
         is_list = isinstance(module, nn.ModuleList | nn.Sequential) and len(module) > 1
+        if isinstance(module, nn.ModuleDict):
+            is_list = len(module) > 1 and len({type(child) for child in module.children()}) == 1
         for name, child in module.named_children():
             full = f"{prefix}.{name}".lstrip(".")
             if is_list and next(child.parameters(), None) is not None:

@@ -90,7 +90,7 @@ class Recorder:
             calls.append(Record(again=not torch.is_grad_enabled()))
             return calls[-1]
         waiting = [each for each in calls if each.again and each.made_gradient is None]
-        return next((each for each in reversed(waiting) if _is_same(each.given, x)), None)
+        return next((each for each in reversed(waiting) if is_same(each.given, x)), None)
 
 
 @contextmanager
@@ -132,7 +132,8 @@ def hidden_of(value: Any) -> Tensor | None:
     return next((x for x in tensors if x.requires_grad), next(iter(tensors), None))
 
 
-def _is_same(given: Tensor | None, x: Tensor | None) -> bool:
+def is_same(given: Tensor | None, x: Tensor | None) -> bool:
+    """Return whether two calls were given the same."""
     return given is not None and x is not None and torch.equal(given, x)
 
 

@@ -19,7 +19,7 @@ from ..plain import Plain
 from .judging import WIDER, Judge, typical_of
 from .quiet import State, buffers_in, without_autocast
 from .ranks import Ranks
-from .recording import hidden_of
+from .recording import hidden_of, is_same
 
 Gradients = dict[str, Tensor]
 
@@ -238,6 +238,7 @@ class Replay:
     unasked: list[str] = field(default_factory=list)
     random: set[str] = field(default_factory=set)
     _turns: dict[str, int] = field(default_factory=dict)
+    _earlier: list[tuple[str, Tensor, int]] = field(default_factory=list)  # without gradients
     _done: dict[str, list[_Call]] = field(default_factory=dict)
     _found: Gradients = field(default_factory=dict)
     _held: tuple[str, dict[str, Tensor]] | None = None
@@ -301,8 +302,8 @@ class Replay:
 
     def _answer(self, name: str, run: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Answer a call of a unit: the ranks' hidden states in place of its own."""
-        turn = self._turns[name] = self._turns.get(name, -1) + 1
         x = hidden_of((args, kwargs))
+        turn = self._turn_of(name, x)
         before = State(self.plain.units[name].modules())
         call = _Call(self, name, run, args, kwargs, x, turn, before)
         if x is not None:
@@ -337,6 +338,18 @@ class Replay:
         swapped = dict(zip(map(id, made.outputs), handed, strict=True))
         self._done.setdefault(name, [])
         return map_tensors(lambda t: swapped.get(id(t), t.detach()), made.result)
+
+    def _turn_of(self, name: str, x: Tensor | None) -> int:
+        """Return which call of a unit this is; that of its forward if it runs again in backward."""
+        if torch._C._current_graph_task_id() != -1:
+            again = (turn for of, given, turn in self._earlier if of == name and is_same(given, x))
+            found = next(again, None)
+            if found is not None:
+                return found
+        turn = self._turns[name] = self._turns.get(name, -1) + 1
+        if x is not None and not torch.is_grad_enabled():
+            self._earlier.append((name, x.detach().clone(), turn))
+        return turn
 
     def add(self, call: _Call, gradients: Mapping[str, Tensor | None]) -> None:
         """Add a call's gradients of weights; compare them when they are all there."""
