@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from ..compose import local_gradients, train_step
 from ..compose.forward import pipeline_of
 from ..compose.row_dims import POSITIONS
+from ..compose.samples import train_unsampled
 from ..parallel.pg_manager import destroy_process_group_manager, setup_process_group_manager
 from ..parallel.tensor_parallel import load_full_state_dict
 from ..verify import dropout
@@ -101,6 +102,7 @@ def record_case(case: Case, subject: Subject, reference: str, folder: str, steps
             tape.weights()
         load_full_state_dict(plain, saved["state"])
         model = build(case, plain, subject, manager)
+        train_unsampled(model)  # a fault may part replicas, and is to be seen
         dropout.switch(model, on=False)
         stage = pipeline_of(model).module
         for step in range(steps):

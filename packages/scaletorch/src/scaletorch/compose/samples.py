@@ -189,16 +189,21 @@ class Samples:
                 yield Held(key, own[name], _cut_of(piece, plain[name]))
 
 
-_samples: WeakKeyDictionary[nn.Module, Samples] = WeakKeyDictionary()
+_samples: WeakKeyDictionary[nn.Module, Samples | None] = WeakKeyDictionary()
 
 
 def samples_of(model: DataParallelBucket, manager: ProcessGroupManager) -> Samples | None:
-    """Return the samples of a model that is about to train; None on one rank."""
+    """Return the samples of a model that is about to train; None on one rank, or without any."""
     if manager.world_size == 1:
         return None
     if model not in _samples:
         _samples[model] = Samples(model, manager)
     return _samples[model]
+
+
+def train_unsampled(model: DataParallelBucket) -> None:
+    """Let a model train on though its ranks part, as when its faults are recorded; all call it."""
+    _samples[model] = None
 
 
 def take_sample(model: DataParallelBucket) -> None:
