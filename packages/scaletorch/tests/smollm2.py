@@ -19,9 +19,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from scaletorch.checkpoint import export_safetensors
 from scaletorch.compose import clip_grad_norm_, parallelize, shard_global_batch, train_step
+from scaletorch.compose.summation import chain_length
 from scaletorch.dist import launch
 from scaletorch.parallel.pg_manager import legal_layouts, setup_process_group_manager
-from scaletorch.verify.bounds import bound, chain_length
+from scaletorch.verify.bounds import bound
 
 ROWS, LENGTH, STEPS = 8, 64, 3
 WAY = 2e-3  # of how far AdamW moves a weight: it goes by signs, also of what is rounding

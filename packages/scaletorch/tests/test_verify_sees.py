@@ -9,13 +9,14 @@ from mutants import specimen
 from mutants.hunt import run_mutant
 from mutants.patch import patched
 
+from scaletorch.compose.summation import ROOM
 from scaletorch.dist import get_rank
 from scaletorch.dist.ranks.locate import locate
 from scaletorch.models import Llama, LlamaConfig
 from scaletorch.parallel.pg_manager import Grid
 from scaletorch.verify import default_batch, parse_layout, verify
 from scaletorch.verify.__main__ import main
-from scaletorch.verify.bounds import LARGEST, ROOM, blind, bound
+from scaletorch.verify.bounds import LARGEST, blind, bound
 from scaletorch.verify.cases import Case
 from scaletorch.verify.compare import Difference
 from scaletorch.verify.dropout import judge, recorded

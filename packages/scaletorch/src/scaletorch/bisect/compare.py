@@ -9,8 +9,9 @@ from pathlib import Path
 
 from torch import Tensor
 
+from ..compose.summation import ROOM
 from ..dist.errors import InvalidArgumentError
-from ..verify.bounds import LARGEST, ROOM
+from ..verify.bounds import LARGEST
 from .comparing.births import Birth, find_births
 from .comparing.judge import coarsest, judge_all, measure, meet
 from .comparing.places import ALIKE, GIVEN, WHOLE, Way

@@ -19,7 +19,8 @@ from dataclasses import replace
 
 import torch
 
-from ..verify.bounds import bound, chain_length
+from ..compose.summation import chain_length
+from ..verify.bounds import bound
 from .config import PretrainConfig
 from .data import vocabulary_size
 from .sizes import plain_model, sizes_of

@@ -12,24 +12,10 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
 
-ROOM = 4.0  # epsilon x root of additions that are allowed; 0.1 to 0.3 are seen
+from ..compose.summation import ROOM
+
 LARGEST = 1e-3  # a larger bound would let bfloat16 pass for float32: its rounding is 1e-3 and more
-
-
-def chain_length(model: nn.Module, tokens: Tensor) -> int:
-    """Return how many additions stand, at most, between the inputs and any number compared.
-
-    Each weight matrix adds its two sizes (the sums of forward and of backward), attention and the
-    loss add the tokens of the batch.
-
-    Args:
-        model: The plain module.
-        tokens: Input_ids of a global batch, [B, L].
-    """
-    matrices = sum(sum(p.shape) for p in model.parameters() if p.ndim > 1)
-    return matrices + 2 * tokens.numel()
 
 
 def bound(dtype: torch.dtype, chain: int, step: int) -> float:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from ..compose.summation import root_mean_square, scale_of
 
 INFINITE = float("inf")
 Shard = Callable[[str, Tensor], Tensor]
@@ -52,26 +53,6 @@ class Difference:
 def whole(_name: str, tensor: Tensor) -> Tensor:
     """Return the tensor itself: nothing is sharded."""
     return tensor
-
-
-def root_mean_square(tensors: Iterable[Tensor]) -> float:
-    """Return the size of a typical element of all tensors together."""
-    total, count = 0.0, 0
-    for tensor in tensors:
-        total += float(torch.linalg.vector_norm(tensor.double())) ** 2
-        count += tensor.numel()
-    return math.sqrt(total / count) if count else 0.0
-
-
-def scale_of(whole: Tensor, typical: float) -> float:
-    """Return what a difference from one process's tensor is measured by.
-
-    It is the tensor's 2-norm, but at least that of as many typical elements: what is smaller is
-    what remains of terms that cancel (a key's bias without rotation, whose gradient is zero), and
-    rounding goes by the terms.
-    """
-    norm = float(torch.linalg.vector_norm(whole.double()))
-    return max(norm, typical * math.sqrt(whole.numel()))
 
 
 def compare_tensor(

@@ -15,14 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..compose.summation import root_mean_square, scale_of
 from .compare import (
     INFINITE,
     Difference,
     Shard,
     compare_named,
     compare_tensor,
-    root_mean_square,
-    scale_of,
     whole,
 )
 from .routing import Choice, sizes

@@ -12,7 +12,7 @@ import torch
 
 from ..compose._version import __version__
 from ..compose.naming import layout_name
-from .bounds import ROOM
+from ..compose.summation import ROOM
 from .cases import Case
 from .compare import Difference
 from .lost import DTYPE, FACTOR
@@ -129,7 +129,7 @@ class Report:
 
     Attributes:
         results: One for each case.
-        chain: The longest chain of additions, on which bounds rest; see `bounds.chain_length`.
+        chain: The longest chain of additions, on which bounds rest; see `chain_length`.
         named: Whether layouts were asked for by name: then none may be refused.
         command: What repeats a case when its own options are added.
     """

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from ..compose.experts import count_experts
 from ..compose.row_dims import RowDims
+from ..compose.summation import chain_length
 from ..dist import RankFailedError, RankPool
 from ..dist.building import locate
 from ..dist.errors import InvalidArgumentError
@@ -23,7 +24,7 @@ from ..dist.testing import preload
 from ..parallel.pg_manager import Grid
 from ..parallel.pipeline_parallel import Split
 from . import lost
-from .bounds import blind, bound, chain_length
+from .bounds import blind, bound
 from .cases import DTYPES, Case, choose_layouts, enumerate_cases
 from .dropout import dropouts
 from .phases import PHASES, STEPS, Chosen, Phase, phases_of

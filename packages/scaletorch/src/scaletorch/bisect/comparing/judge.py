@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ...verify.bounds import ROOM
-from ...verify.compare import root_mean_square
+from ...compose.summation import ROOM, root_mean_square
 from ..keys import BACKWARD, DATA, FINAL, FORWARD, GRADIENT, SHARE, TERM, WEIGHT, Key
 from ..patterns import Piece
 from .places import Held, Way, in_terms, ways

@@ -60,19 +60,19 @@ class SmallBatch:
 
     @property
     def rows(self) -> int:
-        """How many rows all ranks have together."""
+        """The number of rows, over all ranks."""
         return len(self.whole["input_ids"])
 
     @property
     def sequences(self) -> ShardedSequences:
-        """Which positions this rank has."""
+        """The positions that this rank holds."""
         return cast(MicroBatch, self.micro_batches[0]).cut.sequences
 
 
 def small_batch(
     micro_batches: Sequence[Batch], model: nn.Module, terms: Terms, manager: ProcessGroupManager
 ) -> SmallBatch | None:
-    """Return a small batch of a step's rows; None if it was cut by hand, so that nobody knows it.
+    """Return a small batch of a step's rows, or None if `shard_global_batch` did not make them.
 
     Args:
         micro_batches: This rank's, of the step.

@@ -1,9 +1,9 @@
-"""How far a layout's tensors are from one process's, and how far rounding may take them."""
+"""Compare tensors of a layout with those of one process, up to rounding."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-ROOM = 4.0  # epsilon x root of the additions that are allowed
+from ..summation import ROOM, scale_of
+
 WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32, torch.float32: torch.float64}
 _DOUBTFUL = 30.0  # limits by which a dtype may be off from a wider one before it is looked into
 _FINEST = 1e-10  # float64 has no wider dtype to ask; faults are far larger
@@ -141,24 +142,10 @@ class _Casts(TorchDispatchMode):
 
 
 def relative(ours: Tensor, theirs: Tensor, typical: float = 0.0) -> float:
-    """Return the 2-norm of a difference over the tensor's scale.
-
-    That is its norm, but at least that of as many typical elements: what is smaller is what
-    remains of terms that cancel.
-    """
+    """Return the 2-norm of a difference divided by the tensor's scale; see `scale_of`."""
     gap = float(torch.linalg.vector_norm(ours.double() - theirs.double()))
-    norm = float(torch.linalg.vector_norm(theirs.double()))
-    scale = max(norm, typical * math.sqrt(theirs.numel()))
+    scale = scale_of(theirs, typical)
     return 0.0 if gap == 0 else gap / scale if scale else math.inf
-
-
-def typical_of(tensors: Iterable[Tensor]) -> float:
-    """Return the size of a typical element of all tensors together."""
-    total, count = 0.0, 0
-    for tensor in tensors:
-        total += float(torch.linalg.vector_norm(tensor.double())) ** 2
-        count += tensor.numel()
-    return math.sqrt(total / count) if count else 0.0
 
 
 def _ratio(ours: Tensor, theirs: Tensor) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -87,9 +87,13 @@ class State:
 def restored(model: nn.Module) -> Iterator[None]:
     """Put back, in the end, random generators, buffers and plain attributes of modules."""
     before, state = State(model.modules()), random.getstate()
-    devices = [*range(torch.cuda.device_count())] if torch.cuda.is_initialized() else []
+    kinds = {p.device.type for p in model.parameters()} - {"cpu", "meta"}
     try:
-        with torch.random.fork_rng(devices):
+        with ExitStack() as forked:
+            forked.enter_context(torch.random.fork_rng([]))
+            for kind in kinds:
+                here = torch.get_device_module(kind).current_device()
+                forked.enter_context(torch.random.fork_rng([here], device_type=kind))
             yield
     finally:
         random.setstate(state)

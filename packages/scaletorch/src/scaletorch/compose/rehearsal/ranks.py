@@ -1,4 +1,4 @@
-"""What the ranks of a layout had in the small step: hidden states, weights and gradients, whole."""
+"""Gather whole hidden states, weights and gradients of the small step from the ranks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Joined(NamedTuple):
 
 @dataclass(slots=True)
 class Ranks:
-    """What all ranks had; all of them call its methods, in the same order.
+    """Gathers tensors from the ranks; every rank calls its methods in the same order.
 
     Attributes:
         model: What `parallelize` returned, with the gradients of the small step.
@@ -149,7 +149,7 @@ class Ranks:
         return self._whole({n: p.detach() for n, p in self._parameters.items()}, names)
 
     def gradients(self, names: Iterable[str]) -> dict[str, Tensor]:
-        """Return whole gradients by first names, of those that any rank has."""
+        """Return whole gradients by the first name of each parameter."""
         return self._whole(self._gradients, names)
 
     def _whole(self, tensors: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, Tensor]:

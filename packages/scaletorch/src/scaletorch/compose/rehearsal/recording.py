@@ -1,4 +1,4 @@
-"""What ranks gave to the units of their model, and got from them, in a small step."""
+"""Record the inputs, outputs and gradients of a model's units during a small step."""
 
 from __future__ import annotations
 

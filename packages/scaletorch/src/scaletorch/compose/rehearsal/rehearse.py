@@ -27,6 +27,7 @@ from ..loss import token_loss_sum
 from ..loss_batch import LossBatch
 from ..plain import Plain
 from ..ready import as_called
+from ..summation import chain_length
 from .batch import SmallBatch, small_batch
 from .joining import Joiner
 from .judging import Finding, Judge
@@ -100,7 +101,7 @@ def rehearse_step(
     model.reset()
     found = _first_of_all(judge, problem, manager)
     if found.first is not None:
-        _refuse(found, terms, manager, _explained(model, small, terms, manager))
+        _refuse(found.first, found, terms, manager, _explained(model, small, terms, manager))
     _report(judge, replay, found.problem, terms, manager, time.perf_counter() - began)
 
 
@@ -112,7 +113,7 @@ def _replayed(
     loss: Tensor,
 ) -> tuple[Judge, Replay, str | None]:
     """Run the plain model; return also why it could not run, if it could not."""
-    judge = Judge(_chain(plain, batch["input_ids"]))
+    judge = Judge(chain_length(plain.model, batch["input_ids"]))
     replay = Replay(plain, ranks, judge)
     ranks.compared.clear()
     try:
@@ -125,12 +126,6 @@ def _replayed(
 
 def _size(plain: Plain) -> int:
     return sum(p.numel() * p.element_size() for p in plain.model.parameters())
-
-
-def _chain(plain: Plain, ids: Tensor) -> int:
-    """Return how many additions stand, at most, between inputs and any number compared."""
-    matrices = sum(sum(p.shape) for p in plain.model.parameters() if p.ndim > 1)
-    return matrices + 2 * ids.numel()
 
 
 def _on(batch: Called, device: torch.device) -> dict[str, Any]:
@@ -173,7 +168,7 @@ def _loss(
 
 
 class _Found(NamedTuple):
-    """What all ranks have found.
+    """The differences that the ranks found.
 
     Attributes:
         first: The first difference of any rank.
@@ -239,9 +234,9 @@ def _explained(
     return ""
 
 
-def _refuse(found: _Found, terms: Terms, manager: ProcessGroupManager, why: str) -> NoReturn:
-    first = found.first
-    assert first is not None
+def _refuse(
+    first: Finding, found: _Found, terms: Terms, manager: ProcessGroupManager, why: str
+) -> NoReturn:
     note = f" ({first.note})" if first.note else ""
     raise RehearsalError(
         f"{describe_rank()}: {terms.name} computes something else on {manager.grid} than in one "

@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from ...dist.building import map_tensors, tensors_in
 from ..plain import Plain
-from .judging import WIDER, Judge, typical_of
+from ..summation import root_mean_square
+from .judging import WIDER, Judge
 from .quiet import State, buffers_in, without_autocast
 from .ranks import Ranks
 from .recording import hidden_of, is_same
@@ -25,7 +26,7 @@ Gradients = dict[str, Tensor]
 
 
 class _Handover(torch.autograd.Function):
-    """What a unit's call gives to the root; its backward is that of the call."""
+    """Connects the output of a replayed unit to the autograd graph of the root."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, _anchor: Tensor, *_inputs: Tensor) -> tuple[Tensor, ...]:
@@ -160,8 +161,7 @@ class _Call:
         exact: Callable[[], Tensor] | None = None,
     ) -> Tensor | None:
         """Compare what ranks had of this call with one process's; return theirs if it is known."""
-        of = self.handed[0] if kind.startswith("made") else self.hidden
-        assert of is not None
+        of = self.handed[0] if kind.startswith("made") or self.hidden is None else self.hidden
         ours, known = self.replay.ranks.join(self.name, self.turn, kind, of.shape)
         if not known:
             return theirs
@@ -187,8 +187,7 @@ class _Call:
         """Return a gradient in a wider dtype: of an input, or behind these of a weight."""
         _, gradients = self.widely()
         found = gradients[index]
-        assert found is not None
-        return found
+        return torch.zeros(()) if found is None else found
 
     def exact_output(self) -> Tensor:
         """Return the output in a wider dtype."""
@@ -365,7 +364,7 @@ class Replay:
         self._found[name] = self._found[name] + gradient if name in self._found else gradient
 
     def _compare_gradients(self, owner: str, calls: list[_Call], *, last: bool = False) -> None:
-        """Compare gradients of an owner's weights; of those that others share at the end alone."""
+        """Compare the gradients of a unit or the root; shared weights are compared last."""
         holders = self.plain.owners
         shared = {n for n in holders[owner] if sum(n in names for names in holders.values()) > 1}
         names = [
@@ -377,7 +376,7 @@ class Replay:
         if not names:
             return
         ours = self.ranks.gradients(names)
-        typical = typical_of(g for n in names if (g := self._found.get(n)) is not None)
+        typical = root_mean_square(g for n in names if (g := self._found.get(n)) is not None)
         for name in names:
             exact = None
             if calls and not last and name not in shared:
